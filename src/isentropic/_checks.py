@@ -1,0 +1,84 @@
+"""Checks of arguments, all with one message: what it must be, and what came. Layer 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from types import ModuleType
+from typing import Any
+
+
+def value_error(name: str, must: str, got: Any) -> ValueError:
+    return ValueError(f"`{name}` must {must}, got {got}.")
+
+
+def type_error(name: str, must: str, got: Any) -> TypeError:
+    return TypeError(f"`{name}` must {must}, got {got}.")
+
+
+def check_floating(xp: ModuleType, **arrays: Any) -> None:
+    """Refuse integer, boolean and complex arrays."""
+    for name, x in arrays.items():
+        if x is not None and not xp.isdtype(x.dtype, "real floating"):
+            raise type_error(name, "have a real floating-point dtype", x.dtype)
+
+
+def check_ndim(minimum: int, **arrays: Any) -> None:
+    for name, x in arrays.items():
+        if x is not None and x.ndim < minimum:
+            raise value_error(name, f"have at least {minimum} dimensions", x.ndim)
+
+
+def check_real(
+    name: str, x: Any, *, above: float = -math.inf, below: float = math.inf, least: float = -math.inf
+) -> None:
+    """Refuse what is no finite Python number with ``above < x < below`` and ``x >= least``."""
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise type_error(name, "be a real number", type(x).__name__)
+    x = float(x)
+    if not (above < x < below and x >= least):
+        bounds = [f"above {above}"] * (above > -math.inf) + [f"at least {least}"] * (least > -math.inf)
+        bounds += [f"below {below}"] * (below < math.inf)
+        raise value_error(name, " ".join(["be", " and ".join(bounds) or "finite"]), x)
+
+
+def check_order(order: Any) -> None:
+    """An entropy order: a real number from 0 to infinity."""
+    if isinstance(order, bool) or not isinstance(order, Real):
+        raise type_error("order", "be a real number", type(order).__name__)
+    if not float(order) >= 0:
+        raise value_error("order", "be at least 0", order)
+
+
+def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
+    if x not in choices:
+        options = " or ".join(repr(choice) for choice in choices)
+        raise value_error(name, f"be {options}", repr(x))
+
+
+def check_axis(axis: Any, ndim: int) -> None:
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise type_error("axis", "be an integer", type(axis).__name__)
+    if not -ndim <= axis < ndim:
+        raise value_error("axis", f"be in [{-ndim}, {ndim})", axis)
+
+
+def common_shape(xp: ModuleType, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape to which the named shapes broadcast."""
+    common: tuple[int, ...] = ()
+    for name, shape in shapes.items():
+        try:
+            common = xp.broadcast_shapes(common, shape)
+        except (ValueError, RuntimeError):  # RuntimeError from torch
+            raise value_error(name, f"broadcast with {common} in its batch axes", shape) from None
+    return common
+
+
+def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to `target` without enlarging it."""
+    if len(shape) <= len(target) and all(
+        have in (1, want) for have, want in zip(reversed(shape), reversed(target), strict=False)
+    ):
+        return
+    raise value_error(name, f"have a shape broadcastable to {target}", shape)

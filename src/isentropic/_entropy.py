@@ -1,0 +1,381 @@
+"""Entropies of every order, from logits or from probabilities. Layer 1.
+
+With x = s − max s, z = Σ eˣ and α = 1 + t, the probabilities are p = eˣ/z and the Rényi entropy is
+
+    H_α = log Σ p^α / (1 − α) = log z − (1/t) log E_p[e^{tx}].
+
+One sum beside z, the *moment*, gives every order. Near α = 1 it is the centred score
+
+    w = Σ eˣ (e^{tx} − 1)/t,        H_α = log z − log1p(t w / z) / t,
+
+whose limit t → 0, w = Σ eˣ x and H = log z − w/z, is the Shannon entropy without the cancellation
+of log Z − E[s]. Elsewhere it is A = Σ e^{αx}, H_α = (α log z − log A)/t. Both are sums over keys
+relative to a maximum, so both can be taken tile by tile (`shift_moment`).
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+from isentropic._checks import (
+    check_axis,
+    check_broadcastable,
+    check_choice,
+    check_floating,
+    check_order,
+    check_real,
+    common_shape,
+    type_error,
+)
+from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
+
+FAMILIES = ("renyi", "tsallis")
+
+# Within this distance of order 1 the centred form is exact; beyond it, (log A)/t no longer cancels.
+_NEAR = 0.25
+# Nearer than this the difference to order 1 is below rounding, and t x would underflow in float32.
+_EQUAL = 1e-20
+# From here on the order is infinite to double precision, and order · score could overflow.
+_INFINITE = 1e16
+
+
+def partition(
+    xp: ModuleType, s: Array, order: float | None
+) -> tuple[Array, Array, Array, Array | None]:
+    """(maximum, e^{s − max}, its sum, moment) of the logits along the last axis, which is kept.
+
+    Logits of −∞ take no part; an axis of nothing else has the maximum −∞ and sums 0.
+    The moment is None where the `order` is None.
+    """
+    maximum = xp.max(s, axis=-1, keepdims=True)
+    hidden = s == -math.inf
+    x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, maximum))
+    weight = xp.where(hidden, 0.0, xp.exp(x))
+    normalizer = xp.sum(weight, axis=-1, keepdims=True)
+    if order is None:
+        return maximum, weight, normalizer, None
+    summand = xp.where(hidden, 0.0, _summand(xp, x, weight, order))
+    return maximum, weight, normalizer, xp.sum(summand, axis=-1, keepdims=True)
+
+
+def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
+    """The term of the moment for centred scores x ≤ 0 of weight eˣ."""
+    t = order - 1
+    if abs(t) < _EQUAL:
+        return weight * x
+    if abs(t) >= _NEAR:
+        return weight if order >= _INFINITE else xp.exp(x * order)
+    # expm1 keeps its digits for small t x, but may overflow against a weight of 0 for large.
+    small = xp.abs(x * t) < 1
+    near = weight * xp.expm1(xp.where(small, x, 0.0) * t)
+    return xp.where(small, near, xp.exp(x * order) - weight) / t
+
+
+def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array, order: float) -> Array:
+    """The moment relative to a maximum that is higher by −`shift` ≥ 0."""
+    t = order - 1
+    if abs(t) < _EQUAL:
+        return xp.exp(shift) * (moment + shift * normalizer)
+    if abs(t) >= _NEAR:
+        return xp.exp(shift if order >= _INFINITE else shift * order) * moment
+    grown = xp.exp(shift * order) * moment
+    return grown + _summand(xp, shift, xp.exp(shift), order) * normalizer
+
+
+def entropy_of_moments(
+    xp: ModuleType, normalizer: Array, moment: Array, order: float, family: str
+) -> Array:
+    """The entropy, 0 where the normalizer is 0."""
+    t = order - 1
+    log_z = log_or(xp, normalizer, 0.0)
+    if order >= _INFINITE:
+        renyi = log_z
+    elif abs(t) < _EQUAL:
+        renyi = log_z - divide_or_zero(xp, moment, normalizer)
+    elif abs(t) >= _NEAR:
+        renyi = log_z * (order / t) - log_or(xp, moment, 0.0) / t
+    else:
+        renyi = log_z - xp.log1p(divide_or_zero(xp, moment, normalizer) * t) / t
+    return convert_family(xp, renyi, order, family)
+
+
+def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> Array:
+    """The Rényi entropy itself, or the Tsallis entropy ``(1 − e^{−tH})/t`` of the same order."""
+    t = order - 1
+    if family == "renyi" or abs(t) < _EQUAL:
+        return renyi
+    if order >= _INFINITE:
+        return renyi * 0.0
+    return -xp.expm1(renyi * -t) / t
+
+
+def entropy_from_logits(
+    logits: Array,
+    *,
+    order: float = 1.0,
+    family: str = "renyi",
+    axis: int = -1,
+    mask: Array | None = None,
+) -> Array:
+    """Entropy of ``softmax(logits)`` along an axis.
+
+    Parameters
+    ----------
+    logits : array of floats
+        Logits of −∞ have probability 0 and take no part in any order.
+    order : float in [0, ∞], default 1
+        0 the logarithm of the support size, 1 Shannon, 2 collision, ∞ min-entropy. A Python number.
+    family : {"renyi", "tsallis"}
+        Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both are Shannon's.
+    axis : int
+        The axis of the distribution.
+    mask : boolean array, optional
+        Broadcastable to `logits`; True takes part.
+
+    Returns
+    -------
+    array
+        Nats, in [0, log n] for Rényi's; the shape of `logits` without `axis`, its dtype (half
+        precision is accumulated in float32). 0 where nothing takes part.
+
+    Raises
+    ------
+    TypeError
+        For logits that are no floats, a mask that is no boolean array, another library.
+    ValueError
+        For a negative or NaN order, a mask that does not broadcast, another device.
+
+    Notes
+    -----
+    ``H = log z − (1/z) Σ e^{s−m}(s − m)`` with the maximum m: centred, so that a large common offset
+    of the logits costs no digits. Gradients are finite also at one-hot and empty rows.
+
+    References
+    ----------
+    Rényi 1961; Tsallis 1988.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import entropy_from_logits
+    >>> entropy_from_logits(np.asarray([[0.0, 0.0, 0.0, 0.0], [9.0, -np.inf, -np.inf, -np.inf]]))
+    array([1.38629436, 0.        ])
+    """
+    xp = namespace(logits=logits, mask=mask)
+    device(logits=logits, mask=mask)
+    _check_entropy(xp, order, family, axis, logits=logits)
+    if mask is not None:
+        if not xp.isdtype(mask.dtype, "bool"):
+            raise type_error("mask", "be boolean (True takes part)", mask.dtype)
+        check_broadcastable("mask", mask.shape, logits.shape)
+
+    s = xp.astype(logits, accumulator(xp, logits.dtype))
+    if mask is not None:
+        s = xp.where(mask, s, -math.inf)
+    s = xp.moveaxis(s, axis, -1)
+
+    return xp.astype(_entropy(xp, s, float(order), family), logits.dtype)
+
+
+def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Array:
+    """Entropy of the distribution `p` along an axis.
+
+    Equivalent to `scipy.stats.entropy` at order 1: `p` is normalized to sum 1.
+
+    Parameters
+    ----------
+    p : array of floats ≥ 0
+        Probabilities or weights. Negative values give NaN.
+    order : float in [0, ∞], default 1
+        0 the logarithm of the support size, 1 Shannon, 2 collision, ∞ min-entropy. A Python number.
+    family : {"renyi", "tsallis"}
+        Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``.
+    axis : int
+        The axis of the distribution.
+
+    Returns
+    -------
+    array
+        Nats, in [0, log n] for Rényi's; the shape of `p` without `axis`, its dtype. 0 where all
+        weights are 0.
+
+    Raises
+    ------
+    TypeError
+        For weights that are no floats.
+    ValueError
+        For a negative or NaN order, or an axis that does not exist.
+
+    Notes
+    -----
+    Where p = 0 the gradient is 0 (the derivative of −p log p itself is infinite there).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import entropy
+    >>> entropy(np.asarray([0.5, 0.25, 0.25]))
+    array(1.03972077)
+    >>> entropy(np.asarray([0.5, 0.5, 0.0]), order=0)
+    array(0.69314718)
+    """
+    xp = namespace(p=p)
+    _check_entropy(xp, order, family, axis, p=p)
+
+    # The distribution p is the softmax of log p.
+    s = log_or(xp, xp.astype(p, accumulator(xp, p.dtype)), -math.inf)
+    s = xp.moveaxis(s, axis, -1)
+
+    return xp.astype(_entropy(xp, s, float(order), family), p.dtype)
+
+
+def _check_entropy(xp: ModuleType, order: float, family: str, axis: int, **array: Array) -> None:
+    ((_, x),) = array.items()
+    check_floating(xp, **array)
+    check_order(order)
+    check_choice("family", family, FAMILIES)
+    check_axis(axis, x.ndim)
+
+
+def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
+    if s.shape[-1] == 0:
+        return xp.sum(s, axis=-1)
+    _, _, normalizer, moment = partition(xp, s, order)
+    assert moment is not None
+    return entropy_of_moments(xp, normalizer, moment, order, family)[..., 0]
+
+
+def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Array:
+    """Cross-entropy ``−Σ p log q`` of two distributions along an axis.
+
+    Parameters
+    ----------
+    p, q : arrays of floats ≥ 0
+        Weights that broadcast; each is normalized to sum 1.
+    axis : int
+        The axis of the distributions.
+
+    Returns
+    -------
+    array
+        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that are no floats, do not broadcast, or lie in two libraries or devices.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import cross_entropy
+    >>> cross_entropy(np.asarray([1.0, 0.0]), np.asarray([0.5, 0.5]))
+    array(0.69314718)
+    """
+    xp, p, q, dtype = _distributions(p, q, axis)
+    return xp.astype(_expected_surprise(xp, p, q), dtype)
+
+
+def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Array:
+    """Kullback–Leibler divergence ``Σ p log(p/q)`` along an axis.
+
+    Equivalent to ``scipy.stats.entropy(p, q)``.
+
+    Parameters
+    ----------
+    p, q : arrays of floats ≥ 0
+        Weights that broadcast; each is normalized to sum 1.
+    axis : int
+        The axis of the distributions.
+
+    Returns
+    -------
+    array
+        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that are no floats, do not broadcast, or lie in two libraries or devices.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import kl_divergence
+    >>> kl_divergence(np.asarray([1.0, 0.0]), np.asarray([0.25, 0.75]))
+    array(1.38629436)
+    """
+    xp, p, q, dtype = _distributions(p, q, axis)
+    return xp.astype(_expected_surprise(xp, p, q, relative=True), dtype)
+
+
+def _distributions(p: Array, q: Array, axis: int) -> tuple[ModuleType, Array, Array, object]:
+    """Both normalized, with their axis last, in the dtype to compute in; and the dtype to return."""
+    xp = namespace(p=p, q=q)
+    device(p=p, q=q)
+    check_floating(xp, p=p, q=q)
+    check_axis(axis, p.ndim)
+    check_axis(axis, q.ndim)
+    common_shape(xp, p=p.shape, q=q.shape)
+    dtype = xp.result_type(p, q)
+    normalized = []
+    for x in (p, q):
+        x = xp.moveaxis(xp.astype(x, accumulator(xp, dtype)), axis, -1)
+        normalized.append(divide_or_zero(xp, x, xp.sum(x, axis=-1, keepdims=True)))
+    return xp, *normalized, dtype
+
+
+def _expected_surprise(xp: ModuleType, p: Array, q: Array, *, relative: bool = False) -> Array:
+    surprise = -log_or(xp, q, 0.0)
+    if relative:
+        surprise = surprise + log_or(xp, p, 0.0)
+    # A product with ∞ would be NaN at p = 0, in value or in gradient.
+    impossible = (p > 0) & (q == 0)
+    return xp.sum(xp.where(impossible, math.inf, p * surprise), axis=-1)
+
+
+def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.0) -> Array:
+    """Soft constraint ``weight · mean|H − target|²`` for a training loss.
+
+    Parameters
+    ----------
+    entropy : array of floats
+        Entropies H in nats, as from `attention_entropy`.
+    target : float or array
+        The entropy to hold, broadcastable to `entropy`.
+    weight : float ≥ 0
+        The strength β.
+
+    Returns
+    -------
+    array
+        0-d, at least 0, differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that are no floats or do not broadcast, or a negative weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import entropy_penalty
+    >>> entropy_penalty(np.asarray([2.0, 4.0]), 3.0, weight=0.5)
+    array(0.5)
+    """
+    array_target = target if hasattr(target, "ndim") and not isinstance(target, float) else None
+    xp = namespace(entropy=entropy, target=array_target)
+    device(entropy=entropy, target=array_target)
+    check_floating(xp, entropy=entropy, target=array_target)
+    check_real("weight", weight, least=0)
+    if array_target is None:
+        check_real("target", target)
+        target = float(target)  # type: ignore[arg-type]
+    else:
+        check_broadcastable("target", array_target.shape, entropy.shape)
+
+    h = xp.astype(entropy, accumulator(xp, entropy.dtype))
+    deviation = h - target
+    return xp.astype(xp.mean(deviation * deviation) * float(weight), entropy.dtype)

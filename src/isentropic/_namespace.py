@@ -1,0 +1,114 @@
+"""Which array library, device and dtype a call works in. Below all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Protocol
+
+import array_api_compat
+
+
+class Array(Protocol):
+    """An array of any library that follows the Python array API standard."""
+
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __add__(self, other: Any, /) -> Any: ...
+    def __radd__(self, other: Any, /) -> Any: ...
+    def __sub__(self, other: Any, /) -> Any: ...
+    def __rsub__(self, other: Any, /) -> Any: ...
+    def __mul__(self, other: Any, /) -> Any: ...
+    def __rmul__(self, other: Any, /) -> Any: ...
+    def __truediv__(self, other: Any, /) -> Any: ...
+    def __matmul__(self, other: Any, /) -> Any: ...
+    def __neg__(self) -> Any: ...
+    def __and__(self, other: Any, /) -> Any: ...
+    def __or__(self, other: Any, /) -> Any: ...
+    def __eq__(self, other: Any, /) -> Any: ...  # type: ignore[override]
+    def __gt__(self, other: Any, /) -> Any: ...
+    def __ge__(self, other: Any, /) -> Any: ...
+    def __lt__(self, other: Any, /) -> Any: ...
+
+
+def namespace(**arrays: Any) -> ModuleType:
+    """The one array namespace of the named `arrays`; those that are None are skipped."""
+    xp, first = None, ""
+    for name, x in _arrays(arrays):
+        own = _namespace_of(name, x)
+        if xp is None:
+            xp, first = own, name
+        elif own is not xp:
+            raise TypeError(
+                f"`{name}` must be an array of the library of `{first}` ({_library(xp)}), "
+                f"got {_library(own)}."
+            )
+    assert xp is not None, "a public function has at least one array argument"
+    return xp
+
+
+def device(**arrays: Any) -> Any:
+    """The one device of the named `arrays`; None where it is unknown (a JAX tracer)."""
+    common, first = None, ""
+    for name, x in _arrays(arrays):
+        own = x.device if _is_torch_array(x) else array_api_compat.device(x)
+        # A JAX array that is sharded has a sharding where others have a device. Arrays laid out
+        # differently over the same devices do belong together.
+        places = getattr(own, "device_set", own)
+        if places is None:
+            continue
+        if common is None:
+            common, first = places, name
+        elif common != places:
+            raise ValueError(f"`{name}` must be on the device of `{first}` ({common}), got {places}.")
+    if isinstance(common, (set, frozenset)):
+        return next(iter(common)) if len(common) == 1 else None
+    return common
+
+
+def _arrays(arrays: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, x in arrays.items():
+        for item in x if isinstance(x, tuple) else (x,):
+            if item is not None:
+                yield name, item
+
+
+def _namespace_of(name: str, x: Any) -> ModuleType:
+    if _is_torch_array(x):
+        import array_api_compat.torch as xp
+
+        return xp
+    try:
+        return array_api_compat.array_namespace(x)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an array (NumPy, CuPy, PyTorch, JAX or another library of the "
+            f"array API standard), got {type(x).__name__}."
+        ) from None
+
+
+def _is_torch_array(x: Any) -> bool:
+    # array_api_compat asks this through functools.lru_cache, about which torch.compile warns.
+    return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "dtype")
+
+
+def is_jax(xp: ModuleType) -> bool:
+    return xp.__name__ == "jax.numpy"
+
+
+def is_torch(xp: ModuleType) -> bool:
+    return xp.__name__ == "array_api_compat.torch"
+
+
+def _library(xp: ModuleType) -> str:
+    return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
+
+
+def accumulator(xp: ModuleType, dtype: Any) -> Any:
+    """The dtype to compute in: float64 for float64, else float32."""
+    return dtype if dtype == xp.float64 else xp.float32

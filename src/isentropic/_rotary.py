@@ -1,0 +1,90 @@
+"""Rotary position embedding. Layer 1."""
+
+from __future__ import annotations
+
+import math
+
+from isentropic._checks import check_broadcastable, check_floating, check_ndim, check_real, value_error
+from isentropic._namespace import Array, accumulator, device, namespace
+
+
+def rotary(
+    x: Array,
+    positions: Array | None = None,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Array:
+    """Rotate pairs of features by an angle that grows with the position.
+
+    The product of a query at position i and a key at position j, both rotated, depends on the
+    positions through i − j alone.
+
+    Parameters
+    ----------
+    x : array (..., L, E)
+        Queries or keys; E even.
+    positions : array broadcastable to (..., L), optional
+        Integers or floats; 0 … L − 1 by default.
+    base : float > 1
+        The slowest pair turns about 1/base radian per position.
+    interleaved : bool
+        Which features form pair i of E/2: False, features i and i + E/2 (Llama, GPT-NeoX); True,
+        features 2i and 2i + 1 (RoFormer, GPT-J).
+
+    Returns
+    -------
+    array (..., L, E)
+        In the dtype of `x`; computed in float32 or better.
+
+    Raises
+    ------
+    TypeError
+        For an `x` that is no floating-point array, or positions of another library.
+    ValueError
+        For an odd E, positions that do not broadcast, or a base that is not above 1.
+
+    Notes
+    -----
+    Pair i at position m turns by the angle ``m · base^(−2i/E)``. In float32 angles near m carry a
+    rounding error of about 6e-8 · m radian.
+
+    References
+    ----------
+    Su et al. 2021, arXiv 2104.09864.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import rotary
+    >>> bool(np.allclose(rotary(np.ones((3, 2)))[:, 0], np.sqrt(2) * np.cos(np.arange(3) + np.pi / 4)))
+    True
+    """
+    xp = namespace(x=x, positions=positions)
+    place = device(x=x, positions=positions)
+    check_floating(xp, x=x)
+    check_ndim(2, x=x)
+    check_real("base", base, above=1)
+    length, size = x.shape[-2:]
+    if size % 2:
+        raise value_error("x", "have an even last dimension", size)
+    if positions is not None:
+        check_broadcastable("positions", positions.shape, x.shape[:-1])
+
+    dtype = accumulator(xp, x.dtype)
+    half = size // 2
+    pair = xp.arange(half, dtype=dtype, device=place)
+    frequency = xp.exp(pair * (-2.0 * math.log(base) / max(size, 1)))
+    if positions is None:
+        positions = xp.arange(length, dtype=dtype, device=place)
+    angle = xp.astype(positions, dtype)[..., None] * frequency
+    cos, sin = xp.cos(angle), xp.sin(angle)
+
+    y = xp.astype(x, dtype)
+    if interleaved:
+        first, second = y[..., 0::2], y[..., 1::2]
+        turned = xp.stack((first * cos - second * sin, second * cos + first * sin), axis=-1)
+        return xp.astype(xp.reshape(turned, x.shape), x.dtype)
+    first, second = y[..., :half], y[..., half:]
+    turned = xp.concat((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return xp.astype(turned, x.dtype)

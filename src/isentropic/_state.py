@@ -1,0 +1,203 @@
+"""The state of attention over a set of keys, and how states of disjoint sets merge. Layer 2."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from isentropic._checks import type_error, value_error
+from isentropic._entropy import entropy_of_moments, partition, shift_moment
+from isentropic._namespace import Array, device, namespace
+from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
+
+
+class AttentionState(NamedTuple):
+    """What attention over some keys needs to remember of them: enough for output and entropy.
+
+    With logits s, m = max s and x = s − m, for each query:
+
+    Attributes
+    ----------
+    maximum : array (..., L)
+        m; −∞ for a query that sees no key.
+    normalizer : array (..., L)
+        z = Σ eˣ, at least 1; 0 for a query that sees no key.
+    weighted_value : array (..., L, Ev) or None
+        Σ eˣ v.
+    weighted_score : array (..., L) or None
+        Σ eˣ x, at most 0.
+
+    Notes
+    -----
+    Being a NamedTuple it is a pytree in JAX and PyTorch. Half-precision inputs give float32 states.
+    `merge` combines states of disjoint sets of keys. See `attention_state`.
+    """
+
+    maximum: Array
+    normalizer: Array
+    weighted_value: Array | None
+    weighted_score: Array | None
+
+    def output(self) -> Array:
+        """The attention output Σ p v, (..., L, Ev); 0 where no key is seen.
+
+        Returns
+        -------
+        array
+
+        Raises
+        ------
+        ValueError
+            If the state was made without values.
+        """
+        if self.weighted_value is None:
+            raise value_error("value", "be given to `attention_state` for an output", None)
+        xp = namespace(state=self.normalizer)
+        return divide_or_zero(xp, self.weighted_value, self.normalizer[..., None])
+
+    def log_normalizer(self) -> Array:
+        """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ where no key is seen.
+
+        Returns
+        -------
+        array
+        """
+        xp = namespace(state=self.normalizer)
+        finite = replace_infinite_minimum(xp, self.maximum) + log_or(xp, self.normalizer, 0.0)
+        return xp.where(self.normalizer == 0, -math.inf, finite)
+
+    def entropy(self) -> Array:
+        """The Shannon entropy of the attention weights in nats, (..., L); 0 where no key is seen.
+
+        Returns
+        -------
+        array
+        """
+        if self.weighted_score is None:
+            raise value_error("weighted_score", "be an array for an entropy", None)
+        xp = namespace(state=self.normalizer)
+        return entropy_of_moments(xp, self.normalizer, self.weighted_score, 1.0, "renyi")
+
+
+def merge(*states: AttentionState) -> AttentionState:
+    """The state of the union of disjoint sets of keys.
+
+    Associative and commutative; a state of no keys, (−∞, 0, 0, 0), is its identity. So keys may be
+    split over loop steps, cache pages, threads, devices or hosts.
+
+    Parameters
+    ----------
+    *states : AttentionState
+        At least one; of the same queries, with broadcastable shapes.
+
+    Returns
+    -------
+    AttentionState
+
+    Raises
+    ------
+    TypeError
+        Without states, for other things than states, or for arrays of several libraries.
+    ValueError
+        If some states have values and others have none, or for arrays of several devices.
+
+    Notes
+    -----
+    The law counts keys: give the total number as ``n_keys`` to each `attention_state` whose
+    result is to be merged.
+
+    References
+    ----------
+    Milakov & Gimelshein 2018 (arXiv 1805.02867) for the normalizer and the output.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_state, merge
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 6, 4))
+    >>> halves = [attention_state(q, k[i : i + 3], v[i : i + 3], n_keys=6) for i in (0, 3)]
+    >>> bool(np.allclose(merge(*halves).output(), attention_state(q, k, v).output()))
+    True
+    """
+    if not states:
+        raise type_error("states", "be one or more AttentionState", "none")
+    for state in states:
+        if not isinstance(state, AttentionState):
+            raise type_error("states", "be one or more AttentionState", type(state).__name__)
+    for field in ("weighted_value", "weighted_score"):
+        present = [getattr(state, field) is not None for state in states]
+        if any(present) and not all(present):
+            raise value_error("states", f"all have a {field} or all have none", present)
+    arrays = {f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
+    xp = namespace(**arrays)
+    device(**arrays)
+
+    columns = [as_columns(state) for state in states]
+    return as_rows(reduce(lambda a, b: merge_columns(xp, a, b, 1.0), columns))
+
+
+# Inside a tile pass the fields of a state keep their last axis, (..., L, 1), and `weighted_score`
+# is the moment of any order (or None).
+
+
+def tile_state(xp: ModuleType, logits: Array, value: Any, order: float | None) -> AttentionState:
+    """The state of the keys of one tile: logits (..., L, S), and `value` a function of the weights."""
+    maximum, weight, normalizer, moment = partition(xp, logits, order)
+    weighted_value = None if value is None else value(weight)
+    return AttentionState(maximum, normalizer, weighted_value, moment)
+
+
+def empty_state(
+    xp: ModuleType, shape: tuple[int, ...], n_values: int | None, order: float | None, **kind: Any
+) -> AttentionState:
+    """The identity of `merge`, for queries of the given shape (..., L)."""
+    zero = xp.zeros((*shape, 1), **kind)
+    value = None if n_values is None else xp.zeros((*shape, n_values), **kind)
+    return AttentionState(zero - math.inf, zero, value, None if order is None else zero)
+
+
+def merge_columns(
+    xp: ModuleType, a: AttentionState, b: AttentionState, order: float | None
+) -> AttentionState:
+    maximum = xp.maximum(a.maximum, b.maximum)
+    reference = replace_infinite_minimum(xp, maximum)
+    normalizer, value, moment = 0.0, 0.0, 0.0
+    for state in (a, b):
+        # A state of no keys has nothing to shift; its maximum is −∞.
+        shift = xp.where(state.maximum == -math.inf, 0.0, state.maximum - reference)
+        weight = xp.exp(shift)
+        normalizer = normalizer + weight * state.normalizer
+        if state.weighted_value is not None:
+            value = value + weight * state.weighted_value
+        if state.weighted_score is not None:
+            assert order is not None
+            moment = moment + shift_moment(xp, state.weighted_score, state.normalizer, shift, order)
+    return AttentionState(
+        maximum,
+        normalizer,  # type: ignore[arg-type]
+        None if a.weighted_value is None else value,  # type: ignore[arg-type]
+        None if a.weighted_score is None else moment,  # type: ignore[arg-type]
+    )
+
+
+def as_columns(state: AttentionState) -> AttentionState:
+    score = state.weighted_score
+    return AttentionState(
+        state.maximum[..., None],
+        state.normalizer[..., None],
+        state.weighted_value,
+        None if score is None else score[..., None],
+    )
+
+
+def as_rows(state: AttentionState) -> AttentionState:
+    score = state.weighted_score
+    return AttentionState(
+        state.maximum[..., 0],
+        state.normalizer[..., 0],
+        state.weighted_value,
+        None if score is None else score[..., 0],
+    )

@@ -1,0 +1,621 @@
+"""Laws: how the scale of the logits depends on the number n of keys that a query sees.
+
+A law is a small immutable value that maps n to a dimensionless factor, which multiplies the scale of
+the attention (``1/√E`` by default). All logarithms are natural; ln n is computed in float32 or
+better, and n ≤ 1 counts as 1, so that ln n is never negative.
+
+Parameters are numbers or arrays (learnable, per head). Array parameters range over the batch and
+head axes: with n of shape (..., L) a parameter of shape (H,) gives a factor of shape (H, L).
+
+>>> from isentropic import laws
+>>> laws.LogLength(512)(512)
+1.0
+>>> round(laws.LogLength(512)(8192), 3)
+1.444
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Real
+from types import ModuleType
+from typing import Any
+
+from array_api_extra import default_dtype
+
+from isentropic._checks import check_choice, check_real, type_error
+from isentropic._namespace import Array, accumulator, device, namespace
+
+__all__ = [
+    "AffineLog",
+    "Constant",
+    "InfoScale",
+    "Law",
+    "LogLength",
+    "PowerLength",
+    "PowerLog",
+    "SqrtLogLength",
+    "StepLog",
+    "from_kappa",
+    "preset",
+    "presets",
+    "scaled",
+    "shifted",
+]
+
+Parameter = float | Array
+
+
+@dataclass(frozen=True)
+class Law(ABC):
+    """A function from the number of visible keys to a factor on the scale.
+
+    Call it with an integer (the result is a float) or with an array of lengths.
+    """
+
+    def __call__(self, n: Any) -> Any:
+        if isinstance(n, bool) or not (isinstance(n, Real) or hasattr(n, "dtype")):
+            raise type_error("n", "be a number or an array", type(n).__name__)
+        if isinstance(n, Real) and not self.arrays:
+            import array_api_compat.numpy as np
+
+            return float(self._factor(np, np.asarray(float(n))))
+
+        if isinstance(n, Real):
+            xp, place = namespace(law=self.arrays), device(law=self.arrays)
+            return self._factor(xp, xp.full((), float(n), dtype=xp.float32, device=place))
+
+        xp = namespace(n=n, law=self.arrays)
+        if xp.isdtype(n.dtype, "real floating"):
+            dtype = accumulator(xp, n.dtype)
+        else:
+            place = device(n=n, law=self.arrays)
+            dtype = accumulator(xp, default_dtype(xp, device=place))
+        return self._factor(xp, xp.astype(n, dtype))
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The parameters that are arrays."""
+        found: tuple[Array, ...] = ()
+        for field in fields(self):
+            x = getattr(self, field.name)
+            if isinstance(x, Law):
+                found += x.arrays
+            elif hasattr(x, "dtype"):
+                found += (x,)
+        return found
+
+    @abstractmethod
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        """The factor for an array of floating-point lengths."""
+
+
+@dataclass(frozen=True)
+class Constant(Law):
+    """The factor does not depend on n. ``Constant(1)`` is the standard attention.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.Constant(2.0)(1000)
+    2.0
+    """
+
+    value: Parameter
+
+    def __post_init__(self) -> None:
+        _check_parameter("value", self.value)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        return xp.ones_like(n) * _over_queries(self.value, n)
+
+
+@dataclass(frozen=True)
+class LogLength(Law):
+    """``ln n / ln base``: Su's law, which holds the entropy of focused attention nearly constant.
+
+    Parameters
+    ----------
+    base : float > 1, or array
+        The length at which the factor is 1.
+    minimum : float, optional
+        The smallest factor. 1 leaves lengths up to `base` as they are.
+
+    References
+    ----------
+    Su 2021, https://spaces.ac.cn/archives/8823.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.LogLength(16)(256), laws.LogLength(16, minimum=1)(4)
+    (2.0, 1.0)
+    """
+
+    base: Parameter = 512
+    minimum: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_parameter("base", self.base, above=1)
+        _check_minimum(self.minimum)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        factor = _log_length(xp, n) / _over_queries(_log(xp, self.base), n)
+        return _at_least(xp, factor, self.minimum)
+
+
+@dataclass(frozen=True)
+class SqrtLogLength(Law):
+    """``√(ln n / ln base)``: the growth that holds the entropy of Gaussian scores as n → ∞.
+
+    Parameters
+    ----------
+    base : float > 1, or array
+        The length at which the factor is 1.
+    minimum : float, optional
+        The smallest factor.
+
+    References
+    ----------
+    Jin et al. 2023, arXiv 2306.08645 (for diffusion models at other resolutions).
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.SqrtLogLength(16)(16**4)
+    2.0
+    """
+
+    base: Parameter = 512
+    minimum: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_parameter("base", self.base, above=1)
+        _check_minimum(self.minimum)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        # Two roots, not one of the quotient: at n = 1 its gradient for the base would be 0 · ∞.
+        base = _log(xp, self.base)
+        root = xp.sqrt(base) if _is_array(base) else math.sqrt(base)
+        return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(root, n), self.minimum)
+
+
+@dataclass(frozen=True)
+class AffineLog(Law):
+    """``slope · ln n + intercept``: SSMax, Chiang–Cholak (slope 1), heads calibrated one by one.
+
+    Parameters
+    ----------
+    slope, intercept : float or array
+    minimum : float, optional
+        The smallest factor.
+
+    References
+    ----------
+    Chiang & Cholak 2022, arXiv 2202.12172. Nakanishi 2025, arXiv 2501.19399.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> round(laws.AffineLog(0.5, 1.0)(100), 3)
+    3.303
+    """
+
+    slope: Parameter
+    intercept: Parameter = 0.0
+    minimum: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_parameter("slope", self.slope)
+        _check_parameter("intercept", self.intercept)
+        _check_minimum(self.minimum)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        factor = _log_length(xp, n) * _over_queries(self.slope, n) + _over_queries(self.intercept, n)
+        return _at_least(xp, factor, self.minimum)
+
+
+@dataclass(frozen=True)
+class PowerLog(Law):
+    """``offset + coefficient · (ln n)^exponent`` (ASEntmax).
+
+    Parameters
+    ----------
+    offset, coefficient, exponent : float or array
+
+    References
+    ----------
+    Vasylenko et al. 2025, arXiv 2506.16640.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> round(laws.PowerLog(1.0, 0.5, 2.0)(100), 3)
+    11.604
+    """
+
+    offset: Parameter
+    coefficient: Parameter
+    exponent: Parameter
+
+    def __post_init__(self) -> None:
+        for name in ("offset", "coefficient", "exponent"):
+            _check_parameter(name, getattr(self, name))
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        power = _log_length(xp, n) ** _over_queries(self.exponent, n)
+        return _over_queries(self.offset, n) + power * _over_queries(self.coefficient, n)
+
+
+@dataclass(frozen=True)
+class StepLog(Law):
+    """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 up to the period, then rising in steps (Llama 4).
+
+    Parameters
+    ----------
+    coefficient : float or array
+    period : float > 0, or array
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.StepLog(0.1, 8192)(8191)
+    1.0
+    """
+
+    coefficient: Parameter
+    period: Parameter
+
+    def __post_init__(self) -> None:
+        _check_parameter("coefficient", self.coefficient)
+        _check_parameter("period", self.period, above=0)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        steps = xp.floor(n / _over_queries(self.period, n))
+        return xp.log1p(xp.clip(steps, min=0.0)) * _over_queries(self.coefficient, n) + 1.0
+
+
+@dataclass(frozen=True)
+class PowerLength(Law):
+    """``(1 + n / period)^exponent``.
+
+    Parameters
+    ----------
+    period : float > 0, or array
+    exponent : float or array
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.PowerLength(100, 0.5)(300)
+    2.0
+    """
+
+    period: Parameter
+    exponent: Parameter
+
+    def __post_init__(self) -> None:
+        _check_parameter("period", self.period, above=0)
+        _check_parameter("exponent", self.exponent)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        growth = xp.clip(n, min=0.0) / _over_queries(self.period, n) + 1.0
+        return growth ** _over_queries(self.exponent, n)
+
+
+@dataclass(frozen=True)
+class InfoScale(Law):
+    """``√((1 − n^(−2/d)) / (1 − base^(−2/d)))`` with the head size d.
+
+    Parameters
+    ----------
+    base : float > 1, or array
+        The length at which the factor is 1.
+    head_dim : float > 0
+        The head size d.
+
+    References
+    ----------
+    Li et al. 2025, arXiv 2501.08570.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.InfoScale(512, 64)(512)
+    1.0
+    """
+
+    base: Parameter
+    head_dim: float
+
+    def __post_init__(self) -> None:
+        _check_parameter("base", self.base, above=1)
+        check_real("head_dim", self.head_dim, above=0)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        rate = -2.0 / float(self.head_dim)
+        gain = -xp.expm1(_log_length(xp, n) * rate)
+        base = _log(xp, self.base)
+        if _is_array(base):
+            return xp.sqrt(gain) / _over_queries(xp.sqrt(-xp.expm1(base * rate)), n)
+        return xp.sqrt(gain) / math.sqrt(-math.expm1(base * rate))
+
+
+@dataclass(frozen=True)
+class _Scaled(Law):
+    law: Law
+    factor: Parameter
+
+    def __post_init__(self) -> None:
+        _check_law(self.law)
+        _check_parameter("factor", self.factor)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        return self.law._factor(xp, n) * _over_queries(self.factor, n)
+
+
+@dataclass(frozen=True)
+class _Shifted(Law):
+    law: Law
+    shift: float
+
+    def __post_init__(self) -> None:
+        _check_law(self.law)
+        check_real("shift", self.shift)
+
+    def _factor(self, xp: ModuleType, n: Array) -> Array:
+        return self.law._factor(xp, n + float(self.shift))
+
+
+def scaled(law: Law, factor: Parameter) -> Law:
+    """``factor · law(n)``: a temperature τ is the factor 1/τ, a layer's α the factor α.
+
+    Parameters
+    ----------
+    law : Law
+    factor : float or array
+
+    Returns
+    -------
+    Law
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.scaled(laws.LogLength(16), 0.5)(256)
+    1.0
+    """
+    return _Scaled(law, factor)
+
+
+def shifted(law: Law, shift: float) -> Law:
+    """``law(n + shift)``: for rules that count one key more or less.
+
+    Parameters
+    ----------
+    law : Law
+    shift : float
+
+    Returns
+    -------
+    Law
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.shifted(laws.LogLength(16), -1)(17)
+    1.0
+    """
+    return _Shifted(law, shift)
+
+
+def from_kappa(kappa: Parameter, head_dim: int) -> Law:
+    """Su's other form of the scale, ``κ ln n / d``, as a factor on the usual ``1/√d``.
+
+    Parameters
+    ----------
+    kappa : float or array
+        ``κ = √d / ln base`` gives ``LogLength(base)``.
+    head_dim : int
+        The head size d.
+
+    Returns
+    -------
+    AffineLog
+        With slope κ/√d.
+
+    Examples
+    --------
+    >>> import math
+    >>> from isentropic import laws
+    >>> round(laws.from_kappa(8 / math.log(512), head_dim=64)(512), 12)
+    1.0
+    """
+    check_real("head_dim", head_dim, above=0)
+    _check_parameter("kappa", kappa)
+    return AffineLog(kappa / math.sqrt(head_dim))
+
+
+def _position_count(length: float) -> Law:
+    return LogLength(length, minimum=1)
+
+
+def _index_count(length: float) -> Law:
+    return _Shifted(LogLength(length, minimum=1), -1)
+
+
+def _above_length(coefficient: float, length: float) -> Law:
+    check_real("length", length, above=0)
+    return AffineLog(coefficient, 1 - coefficient * math.log(length), minimum=1)
+
+
+def _static_factor(scale: float) -> float:
+    check_real("scale", scale, above=0)
+    return max(scale, 1.0)
+
+
+def _yarn(scale: float) -> Law:
+    return Constant((0.1 * math.log(_static_factor(scale)) + 1) ** 2)
+
+
+def _longrope(scale: float, length: float) -> Law:
+    check_real("length", length, above=1)
+    return Constant(1 + math.log(_static_factor(scale)) / math.log(length))
+
+
+_PRESETS: dict[str, Callable[..., Law]] = {
+    "asentmax": lambda offset, coefficient, exponent: _Shifted(
+        PowerLog(offset, coefficient, exponent), 1
+    ),
+    "beam": lambda period=2048, exponent=0.1: PowerLength(period, exponent),
+    "chiang-cholak": lambda: AffineLog(1.0),
+    "entropy-abf": lambda length=4096: _position_count(length),
+    "grok-2": lambda length: _index_count(length),
+    "infoscale": lambda length, head_dim: InfoScale(length, head_dim),
+    "inkling": lambda length, coefficient: _above_length(coefficient, length),
+    "llama-4": lambda coefficient=0.1, period=8192: StepLog(coefficient, period),
+    "lmdeploy": lambda length: _index_count(length),
+    "longrope": _longrope,
+    "lumina": lambda base: SqrtLogLength(base),
+    "ministral-3": lambda coefficient=0.1, length=16384: _Shifted(StepLog(coefficient, length), -1),
+    "mistral-large-4": lambda slope, intercept=0.0: AffineLog(slope, intercept),
+    "muse-spark": lambda length, coefficient: _above_length(coefficient, length),
+    "qwen": lambda length: _position_count(length),
+    "ssmax": lambda slope, intercept=0.0: AffineLog(slope, intercept),
+    "su": lambda base=512: LogLength(base, minimum=math.log(16) / math.log(base)),
+    "su-decoder": lambda length=512: _position_count(length),
+    "yarn": _yarn,
+}
+
+
+def presets() -> tuple[str, ...]:
+    """The names that `preset` knows, sorted.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> "llama-4" in laws.presets()
+    True
+    """
+    return tuple(_PRESETS)
+
+
+def preset(name: str, **parameters: Any) -> Law:
+    """The law of a model or a paper, as a function of the n given below.
+
+    ================  ========================================  =========================  ==========
+    name              factor                                    n to pass                  below L
+    ================  ========================================  =========================  ==========
+    asentmax          δ + β (ln(n + 1))^γ                       position + 1               –
+    beam              (1 + n/2048)^0.1                          position + 1               above 1
+    chiang-cholak     ln n                                      total length               0 at n = 1
+    entropy-abf       max(1, ln n / ln L), L = 4096             position + 1               1
+    grok-2            max(1, ln(n − 1) / ln L)                  position + 1               1
+    infoscale         √((1 − n^(−2/d)) / (1 − L^(−2/d)))        visible keys               < 1
+    inkling           max(1, 1 + c ln(n/L))                     position + 1               1
+    llama-4           1 + 0.1 ln(1 + ⌊n/8192⌋)                  position + 1, with cache   1
+    lmdeploy          max(1, ln(n − 1) / ln L)                  position + 1               1
+    longrope          1 + ln s / ln L, s ≥ 1                    none: constant             1 (s ≤ 1)
+    lumina            √(ln n / ln base)                         total length               < 1
+    ministral-3       1 + 0.1 ln(1 + ⌊(n − 1)/L⌋), L = 16384    position + 1               1
+    mistral-large-4   slope ln n + intercept, per head          position + 1               may be 0
+    muse-spark        max(1, 1 + c ln(n/L))                     position + 1               1
+    qwen              max(1, ln n / ln L)                       position + 1, padding too  1
+    ssmax             slope ln n + intercept, learned           size of the softmax        0 at n = 1
+    su                ln max(n, 16) / ln base                   visible keys               < 1
+    su-decoder        max(1, ln n / ln L), L = 512              position + 1               1
+    yarn              (0.1 ln s + 1)², s ≥ 1                    none: constant             1 (s ≤ 1)
+    ================  ========================================  =========================  ==========
+
+    Positions count from 0. With a causal mask and no padding, the number of visible keys that the
+    attention counts by itself *is* position + 1; where a rule counts padding or a whole length,
+    pass that number as ``n_keys``. The rules of grok-2, lmdeploy and ministral-3 use the position
+    itself, one less. Below its length L the factor of qwen is applied in inference only. The factors
+    of yarn and longrope act on the rotated dimensions alone in their models (as a factor on cosine
+    and sine, whose square this is).
+
+    Parameters
+    ----------
+    name : str
+        One of `presets()`.
+    **parameters
+        The letters of the formula: ``length`` (L), ``base``, ``slope``, ``intercept``, ``scale`` (s),
+        ``coefficient`` (c or β), ``period``, ``offset`` (δ), ``exponent`` (γ), ``head_dim`` (d).
+
+    Returns
+    -------
+    Law
+
+    Raises
+    ------
+    ValueError
+        For an unknown name.
+    TypeError
+        For parameters that the rule does not have or that are missing.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.preset("qwen", length=2048)(1000)
+    1.0
+    """
+    if name not in _PRESETS:
+        check_choice("name", name, presets())
+    make = _PRESETS[name]
+    try:
+        bound = inspect.signature(make).bind(**parameters)
+    except TypeError:
+        takes = ", ".join(str(p) for p in inspect.signature(make).parameters.values()) or "none"
+        got = ", ".join(sorted(parameters)) or "none"
+        raise type_error("parameters", f"be those of {name!r} ({takes})", got) from None
+    return make(*bound.args, **bound.kwargs)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "ndim") and not isinstance(x, Real)
+
+
+def _over_queries(x: Parameter, n: Array) -> Any:
+    """A parameter over the axes ``...`` of the lengths ``(..., L)``."""
+    if not _is_array(x):
+        return float(x)  # type: ignore[arg-type]  # a NumPy float64 would promote float32 lengths
+    return x[..., None] if x.ndim > 0 and n.ndim > 0 else x  # type: ignore[union-attr, index]
+
+
+def _log_length(xp: ModuleType, n: Array) -> Array:
+    return xp.log(xp.clip(n, min=1.0))
+
+
+def _log(xp: ModuleType, x: Parameter) -> Any:
+    return xp.log(x) if _is_array(x) else math.log(x)  # type: ignore[arg-type]
+
+
+def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
+    return factor if minimum is None else xp.clip(factor, min=float(minimum))
+
+
+def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
+    if _is_array(x):
+        xp = namespace(**{name: x})
+        if not xp.isdtype(x.dtype, "real floating"):
+            raise type_error(name, "have a real floating-point dtype", x.dtype)
+    else:
+        check_real(name, x, above=above)
+
+
+def _check_minimum(minimum: Any) -> None:
+    if minimum is not None:
+        check_real("minimum", minimum)
+
+
+def _check_law(law: Any) -> None:
+    if not isinstance(law, Law):
+        raise type_error("law", "be a law of isentropic.laws", type(law).__name__)

@@ -1,0 +1,432 @@
+"""Masks that say which keys a query sees, without an L×S array.
+
+A mask is a small immutable value, combined with ``&`` and ``|`` (also with boolean arrays):
+
+>>> from isentropic import masks
+>>> import numpy as np
+>>> sliding = masks.causal() & masks.window(2)
+>>> sliding.visible_count(5, 5)
+array([1, 2, 3, 3, 3])
+
+Positions: query i of L stands at ``i + offset`` among the keys 0 … S − 1. The default offset,
+``S − L``, aligns the ends: the last query stands at the last key, as when decoding with a cache.
+
+Arrays in a mask (offsets, lengths, ids) range over the batch and head axes ``...`` of the attention:
+one length per sequence of a query of shape (B, H, L, E) has the shape (B, 1).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from array_api_extra import default_dtype
+
+from isentropic._checks import check_broadcastable, check_choice, type_error, value_error
+from isentropic._loops import Block, fold, map_blocks, take
+from isentropic._namespace import Array, device, namespace
+
+__all__ = ["Mask", "causal", "padding", "segments", "window"]
+
+_COUNT_BLOCK = 1024
+_Interval = tuple[Array, Array]
+
+
+class Mask(ABC):
+    """Which of S keys each of L queries sees. Made by the functions of this module."""
+
+    __array_ufunc__ = None  # NumPy arrays leave `array & mask` to the mask
+
+    @property
+    @abstractmethod
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that the mask holds."""
+
+    @abstractmethod
+    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+        """Refuse arrays that do not fit attention of the shape ``batch + (n_queries, n_keys)``."""
+
+    @abstractmethod
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        """The boolean array, broadcastable to (..., rows, columns), of one tile."""
+
+    def interval(self, frame: Frame, rows: Block) -> _Interval | None:
+        """(first, end) of the visible keys of each row, (..., rows), where they are contiguous."""
+        return None
+
+    def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Array:
+        """How many keys each query sees.
+
+        Parameters
+        ----------
+        n_queries, n_keys : int
+            L and S.
+        like : array, optional
+            An array whose library and device the result takes. The default is that of the arrays
+            in the mask, or NumPy where there are none.
+
+        Returns
+        -------
+        array of integers, broadcastable to (..., L)
+            Values from 0 to S.
+
+        Examples
+        --------
+        >>> from isentropic import masks
+        >>> masks.causal().visible_count(2, 5)
+        array([4, 5])
+        """
+        import numpy as np
+
+        arrays = (like, *self.arrays)
+        if all(x is None for x in arrays):
+            arrays = (np.empty(0),)
+        frame = Frame(namespace(mask=arrays), device(mask=arrays), n_queries, n_keys)
+        return self.count(frame)
+
+    def count(self, frame: Frame) -> Array:
+        """`visible_count` where library and device are known. Needs O(L) memory."""
+        xp, n_queries, n_keys = frame.xp, frame.n_queries, frame.n_keys
+        interval = self.interval(frame, (0, n_queries))
+        if interval is not None:
+            first, end = interval
+            # Not `clip`: array_api_compat's does not take a symbolic bound under torch.compile.
+            total = xp.full((1,), n_keys, dtype=frame.index_dtype, device=frame.device)
+            visible = xp.minimum(end, total) - xp.clip(first, min=0)
+            return xp.clip(visible, min=0)
+        if n_queries == 0 or n_keys == 0:
+            return xp.zeros((n_queries,), dtype=frame.index_dtype, device=frame.device)
+
+        block_size = n_keys if frame.whole else _COUNT_BLOCK
+        row_size = n_queries if frame.whole else _COUNT_BLOCK
+
+        def count_rows(rows: Block) -> tuple[Array]:
+            def count_tile(columns: Block) -> Array:
+                seen = self.block(frame, rows, columns)
+                seen = xp.broadcast_to(seen, (*seen.shape[:-2], rows[1], columns[1]))
+                return xp.sum(xp.astype(seen, frame.index_dtype), axis=-1, keepdims=True)
+
+            return (fold(xp, count_tile, lambda a, b: a + b, n_keys, block_size),)
+
+        (counts,) = map_blocks(xp, count_rows, n_queries, row_size)
+        return counts[..., 0]
+
+    def __and__(self, other: Mask | Array) -> Mask:
+        return _Both(self, as_mask(other))
+
+    def __or__(self, other: Mask | Array) -> Mask:
+        return _Either(self, as_mask(other))
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where a mask is laid out: library, device, the numbers of queries and keys.
+
+    `whole` asks for loops of one step (lengths may be symbolic).
+    """
+
+    xp: ModuleType
+    device: Any
+    n_queries: int
+    n_keys: int
+    whole: bool = False
+
+    @property
+    def index_dtype(self) -> Any:
+        return default_dtype(self.xp, "integral", device=self.device)
+
+    def positions(self, block: Block) -> Array:
+        start, size = block
+        return self.xp.arange(size, dtype=self.index_dtype, device=self.device) + start
+
+    def index(self, x: Any) -> Any:
+        """Integers per batch and head, (...), with an axis for the queries; numbers stay."""
+        return x if isinstance(x, int) else self.xp.astype(x, self.index_dtype)[..., None]
+
+
+def causal(offset: int | Array | None = None) -> Mask:
+    """A query sees the keys up to its own position.
+
+    ::
+
+        L = 3, S = 5, offset = S − L = 2          L = S = 3
+
+                 keys 0 1 2 3 4                    keys 0 1 2
+        query 0       ■ ■ ■ · ·            query 0      ■ · ·
+        query 1       ■ ■ ■ ■ ·            query 1      ■ ■ ·
+        query 2       ■ ■ ■ ■ ■            query 2      ■ ■ ■
+
+    Parameters
+    ----------
+    offset : int or array of int over the batch and head axes, optional
+        Position of query 0 among the keys. The default S − L lets the last query see every key;
+        0 is the top-left alignment of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Returns
+    -------
+    Mask
+
+    Examples
+    --------
+    >>> from isentropic import masks
+    >>> masks.causal(offset=0).visible_count(3, 5)
+    array([1, 2, 3])
+    """
+    return _Band(None, 0, _integers("offset", offset, optional=True))
+
+
+def window(left: int | None, right: int | None = 0, *, offset: int | Array | None = None) -> Mask:
+    """A query at position p sees the keys from p − left to p + right.
+
+    ::
+
+        left = 1, right = 0, L = S = 4
+
+                 keys 0 1 2 3
+        query 0       ■ · · ·
+        query 1       ■ ■ · ·
+        query 2       · ■ ■ ·
+        query 3       · · ■ ■
+
+    Parameters
+    ----------
+    left, right : int ≥ 0 or None
+        How many keys before and after its own position a query sees; None sets no bound.
+    offset : int or array of int over the batch and head axes, optional
+        Position of query 0 among the keys; S − L by default.
+
+    Returns
+    -------
+    Mask
+
+    Examples
+    --------
+    >>> from isentropic import masks
+    >>> masks.window(1, 1).visible_count(4, 4)
+    array([2, 3, 3, 2])
+    """
+    for name, x in (("left", left), ("right", right)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
+            raise type_error(name, "be an integer or None", type(x).__name__)
+        if x is not None and x < 0:
+            raise value_error(name, "be at least 0", x)
+    return _Band(left, right, _integers("offset", offset, optional=True))
+
+
+def padding(lengths: int | Array, *, side: str = "right") -> Mask:
+    """Only the first (or the last) `lengths` keys are visible: the rest is padding.
+
+    Parameters
+    ----------
+    lengths : int or array of int over the batch and head axes
+        Number of keys that are no padding, from 0 to S.
+    side : {"right", "left"}
+        Where the padding is.
+
+    Returns
+    -------
+    Mask
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import masks
+    >>> masks.padding(np.array([2, 4])).visible_count(1, 4)
+    array([[2],
+           [4]])
+    """
+    check_choice("side", side, ("right", "left"))
+    return _Padding(_integers("lengths", lengths), side)
+
+
+def segments(ids: Array, query_ids: Array | None = None) -> Mask:
+    """A query sees the keys of its own segment: several sequences packed into one.
+
+    Parameters
+    ----------
+    ids : array of int (..., S)
+        The segment of each key; segments need not be contiguous.
+    query_ids : array of int (..., L), optional
+        The segment of each query. By default queries are the last L of the S positions.
+
+    Returns
+    -------
+    Mask
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import masks
+    >>> packed = masks.causal() & masks.segments(np.array([0, 0, 0, 1, 1]))
+    >>> packed.visible_count(5, 5)
+    array([1, 2, 3, 1, 2])
+    """
+    for name, x in (("ids", ids), ("query_ids", query_ids)):
+        if x is None and name == "query_ids":
+            continue
+        if not namespace(**{name: x}).isdtype(x.dtype, "integral"):
+            raise type_error(name, "have an integer dtype", x.dtype)
+        if x.ndim < 1:
+            raise value_error(name, "have at least 1 dimension", x.ndim)
+    return _Segments(ids, query_ids)
+
+
+def as_mask(x: Any, name: str = "mask") -> Mask:
+    """`x` itself, or the mask of a boolean array."""
+    if isinstance(x, Mask):
+        return x
+    xp = namespace(**{name: x})
+    if not xp.isdtype(x.dtype, "bool"):
+        must = "be boolean (True = attend; numbers to add to the logits are a `bias`) or a Mask"
+        raise type_error(name, must, x.dtype)
+    return _Explicit(x)
+
+
+class _Contiguous(Mask):
+    """A mask that is fully described by its interval."""
+
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        first, end = self.interval(frame, rows)  # type: ignore[misc]
+        keys = frame.positions(columns)
+        return (keys >= first[..., None]) & (keys < end[..., None])
+
+
+@dataclass(frozen=True, eq=False)
+class _Band(_Contiguous):
+    left: int | None
+    right: int | None
+    offset: int | Array | None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return () if self.offset is None or isinstance(self.offset, int) else (self.offset,)
+
+    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+        for x in self.arrays:
+            check_broadcastable("offset", x.shape, batch)
+
+    def interval(self, frame: Frame, rows: Block) -> _Interval:
+        offset = frame.n_keys - frame.n_queries if self.offset is None else frame.index(self.offset)
+        position = frame.positions(rows) + offset
+        first = position * 0 if self.left is None else position - self.left
+        end = position * 0 + frame.n_keys if self.right is None else position + (self.right + 1)
+        return first, end
+
+
+@dataclass(frozen=True, eq=False)
+class _Padding(_Contiguous):
+    lengths: int | Array
+    side: str
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return () if isinstance(self.lengths, int) else (self.lengths,)
+
+    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+        for x in self.arrays:
+            check_broadcastable("lengths", x.shape, batch)
+
+    def interval(self, frame: Frame, rows: Block) -> _Interval:
+        zero = frame.positions(rows) * 0
+        lengths = zero + frame.index(self.lengths)
+        if self.side == "left":
+            return frame.n_keys - lengths, zero + frame.n_keys
+        return zero, lengths
+
+
+@dataclass(frozen=True, eq=False)
+class _Segments(Mask):
+    ids: Array
+    query_ids: Array | None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return (self.ids,) if self.query_ids is None else (self.ids, self.query_ids)
+
+    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+        if self.ids.shape[-1] != n_keys:
+            raise value_error("ids", f"have a last dimension of {n_keys}, one per key", self.ids.shape)
+        check_broadcastable("ids", self.ids.shape, (*batch, n_keys))
+        if self.query_ids is None and n_queries > n_keys:
+            raise value_error(
+                "query_ids", f"be given where queries ({n_queries}) outnumber keys", n_keys
+            )
+        if self.query_ids is not None:
+            if self.query_ids.shape[-1] != n_queries:
+                must = f"have a last dimension of {n_queries}, one per query"
+                raise value_error("query_ids", must, self.query_ids.shape)
+            check_broadcastable("query_ids", self.query_ids.shape, (*batch, n_queries))
+
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        queries = self.query_ids
+        if queries is None:
+            queries = self.ids[..., frame.n_keys - frame.n_queries :]
+        return take(queries, rows, -1)[..., None] == take(self.ids, columns, -1)[..., None, :]
+
+
+@dataclass(frozen=True, eq=False)
+class _Explicit(Mask):
+    visible: Array
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return (self.visible,)
+
+    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+        check_broadcastable("mask", self.visible.shape, (*batch, n_queries, n_keys))
+
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        x = self.visible
+        x = x[(None,) * (2 - x.ndim) + (...,)]
+        return take(take(x, rows, -2), columns, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair(Mask):
+    first: Mask
+    second: Mask
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.first.arrays + self.second.arrays
+
+    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+        self.first.check(batch, n_queries, n_keys)
+        self.second.check(batch, n_queries, n_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class _Both(_Pair):
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        return self.first.block(frame, rows, columns) & self.second.block(frame, rows, columns)
+
+    def interval(self, frame: Frame, rows: Block) -> _Interval | None:
+        a, b = self.first.interval(frame, rows), self.second.interval(frame, rows)
+        if a is None or b is None:
+            return None
+        return frame.xp.maximum(a[0], b[0]), frame.xp.minimum(a[1], b[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Either(_Pair):
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        return self.first.block(frame, rows, columns) | self.second.block(frame, rows, columns)
+
+
+def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
+    """An int, or an array of an integer dtype, or None where `optional`."""
+    if x is None and optional:
+        return None
+    if isinstance(x, int) and not isinstance(x, bool):
+        if name == "lengths" and x < 0:
+            raise value_error(name, "be at least 0", x)
+        return x
+    if not hasattr(x, "dtype") or not namespace(**{name: x}).isdtype(x.dtype, "integral"):
+        got = getattr(x, "dtype", type(x).__name__)
+        raise type_error(name, "be an integer or an array of an integer dtype", got)
+    return x
