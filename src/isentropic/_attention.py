@@ -696,9 +696,10 @@ class _Problem:
             )
 
         fields = map_blocks(xp, over_keys, self.n_queries, row_size)
-        return AttentionState(
-            *(None if x is None else xp.broadcast_to(x, (*shape, x.shape[-1])) for x in fields)
+        maximum, normalizer, weighted_value, moment = (
+            None if x is None else xp.broadcast_to(x, (*shape, x.shape[-1])) for x in fields
         )
+        return AttentionState(maximum, normalizer, weighted_value, moment)
 
     def column_sums(self, state: AttentionState) -> Array:
         """The sum of the attention weights over the queries, (..., S)."""
@@ -760,7 +761,7 @@ def _problem(
     visible = None if mask is None else as_mask(mask)
     if is_causal:
         visible = causal() if visible is None else visible & causal()
-    held = {"bias": bias, "n_keys": n_keys if hasattr(n_keys, "ndim") else None}
+    held: dict[str, Any] = {"bias": bias, "n_keys": n_keys if hasattr(n_keys, "ndim") else None}
     held["mask"] = None if visible is None else visible.arrays
     if law is not None and not isinstance(law, Law):
         raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
@@ -809,9 +810,8 @@ def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> 
             must = f"have a number of heads (axis -3) that divides the {heads} of `query`"
             raise value_error("key", must, groups)
         if "value" in shapes and shapes["value"][-1] != groups:
-            raise value_error(
-                "value", f"have the {groups} heads (axis -3) of `key`", shapes["value"][-1]
-            )
+            must = f"have the {groups} heads (axis -3) of `key`"
+            raise value_error("value", must, shapes["value"][-1])
         shapes = {name: (*shape[:-1], heads) for name, shape in shapes.items()}
     return common_shape(xp, **shapes)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from isentropic._namespace import Array, is_jax, is_torch
 
@@ -78,7 +78,7 @@ def take(x: Array, block: Block, axis: int) -> Array:
 
     import jax
 
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
+    return jax.lax.dynamic_slice_in_dim(cast(Any, x), start, size, axis=axis)
 
 
 def traces_lengths(xp: ModuleType) -> bool:

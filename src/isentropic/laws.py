@@ -61,9 +61,9 @@ class Law(ABC):
         if isinstance(n, bool) or not (isinstance(n, Real) or hasattr(n, "dtype")):
             raise type_error("n", "be a number or an array", type(n).__name__)
         if isinstance(n, Real) and not self.arrays:
-            import array_api_compat.numpy as np
+            import numpy as np
 
-            return float(self._factor(np, np.asarray(float(n))))
+            return float(self._factor(np, np.asarray(float(n))))  # type: ignore[arg-type]
 
         if isinstance(n, Real):
             xp, place = namespace(law=self.arrays), device(law=self.arrays)

@@ -266,9 +266,8 @@ def segments(ids: Array, query_ids: Array | None = None) -> Mask:
     >>> packed.visible_count(5, 5)
     array([1, 2, 3, 1, 2])
     """
-    for name, x in (("ids", ids), ("query_ids", query_ids)):
-        if x is None and name == "query_ids":
-            continue
+    given = {"ids": ids} if query_ids is None else {"ids": ids, "query_ids": query_ids}
+    for name, x in given.items():
         if not namespace(**{name: x}).isdtype(x.dtype, "integral"):
             raise type_error(name, "have an integer dtype", x.dtype)
         if x.ndim < 1:
@@ -353,9 +352,8 @@ class _Segments(Mask):
             raise value_error("ids", f"have a last dimension of {n_keys}, one per key", self.ids.shape)
         check_broadcastable("ids", self.ids.shape, (*batch, n_keys))
         if self.query_ids is None and n_queries > n_keys:
-            raise value_error(
-                "query_ids", f"be given where queries ({n_queries}) outnumber keys", n_keys
-            )
+            must = f"be given where there are more queries ({n_queries}) than keys ({n_keys})"
+            raise value_error("query_ids", must, None)
         if self.query_ids is not None:
             if self.query_ids.shape[-1] != n_queries:
                 must = f"have a last dimension of {n_queries}, one per query"
