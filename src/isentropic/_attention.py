@@ -696,10 +696,10 @@ class _Problem:
             )
 
         fields = map_blocks(xp, over_keys, self.n_queries, row_size)
-        maximum, normalizer, weighted_value, moment = (
+        whole: list[Any] = [
             None if x is None else xp.broadcast_to(x, (*shape, x.shape[-1])) for x in fields
-        )
-        return AttentionState(maximum, normalizer, weighted_value, moment)
+        ]
+        return AttentionState(*whole)
 
     def column_sums(self, state: AttentionState) -> Array:
         """The sum of the attention weights over the queries, (..., S)."""

@@ -10,6 +10,8 @@ from typing import Any
 
 
 def value_error(name: str, must: str, got: Any) -> ValueError:
+    if isinstance(got, tuple):
+        got = tuple(got)  # PyTorch's shapes print as torch.Size([...])
     return ValueError(f"`{name}` must {must}, got {got}.")
 
 
@@ -71,7 +73,9 @@ def common_shape(xp: ModuleType, **shapes: tuple[int, ...]) -> tuple[int, ...]:
         try:
             common = xp.broadcast_shapes(common, shape)
         except (ValueError, RuntimeError):  # RuntimeError from torch
-            raise value_error(name, f"broadcast with {common} in its batch axes", shape) from None
+            raise value_error(
+                name, f"broadcast with {tuple(common)} in its batch axes", shape
+            ) from None
     return common
 
 
@@ -81,4 +85,4 @@ def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ..
         have in (1, want) for have, want in zip(reversed(shape), reversed(target), strict=False)
     ):
         return
-    raise value_error(name, f"have a shape broadcastable to {target}", shape)
+    raise value_error(name, f"have a shape broadcastable to {tuple(target)}", shape)

@@ -1,9 +1,9 @@
 """The one loop over tiles. Layer 0.
 
-Eager libraries run a Python loop. JAX runs ``lax.scan`` over key blocks inside ``lax.map`` over
-query blocks, so that the compiled program does not grow with the number of tiles, and each block is
-computed again in the backward pass instead of being kept. Under ``torch.compile`` one block covers
-everything, so that one graph serves all lengths.
+What is eager runs a Python loop. Under a JAX transformation it is ``lax.scan`` over key blocks
+inside ``lax.map`` over query blocks, so that the compiled program does not grow with the number of
+tiles, and each block is computed again in the backward pass instead of being kept. Under
+``torch.compile`` one block covers everything, so that one graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fold(
     first = length % block_size or block_size
     total = tile((0, first))
 
-    if is_jax(xp) and length - first > block_size:
+    if _is_traced(xp, total) and length - first > block_size:
         import jax
 
         # One ragged block came first, so all that remain are alike and can be scanned.
@@ -55,7 +55,7 @@ def map_blocks(
     first = length % block_size or block_size
     parts = [function((0, first))]
 
-    if is_jax(xp) and length - first > block_size:
+    if _is_traced(xp, parts[0]) and length - first > block_size:
         import jax
 
         starts = xp.arange(first, length, block_size)
@@ -88,6 +88,14 @@ def traces_lengths(xp: ModuleType) -> bool:
     import torch
 
     return torch.compiler.is_compiling()
+
+
+def _is_traced(xp: ModuleType, result: Any) -> bool:
+    if not is_jax(xp):
+        return False
+    import jax
+
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(result))
 
 
 def _unstack(xp: ModuleType, x: Array) -> Array:

@@ -1,0 +1,105 @@
+"""One call of every public function: what the tests of common properties run over.
+
+A case is a function of a dictionary of arrays, ``case(fl, a)``, where `fl` is the library under
+test's public module and `a` holds arrays made from `inputs`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import isentropic as it
+from isentropic import laws, masks
+
+
+def inputs(dtype="float32", n=7):
+    """NumPy arrays by name. Queries and keys have n rows, of 4 heads in a batch of 2."""
+    rng = np.random.default_rng(7)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
+    p = rng.dirichlet(np.ones(n), size=(2, n)).astype(dtype)
+    p[0, 0] = np.eye(n)[0]  # one-hot
+    visible = rng.random((2, 1, n, n)) < 0.6
+    visible[1, 0, 2] = False  # a query that sees nothing
+    return {
+        "q": normal(2, 4, n, 8),
+        "k": normal(2, 4, n, 8),
+        "v": normal(2, 4, n, 6),
+        "k2": normal(2, 2, n, 8),
+        "v2": normal(2, 2, n, 6),
+        "x": normal(2, n, 16),
+        "w": normal(4, 16, 16),
+        "wa": normal(8, 5),
+        "va": normal(5),
+        "bias": normal(1, 4, n, n),
+        "slope": np.abs(normal(4)) + np.asarray(0.1, dtype),
+        "visible": visible,
+        "lengths": np.asarray([[n - 3], [n]]),
+        "ids": np.repeat(np.arange(n), 2)[:n],
+        "n_keys": np.arange(1, n + 1),
+        "p": p,
+        "target": normal(2, 4, n),
+    }
+
+
+CASES = {
+    "attention": lambda a: it.attention(a["q"], a["k"], a["v"]),
+    "attention-causal": lambda a: it.attention(a["q"], a["k"], a["v"], is_causal=True),
+    "attention-standard": lambda a: it.attention(a["q"], a["k"], a["v"], law=None),
+    "attention-mask": lambda a: it.attention(a["q"], a["k"], a["v"], mask=a["visible"]),
+    "attention-all": lambda a: it.attention(
+        a["q"], a["k2"], a["v2"], enable_gqa=True, softcap=3.0, bias=a["bias"], is_causal=True,
+        mask=(masks.window(4) | masks.segments(a["ids"])) & masks.padding(a["lengths"], side="left"),
+        law=laws.AffineLog(a["slope"], 0.5), scale=0.3,
+    ),
+    "attention-n_keys": lambda a: it.attention(a["q"], a["k"], a["v"], n_keys=a["n_keys"]),
+    "attention_state": lambda a: it.attention_state(a["q"], a["k"], a["v"], mask=a["visible"]),
+    "attention_state-parts": lambda a: (
+        lambda s: (s.output(), s.log_normalizer(), s.entropy())
+    )(it.attention_state(a["q"], a["k"], a["v"], block_size=3)),
+    "attention_entropy": lambda a: it.attention_entropy(a["q"], a["k"], is_causal=True),
+    "attention_entropy-0.5": lambda a: it.attention_entropy(
+        a["q"], a["k"], order=0.5, mask=a["visible"], normalized=True
+    ),
+    "attention_entropy-tsallis": lambda a: it.attention_entropy(
+        a["q"], a["k"], order=1.1, family="tsallis", normalized=True
+    ),
+    "attention_weights": lambda a: it.attention_weights(a["q"], a["k"], mask=a["visible"]),
+    "attention_information": lambda a: it.attention_information(a["q"], a["k"], mask=a["visible"]),
+    "scale_queries": lambda a: it.scale_queries(a["q"], a["n_keys"]),
+    "multi_head_attention": lambda a: it.multi_head_attention(
+        a["x"], a["x"], a["x"], a["w"][0, ...], a["w"][1, ...], a["w"][2, ...], a["w"][3, ...],
+        num_heads=4, is_causal=True,
+    ),
+    "additive_attention": lambda a: it.additive_attention(
+        a["q"], a["k"], a["v"], a["wa"], a["wa"], a["va"], mask=a["visible"]
+    ),
+    "merge": lambda a: it.merge(
+        it.attention_state(a["q"], a["k"], a["v"], n_keys=14),
+        it.attention_state(a["q"], a["v"][..., :1] * a["k"], a["v"], n_keys=14),
+    ),
+    "rotary": lambda a: it.rotary(a["q"], a["n_keys"]),
+    "rotary-interleaved": lambda a: it.rotary(a["q"], interleaved=True, base=500.0),
+    "entropy": lambda a: it.entropy(a["p"]),
+    "entropy-2": lambda a: it.entropy(a["p"], order=2, axis=0),
+    "entropy_from_logits": lambda a: it.entropy_from_logits(
+        a["bias"], order=0.9, mask=a["visible"][:1, ...], axis=-2
+    ),
+    "cross_entropy": lambda a: it.cross_entropy(a["p"], a["p"][1:, ...] + 0.1),
+    "kl_divergence": lambda a: it.kl_divergence(a["p"], a["p"][1:, ...] + 0.1),
+    "entropy_penalty": lambda a: it.entropy_penalty(a["target"], 1.5),
+    "laws": lambda a: laws.scaled(laws.PowerLog(0.1, a["slope"], 1.5), 2.0)(a["target"] * a["target"]),
+    "visible_count": lambda a: (
+        masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
+    ).visible_count(7, 7, like=a["q"]),
+}  # fmt: skip
+
+# Arrays of these names have no gradient.
+DISCRETE = {"visible", "lengths", "ids", "n_keys"}
+
+
+def leaves(result):
+    """The arrays of a result, which is an array or a (named) tuple of arrays."""
+    return list(result) if isinstance(result, tuple) else [result]

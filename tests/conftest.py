@@ -1,0 +1,198 @@
+"""The backends: one fixture, all of whose values every test of a public function runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+
+BACKENDS = [
+    "numpy",
+    "numpy:readonly",
+    "strict",
+    "strict:bare",  # no boolean indexing, no data-dependent shapes, no extensions
+    "strict:device1",
+    "torch",
+    "torch:float64-default",
+    "torch:cuda",
+    "jax",
+    "jax:x64",
+    "jax:cuda",
+    "cupy",
+]
+MODULES = {
+    "numpy": "numpy",
+    "strict": "array_api_strict",
+    "torch": "torch",
+    "jax": "jax",
+    "cupy": "cupy",
+}
+
+hypothesis.settings.register_profile(
+    "isentropic",
+    deadline=None,
+    derandomize=True,
+    max_examples=30,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("isentropic")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An array library, with a device, in a mode."""
+
+    name: str
+    xp: Any
+    device: Any
+    float64: bool = True
+
+    @property
+    def library(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return ("float32", "float64") if self.float64 else ("float32",)
+
+    @property
+    def half(self) -> str | None:
+        return None if self.library == "strict" else "float16"
+
+    def array(self, x: Any, dtype: str | None = None) -> Any:
+        """`x` (anything NumPy takes) on this backend, in `dtype` or the closest to its own."""
+        x = np.array(x, dtype=dtype)
+        if x.dtype == np.float64 and not self.float64:
+            x = x.astype(np.float32)
+        if x.dtype == np.int64 and self.library == "jax" and not self.float64:
+            x = x.astype(np.int32)
+        if self.library == "numpy":
+            x.flags.writeable = self.name != "numpy:readonly"
+            return x
+        return self.xp.asarray(x, device=self.device)
+
+    def numpy(self, x: Any) -> np.ndarray:
+        if self.library == "torch":
+            return x.detach().cpu().numpy()
+        if self.library == "cupy":
+            return x.get()
+        if self.library == "strict":
+            return np.asarray(x.to_device(self.xp.Device("CPU_DEVICE")))
+        return np.asarray(x)
+
+    def assert_close(self, actual: Any, expected: Any, **tolerance: float) -> None:
+        """Library, device, dtype, shape and values are those of `expected`, a backend array or not."""
+        from array_api_extra.testing import assert_close
+
+        if isinstance(expected, np.ndarray | float | np.floating):
+            expected = np.asarray(expected).astype(self.numpy(actual).dtype)
+            expected = self.xp.asarray(expected, device=self.device)
+        if self.library == "strict" and self.name != "strict":
+            cpu = self.xp.Device("CPU_DEVICE")
+            assert actual.device == self.device
+            actual, expected = actual.to_device(cpu), expected.to_device(cpu)
+        assert_close(actual, expected, **tolerance)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backend", choices=sorted(MODULES), help="run the tests of this backend alone")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--backend")
+        names = [n for n in BACKENDS if chosen is None or n.partition(":")[0] == chosen]
+        metafunc.parametrize("backend", names, indirect=True)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    missing = {name: why for name in BACKENDS if (why := unavailable(name))}
+    present = ", ".join(name for name in BACKENDS if name not in missing)
+    return [f"backends: {present}"] + [f"skipped {name}: {why}" for name, why in missing.items()]
+
+
+@functools.cache
+def unavailable(name: str) -> str | None:
+    """Why a backend cannot be tested here, or None."""
+    library, _, mode = name.partition(":")
+    if importlib.util.find_spec(MODULES[library]) is None:
+        return f"{MODULES[library]} is not installed"
+    if name == "cupy":
+        import cupy
+
+        try:
+            cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            return f"CuPy sees no GPU: {error}"
+    if mode == "cuda" and library == "torch":
+        import torch
+
+        return None if torch.cuda.is_available() else "PyTorch sees no GPU"
+    if mode == "cuda":
+        import jax
+
+        return None if jax.default_backend() == "gpu" else "JAX sees no GPU"
+    return None
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    name = request.param
+    if why := unavailable(name):
+        pytest.skip(why)
+    library, _, mode = name.partition(":")
+    with contextlib.ExitStack() as stack:
+        yield _make(name, library, mode, stack)
+
+
+def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Backend:
+    if library == "numpy":
+        import array_api_compat.numpy as xp
+
+        return Backend(name, xp, "cpu")
+    if library == "strict":
+        import array_api_strict as xp
+
+        if mode == "bare":
+            flags = xp.ArrayAPIStrictFlags(
+                boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()
+            )
+            stack.enter_context(flags)
+        return Backend(name, xp, xp.Device(mode if mode == "device1" else "CPU_DEVICE"))
+    if library == "torch":
+        import array_api_compat.torch as xp
+
+        if mode == "float64-default":
+            stack.callback(xp.set_default_dtype, xp.get_default_dtype())
+            xp.set_default_dtype(xp.float64)
+        return Backend(name, xp, xp.device("cuda:0" if mode == "cuda" else "cpu"))
+    if library == "jax":
+        import jax
+
+        if mode == "x64":
+            stack.enter_context(jax.enable_x64(True))
+        kind = "gpu" if mode == "cuda" else "cpu"
+        return Backend(name, jax.numpy, jax.devices(kind)[0], float64=mode == "x64")
+    import array_api_compat.cupy as xp
+
+    return Backend(name, xp, xp.cuda.Device(0))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20260718)
+
+
+@pytest.fixture
+def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that every test has several, with ragged ends."""
+    monkeypatch.setattr("isentropic._attention._ROWS", 3)
+    monkeypatch.setattr("isentropic._attention._COLUMNS", 4)
+    monkeypatch.setattr("isentropic.masks._COUNT_BLOCK", 4)

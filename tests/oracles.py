@@ -1,0 +1,106 @@
+"""What the library must compute, in plain float64 NumPy that forms everything.
+
+None of it imports the library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Attention:
+    logits: np.ndarray  # −∞ where hidden
+    weights: np.ndarray
+    output: np.ndarray | None
+
+    @property
+    def log_normalizer(self):
+        return logsumexp(self.logits)
+
+    def entropy(self, order=1.0):
+        return entropy(self.weights, order)
+
+
+def attention(
+    query, key, value=None, *, visible=None, bias=None, scale=None, factor=None, softcap=None
+):
+    """Attention by its definition: a dense mask `visible`, a `factor` on each query's scale."""
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    if query.ndim > 2 and key.ndim > 2 and query.shape[-3] > key.shape[-3] > 1:
+        repeats = query.shape[-3] // key.shape[-3]
+        key = np.repeat(key, repeats, axis=-3)
+        value = None if value is None else np.repeat(value, repeats, axis=-3)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor = 1.0 if factor is None else np.asarray(factor)[..., None]
+    s = np.einsum("...le,...se->...ls", query, key) * scale * factor
+    if softcap is not None:
+        s = softcap * np.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias
+    if visible is not None:
+        s = np.where(visible, s, -np.inf)
+    p = softmax(s)
+    return Attention(s, p, None if value is None else p @ np.asarray(value, np.float64))
+
+
+def softmax(s):
+    with np.errstate(invalid="ignore"):
+        e = np.exp(s - s.max(axis=-1, keepdims=True))
+        p = e / e.sum(axis=-1, keepdims=True)
+    return np.where(np.isneginf(s).all(axis=-1, keepdims=True), 0.0, p)
+
+
+def logsumexp(s):
+    m = s.max(axis=-1)
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isneginf(m), -np.inf, m + np.log(np.exp(s - m[..., None]).sum(axis=-1)))
+
+
+def entropy(p, order=1.0, family="renyi"):
+    """Entropy by its definition, in nats; 0 for an empty distribution."""
+    p = np.asarray(p, np.float64)
+    empty = (p == 0).all(axis=-1)
+    positive = np.where(p > 0, p, 1.0)
+    if order == 1:
+        h = -(np.where(p > 0, p, 0.0) * np.log(positive)).sum(axis=-1)
+    elif np.isinf(order):
+        h = (
+            np.zeros_like(empty, float)
+            if family == "tsallis"
+            else -np.log(np.where(empty, 1, p.max(-1)))
+        )
+    else:
+        power = np.where(p > 0, positive**order, 0.0).sum(axis=-1)
+        power = np.where(empty, 1.0, power)
+        h = (1 - power) / (order - 1) if family == "tsallis" else np.log(power) / (1 - order)
+    return np.where(empty, 0.0, h)
+
+
+def causal(n_queries, n_keys, offset=None):
+    offset = n_keys - n_queries if offset is None else offset
+    return np.arange(n_keys) <= np.arange(n_queries)[:, None] + offset
+
+
+def band(n_queries, n_keys, left, right):
+    position = np.arange(n_queries)[:, None] + n_keys - n_queries
+    keys = np.arange(n_keys)
+    return (keys >= position - left) & (keys <= position + right)
+
+
+def log_length(n, base=512):
+    return np.log(np.maximum(n, 1)) / np.log(base)
+
+
+def rotary(x, positions, base=10000.0, interleaved=False):
+    """Rotation as multiplication by complex numbers."""
+    x = np.asarray(x, np.float64)
+    half = x.shape[-1] // 2
+    angle = np.asarray(positions, np.float64)[..., None] * base ** (-2 * np.arange(half) / x.shape[-1])
+    pairs = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    z = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angle)
+    if interleaved:
+        return np.stack((z.real, z.imag), axis=-1).reshape(x.shape)
+    return np.concatenate((z.real, z.imag), axis=-1)

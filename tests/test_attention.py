@@ -1,0 +1,574 @@
+"""Attention against the definition, in every combination of what it takes."""
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import isentropic as it
+from isentropic import laws, masks
+
+B, H, L, S, E, EV = 2, 4, 7, 11, 8, 5
+TOLERANCE = {"float32": {"rtol": 3e-5, "atol": 3e-6}, "float64": {"rtol": 1e-12, "atol": 1e-13}}
+
+
+def _data(rng, dtype, n_keys=S, groups=H):
+    def normal(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
+    return normal(B, H, L, E), normal(B, groups, n_keys, E), normal(B, groups, n_keys, EV)
+
+
+# Each gives what the library takes and what the oracle takes. `n` counts visible keys.
+
+
+def _plain(rng, a):
+    return {}, {"factor": oracles.log_length(S)}
+
+
+def _standard(rng, a):
+    return {"law": None}, {}
+
+
+def _causal(rng, a):
+    visible = oracles.causal(L, S)
+    return {"is_causal": True}, {
+        "visible": visible,
+        "factor": oracles.log_length(visible.sum(-1)),
+    }
+
+
+def _boolean(rng, a):
+    visible = rng.random((B, 1, L, S)) < 0.5
+    visible[0, 0, 3] = False
+    factor = oracles.log_length(visible.sum(-1))
+    return {"mask": a(visible)}, {"visible": visible, "factor": factor}
+
+
+def _boolean_rows(rng, a):
+    visible = rng.random(S) < 0.7
+    return {"mask": a(visible)}, {"visible": visible, "factor": oracles.log_length(visible.sum())}
+
+
+def _boolean_and_causal(rng, a):
+    visible = rng.random((B, H, L, S)) < 0.5
+    both = visible & oracles.causal(L, S)
+    return {"mask": a(visible), "is_causal": True}, {
+        "visible": both,
+        "factor": oracles.log_length(both.sum(-1)),
+    }
+
+
+def _window(rng, a):
+    visible = oracles.band(L, S, 3, 1)
+    factor = oracles.log_length(visible.sum(-1))
+    return {"mask": masks.window(3, 1)}, {"visible": visible, "factor": factor}
+
+
+def _packed_and_padded(rng, a):
+    ids = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2])
+    lengths = np.array([[S], [S - 4]])
+    visible = (ids[S - L :, None] == ids) & oracles.causal(L, S)
+    visible = visible & (np.arange(S) >= S - lengths[..., None, None])
+    mask = masks.causal() & masks.segments(a(ids)) & masks.padding(a(lengths), side="left")
+    return {"mask": mask}, {"visible": visible, "factor": oracles.log_length(visible.sum(-1))}
+
+
+def _either(rng, a):
+    sink = np.arange(S) < 2
+    visible = (oracles.band(L, S, 2, 0) | sink) & oracles.causal(L, S)
+    mask = (masks.window(2) | masks.padding(2)) & masks.causal()
+    return {"mask": mask}, {"visible": visible, "factor": oracles.log_length(visible.sum(-1))}
+
+
+def _bias(rng, a):
+    bias = rng.normal(size=(1, H, L, S))
+    bias[0, 0, 0, 2] = bias[0, 1, 1, :] = -np.inf
+    return {"bias": a(bias)}, {"bias": bias, "factor": oracles.log_length(S)}
+
+
+def _scale_and_cap(rng, a):
+    return {"scale": 1.3, "softcap": 2.0, "law": None}, {"scale": 1.3, "softcap": 2.0}
+
+
+def _lengths(rng, a):
+    n = np.arange(L) + 100
+    return {"n_keys": a(n)}, {"factor": oracles.log_length(n)}
+
+
+def _per_head_law(rng, a):
+    slope = rng.uniform(0.1, 0.5, size=H)
+    factor = slope[:, None] * np.log(np.full(L, S)) + 0.5
+    return {"law": laws.AffineLog(a(slope), 0.5)}, {"factor": factor}
+
+
+COMBINATIONS = [
+    _plain, _standard, _causal, _boolean, _boolean_rows, _boolean_and_causal, _window,
+    _packed_and_padded, _either, _bias, _scale_and_cap, _lengths, _per_head_law,
+]  # fmt: skip
+
+
+class TestValues:
+    @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda f: f.__name__.strip("_"))
+    @pytest.mark.parametrize("groups", [H, 2, 1])
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_against_definition(self, backend, rng, combination, groups):
+        dtype = backend.dtypes[-1]
+        q, k, v = _data(rng, dtype, groups=groups)
+        ours, theirs = combination(rng, lambda x: backend.array(x, _float(x, dtype)))
+        expected = oracles.attention(q, k, v, **theirs)
+        arrays = [backend.array(x) for x in (q, k, v)]
+        ours |= {"enable_gqa": True} if groups == 2 else {}
+        close = TOLERANCE[dtype]
+
+        state = it.attention_state(*arrays, **ours)
+        backend.assert_close(state.output(), expected.output, **close)
+        backend.assert_close(state.log_normalizer(), expected.log_normalizer, **close)
+        backend.assert_close(state.entropy(), expected.entropy(), **close)
+        weights = it.attention_weights(*arrays[:2], **ours)
+        backend.assert_close(weights, expected.weights, **close)
+        backend.assert_close(it.attention(*arrays, **ours), expected.output, **close)
+        h = it.attention_entropy(*arrays[:2], **ours)
+        backend.assert_close(h, expected.entropy(), **close)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_default_tiles(self, backend, rng, dtype):
+        if dtype not in backend.dtypes:
+            pytest.skip("no float64 here")
+        q, k, v = _data(rng, dtype)
+        expected = oracles.attention(q, k, v, factor=oracles.log_length(S))
+        out = it.attention(*[backend.array(x) for x in (q, k, v)])
+        backend.assert_close(out, expected.output, **TOLERANCE[dtype])
+
+    @pytest.mark.parametrize(
+        "order", [0, 0.3, 0.75, 0.9, 1 - 1e-7, 1, 1 + 1e-12, 1.2, 1.25, 2, 30, np.inf]
+    )
+    @pytest.mark.parametrize("family", ["renyi", "tsallis"])
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_orders(self, backend, rng, order, family):
+        dtype = backend.dtypes[-1]
+        q, k, _ = _data(rng, dtype)
+        q = q * 3
+        visible = oracles.causal(L, S)
+        weights = oracles.attention(q, k, visible=visible, factor=oracles.log_length(visible.sum(-1)))
+        exact = 1.0 if abs(order - 1) < 1e-11 else order  # the definition cancels there
+        expected = oracles.entropy(weights.weights, exact, family)
+        q, k = backend.array(q), backend.array(k)
+        h = it.attention_entropy(q, k, order=order, family=family, is_causal=True)
+        loose = 1e-9 if 0 < abs(order - 1) < 1e-5 else 0
+        close = TOLERANCE[dtype]
+        backend.assert_close(h, expected, rtol=close["rtol"], atol=close["atol"] + 10 * loose)
+
+    @pytest.mark.parametrize("order", [0.5, 1, 2])
+    @pytest.mark.parametrize("family", ["renyi", "tsallis"])
+    def test_normalized(self, backend, order, family):
+        q, k = backend.array(np.zeros((3, 4)), "float32"), backend.array(np.zeros((9, 4)), "float32")
+        options = {"order": order, "family": family, "normalized": True}
+        backend.assert_close(it.attention_entropy(q, k, **options), np.ones(3), rtol=1e-5)
+        one = it.attention_entropy(q, k[:1, ...], **options)
+        backend.assert_close(one, np.zeros(3))
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_information(self, backend, rng):
+        dtype = backend.dtypes[-1]
+        q, k, _ = _data(rng, dtype)
+        visible = oracles.causal(L, S, offset=-1)  # query 0 sees nothing
+        p = oracles.attention(q, k, visible=visible).weights[..., 1:, :]
+        expected = oracles.entropy(p.mean(-2)) - oracles.entropy(p).mean(-1)
+        mask = masks.causal(offset=-1)
+        got = it.attention_information(backend.array(q), backend.array(k), mask=mask, law=None)
+        backend.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+    def test_information_is_zero_for_equal_rows(self, backend):
+        q, k = backend.array(np.ones((5, 4)), "float32"), backend.array(np.eye(4), "float32")
+        got = it.attention_information(q, k)
+        backend.assert_close(got, np.zeros(()), atol=1e-6)
+
+    def test_mean_score_is_a_second_attention(self, backend, rng):
+        # dLSE/dq = scale · Attn(q, k, k), and E_p[s] = scale · q · Attn(q, k, k).
+        q, k, _ = _data(rng, backend.dtypes[-1])
+        state = it.attention_state(backend.array(q), backend.array(k), law=None)
+        mean_key = it.attention(*[backend.array(x) for x in (q, k, k)], law=None)
+        mean_score = (q * backend.numpy(mean_key)).sum(-1) / np.sqrt(E)
+        expected = backend.numpy(state.log_normalizer()) - mean_score
+        backend.assert_close(state.entropy(), expected, rtol=1e-4, atol=1e-5)
+
+    def test_additive(self, backend, rng, tiny_tiles):
+        q, k, v = _data(rng, "float32")
+        w_q, w_k, w_v = (rng.normal(size=s).astype("float32") for s in ((E, 6), (E, 6), (6,)))
+        visible = rng.random((B, H, L, S)) < 0.6
+        score = np.tanh((q @ w_q)[..., :, None, :] + (k @ w_k)[..., None, :, :]) @ w_v
+        expected = oracles.softmax(np.where(visible, score, -np.inf)) @ v
+        arrays = [backend.array(x) for x in (q, k, v, w_q, w_k, w_v)]
+        out = it.additive_attention(*arrays, mask=backend.array(visible))
+        backend.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+    def test_scale_queries(self, backend, rng):
+        q, k, v = (backend.array(x) for x in _data(rng, "float32"))
+        n = backend.array(np.arange(5, 5 + L))
+        scaled = it.scale_queries(q, n)
+        expected = it.attention(q, k, v, n_keys=n)
+        backend.assert_close(it.attention(scaled, k, v, law=None), expected, rtol=1e-4, atol=1e-6)
+
+    def test_multi_head(self, backend, rng):
+        x, y = rng.normal(size=(B, L, 12)), rng.normal(size=(B, S, 10))
+        shapes = ((12, 16), (10, 8), (10, 6), (12, 9))
+        w = [rng.normal(size=s) for s in shapes]
+        b = [rng.normal(size=s[1]) for s in shapes]
+
+        def heads(z, n):
+            return z.reshape(*z.shape[:-1], n, -1).swapaxes(-2, -3)
+
+        q, k, v = heads(x @ w[0] + b[0], 4), heads(y @ w[1] + b[1], 2), heads(y @ w[2] + b[2], 2)
+        out = oracles.attention(q, k, v, factor=oracles.log_length(S)).output
+        expected = out.swapaxes(-2, -3).reshape(B, L, 12) @ w[3] + b[3]
+        f = backend.array
+        got = it.multi_head_attention(
+            f(x, "float32"), f(y, "float32"), f(y, "float32"), *[f(z, "float32") for z in w],
+            **dict(zip(("b_q", "b_k", "b_v", "b_o"), [f(z, "float32") for z in b], strict=True)),
+            num_heads=4, enable_gqa=True,
+        )  # fmt: skip
+        backend.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+def _float(x, dtype):
+    return dtype if np.asarray(x).dtype.kind == "f" else None
+
+
+class TestLaws:
+    """Properties that hold whatever the numbers are."""
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_permutations(self, backend, rng):
+        # Equivariant in the queries, invariant for a joint permutation of keys and values.
+        q, k, v = (x[0] for x in _data(rng, "float32"))
+        rows, columns = rng.permutation(L), rng.permutation(S)
+        out = it.attention(*[backend.array(x) for x in (q, k, v)])
+        permuted = [backend.array(x) for x in (q[:, rows], k[:, columns], v[:, columns])]
+        expected = backend.numpy(out)[:, rows]
+        backend.assert_close(it.attention(*permuted), expected, rtol=1e-5, atol=1e-6)
+
+    def test_shift_of_the_logits(self, backend, rng):
+        q, k, v = (backend.array(x) for x in _data(rng, "float32"))
+        bias = backend.array(np.full((1, 1), 1e4), "float32")
+        plain = it.attention_state(q, k, v)
+        moved = it.attention_state(q, k, v, bias=bias)
+        # Rounding of the logits themselves, at an offset of 1e4, is 1e-3.
+        backend.assert_close(moved.entropy(), plain.entropy(), atol=5e-3)
+        backend.assert_close(moved.output(), plain.output(), atol=5e-3)
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_decode_equals_prefill(self, backend, rng):
+        q, k, v = (x[0] for x in _data(rng, "float32", n_keys=L))
+        arrays = [backend.array(x) for x in (q, k, v)]
+        prefill = it.attention(*arrays, is_causal=True)
+        for t in range(L):
+            step = [backend.array(x) for x in (q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1])]
+            decoded = it.attention(*step, is_causal=True)
+            expected = prefill[:, t : t + 1, :]
+            backend.assert_close(decoded, expected, rtol=1e-5, atol=1e-6)
+
+    def test_left_padding_changes_nothing(self, backend, rng):
+        q, k, v = (x[0] for x in _data(rng, "float32", n_keys=L))
+        short = [backend.array(x) for x in (q, k, v)]
+        padded = [
+            backend.array(np.concatenate((np.full_like(x[:, :3], np.nan), x), 1)) for x in (q, k, v)
+        ]
+        expected = it.attention(*short, is_causal=True)
+        out = it.attention(*padded, is_causal=True, mask=masks.padding(L, side="left"))
+        backend.assert_close(out[:, 3:, :], expected, rtol=1e-5, atol=1e-6)
+        backend.assert_close(out[:, :3, :], np.zeros((H, 3, EV)))
+
+    def test_packed_equals_separate(self, backend, rng):
+        q, k, v = (x[0] for x in _data(rng, "float32", n_keys=L))
+        ids = np.array([0, 0, 0, 1, 1, 1, 1])
+        packed = it.attention(
+            *[backend.array(x) for x in (q, k, v)],
+            mask=masks.segments(backend.array(ids)) & masks.causal(),
+        )
+        for segment in (slice(0, 3), slice(3, 7)):
+            alone = [backend.array(x[:, segment]) for x in (q, k, v)]
+            expected = it.attention(*alone, is_causal=True)
+            backend.assert_close(packed[:, segment, :], expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("n", [1, 512])
+    def test_lengths_of_factor_0_and_1(self, backend, rng, n):
+        q, k, v = (backend.array(x) for x in _data(rng, "float32"))
+        out = it.attention(q, k, v, n_keys=n)
+        # ln 1 = 0: uniform over the keys
+        expected = it.attention(q if n == 512 else q * 0, k, v, law=None)
+        backend.assert_close(out, expected, rtol=1e-6)
+
+
+@given(
+    n_queries=st.integers(0, 6), n_keys=st.integers(0, 9), e=st.integers(1, 4),
+    batch=st.sampled_from([(), (1,), (2,), (2, 3)]), data=st.data(),
+)  # fmt: skip
+def test_any_shape_and_mask(backend, tiny_tiles, n_queries, n_keys, e, batch, data):
+    if backend.library == "jax":
+        pytest.skip("each shape would be compiled; the other backends run the same code")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    q, k, v = (rng.normal(size=(*batch, n, e)) for n in (n_queries, n_keys, n_keys))
+    k = k if data.draw(st.booleans()) else k[(0,) * len(batch)]
+    left, right = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 3))
+    visible = rng.random((n_queries, n_keys)) < 0.7
+    both = visible & oracles.band(n_queries, n_keys, left, right)
+    out = it.attention_state(
+        *[backend.array(x) for x in (q, k, v)],
+        mask=masks.window(left, right) & backend.array(visible),
+    )
+    if n_keys == 0:
+        expected = np.zeros((*batch, n_queries, e))
+        h = np.zeros((*batch, n_queries))
+    else:
+        factor = oracles.log_length(both.sum(-1))
+        result = oracles.attention(q, k, v, visible=both, factor=factor)
+        expected, h = result.output, result.entropy()
+    close = TOLERANCE["float64" if backend.float64 else "float32"]
+    backend.assert_close(out.output(), expected, **close)
+    backend.assert_close(out.entropy(), h, **close)
+
+
+class TestEdges:
+    def test_no_keys(self, backend):
+        q = backend.array(np.ones((2, 3, 4)), "float32")
+        k, v = (backend.array(np.ones((2, 0, e)), "float32") for e in (4, 5))
+        state = it.attention_state(q, k, v)
+        backend.assert_close(it.attention(q, k, v), np.zeros((2, 3, 5)))
+        backend.assert_close(state.log_normalizer(), np.full((2, 3), -np.inf))
+        backend.assert_close(it.attention_entropy(q, k), np.zeros((2, 3)))
+        backend.assert_close(it.attention_information(q, k), np.zeros(2))
+        assert it.attention_weights(q, k).shape == (2, 3, 0)
+
+    def test_no_queries_no_batch(self, backend):
+        q = backend.array(np.ones((0, 4)), "float32")
+        k = backend.array(np.ones((5, 4)), "float32")
+        assert it.attention(q, k, k).shape == (0, 4)
+        assert it.attention_entropy(q, k, is_causal=True).shape == (0,)
+        assert it.attention_information(q, k).shape == ()
+        q, k = (backend.array(np.ones((0, n, 4)), "float32") for n in (3, 5))
+        assert it.attention(q, k, k, is_causal=True).shape == (0, 3, 4)
+
+    def test_more_queries_than_keys(self, backend):
+        # Bottom-right alignment: the first L − S queries see nothing.
+        q, k = (backend.array(np.ones((n, 4)), "float32") for n in (5, 2))
+        h = it.attention_entropy(q, k, is_causal=True)
+        backend.assert_close(h, [0.0, 0.0, 0.0, 0.0, np.log(2)] @ np.eye(5), rtol=1e-6)
+        backend.assert_close(it.attention(q, k, k, is_causal=True)[:3, :], np.zeros((3, 4)))
+
+    def test_nothing_visible(self, backend):
+        q = backend.array(np.ones((2, 4)), "float32")
+        nothing = backend.array(np.zeros((2, 2), bool))
+        state = it.attention_state(q, q, q, mask=nothing)
+        backend.assert_close(state.output(), np.zeros((2, 4)))
+        backend.assert_close(state.entropy(), np.zeros(2))
+        backend.assert_close(state.log_normalizer(), np.full(2, -np.inf))
+        for order in (0, 0.9, 2, np.inf):
+            h = it.attention_entropy(q, q, mask=nothing, order=order, normalized=True)
+            backend.assert_close(h, np.zeros(2))
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+    def test_hidden_poison_does_not_leak(self, backend, rng, poison):
+        q, k, v = (x[0] for x in _data(rng, "float32", n_keys=L))
+        bad = 4
+        q_bad, k_bad, v_bad = q.copy(), k.copy(), v.copy()
+        k_bad[:, bad, 0] = v_bad[:, bad, 1] = poison
+        clean = [backend.array(x) for x in (q, k, v)]
+        dirty = [backend.array(x) for x in (q_bad, k_bad, v_bad)]
+        expected = it.attention_state(*clean, is_causal=True)
+        state = it.attention_state(*dirty, is_causal=True)
+        for got, want in ((state.output(), expected.output()), (state.entropy(), expected.entropy())):
+            got, want = backend.numpy(got), backend.numpy(want)
+            np.testing.assert_allclose(got[:, :bad], want[:, :bad], rtol=1e-6)
+            assert np.isnan(got[:, bad:]).all()  # and is not swept under the carpet where it is seen
+
+    def test_visible_nan_without_mask(self, backend, rng):
+        q, k, v = (x[0] for x in _data(rng, "float32"))
+        k[0, 0, 0] = np.nan
+        out = backend.numpy(it.attention(*[backend.array(x) for x in (q, k, v)]))
+        assert np.isnan(out[0]).all()
+        assert np.isfinite(out[1:]).all()
+
+    def test_half_precision_does_not_overflow(self, backend):
+        if backend.half is None:
+            pytest.skip("no half precision here")
+        n = 2**17
+        q, k = (
+            backend.array(np.ones((1, 2)), backend.half),
+            backend.array(np.ones((n, 2)), backend.half),
+        )
+        out, h = it.attention(q, k, k), it.attention_entropy(q, k)
+        assert out.dtype == q.dtype
+        assert h.dtype == q.dtype
+        backend.assert_close(out, np.ones((1, 2)), rtol=1e-3)
+        backend.assert_close(h, np.full(1, np.log(n)), rtol=1e-3)
+        state = it.attention_state(q, k, k)
+        assert state.normalizer.dtype == backend.xp.float32
+
+    def test_half_precision_accumulates_in_float32(self, backend, rng):
+        if backend.half is None:
+            pytest.skip("no half precision here")
+        q, k, v = (x.astype(np.float16) for x in _data(rng, "float32"))
+        expected = oracles.attention(q, k, v, factor=oracles.log_length(S)).output
+        out = it.attention(*[backend.array(x) for x in (q, k, v)])
+        backend.assert_close(out, expected, rtol=1e-3, atol=1e-4)  # one rounding to float16
+
+    def test_promotion(self, backend, rng):
+        if not backend.float64:
+            pytest.skip("no float64 here")
+        q, k, v = _data(rng, "float32")
+        out = it.attention(backend.array(q), backend.array(k, "float64"), backend.array(v))
+        assert out.dtype == backend.xp.float64
+
+    def test_minus_infinity_bias_hides_everything(self, backend):
+        q = backend.array(np.ones((2, 4)), "float32")
+        bias = backend.array(np.full((2, 2), -np.inf), "float32")
+        backend.assert_close(it.attention(q, q, q, bias=bias), np.zeros((2, 4)))
+
+
+class TestErrors:
+    """Each message names the argument, says what it must be and what came."""
+
+    @pytest.fixture
+    def a(self, backend):
+        return lambda *shape, dtype="float32": backend.array(np.ones(shape), dtype)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"scale": "1"}, TypeError, r"`scale` must be a real number, got str\."),
+            ({"scale": float("nan")}, ValueError, r"`scale` must be finite, got nan\."),
+            ({"softcap": 0.0}, ValueError, r"`softcap` must be above 0, got 0\.0\."),
+            ({"law": 512}, TypeError, r"`law` must be a law of isentropic\.laws or None, got int\."),
+            ({"n_keys": -1}, ValueError, r"`n_keys` must be at least 0, got -1\."),
+            ({"n_keys": 1.5}, TypeError, r"`n_keys` must be an integer or an array, got float\."),
+            ({"implementation": "fast"}, ValueError, r"`implementation` must be None or 'generic' or"),
+            ({"implementation": "native"}, ValueError, "no native kernel"),
+            ({"mask": [True]}, TypeError, r"`mask` must be an array .* got list\."),
+        ],
+    )
+    def test_options(self, a, options, error, message):
+        with pytest.raises(error, match=message):
+            it.attention(a(3, 4), a(5, 4), a(5, 2), **options)
+
+    @pytest.mark.parametrize(
+        ("shapes", "options", "message"),
+        [
+            (
+                ((3, 4), (5, 6), (5, 2)),
+                {},
+                r"`key` must have the last dimension of `query`, got 4 and 6",
+            ),
+            (((3, 4), (5, 4), (6, 2)), {}, r"`value` must have as many rows as `key`, got 5 and 6"),
+            (((4,), (5, 4), (5, 2)), {}, r"`query` must have at least 2 dimensions, got 1"),
+            (((2, 3, 4), (3, 5, 4), (3, 5, 2)), {}, r"`key` must broadcast with \(2,\) .* got \(3,\)"),
+            (((4, 3, 4), (3, 5, 4), (3, 5, 2)), {"enable_gqa": True}, r"`key` .* divides the 4"),
+            (((4, 3, 4), (2, 5, 4), (4, 5, 2)), {"enable_gqa": True}, r"`value` must have the 2 heads"),
+            (
+                ((3, 4), (5, 4), (5, 2)),
+                {"enable_gqa": True},
+                r"`query` must have at least 3 dimensions",
+            ),
+        ],
+    )
+    def test_shapes(self, a, shapes, options, message):
+        with pytest.raises(ValueError, match=message):
+            it.attention(*[a(*shape) for shape in shapes], **options)
+
+    @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64"])
+    @pytest.mark.parametrize("position", [0, 1, 2])
+    def test_kinds(self, a, backend, dtype, position):
+        arrays = [a(3, 4), a(5, 4), a(5, 4)]
+        arrays[position] = a(*arrays[position].shape, dtype=dtype)
+        name = ("query", "key", "value")[position]
+        with pytest.raises(TypeError, match=f"`{name}` must have a real floating-point dtype, got"):
+            it.attention(*arrays)
+
+    def test_masks(self, a, backend):
+        arrays = a(3, 4), a(5, 4), a(5, 2)
+        with pytest.raises(TypeError, match=r"`mask` must be boolean .* got .*float32"):
+            it.attention(*arrays, mask=a(3, 5))
+        with pytest.raises(ValueError, match=r"`mask` must have a shape broadcastable to \(3, 5\)"):
+            it.attention(*arrays, mask=a(5, 3, dtype="bool"))
+        with pytest.raises(ValueError, match=r"`mask` .* got \(2, 3, 5\)"):
+            it.attention(*arrays, mask=a(2, 3, 5, dtype="bool"))
+        with pytest.raises(ValueError, match=r"`bias` must have a shape broadcastable to \(3, 5\)"):
+            it.attention(*arrays, bias=a(4, 5))
+        with pytest.raises(TypeError, match=r"`bias` must have a real floating"):
+            it.attention(*arrays, bias=a(3, 5, dtype="bool"))
+        with pytest.raises(ValueError, match=r"`n_keys` must have a shape broadcastable to \(3,\)"):
+            it.attention(*arrays, n_keys=a(4, dtype="int32"))
+        with pytest.raises(TypeError, match=r"`n_keys` must have an integer or floating-point"):
+            it.attention(*arrays, n_keys=a(3, dtype="bool"))
+        with pytest.raises(ValueError, match=r"`law` must have a shape broadcastable to \(3,\)"):
+            it.attention(*arrays, law=laws.AffineLog(a(2)))
+
+    def test_orders(self, a):
+        for order in (-0.1, float("nan")):
+            with pytest.raises(ValueError, match=f"`order` must be at least 0, got {order}"):
+                it.attention_entropy(a(3, 4), a(5, 4), order=order)
+        with pytest.raises(TypeError, match="`order` must be a real number, got str"):
+            it.attention_entropy(a(3, 4), a(5, 4), order="2")
+        with pytest.raises(ValueError, match="`family` must be 'renyi' or 'tsallis', got 'shannon'"):
+            it.attention_entropy(a(3, 4), a(5, 4), family="shannon")
+
+    def test_block_size(self, a):
+        with pytest.raises(ValueError, match="`block_size` must be at least 1, got 0"):
+            it.attention_state(a(3, 4), a(5, 4), block_size=0)
+        with pytest.raises(TypeError, match="`block_size` must be an integer, got float"):
+            it.attention_state(a(3, 4), a(5, 4), block_size=2.0)
+
+    def test_scale_queries(self, a):
+        with pytest.raises(TypeError, match=r"`law` must be a law of isentropic\.laws, got NoneType"):
+            it.scale_queries(a(3, 4), 5, law=None)
+
+    def test_multi_head(self, a):
+        x, w = a(3, 8), a(8, 8)
+        call = it.multi_head_attention
+        with pytest.raises(ValueError, match="`w_q` must have a last dimension divisible by 3, got 8"):
+            call(x, x, x, w, w, w, w, num_heads=3)
+        with pytest.raises(ValueError, match=r"`w_k` must have the shape \(8, ...\), got \(7, 8\)"):
+            call(x, x, x, w, a(7, 8), w, w, num_heads=2)
+        with pytest.raises(ValueError, match=r"`w_k` must have a last dimension of 8"):
+            call(x, x, x, w, a(8, 4), w, w, num_heads=2)
+        with pytest.raises(ValueError, match=r"`w_o` must have the shape \(8, ...\), got \(6, 8\)"):
+            call(x, x, x, w, w, w, a(6, 8), num_heads=2)
+        with pytest.raises(ValueError, match=r"`b_v` must have the shape \(8,\), got \(4,\)"):
+            call(x, x, x, w, w, w, w, num_heads=2, b_v=a(4))
+        with pytest.raises(ValueError, match="`num_heads` must be at least 1, got 0"):
+            call(x, x, x, w, w, w, w, num_heads=0)
+
+    def test_additive(self, a):
+        x, w = a(3, 4), a(4, 6)
+        with pytest.raises(ValueError, match=r"`w_q` must have the shape \(4, A\), got \(5, 6\)"):
+            it.additive_attention(x, x, x, a(5, 6), w, a(6))
+        with pytest.raises(ValueError, match=r"`w_k` must have the last dimension of `w_q`, 6, got 5"):
+            it.additive_attention(x, x, x, w, a(4, 5), a(6))
+        with pytest.raises(ValueError, match=r"`v` must have the shape \(6,\), got \(5,\)"):
+            it.additive_attention(x, x, x, w, w, a(5))
+
+    def test_mixed_libraries(self, a, backend):
+        import array_api_strict
+
+        other = np.ones((5, 4), np.float32)
+        other = array_api_strict.asarray(other) if backend.library == "numpy" else other
+        with pytest.raises(TypeError, match=r"`key` must be an array of the library of `query` \("):
+            it.attention(a(3, 4), other, a(5, 2))
+        with pytest.raises(TypeError, match=r"`query` must be an array .* got list"):
+            it.attention([[1.0]], a(5, 4), a(5, 2))
+
+    def test_mixed_devices(self, a, backend):
+        if backend.library == "strict":
+            other = backend.xp.ones(
+                (5, 4), dtype=backend.xp.float32, device=backend.xp.Device("device2")
+            )
+        elif backend.library == "torch":
+            other = backend.xp.ones((5, 4), dtype=backend.xp.float32, device="meta")
+        else:
+            pytest.skip("one device here (two JAX devices: see test_contract)")
+        with pytest.raises(ValueError, match="`key` must be on the device of `query`"):
+            it.attention(a(3, 4), other, a(5, 2))
+        with pytest.raises(ValueError, match="`bias` must be on the device of `query`"):
+            it.attention(a(3, 4), a(5, 4), a(5, 2), bias=other[:1, :1])

@@ -1,0 +1,190 @@
+"""Masks against dense arrays, block by block and counted."""
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isentropic import masks
+from isentropic.masks import Frame
+
+
+def _dense(mask, backend, n_queries, n_keys, sizes=None):
+    """The whole mask, put together from blocks."""
+    frame = Frame(backend.xp, backend.device, n_queries, n_keys)
+    rows, columns = sizes or (n_queries, n_keys)
+    parts = []
+    for i in range(0, n_queries, rows):
+        line = []
+        for j in range(0, n_keys, columns):
+            size = min(rows, n_queries - i), min(columns, n_keys - j)
+            block = backend.numpy(mask.block(frame, (i, size[0]), (j, size[1])))
+            line.append(np.broadcast_to(block, (*block.shape[:-2], *size)))
+        parts.append(np.concatenate(line, axis=-1))
+    return np.concatenate(parts, axis=-2)
+
+
+def _examples(backend):
+    """(mask, dense mask) for 6 queries and 9 keys in a batch of 2 × 3."""
+    f = backend.array
+    rows, keys = np.arange(6)[:, None], np.arange(9)
+    offsets = np.array([[0], [3]])
+    lengths = np.array([[4, 0, 9]])
+    ids = np.array([0, 0, 1, 2, 1, 2, 2, 0, 1])
+    explicit = np.random.default_rng(3).random((2, 1, 6, 9)) < 0.5
+    return {
+        "causal": (masks.causal(), keys <= rows + 3),
+        "causal-0": (masks.causal(0), keys <= rows),
+        "causal-offsets": (masks.causal(f(offsets)), keys <= rows + offsets[..., None, None]),
+        "window": (masks.window(2, 1), oracles.band(6, 9, 2, 1)),
+        "window-left": (masks.window(2, None), keys >= rows + 3 - 2),
+        "window-right": (masks.window(None, 1), keys <= rows + 4),
+        "window-far": (masks.window(1, offset=-3), (keys <= rows - 3) & (keys >= rows - 4)),
+        "padding": (masks.padding(4), np.broadcast_to(keys < 4, (6, 9))),
+        "padding-left": (masks.padding(4, side="left"), np.broadcast_to(keys >= 5, (6, 9))),
+        "padding-lengths": (
+            masks.padding(f(lengths)),
+            np.broadcast_to(keys < lengths[..., None, None], (1, 3, 6, 9)),
+        ),
+        "segments": (masks.segments(f(ids)), ids[3:, None] == ids),
+        "segments-query": (masks.segments(f(ids), f(ids[:6])), ids[:6, None] == ids),
+        "both": (masks.causal() & masks.window(4), oracles.band(6, 9, 4, 0)),
+        "either": (masks.window(0) | masks.padding(1), oracles.band(6, 9, 0, 0) | (keys < 1)),
+        "array": (masks.causal() & f(explicit), (keys <= rows + 3) & explicit),
+        "array-or": (masks.causal() | f(explicit), (keys <= rows + 3) | explicit),
+        "nested": (
+            (masks.segments(f(ids)) | masks.padding(f(lengths), side="left")) & masks.causal(),
+            ((ids[3:, None] == ids) | (keys >= 9 - lengths[..., None, None])) & (keys <= rows + 3),
+        ),
+    }
+
+
+NAMES = [
+    "array", "array-or", "both", "causal", "causal-0", "causal-offsets", "either", "nested", "padding",
+    "padding-left", "padding-lengths", "segments", "segments-query", "window", "window-far",
+    "window-left", "window-right",
+]  # fmt: skip
+
+
+class TestMasks:
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("sizes", [None, (2, 4), (5, 1)])
+    def test_blocks(self, backend, name, sizes):
+        mask, expected = _examples(backend)[name]
+        mask.check((2, 3), 6, 9)
+        np.testing.assert_array_equal(_dense(mask, backend, 6, 9, sizes), expected)
+
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_visible_count(self, backend, name):
+        mask, expected = _examples(backend)[name]
+        count = mask.visible_count(6, 9, like=backend.array(0.0))
+        assert backend.xp.isdtype(count.dtype, "integral")
+        got = np.broadcast_to(backend.numpy(count), expected.shape[:-1])
+        np.testing.assert_array_equal(got, expected.sum(-1))
+
+    def test_count_takes_the_library_of_the_mask(self, backend):
+        count = masks.padding(backend.array([3, 4])).visible_count(2, 9)
+        assert type(count) is type(backend.array(0.0))
+        assert type(masks.causal().visible_count(2, 9)) is np.ndarray
+
+    def test_names(self, backend):
+        assert sorted(_examples(backend)) == NAMES
+
+    def test_zero_sizes(self, backend):
+        one = backend.array(np.ones((1, 1), bool))
+        for mask in (masks.causal(), masks.window(3) | masks.padding(2), masks.causal() & one):
+            assert mask.visible_count(0, 5, like=one).shape == (0,)
+            np.testing.assert_array_equal(backend.numpy(mask.visible_count(3, 0, like=one)), [0, 0, 0])
+
+    def test_array_on_the_left(self, backend):
+        if backend.library == "torch":
+            pytest.skip("PyTorch's operator refuses what is no tensor before it asks the other side")
+        array = backend.array(np.eye(3, dtype=bool))
+        np.testing.assert_array_equal(_dense(array & masks.causal(), backend, 3, 3), np.eye(3))
+        both = array | masks.causal()
+        np.testing.assert_array_equal(_dense(both, backend, 3, 3), np.tri(3, dtype=bool))
+
+    @given(
+        n_queries=st.integers(1, 12), n_keys=st.integers(1, 12),
+        left=st.none() | st.integers(0, 12), right=st.none() | st.integers(0, 12),
+        offset=st.none() | st.integers(-15, 15), length=st.integers(0, 14),
+    )  # fmt: skip
+    def test_count_of_intervals(self, n_queries, n_keys, left, right, offset, length):
+        mask = masks.window(left, right, offset=offset) & masks.padding(length)
+        position = np.arange(n_queries)[:, None] + (n_keys - n_queries if offset is None else offset)
+        keys = np.arange(n_keys)
+        dense = (keys < length) & (keys == keys)
+        dense = dense & (True if left is None else keys >= position - left)
+        dense = dense & (True if right is None else keys <= position + right)
+        expected = np.broadcast_to(dense, (n_queries, n_keys)).sum(-1)
+        np.testing.assert_array_equal(mask.visible_count(n_queries, n_keys), expected)
+
+
+class TestErrors:
+    def test_construction(self, backend):
+        f = backend.array
+        with pytest.raises(ValueError, match=r"`left` must be at least 0, got -1"):
+            masks.window(-1)
+        with pytest.raises(TypeError, match=r"`right` must be an integer or None, got float"):
+            masks.window(1, 2.0)
+        with pytest.raises(TypeError, match=r"`left` must be an integer or None, got bool"):
+            masks.window(True)
+        with pytest.raises(
+            TypeError, match=r"`offset` must be an integer or an array of an integer dtype"
+        ):
+            masks.causal(1.5)
+        with pytest.raises(TypeError, match=r"`offset` must be an integer or .* got .*float32"):
+            masks.causal(f([1.0], "float32"))
+        with pytest.raises(ValueError, match=r"`lengths` must be at least 0, got -2"):
+            masks.padding(-2)
+        with pytest.raises(TypeError, match=r"`lengths` must be an integer"):
+            masks.padding(None)
+        with pytest.raises(ValueError, match=r"`side` must be 'right' or 'left', got 'top'"):
+            masks.padding(3, side="top")
+        with pytest.raises(TypeError, match=r"`ids` must have an integer dtype, got"):
+            masks.segments(f([1.0], "float32"))
+        with pytest.raises(ValueError, match=r"`ids` must have at least 1 dimensions"):
+            masks.segments(f(1))
+        with pytest.raises(TypeError, match=r"`ids` must be an array .* got list"):
+            masks.segments([1, 2])
+        with pytest.raises(TypeError, match=r"`mask` must be boolean"):
+            masks.causal() & f([1])
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda f: masks.segments(f(np.zeros(4, int))), r"`ids` must have a last dimension of 9"),
+            (
+                lambda f: masks.segments(f(np.zeros((4, 9), int))),
+                r"`ids` must have a shape broadcastable",
+            ),
+            (
+                lambda f: masks.segments(f(np.zeros(9, int)), f(np.zeros(9, int))),
+                r"`query_ids` must have a last dimension of 6",
+            ),
+            (
+                lambda f: masks.padding(f([1, 2, 3, 4])),
+                r"`lengths` must have a shape broadcastable to \(2, 3\)",
+            ),
+            (
+                lambda f: masks.causal(f([[[1]]])),
+                r"`offset` must have a shape broadcastable to \(2, 3\)",
+            ),
+            (
+                lambda f: masks.causal() & masks.padding(f([1, 2, 3, 4])),
+                r"`lengths` must have a shape broadcastable to \(2, 3\)",
+            ),
+        ],
+    )
+    def test_shapes(self, backend, make, message):
+        with pytest.raises(ValueError, match=message):
+            make(backend.array).check((2, 3), 6, 9)
+
+    def test_more_queries_than_keys(self, backend):
+        mask = masks.segments(backend.array([1, 2]))
+        with pytest.raises(
+            ValueError, match=r"`query_ids` must be given where .* \(3\) than keys \(2\)"
+        ):
+            mask.check((), 3, 2)

@@ -1,0 +1,128 @@
+"""The state, and the monoid of `merge`."""
+
+from functools import reduce
+
+import numpy as np
+import oracles
+import pytest
+
+import isentropic as it
+from isentropic import _state
+
+N = 12
+
+
+@pytest.fixture
+def qkv(rng):
+    q, k, v = (rng.normal(size=(2, n, 4)) for n in (5, N, N))
+    return q * 3, k, v
+
+
+def _parts(backend, qkv, cuts):
+    q, k, v = qkv
+    edges = [0, *cuts, N]
+    return [
+        it.attention_state(
+            backend.array(q), backend.array(k[:, a:b]), backend.array(v[:, a:b]), n_keys=N
+        )
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+
+
+def _assert_same(backend, a, b, **close):
+    close = close or {"rtol": 2e-5, "atol": 1e-5}
+    for x, y in zip(a, b, strict=True):
+        backend.assert_close(x, y, **close)
+
+
+class TestMerge:
+    @pytest.mark.parametrize("cuts", [(6,), (1, 2, 3), (3, 3, 8), (0,), (12,), tuple(range(1, 12))])
+    def test_any_split_is_the_whole(self, backend, qkv, cuts):
+        expected = oracles.attention(*qkv, factor=oracles.log_length(N))
+        whole = it.merge(*_parts(backend, qkv, cuts))
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        backend.assert_close(whole.output(), expected.output, **close)
+        backend.assert_close(whole.entropy(), expected.entropy(), **close)
+        backend.assert_close(whole.log_normalizer(), expected.log_normalizer, **close)
+
+    def test_associative_and_commutative(self, backend, qkv):
+        a, b, c = _parts(backend, qkv, (3, 7))
+        merge = it.merge
+        _assert_same(backend, merge(merge(a, b), c), merge(a, merge(b, c)))
+        _assert_same(backend, merge(a, b), merge(b, a))
+        _assert_same(backend, merge(a, b, c), merge(merge(a, b), c))
+
+    def test_identity(self, backend, qkv):
+        (state,) = _parts(backend, qkv, ())
+        q, k, v = (backend.array(x) for x in qkv)
+        nothing = it.attention_state(q, k[:, :0, :], v[:, :0, :])
+        backend.assert_close(nothing.maximum, np.full((2, 5), -np.inf))
+        for field in nothing[1:]:
+            assert not backend.numpy(field).any()
+        _assert_same(backend, it.merge(state, nothing), state, rtol=1e-6)
+        _assert_same(backend, it.merge(nothing, state), state, rtol=1e-6)
+        _assert_same(backend, it.merge(nothing, nothing), nothing, rtol=1e-6)
+
+    def test_far_apart_maxima(self, backend):
+        # The second state is lost against the first, and nothing overflows.
+        q = backend.array([[1.0]], "float32")
+        v = backend.array([[1.0]], "float32")
+        states = [
+            it.attention_state(q, backend.array([[s]], "float32"), v, law=None) for s in (1e4, -1e4)
+        ]
+        for order in (states, states[::-1]):
+            merged = it.merge(*order)
+            backend.assert_close(merged.output(), np.ones((1, 1)))
+            backend.assert_close(merged.entropy(), np.zeros(1))
+            backend.assert_close(merged.log_normalizer(), np.full(1, 1e4))
+
+    def test_without_values(self, backend, qkv):
+        q, k, _ = (backend.array(x) for x in qkv)
+        a, b = (it.attention_state(q, k[:, s, :], n_keys=N) for s in (slice(0, 5), slice(5, N)))
+        merged = it.merge(a, b)
+        assert merged.weighted_value is None
+        h = it.attention_entropy(q, k)
+        backend.assert_close(merged.entropy(), h, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("order", [0.0, 0.5, 0.8, 1.0, 1.1, 1.25, 3.0, np.inf])
+    def test_moments_of_every_order_merge(self, backend, rng, order):
+        from isentropic._entropy import entropy_of_moments
+
+        xp = backend.xp
+        s = rng.normal(size=(3, N)) * 10
+        s[0, 2], s[1] = -np.inf, -np.inf
+        parts = [backend.array(s[:, a:b]) for a, b in ((0, 2), (2, 3), (3, 9), (9, N))]
+        states = [_state.tile_state(xp, part, None, order) for part in parts]
+        whole = reduce(lambda a, b: _state.merge_columns(xp, a, b, order), states)
+        h = entropy_of_moments(xp, whole.normalizer, whole.weighted_score, order, "renyi")[..., 0]
+        expected = oracles.entropy(oracles.softmax(s), order)
+        close = {"rtol": 1e-10, "atol": 1e-12} if backend.float64 else {"rtol": 3e-5, "atol": 1e-5}
+        backend.assert_close(h, expected, **close)
+
+    def test_errors(self, backend, qkv):
+        (state,) = _parts(backend, qkv, ())
+        with pytest.raises(TypeError, match=r"`states` must be one or more AttentionState, got none"):
+            it.merge()
+        with pytest.raises(TypeError, match=r"`states` must be one or more AttentionState, got tuple"):
+            it.merge(state, tuple(state))
+        with pytest.raises(
+            ValueError, match=r"`states` must all have a weighted_value or all have none"
+        ):
+            it.merge(state, state._replace(weighted_value=None))
+        with pytest.raises(ValueError, match=r"`value` must be given to `attention_state`"):
+            state._replace(weighted_value=None).output()
+        with pytest.raises(ValueError, match=r"`weighted_score` must be an array for an entropy"):
+            state._replace(weighted_score=None).entropy()
+
+    def test_mixed_libraries(self, backend, qkv):
+        (state,) = _parts(backend, qkv, ())
+        import array_api_strict
+
+        if backend.library == "strict":
+            other = it.AttentionState(*(np.asarray(backend.numpy(x)) for x in state))
+        else:
+            other = it.AttentionState(*(array_api_strict.asarray(backend.numpy(x)) for x in state))
+        with pytest.raises(
+            TypeError, match=r"`states\[1\]\.maximum` must be an array of the library of"
+        ):
+            it.merge(state, other)
