@@ -100,6 +100,23 @@ CASES = {
 DISCRETE = {"visible", "lengths", "ids", "n_keys"}
 
 
+class _Recorder(dict):
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.read = set()
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def names_read(case, arrays):
+    """The names of the arrays that a case uses."""
+    recorder = _Recorder(arrays)
+    case(recorder)
+    return recorder.read
+
+
 def leaves(result):
     """The arrays of a result, which is an array or a (named) tuple of arrays."""
     return list(result) if isinstance(result, tuple) else [result]

@@ -99,8 +99,8 @@ class TestMasks:
             np.testing.assert_array_equal(backend.numpy(mask.visible_count(3, 0, like=one)), [0, 0, 0])
 
     def test_array_on_the_left(self, backend):
-        if backend.library == "torch":
-            pytest.skip("PyTorch's operator refuses what is no tensor before it asks the other side")
+        if backend.library in ("torch", "strict"):
+            pytest.skip("the library refuses what is no array of its own before it asks the mask")
         array = backend.array(np.eye(3, dtype=bool))
         np.testing.assert_array_equal(_dense(array & masks.causal(), backend, 3, 3), np.eye(3))
         both = array | masks.causal()
@@ -145,7 +145,7 @@ class TestErrors:
             masks.padding(3, side="top")
         with pytest.raises(TypeError, match=r"`ids` must have an integer dtype, got"):
             masks.segments(f([1.0], "float32"))
-        with pytest.raises(ValueError, match=r"`ids` must have at least 1 dimensions"):
+        with pytest.raises(ValueError, match=r"`ids` must have at least 1 dimension"):
             masks.segments(f(1))
         with pytest.raises(TypeError, match=r"`ids` must be an array .* got list"):
             masks.segments([1, 2])

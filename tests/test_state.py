@@ -1,5 +1,6 @@
 """The state, and the monoid of `merge`."""
 
+import itertools
 from functools import reduce
 
 import numpy as np
@@ -25,7 +26,7 @@ def _parts(backend, qkv, cuts):
         it.attention_state(
             backend.array(q), backend.array(k[:, a:b]), backend.array(v[:, a:b]), n_keys=N
         )
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
 
 

@@ -378,4 +378,6 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
 
     h = xp.astype(entropy, accumulator(xp, entropy.dtype))
     deviation = h - target
-    return xp.astype(xp.mean(deviation * deviation) * float(weight), entropy.dtype)
+    squares = xp.reshape(deviation * deviation, (1, -1))
+    penalty = xp.mean(squares, axis=-1)[0, ...]  # with the Ellipsis an array in NumPy too, no scalar
+    return xp.astype(penalty * float(weight), entropy.dtype)

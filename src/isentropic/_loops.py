@@ -58,8 +58,11 @@ def map_blocks(
     if _is_traced(xp, parts[0]) and length - first > block_size:
         import jax
 
-        starts = xp.arange(first, length, block_size)
-        stacked = jax.lax.map(lambda start: function((start, block_size)), starts)
+        @jax.checkpoint
+        def rest(start: Any) -> tuple[Any, ...]:
+            return function((start, block_size))
+
+        stacked = jax.lax.map(rest, xp.arange(first, length, block_size))
         parts.append(tuple(None if x is None else _unstack(xp, x) for x in stacked))
     else:
         parts += [function((start, block_size)) for start in range(first, length, block_size)]

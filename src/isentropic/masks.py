@@ -1,6 +1,7 @@
 """Masks that say which keys a query sees, without an L×S array.
 
-A mask is a small immutable value, combined with ``&`` and ``|`` (also with boolean arrays):
+A mask is a small immutable value, combined with ``&`` and ``|``, also with boolean arrays (the mask
+first: not every library's arrays leave the operator to their right side):
 
 >>> from isentropic import masks
 >>> import numpy as np
@@ -24,7 +25,13 @@ from typing import Any
 
 from array_api_extra import default_dtype
 
-from isentropic._checks import check_broadcastable, check_choice, type_error, value_error
+from isentropic._checks import (
+    check_broadcastable,
+    check_choice,
+    check_ndim,
+    type_error,
+    value_error,
+)
 from isentropic._loops import Block, fold, map_blocks, take
 from isentropic._namespace import Array, device, namespace
 
@@ -270,8 +277,7 @@ def segments(ids: Array, query_ids: Array | None = None) -> Mask:
     for name, x in given.items():
         if not namespace(**{name: x}).isdtype(x.dtype, "integral"):
             raise type_error(name, "have an integer dtype", x.dtype)
-        if x.ndim < 1:
-            raise value_error(name, "have at least 1 dimension", x.ndim)
+    check_ndim(1, **given)
     return _Segments(ids, query_ids)
 
 

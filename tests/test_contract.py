@@ -1,0 +1,98 @@
+"""What every public function promises, whatever it computes: see `cases`."""
+
+import cases
+import numpy as np
+import oracles
+import pytest
+
+import isentropic as it
+
+
+def _arrays(backend, dtype="float32"):
+    return {name: backend.array(x) for name, x in cases.inputs(dtype).items()}
+
+
+@pytest.mark.parametrize("name", sorted(cases.CASES))
+class TestEveryFunction:
+    def test_library_device_dtype_and_value(self, backend, name):
+        case = cases.CASES[name]
+        results = cases.leaves(case(_arrays(backend)))
+        exact = cases.leaves(case(cases.inputs("float64")))
+        assert len(results) == len(exact)
+        for got, expected in zip(results, exact, strict=True):
+            assert type(got) is type(backend.array(0.0))
+            if backend.xp.isdtype(got.dtype, "real floating"):
+                assert got.dtype == backend.xp.float32
+            # The cases draw their numbers in float64 and round them: inputs differ by 6e-8.
+            backend.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+
+    def test_float64(self, backend, name):
+        if not backend.float64:
+            pytest.skip("no float64 here")
+        case = cases.CASES[name]
+        exact = cases.leaves(case(cases.inputs("float64")))
+        for got, expected in zip(cases.leaves(case(_arrays(backend, "float64"))), exact, strict=True):
+            backend.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+    def test_half_precision(self, backend, name):
+        if backend.half is None:
+            pytest.skip("no half precision here")
+        if name == "laws":
+            pytest.skip("laws compute in float32")
+        case = cases.CASES[name]
+        exact = cases.leaves(case(cases.inputs("float64")))
+        state = name in ("attention_state", "attention_state-parts", "merge")
+        for got, expected in zip(
+            cases.leaves(case(_arrays(backend, backend.half))), exact, strict=True
+        ):
+            if backend.xp.isdtype(got.dtype, "real floating"):
+                assert got.dtype == (
+                    backend.xp.float32 if state else backend.array(0, backend.half).dtype
+                )
+            backend.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+    def test_inputs_are_not_changed(self, backend, name):
+        arrays = _arrays(backend)
+        before = {key: backend.numpy(x).copy() for key, x in arrays.items()}
+        cases.CASES[name](arrays)
+        for key, x in arrays.items():
+            np.testing.assert_array_equal(backend.numpy(x), before[key])
+
+
+def test_cases_cover_every_function():
+    functions = {name for name in it.__all__ if callable(getattr(it, name)) and name.islower()}
+    assert functions <= {name.partition("-")[0] for name in cases.CASES}
+
+
+def test_bfloat16(backend, rng):
+    if backend.library not in ("torch", "jax"):
+        pytest.skip("no bfloat16 here")
+    q, k, v = rng.normal(size=(3, 9, 4))
+    arrays = [backend.xp.astype(backend.array(x), backend.xp.bfloat16) for x in (q, k, v)]
+    state, out = it.attention_state(*arrays, law=None), it.attention(*arrays, law=None)
+    h = it.attention_entropy(*arrays[:2], law=None)
+    assert out.dtype == h.dtype == backend.xp.bfloat16
+    assert state.normalizer.dtype == backend.xp.float32
+    expected = oracles.attention(q, k, v)
+    backend.assert_close(state.output(), expected.output, atol=3e-2)
+    backend.assert_close(backend.xp.astype(h, backend.xp.float32), expected.entropy(), rtol=1e-2)
+
+
+def test_log_of_the_length_is_not_rounded_to_half(backend):
+    # ln 1000 / ln 512 = 1.1073 would be 1.1094 in bfloat16: the logits at ±30 tell.
+    if backend.half is None:
+        pytest.skip("no half precision here")
+    q, k = backend.array([[1.0]], backend.half), backend.array([[30.0], [28.0]], backend.half)
+    h = it.attention_state(q, k, n_keys=1000).entropy()
+    expected = oracles.attention([[1.0]], [[30.0], [28.0]], factor=oracles.log_length(1000)).entropy()
+    backend.assert_close(h, expected, rtol=1e-5)
+
+
+def test_views_and_strides(backend, rng):
+    if backend.library == "strict":
+        pytest.skip("array-api-strict has no strides")
+    x = rng.normal(size=(3, 4, 10, 7))
+    straight = [backend.array(np.ascontiguousarray(np.moveaxis(x, 1, 3)[i])) for i in range(3)]
+    views = [backend.xp.moveaxis(backend.array(x[i]), 0, 2) for i in range(3)]
+    expected = it.attention(*straight, is_causal=True)
+    backend.assert_close(it.attention(*views, is_causal=True), expected, rtol=1e-5, atol=1e-6)

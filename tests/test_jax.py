@@ -1,0 +1,264 @@
+"""JAX transformations: jit, vmap, grad; with loops of several tiles, on two devices, without x64."""
+
+import subprocess
+import sys
+import textwrap
+
+import cases
+import numpy as np
+import oracles
+import pytest
+
+import isentropic as it
+from isentropic import masks
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+DIFFERENTIABLE = sorted(set(cases.CASES) - {"visible_count"})
+
+
+@pytest.fixture(autouse=True)
+def _only_once(request):
+    if request.config.getoption("--backend") not in (None, "jax"):
+        pytest.skip("belongs to the backend jax")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def _split(dtype="float32"):
+    """Differentiable arrays, and the others."""
+    arrays = {name: jnp.asarray(x) for name, x in cases.inputs(dtype).items()}
+    discrete = {name: arrays.pop(name) for name in cases.DISCRETE}
+    return arrays, discrete
+
+
+@pytest.mark.parametrize("name", sorted(cases.CASES))
+class TestEveryFunction:
+    def test_jit(self, name, tiny_tiles):
+        arrays, discrete = _split()
+        case = cases.CASES[name]
+        expected = case(arrays | discrete)
+        # Everything is traced, also masks, lengths and the parameters of laws.
+        got = jax.jit(case)(arrays | discrete)
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_gradient(self, name, x64, tiny_tiles):
+        if name not in DIFFERENTIABLE:
+            pytest.skip("integers have no gradient")
+        arrays, discrete = _split("float64")
+        case = cases.CASES[name]
+        read = cases.names_read(case, arrays | discrete)
+        used = {key: x for key, x in arrays.items() if key in read}
+
+        def loss(used):
+            result = jax.tree.leaves(case(arrays | discrete | used))
+            return sum((jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in result), 0.0)
+
+        loss = jax.jit(loss)
+        gradient = jax.jit(jax.grad(loss))(used)
+        direction = {
+            key: np.random.default_rng(i).normal(size=x.shape)
+            for i, (key, x) in enumerate(used.items())
+        }
+        if "p" in direction:  # stay at the boundary: the derivative at p = 0 is one-sided
+            direction["p"] = np.where(np.asarray(used["p"]) > 0, direction["p"], 0.0)
+        step = 1e-5
+        ahead, behind = (
+            loss({k: x + s * direction[k] for k, x in used.items()}) for s in (step, -step)
+        )
+        numerical = (ahead - behind) / (2 * step)
+        analytic = sum(float((gradient[k] * direction[k]).sum()) for k in used)
+        assert all(np.isfinite(g).all() for g in gradient.values())
+        np.testing.assert_allclose(analytic, numerical, rtol=1e-5, atol=1e-7)
+
+
+class TestTransformations:
+    def test_vmap(self, rng, tiny_tiles):
+        q, k, v = jnp.asarray(rng.normal(size=(3, 2, 4, 7, 8)).astype("float32"))
+        lengths = jnp.asarray([5, 7])
+
+        def call(q, k, v, length):
+            mask = masks.causal() & masks.padding(length)
+            state = it.attention_state(q, k, v, mask=mask)
+            return state.output(), it.attention_entropy(q, k, mask=mask, order=2)
+
+        got = jax.jit(jax.vmap(call))(q, k, v, lengths)
+        for i in range(2):
+            for a, b in zip(got, call(q[i], k[i], v[i], lengths[i]), strict=True):
+                np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5)
+
+    def test_second_derivative(self, rng, x64):
+        q, k = jnp.asarray(rng.normal(size=(2, 4, 3)))
+
+        def h(q):
+            return it.attention_entropy(q, k, is_causal=True, law=None).sum()
+
+        hessian = jax.hessian(h)(q)
+        numerical = (jax.grad(h)(q.at[2, 1].add(1e-5)) - jax.grad(h)(q.at[2, 1].add(-1e-5))) / 2e-5
+        np.testing.assert_allclose(hessian[2, 1], numerical, rtol=1e-5, atol=1e-8)
+
+    def test_gradients_at_singular_rows(self):
+        # One-hot rows, rows that see nothing, logits of −∞.
+        q = jnp.asarray([[300.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+        k = jnp.asarray([[300.0, 0.0], [0.0, 1.0], [-300.0, 0.0]])
+        mask = jnp.asarray([[True, True, True], [False, False, False], [True, True, False]])
+        for order in (0.0, 0.5, 0.9, 1.0, 1.1, 2.0, np.inf):
+            grads = jax.grad(
+                lambda q, k, order=order: it.attention_entropy(q, k, mask=mask, order=order).sum(),
+                argnums=(0, 1),
+            )(q, k)
+            assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+            def of_bias(b, order=order):
+                return it.attention_entropy(q, k, bias=b, order=order).sum()
+
+            assert bool(jnp.isfinite(jax.grad(of_bias)(jnp.where(mask, 0.0, -jnp.inf))).all())
+
+            def of_p(p, order=order):
+                return it.entropy(p, order=order).sum()
+
+            assert bool(jnp.isfinite(jax.grad(of_p)(jnp.asarray([[1.0, 0.0], [0.0, 0.0]]))).all())
+        out = jax.grad(lambda v: it.attention(q, k, v, mask=mask).sum())(k)
+        assert bool(jnp.isfinite(out).all())
+
+    def test_hidden_poison_does_not_leak_into_gradients(self, rng, tiny_tiles):
+        q, k, v = rng.normal(size=(3, 6, 4)).astype("float32")
+        visible = np.ones((6, 6), bool)
+        visible[:, 2] = visible[4, :] = False
+
+        def loss(q, k, v):
+            state = it.attention_state(q, k, v, mask=jnp.asarray(visible))
+            return (state.output() ** 2).sum() + state.entropy().sum()
+
+        clean = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+        q[4], k[2], v[2] = np.nan, np.inf, np.nan
+        dirty = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+        for a, b in zip(dirty, clean, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_compiled_program_does_not_grow_with_the_length(self):
+        def size(n):
+            shape = jax.ShapeDtypeStruct((2, n, 16), jnp.float32)
+            call = jax.jit(lambda q, k, v: it.attention(q, k, v, is_causal=True))
+            return len(call.lower(shape, shape, shape).as_text().splitlines())
+
+        assert size(65536) == size(16384)
+
+    def test_no_array_of_the_size_of_the_weights(self):
+        n = 16384
+        shape = jax.ShapeDtypeStruct((1, n, 16), jnp.float32)
+
+        def loss(q, k, v):
+            state = it.attention_state(q, k, v, is_causal=True)
+            return state.output().sum() + state.entropy().sum()
+
+        for call in (loss, jax.grad(loss, argnums=(0, 1, 2))):
+            memory = jax.jit(call).lower(shape, shape, shape).compile().memory_analysis()
+            assert memory.temp_size_in_bytes < n * n * 4 / 8
+
+    def test_state_is_a_pytree(self, rng):
+        q = jnp.asarray(rng.normal(size=(5, 4)))
+        state = jax.jit(it.attention_state)(q, q, q)
+        assert isinstance(state, it.AttentionState)
+        assert isinstance(jax.tree.map(lambda x: x, state), it.AttentionState)
+
+    def test_against_jax(self, rng):
+        q, k, v = jnp.asarray(rng.normal(size=(3, 2, 9, 4, 8)).astype("float32"))
+        visible = jnp.asarray(rng.random((2, 1, 9, 9)) < 0.8).at[..., 0].set(True)
+        bias = jnp.asarray(rng.normal(size=(1, 4, 9, 9)).astype("float32"))
+
+        def heads_first(x):
+            return jnp.moveaxis(x, -2, -3)
+
+        for options in ({}, {"is_causal": True}, {"mask": visible}, {"bias": bias}, {"scale": 0.2}):
+            expected = jax.nn.dot_product_attention(q, k, v, **options)
+            got = it.attention(*[heads_first(x) for x in (q, k, v)], law=None, **options)
+            np.testing.assert_allclose(heads_first(got), expected, rtol=1e-4, atol=1e-5)
+        grouped = k[:, :, :2], v[:, :, :2]
+        expected = jax.nn.dot_product_attention(q, *grouped)
+        got = it.attention(*[heads_first(x) for x in (q, *grouped)], law=None, enable_gqa=True)
+        np.testing.assert_allclose(heads_first(got), expected, rtol=1e-4, atol=1e-5)
+        expected = jax.nn.dot_product_attention(q, k, v, local_window_size=(3, 2))
+        got = it.attention(*[heads_first(x) for x in (q, k, v)], law=None, mask=masks.window(3, 2))
+        np.testing.assert_allclose(heads_first(got), expected, rtol=1e-4, atol=1e-5)
+        p = jax.nn.softmax(bias)
+        np.testing.assert_allclose(
+            it.entropy_from_logits(bias), -(p * jnp.log(p)).sum(-1), rtol=1e-4, atol=1e-5
+        )
+
+    def test_value_against_definition_through_scans(self, rng, tiny_tiles, x64):
+        q, k, v = rng.normal(size=(3, 2, 14, 6))
+        visible = oracles.causal(14, 14)
+        expected = oracles.attention(
+            q, k, v, visible=visible, factor=oracles.log_length(visible.sum(-1))
+        )
+        for block in (1, 4, 5, 13):
+            call = jax.jit(lambda *a, b=block: it.attention_state(*a, is_causal=True, block_size=b))
+            state = call(q, k, v)
+            np.testing.assert_allclose(state.output(), expected.output, rtol=1e-11)
+            np.testing.assert_allclose(state.entropy(), expected.entropy(), rtol=1e-11, atol=1e-12)
+
+
+def _python(code, **environment):
+    import os
+
+    code = "import warnings; warnings.simplefilter('error')\n" + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_x64_nothing_warns():
+    result = _python(
+        """
+        import sys; sys.path.insert(0, "tests")
+        import cases, jax, jax.numpy as jnp
+        arrays = {name: jnp.asarray(x) for name, x in cases.inputs().items() if x.dtype != "int64"}
+        arrays |= {n: jnp.asarray(x.astype("int32")) for n, x in cases.inputs().items() if x.dtype == "int64"}
+        for case in cases.CASES.values():
+            case(arrays)
+            jax.jit(case)(arrays)
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_two_devices():
+    result = _python(
+        """
+        import sys; sys.path.insert(0, "tests")
+        import cases, jax, pytest, isentropic as it
+        first, second = jax.devices("cpu")
+        arrays = {n: jax.device_put(x, second) for n, x in cases.inputs().items()}
+        for name, case in cases.CASES.items():
+            for x in jax.tree.leaves(case(arrays)):
+                assert x.devices() == {second}, (name, x.devices())
+        with pytest.raises(ValueError, match="`key` must be on the device of `query`"):
+            it.attention(arrays["q"], jax.device_put(arrays["k"], first), arrays["v"])
+
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        import numpy as np
+        mesh = Mesh(np.array([first, second]), ("batch",))
+        sharded = jax.device_put(cases.inputs()["q"], NamedSharding(mesh, P("batch")))
+        whole = jax.device_put(cases.inputs()["k"], NamedSharding(mesh, P()))
+        out = jax.jit(it.attention)(sharded, whole, whole)
+        assert len(out.devices()) == 2
+        eager = it.attention(sharded, whole, whole, is_causal=True)
+        expected = it.attention(*[cases.inputs()[n] for n in "qkk"], is_causal=True)
+        np.testing.assert_allclose(eager, expected, rtol=1e-4, atol=1e-5)
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
+    assert result.returncode == 0, result.stderr
