@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -415,7 +416,7 @@ def scale_queries(query: Array, n_keys: int | Array, *, law: Law = _DEFAULT_LAW)
     """
     if not isinstance(law, Law):
         raise type_error("law", "be a law of isentropic.laws", type(law).__name__)
-    n_array = n_keys if hasattr(n_keys, "ndim") else None
+    n_array = _array_or_none(n_keys)
     xp = namespace(query=query, n_keys=n_array, law=law.arrays)
     place = device(query=query, n_keys=n_array, law=law.arrays)
     check_floating(xp, query=query)
@@ -761,7 +762,7 @@ def _problem(
     visible = None if mask is None else as_mask(mask)
     if is_causal:
         visible = causal() if visible is None else visible & causal()
-    held: dict[str, Any] = {"bias": bias, "n_keys": n_keys if hasattr(n_keys, "ndim") else None}
+    held: dict[str, Any] = {"bias": bias, "n_keys": _array_or_none(n_keys)}
     held["mask"] = None if visible is None else visible.arrays
     if law is not None and not isinstance(law, Law):
         raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
@@ -826,18 +827,15 @@ def _shield(
     """
     nan = xp.full((1,), math.nan, dtype=dtype, device=device)
     zero = xp.zeros((1,), dtype=dtype, device=device)
-
-    def poison(bad: Array) -> Array:
-        return xp.where(bad, nan, zero)
-
     finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
-    of_queries = poison(xp.any(~finite_query, axis=-1, keepdims=True))
-    bad_keys = xp.any(~finite_key, axis=-1)
+    sound_keys = xp.all(finite_key, axis=-1)
     if value is not None:
         finite_value = xp.isfinite(value)
-        bad_keys = bad_keys | xp.any(~finite_value, axis=-1)
+        sound_keys = sound_keys & xp.all(finite_value, axis=-1)
         value = xp.where(finite_value, value, 0.0)
-    of_keys = poison(bad_keys)[..., None, :]
+
+    of_queries = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, nan)
+    of_keys = xp.where(sound_keys, zero, nan)[..., None, :]
     if of_keys.ndim > 2 and query.ndim > 2 and query.shape[-3] > of_keys.shape[-3] > 1:
         of_keys = xp.repeat(of_keys, query.shape[-3] // of_keys.shape[-3], axis=-3)
     query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
@@ -854,6 +852,13 @@ def _grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
     return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))
 
 
+def _array_or_none(n_keys: Any) -> Array | None:
+    # `int` comes first: under torch.compile a symbolic integer answers that question alone.
+    if isinstance(n_keys, (int, Integral)) or not hasattr(n_keys, "ndim"):
+        return None
+    return n_keys
+
+
 def _lengths(frame: Frame, dtype: Any, mask: Mask | None, n_keys: Any, batch: tuple[int, ...]) -> Array:
     """How many keys each query sees, as floats broadcastable to (..., L)."""
     if n_keys is None and mask is not None:
@@ -866,8 +871,8 @@ def _given_lengths(
     xp: ModuleType, device: Any, dtype: Any, n_keys: Any, shape: tuple[int, ...]
 ) -> Array:
     """`n_keys` as floats broadcastable to `shape`, with an axis for the queries."""
-    if not hasattr(n_keys, "ndim"):
-        if isinstance(n_keys, bool) or not hasattr(n_keys, "__index__"):
+    if _array_or_none(n_keys) is None:
+        if isinstance(n_keys, bool) or not isinstance(n_keys, (int, Integral)):
             raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
         if n_keys < 0:
             raise value_error("n_keys", "be at least 0", n_keys)

@@ -379,5 +379,6 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     h = xp.astype(entropy, accumulator(xp, entropy.dtype))
     deviation = h - target
     squares = xp.reshape(deviation * deviation, (1, -1))
-    penalty = xp.mean(squares, axis=-1)[0, ...]  # with the Ellipsis an array in NumPy too, no scalar
-    return xp.astype(penalty * float(weight), entropy.dtype)
+    penalty = xp.mean(squares, axis=-1) * float(weight)
+    # Indexed last and with an Ellipsis, so that NumPy returns an array and no scalar.
+    return xp.astype(penalty[0, ...], entropy.dtype)

@@ -1,0 +1,81 @@
+"""The package as a whole: what it exports, imports and documents."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import isentropic as it
+from isentropic import laws, masks
+
+PUBLIC = [
+    "AttentionState", "LogLength", "additive_attention", "attention", "attention_entropy",
+    "attention_information", "attention_state", "attention_weights", "cross_entropy", "entropy",
+    "entropy_from_logits", "entropy_penalty", "kl_divergence", "laws", "masks", "merge",
+    "multi_head_attention", "rotary", "scale_queries",
+]  # fmt: skip
+
+ATTENTION = (
+    "(query, key, value, *, mask=None, bias=None, is_causal=False, scale=None, law=LogLength(base=512, "
+    "minimum=None), n_keys=None, softcap=None, enable_gqa=False, implementation=None)"
+)
+
+
+def _functions():
+    for module in (it, laws, masks):
+        for name in module.__all__:
+            x = getattr(module, name)
+            if not inspect.ismodule(x):
+                yield pytest.param(x, id=f"{module.__name__}.{name}")
+
+
+class TestPackage:
+    def test_exports(self):
+        assert it.__all__ == PUBLIC == sorted(PUBLIC)
+        for module in (laws, masks):
+            assert module.__all__ == sorted(module.__all__)
+            assert all(hasattr(module, name) for name in module.__all__)
+
+    def test_signatures(self):
+        bare = inspect.signature(it.attention).replace(return_annotation=inspect.Signature.empty)
+        parameters = [p.replace(annotation=p.empty) for p in bare.parameters.values()]
+        assert str(bare.replace(parameters=parameters)) == ATTENTION
+        common = list(inspect.signature(it.attention).parameters)[3:]
+        for function in (
+            it.attention_state, it.attention_entropy, it.attention_weights, it.attention_information,
+            it.multi_head_attention,
+        ):  # fmt: skip
+            theirs = inspect.signature(function).parameters
+            assert [name for name in theirs if name in common] == common
+            for name in common:
+                assert theirs[name].default == inspect.signature(it.attention).parameters[name].default
+
+    @pytest.mark.parametrize("x", _functions())
+    def test_documented_with_an_example(self, x):
+        doc = inspect.getdoc(x)
+        assert doc
+        if inspect.isfunction(x):
+            for section in ("Parameters", "Returns", "Examples"):
+                if section != "Parameters" or inspect.signature(x).parameters:
+                    assert f"{section}\n{'-' * len(section)}" in doc, section
+            for name in inspect.signature(x).parameters:
+                assert name in doc
+
+    def test_import_brings_no_array_library(self):
+        code = (
+            "import sys, isentropic\n"
+            "found = {'numpy', 'torch', 'jax', 'cupy', 'scipy'} & set(sys.modules)\n"
+            "assert not found, found\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_a_call_brings_no_other_array_library(self):
+        code = (
+            "import sys, numpy as np, isentropic as it\n"
+            "x = np.ones((3, 2))\n"
+            "it.attention(x, x, x, is_causal=True); it.laws.LogLength()(5); it.entropy(x)\n"
+            "found = {'torch', 'jax', 'cupy', 'scipy'} & set(sys.modules)\n"
+            "assert not found, found\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)

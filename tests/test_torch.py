@@ -1,0 +1,349 @@
+"""PyTorch transformations: autograd, compile, vmap; fake CUDA tensors and tensors without data."""
+
+import cases
+import numpy as np
+import pytest
+
+import isentropic as it
+from isentropic import laws, masks
+
+torch = pytest.importorskip("torch")
+
+ARRAYS = cases.inputs()
+# `visible_count` is integer; the entropy of p has a one-sided derivative at p = 0.
+DIFFERENTIABLE = sorted(set(cases.CASES) - {"visible_count"})
+
+
+@pytest.fixture(autouse=True)
+def _only_once(request):
+    if request.config.getoption("--backend") not in (None, "torch"):
+        pytest.skip("belongs to the backend torch")
+
+
+@pytest.fixture
+def compile_():
+    """torch.compile of everything into one graph, which counts the graphs it makes."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def make(function, **options):
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        return torch.compile(function, fullgraph=True, backend=counter, **options), counter
+
+    yield make
+    torch.compiler.reset()
+
+
+def _tensors(dtype="float32", device="cpu"):
+    return {name: torch.asarray(x, device=device) for name, x in cases.inputs(dtype).items()}
+
+
+class _IndexByOperators(torch.overrides.TorchFunctionMode):
+    """Brackets on a fake CUDA tensor ask for the driver, which a CPU build lacks; operators do not."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.Tensor.__getitem__:
+            return function(*args, **(kwargs or {}))
+        x, keys = args
+        keys = keys if isinstance(keys, tuple) else (keys,)
+        axis = 0
+        for i, key in enumerate(keys):
+            if key is Ellipsis:
+                axis = x.ndim - sum(k is not None for k in keys[i + 1 :])
+            elif key is None:
+                x = torch.unsqueeze(x, axis)
+            elif isinstance(key, int):
+                x = torch.select(x, axis, key)
+                continue
+            else:
+                stop = x.shape[axis] if key.stop is None else key.stop
+                x = torch.ops.aten.slice(x, axis, key.start or 0, stop, key.step or 1)
+            axis += key is not Ellipsis
+        return x
+
+
+@pytest.mark.parametrize("name", sorted(cases.CASES))
+class TestEveryFunction:
+    def test_compile(self, name, compile_):
+        case, arrays = cases.CASES[name], _tensors()
+        compiled, _ = compile_(case)
+        result, expected = compiled(arrays), case(arrays)
+        assert type(result) is type(expected)
+        for got, want in zip(cases.leaves(result), cases.leaves(expected), strict=True):
+            torch.testing.assert_close(got, want)
+
+    def test_gradient(self, name, tiny_tiles):
+        if name not in DIFFERENTIABLE:
+            pytest.skip("integers have no gradient")
+        case, arrays = cases.CASES[name], _tensors("float64")
+        if "p" in arrays:
+            arrays["p"] = arrays["p"] * 0.9 + 0.01
+        names = sorted(cases.names_read(case, arrays) - cases.DISCRETE)
+
+        def function(*values):
+            result = cases.leaves(case(arrays | dict(zip(names, values, strict=True))))
+            return tuple(torch.where(torch.isfinite(x), x, 0.0) for x in result)
+
+        leaves = [arrays[name].requires_grad_() for name in names]
+        assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+    def test_fake_cuda(self, name):
+        # Runs without a GPU: finds devices that are mixed, and values that are asked for.
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(), _IndexByOperators():
+            arrays = {
+                name: torch.empty(x.shape, dtype=torch.asarray(x).dtype, device="cuda")
+                for name, x in ARRAYS.items()
+            }
+            for x in cases.leaves(cases.CASES[name](arrays)):
+                assert x.device.type == "cuda"
+
+    def test_meta(self, name):
+        arrays = _tensors(device="meta")
+        expected = cases.leaves(cases.CASES[name](_tensors()))
+        for x, want in zip(cases.leaves(cases.CASES[name](arrays)), expected, strict=True):
+            assert x.device.type == "meta"
+            assert (x.shape, x.dtype) == (want.shape, want.dtype)
+
+
+class TestTransformations:
+    LENGTHS = (2, 7, 16, 33, 64, 100, 300, 777, 1500, 2100)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda q, k, v: it.attention(q, k, v),
+            lambda q, k, v: it.attention(q, k, v, is_causal=True),
+            lambda q, k, v: it.attention_entropy(q, k, mask=masks.window(9) | masks.padding(2)),
+            lambda q, k, v: it.attention_state(q, k, v, is_causal=True, law=laws.StepLog(0.1, 50)),
+            lambda q, k, v: it.attention_information(q, k),
+        ],
+    )
+    def test_few_graphs_for_ten_lengths(self, call, compile_):
+        compiled, counter = compile_(call)
+        for n in self.LENGTHS:
+            q, k, v = torch.randn(3, 2, n, 8)
+            for got, want in zip(
+                cases.leaves(compiled(q, k, v)), cases.leaves(call(q, k, v)), strict=True
+            ):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert counter.frame_count <= 3
+
+    def test_gradients_of_ten_lengths(self, compile_):
+        compiled, counter = compile_(lambda *a: it.attention(*a, is_causal=True).sin().sum())
+        for n in self.LENGTHS:
+            q, k, v = (torch.randn(2, n, 4, requires_grad=True) for _ in range(3))
+            got = torch.autograd.grad(compiled(q, k, v), (q, k, v))
+            want = torch.autograd.grad(it.attention(q, k, v, is_causal=True).sin().sum(), (q, k, v))
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+        assert counter.frame_count <= 3
+
+    def test_decoding_with_a_cache_of_fixed_size_compiles_once(self, compile_):
+        k, v = torch.randn(2, 4, 64, 8)
+
+        def step(q, length):
+            return it.attention(q, k, v, mask=masks.padding(length), n_keys=length[..., None])
+
+        compiled, counter = compile_(step)
+        for n in (1, 5, 17, 40, 64):
+            q = torch.randn(4, 1, 8)
+            expected = it.attention(q, k[:, :n], v[:, :n])
+            torch.testing.assert_close(compiled(q, torch.asarray(n)), expected)
+        assert counter.frame_count == 1
+
+    def test_vmap(self, tiny_tiles):
+        q, k, v = torch.randn(3, 5, 4, 7, 8)
+        lengths = torch.asarray([0, 2, 4, 6, 7])
+
+        def call(q, k, v, length):
+            mask = masks.causal() & masks.padding(length)
+            state = it.attention_state(q, k, v, mask=mask)
+            return state.output(), it.attention_entropy(q, k, mask=mask, order=0.8)
+
+        got = torch.func.vmap(call)(q, k, v, lengths)
+        for i in range(5):
+            for a, b in zip(got, call(q[i], k[i], v[i], lengths[i]), strict=True):
+                torch.testing.assert_close(a[i], b)
+
+    def test_func_grad(self):
+        q, k, v = torch.randn(3, 6, 4, dtype=torch.float64)
+
+        def loss(q):
+            return it.attention_state(q, k, v, is_causal=True).entropy().sum()
+
+        by_func = torch.func.grad(loss)(q)
+        q.requires_grad_()
+        torch.testing.assert_close(by_func, torch.autograd.grad(loss(q), q)[0])
+
+    def test_second_derivative(self):
+        q, k, v = (torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+        def loss(q, k, v):
+            state = it.attention_state(q, k, v, is_causal=True, block_size=2)
+            return state.output().sum() + state.entropy().sum()
+
+        assert torch.autograd.gradgradcheck(loss, (q, k, v))
+
+    def test_gradients_at_singular_rows(self):
+        q = torch.tensor([[300.0, 0.0], [1.0, 1.0], [0.0, 0.0]], requires_grad=True)
+        k = torch.tensor([[300.0, 0.0], [0.0, 1.0], [-300.0, 0.0]], requires_grad=True)
+        mask = torch.tensor([[True, True, True], [False, False, False], [True, True, False]])
+        p = torch.tensor([[1.0, 0.0], [0.0, 0.0]], requires_grad=True)
+        bias = torch.where(mask, 0.0, -torch.inf).requires_grad_()
+        for order in (0, 0.5, 0.9, 1, 1.1, 2, np.inf):
+            hs = (
+                (it.attention_entropy(q, k, mask=mask, order=order), (q, k)),
+                (it.attention_entropy(q, k, bias=bias, order=order), (q, k, bias)),
+                (it.entropy(p, order=order), (p,)),
+            )
+            for h, leaves in hs:
+                for g in torch.autograd.grad(h.sum(), leaves):
+                    assert bool(torch.isfinite(g).all())
+        state = it.attention_state(q, k, k, mask=mask)
+        for g in torch.autograd.grad(state.output().sum() + state.entropy().sum(), (q, k)):
+            assert bool(torch.isfinite(g).all())
+        state = it.attention_state(q, k, k, mask=mask)
+        finite = torch.where(state.normalizer > 0, state.log_normalizer(), 0.0)
+        assert bool(torch.isfinite(torch.autograd.grad(finite.sum(), q)[0]).all())
+
+    def test_hidden_poison_does_not_leak_into_gradients(self, tiny_tiles):
+        visible = torch.ones(6, 6, dtype=torch.bool)
+        visible[:, 2] = visible[4, :] = False
+
+        def gradients(q, k, v):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            state = it.attention_state(*leaves, mask=visible)
+            return torch.autograd.grad((state.output() ** 2).sum() + state.entropy().sum(), leaves)
+
+        q, k, v = torch.randn(3, 6, 4)
+        clean = gradients(q, k, v)
+        q[4], k[2], v[2] = torch.nan, torch.inf, torch.nan
+        for a, b in zip(gradients(q, k, v), clean, strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_learnable_law(self):
+        slope = torch.full((4,), 0.3, requires_grad=True)
+        q, k = torch.randn(2, 4, 9, 8)
+        h = it.attention_entropy(q, k, law=laws.AffineLog(slope), is_causal=True)
+        (g,) = torch.autograd.grad(h.sum(), slope)
+        assert bool((g < 0).all())  # dH/dlog λ = −Var(λs)
+
+    def test_heat_capacity(self):
+        # dH/dlog λ = −Var_p(λs), exactly.
+        s = torch.randn(3, 20, dtype=torch.float64)
+        log_factor = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+        h = it.entropy_from_logits(s * log_factor.exp())
+        (g,) = torch.autograd.grad(h.sum(), log_factor)
+        p = torch.softmax(s, -1)
+        variance = (p * s**2).sum(-1) - (p * s).sum(-1) ** 2
+        torch.testing.assert_close(g[:, 0], -variance)
+
+    def test_modules_keep_a_state_as_pytree(self):
+        import torch.utils._pytree as pytree
+
+        state = it.attention_state(*torch.randn(3, 5, 4))
+        leaves, structure = pytree.tree_flatten(state)
+        assert len(leaves) == 4
+        assert isinstance(pytree.tree_unflatten(leaves, structure), it.AttentionState)
+
+
+class TestAgainstTorch:
+    """The standard attention (law=None) is that of PyTorch."""
+
+    @pytest.fixture
+    def sdpa(self):
+        return torch.nn.functional.scaled_dot_product_attention
+
+    @pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8), (2, 3, 129, 16)])
+    @pytest.mark.parametrize("n_keys", [1, 5, 300])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_shapes(self, sdpa, shape, n_keys, dtype, tiny_tiles):
+        q = torch.randn(*shape, dtype=dtype)
+        k = torch.randn(*shape[:-2], n_keys, shape[-1], dtype=dtype)
+        v = torch.randn(*shape[:-2], n_keys, 7, dtype=dtype)
+        torch.testing.assert_close(it.attention(q, k, v, law=None), sdpa(q, k, v))
+        got = it.attention(q, k, v, law=None, scale=0.7)
+        torch.testing.assert_close(got, sdpa(q, k, v, scale=0.7))
+
+    def test_masks(self, sdpa):
+        q, k, v = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 4)
+        visible = torch.rand(2, 1, 6, 9) < 0.6
+        visible[0, 0, 1] = False
+        got = it.attention(q, k, v, law=None, mask=visible)
+        torch.testing.assert_close(got, sdpa(q, k, v, attn_mask=visible))
+        bias = torch.randn(3, 6, 9)
+        got = it.attention(q, k, v, law=None, bias=bias)
+        torch.testing.assert_close(got, sdpa(q, k, v, attn_mask=bias))
+
+    def test_causality(self, sdpa):
+        q, k, v = torch.randn(3, 2, 7, 8)
+        got = it.attention(q, k, v, law=None, is_causal=True)
+        torch.testing.assert_close(got, sdpa(q, k, v, is_causal=True))
+        # Top-left, theirs; bottom-right, ours: their causal_lower_right.
+        from torch.nn.attention.bias import causal_lower_right
+
+        got = it.attention(q[:, :4], k, v, law=None, mask=masks.causal(offset=0))
+        torch.testing.assert_close(got, sdpa(q[:, :4], k, v, is_causal=True))
+        got = it.attention(q[:, :4], k, v, law=None, is_causal=True)
+        expected = sdpa(q[None, :, :4], k[None], v[None], attn_mask=causal_lower_right(4, 7))[0]
+        torch.testing.assert_close(got, expected)
+
+    def test_grouped_heads(self, sdpa):
+        q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
+        got = it.attention(q, k, v, law=None, enable_gqa=True)
+        torch.testing.assert_close(got, sdpa(q, k, v, enable_gqa=True))
+
+    def test_law_folded_into_the_queries(self, sdpa):
+        q, k, v = torch.randn(3, 2, 7, 8)
+        n = torch.arange(1, 8)
+        got = it.attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(got, sdpa(it.scale_queries(q, n), k, v, is_causal=True))
+
+    def test_gradients(self, sdpa, tiny_tiles):
+        leaves = [torch.randn(2, 11, 8, requires_grad=True) for _ in range(3)]
+        weight = torch.randn(2, 11, 8)
+        got = torch.autograd.grad((it.attention(*leaves, law=None) * weight).sum(), leaves)
+        want = torch.autograd.grad((sdpa(*leaves) * weight).sum(), leaves)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, sdpa, dtype):
+        q, k, v = torch.randn(3, 2, 64, 16).to(dtype)
+        expected = sdpa(q.float(), k.float(), v.float())
+        torch.testing.assert_close(
+            it.attention(q, k, v, law=None).float(), expected, rtol=1e-2, atol=4e-3
+        )
+
+    def test_multi_head_attention(self):
+        module = torch.nn.MultiheadAttention(12, 3, batch_first=True)
+        torch.nn.init.normal_(module.in_proj_bias)
+        torch.nn.init.normal_(module.out_proj.bias)
+        x = torch.randn(2, 5, 12)
+        expected, _ = module(x, x, x)
+        w_q, w_k, w_v = module.in_proj_weight.chunk(3)
+        b_q, b_k, b_v = module.in_proj_bias.chunk(3)
+        got = it.multi_head_attention(
+            x, x, x, w_q.T, w_k.T, w_v.T, module.out_proj.weight.T, num_heads=3, law=None,
+            b_q=b_q, b_k=b_k, b_v=b_v, b_o=module.out_proj.bias,
+        )  # fmt: skip
+        torch.testing.assert_close(got, expected)
+
+    def test_entropy(self):
+        s = torch.randn(4, 9)
+        expected = torch.distributions.Categorical(logits=s).entropy()
+        torch.testing.assert_close(it.entropy_from_logits(s), expected)
+
+    def test_against_transformers_eager_attention(self):
+        pytest.importorskip("transformers")
+        from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+        q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+        module = torch.nn.Module()
+        module.num_key_value_groups, module.training = 2, False
+        hidden = torch.zeros(5, 9).masked_fill(~torch.ones(5, 9, dtype=torch.bool).tril(4), -torch.inf)
+        expected, _ = eager_attention_forward(module, q, k, v, hidden, scaling=0.3, softcap=5.0)
+        got = it.attention(q, k, v, law=None, enable_gqa=True, softcap=5.0, scale=0.3, is_causal=True)
+        torch.testing.assert_close(got.transpose(1, 2), expected)
