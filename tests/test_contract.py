@@ -88,6 +88,21 @@ def test_log_of_the_length_is_not_rounded_to_half(backend):
     backend.assert_close(h, expected, rtol=1e-5)
 
 
+def test_single_results_are_arrays(backend):
+    # NumPy's reductions give scalars.
+    x = backend.array(np.ones((3, 4)), "float32")
+    for result in (
+        it.attention_information(x, x),
+        it.entropy(x[0, :]),
+        it.entropy_from_logits(x[0, :]),
+        it.cross_entropy(x[0, :], x[0, :]),
+        it.kl_divergence(x[0, :], x[0, :]),
+        it.entropy_penalty(x, 1.0),
+    ):
+        assert type(result) is type(x)
+        assert result.shape == ()
+
+
 def test_views_and_strides(backend, rng):
     if backend.library == "strict":
         pytest.skip("array-api-strict has no strides")

@@ -51,7 +51,7 @@ class TestPackage:
             for name in common:
                 assert theirs[name].default == inspect.signature(it.attention).parameters[name].default
 
-    @pytest.mark.parametrize("x", _functions())
+    @pytest.mark.parametrize("x", list(_functions()))
     def test_documented_with_an_example(self, x):
         doc = inspect.getdoc(x)
         assert doc

@@ -374,11 +374,12 @@ def attention_information(
         return problem.zeros(())
 
     state = as_rows(problem.state(order=1.0))
-    seeing = xp.sum(xp.astype(state.normalizer > 0, state.normalizer.dtype), axis=-1)
-    mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1), seeing)
-    entropy_of_mean = entropy(problem.column_sums(state))
+    sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
+    n_seeing = xp.sum(sees, axis=-1, keepdims=True)
+    mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
+    entropy_of_mean = entropy(problem.column_sums(state))[..., None]
     information = xp.clip(entropy_of_mean - mean_entropy, min=0.0)
-    return xp.astype(information, problem.dtype)
+    return xp.astype(information[..., 0], problem.dtype)
 
 
 def scale_queries(query: Array, n_keys: int | Array, *, law: Law = _DEFAULT_LAW) -> Array:

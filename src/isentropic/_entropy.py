@@ -333,7 +333,8 @@ def _expected_surprise(xp: ModuleType, p: Array, q: Array, *, relative: bool = F
         surprise = surprise + log_or(xp, p, 0.0)
     # A product with ∞ would be NaN at p = 0, in value or in gradient.
     impossible = (p > 0) & (q == 0)
-    return xp.sum(xp.where(impossible, math.inf, p * surprise), axis=-1)
+    terms = xp.where(impossible, math.inf, p * surprise)
+    return xp.sum(terms, axis=-1, keepdims=True)[..., 0]
 
 
 def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.0) -> Array:
@@ -378,7 +379,6 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
 
     h = xp.astype(entropy, accumulator(xp, entropy.dtype))
     deviation = h - target
-    squares = xp.reshape(deviation * deviation, (1, -1))
-    penalty = xp.mean(squares, axis=-1) * float(weight)
-    # Indexed last and with an Ellipsis, so that NumPy returns an array and no scalar.
+    squares = xp.reshape(deviation * deviation, (-1,))
+    penalty = xp.mean(squares, axis=-1, keepdims=True) * float(weight)
     return xp.astype(penalty[0, ...], entropy.dtype)
