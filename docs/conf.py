@@ -4,7 +4,7 @@ from isentropic import __version__
 
 project = "isentropic"
 author = "isentropic developers"
-copyright = f"2026, {author}"
+project_copyright = f"2026, {author}"
 release = version = __version__
 
 extensions = [
