@@ -53,6 +53,14 @@ def check_order(order: Any) -> None:
         raise value_error("order", "be at least 0", order)
 
 
+def check_count(name: str, x: Any) -> None:
+    """Refuse what is no positive integer."""
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise type_error(name, "be an integer", type(x).__name__)
+    if x < 1:
+        raise value_error(name, "be at least 1", x)
+
+
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
     if x not in choices:
         options = " or ".join(repr(choice) for choice in choices)

@@ -1,0 +1,314 @@
+"""The pass over the tiles of attention, and the checks of its arguments. Layer 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral
+from types import ModuleType
+from typing import Any
+
+from isentropic._checks import (
+    check_broadcastable,
+    check_choice,
+    check_count,
+    check_floating,
+    check_ndim,
+    check_real,
+    common_shape,
+    type_error,
+    value_error,
+)
+from isentropic._loops import Block, fold, map_blocks, take, traces_lengths
+from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._state import AttentionState, empty_state, merge_columns, tile_state
+from isentropic.laws import Law
+from isentropic.masks import Frame, Mask, as_mask, causal
+
+# Queries and keys of a tile.
+ROWS, COLUMNS = 256, 1024
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Checked arguments of one call, and the pass over its tiles."""
+
+    frame: Frame
+    dtype: Any  # of the result
+    query: Array  # scaled, in the dtype to compute in
+    key: Array
+    value: Array | None
+    mask: Mask | None
+    bias: Array | None
+    softcap: float | None
+    poison: tuple[Array, Array] | None
+    batch: tuple[int, ...]
+    block_size: int | None
+
+    @property
+    def xp(self) -> ModuleType:
+        return self.frame.xp
+
+    @property
+    def n_queries(self) -> int:
+        return self.frame.n_queries
+
+    @property
+    def n_keys(self) -> int:
+        return self.frame.n_keys
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """What is returned where there is nothing to attend to."""
+        return self.xp.zeros((*self.batch, *shape), dtype=self.dtype, device=self.frame.device)
+
+    def score(self, rows: Block, columns: Block) -> Array:
+        xp = self.xp
+        keys = xp.astype(take(self.key, columns, -2), self.query.dtype)
+        return _grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
+
+    def logits(
+        self, rows: Block, columns: Block, score: Callable[[Block, Block], Array] | None = None
+    ) -> Array:
+        """The logits of one tile, −∞ where a key is hidden."""
+        xp = self.xp
+        s = (score or self.score)(rows, columns)
+        if self.softcap is not None:
+            s = xp.tanh(s / self.softcap) * self.softcap
+        if self.bias is not None:
+            s = s + xp.astype(take(take(self.bias, rows, -2), columns, -1), s.dtype)
+        if self.mask is None:
+            return s
+        if self.poison is not None:
+            of_queries, of_keys = self.poison
+            s = s + take(of_queries, rows, -2) + take(of_keys, columns, -1)
+        return xp.where(self.mask.block(self.frame, rows, columns), s, -math.inf)
+
+    def state(
+        self, order: float | None, score: Callable[[Block, Block], Array] | None = None
+    ) -> AttentionState:
+        """The state over all keys, its fields kept as columns (..., L, 1)."""
+        xp, dtype = self.xp, self.query.dtype
+        n_values = None if self.value is None else self.value.shape[-1]
+        shape = (*self.batch, self.n_queries)
+        if self.n_keys == 0:
+            return empty_state(xp, shape, n_values, order, dtype=dtype, device=self.frame.device)
+        row_size, column_size = self.tile_shape
+
+        def tile(rows: Block, columns: Block) -> AttentionState:
+            def weigh(weight: Array) -> Array:
+                assert self.value is not None
+                values = xp.astype(take(self.value, columns, -2), dtype)
+                return _grouped_matmul(xp, weight, values)
+
+            s = self.logits(rows, columns, score)
+            return tile_state(xp, s, None if self.value is None else weigh, order)
+
+        def over_keys(rows: Block) -> AttentionState:
+            return fold(
+                xp,
+                lambda columns: tile(rows, columns),
+                lambda a, b: merge_columns(xp, a, b, order),
+                self.n_keys,
+                column_size,
+            )
+
+        fields = map_blocks(xp, over_keys, self.n_queries, row_size)
+        return AttentionState(*(_widened(xp, x, shape) for x in fields))
+
+    def column_sums(self, state: AttentionState) -> Array:
+        """The sum of the attention weights over the queries, (..., S)."""
+        xp = self.xp
+        log_normalizer = state.log_normalizer()[..., None]
+        row_size, column_size = self.tile_shape
+
+        def over_queries(columns: Block) -> tuple[Array]:
+            def tile(rows: Block) -> Array:
+                reference = take(log_normalizer, rows, -2)
+                s = self.logits(rows, columns)
+                hidden = (s == -math.inf) | (reference == -math.inf)
+                weight = xp.exp(xp.where(hidden, 0.0, s - xp.where(hidden, 0.0, reference)))
+                sums = xp.sum(xp.where(hidden, 0.0, weight), axis=-2)
+                return sums[..., None]
+
+            return (fold(xp, tile, lambda a, b: a + b, self.n_queries, row_size),)
+
+        return map_blocks(xp, over_queries, self.n_keys, column_size)[0][..., 0]
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        if self.frame.whole and self.block_size is None:
+            return self.n_queries, self.n_keys
+        return ROWS, self.block_size or COLUMNS
+
+
+def prepare(
+    query: Array,
+    key: Array,
+    value: Array | None,
+    *,
+    mask: Array | Mask | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = None,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    implementation: str | None = None,
+    block_size: int | None = None,
+    head_dims_match: bool = True,
+) -> Problem:
+    """Check all arguments, then scale the queries."""
+    arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    xp = namespace(**arrays)
+    check_floating(xp, **arrays, bias=bias)
+    check_ndim(3 if enable_gqa else 2, **arrays)
+    if head_dims_match and key.shape[-1] != query.shape[-1]:
+        must = "have the last dimension of `query`"
+        raise value_error("key", must, f"{query.shape[-1]} and {key.shape[-1]}")
+    if value is not None and value.shape[-2] != key.shape[-2]:
+        must = "have as many rows as `key`"
+        raise value_error("value", must, f"{key.shape[-2]} and {value.shape[-2]}")
+    batch = _batch_shape(xp, arrays, enable_gqa)
+    n_queries, total = query.shape[-2], key.shape[-2]
+
+    visible = None if mask is None else as_mask(mask)
+    if is_causal:
+        visible = causal() if visible is None else visible & causal()
+    held: dict[str, Any] = {"bias": bias, "n_keys": array_or_none(n_keys)}
+    held["mask"] = None if visible is None else visible.arrays
+    if law is not None and not isinstance(law, Law):
+        raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
+    held["law"] = None if law is None else law.arrays
+    namespace(**arrays, **held)
+    place = device(**arrays, **held)
+    if visible is not None:
+        visible.check(batch, n_queries, total)
+    if bias is not None:
+        check_broadcastable("bias", bias.shape, (*batch, n_queries, total))
+        bias = bias[(None,) * (2 - bias.ndim) + (...,)]
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if x is not None:
+            check_real(name, x, above=0 if name == "softcap" else -math.inf)
+    check_choice("implementation", implementation, (None, "generic", "native"))
+    if implementation == "native":
+        must = "be None or 'generic', since no native kernel computes this"
+        raise value_error("implementation", must, "'native'")
+    if block_size is not None:
+        check_count("block_size", block_size)
+
+    dtype = xp.result_type(*arrays.values())
+    compute = accumulator(xp, dtype)
+    poison = None
+    if visible is not None:
+        query, key, value, poison = _shield(xp, compute, place, query, key, value)
+    frame = Frame(xp, place, n_queries, total, whole=traces_lengths(xp))
+    multiplier: Any = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+    if law is not None or n_keys is not None:
+        n = visible_lengths(frame, compute, visible, n_keys, batch)
+    if law is not None:
+        multiplier = factor(xp, law, n, (*batch, n_queries)) * multiplier
+    return Problem(
+        frame, dtype, xp.astype(query, compute) * multiplier, key, value, visible, bias,
+        None if softcap is None else float(softcap), poison, batch, block_size,
+    )  # fmt: skip
+
+
+def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> tuple[int, ...]:
+    """The shape of the axes ``...``, with the heads of the query where they are grouped."""
+    shapes = {name: x.shape[:-2] for name, x in arrays.items()}
+    if enable_gqa:
+        heads = shapes["query"][-1]
+        groups = shapes["key"][-1]
+        if groups == 0 or heads % groups:
+            must = f"have a number of heads (axis -3) that divides the {heads} of `query`"
+            raise value_error("key", must, groups)
+        if "value" in shapes and shapes["value"][-1] != groups:
+            must = f"have the {groups} heads (axis -3) of `key`"
+            raise value_error("value", must, shapes["value"][-1])
+        shapes = {name: (*shape[:-1], heads) for name, shape in shapes.items()}
+    return common_shape(xp, **shapes)
+
+
+def _shield(
+    xp: ModuleType, dtype: Any, device: Any, query: Array, key: Array, value: Array | None
+) -> tuple[Array, Array, Array | None, tuple[Array, Array]]:
+    """Arrays with 0 for NaN and ∞, and what to add to the logits to make up for it.
+
+    A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So rows that
+    are not finite leave the products, and put NaN on the logits of those who see them instead.
+    """
+    nan = xp.full((1,), math.nan, dtype=dtype, device=device)
+    zero = xp.zeros((1,), dtype=dtype, device=device)
+    finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
+    sound_keys = xp.all(finite_key, axis=-1)
+    if value is not None:
+        finite_value = xp.isfinite(value)
+        sound_keys = sound_keys & xp.all(finite_value, axis=-1)
+        value = xp.where(finite_value, value, 0.0)
+
+    of_queries = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, nan)
+    of_keys = xp.where(sound_keys, zero, nan)[..., None, :]
+    if of_keys.ndim > 2 and query.ndim > 2 and query.shape[-3] > of_keys.shape[-3] > 1:
+        of_keys = xp.repeat(of_keys, query.shape[-3] // of_keys.shape[-3], axis=-3)
+    query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
+    return query, key, value, (of_queries, of_keys)
+
+
+def _grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
+    """``a @ b`` where axis −3 of `b` may divide that of `a`: neighbouring heads share one product."""
+    if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
+        return a @ b
+    *batch, heads, rows, inner = a.shape
+    groups = b.shape[-3]
+    out = xp.reshape(a, (*batch, groups, heads // groups * rows, inner)) @ b
+    return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))
+
+
+def _widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
+    """`x` with the batch axes of all arguments; itself where it has them (a view is read-only)."""
+    if x is None or x.shape[:-1] == shape:
+        return x
+    return xp.broadcast_to(x, (*shape, x.shape[-1]))
+
+
+def array_or_none(n_keys: Any) -> Array | None:
+    # `int` comes first: under torch.compile a symbolic integer answers that question alone.
+    if isinstance(n_keys, (int, Integral)) or not hasattr(n_keys, "ndim"):
+        return None
+    return n_keys
+
+
+def visible_lengths(
+    frame: Frame, dtype: Any, mask: Mask | None, n_keys: Any, batch: tuple[int, ...]
+) -> Array:
+    """How many keys each query sees, as floats broadcastable to (..., L)."""
+    if n_keys is None and mask is not None:
+        return frame.xp.astype(mask.count(frame), dtype)
+    n = frame.n_keys if n_keys is None else n_keys
+    return given_lengths(frame.xp, frame.device, dtype, n, (*batch, frame.n_queries))
+
+
+def given_lengths(
+    xp: ModuleType, device: Any, dtype: Any, n_keys: Any, shape: tuple[int, ...]
+) -> Array:
+    """`n_keys` as floats broadcastable to `shape`, with an axis for the queries."""
+    if array_or_none(n_keys) is None:
+        if isinstance(n_keys, bool) or not isinstance(n_keys, (int, Integral)):
+            raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
+        if n_keys < 0:
+            raise value_error("n_keys", "be at least 0", n_keys)
+        return xp.full((1,), n_keys, dtype=dtype, device=device)
+    if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
+        raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
+    check_broadcastable("n_keys", n_keys.shape, shape)
+    n = xp.astype(n_keys, dtype)
+    return n[None] if n.ndim == 0 else n
+
+
+def factor(xp: ModuleType, law: Law, n: Array, shape: tuple[int, ...]) -> Array:
+    """``law(n)`` with a last axis for the features."""
+    of_query = xp.astype(law(n), n.dtype)
+    check_broadcastable("law", of_query.shape, shape)
+    return of_query[..., None]
