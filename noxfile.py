@@ -62,7 +62,7 @@ def tests(session: nox.Session, backend: str) -> None:
     """The test suite on one backend; arguments go to pytest."""
     if backend == "cupy" and not shutil.which("nvidia-smi"):
         session.skip("CuPy needs an NVIDIA GPU, and there is none here")
-    install(session, "test", backend, model=True)
+    install(session, "test", backend, *(["peers"] if backend == "torch" else []), model=True)
     session.run(
         "pytest", f"--backend={backend}", "--cov", "--cov-report=", *session.posargs,
         env={"COVERAGE_FILE": str(ROOT / f".coverage.{backend}"), "COVERAGE_CORE": "ctrace"},

@@ -6,6 +6,7 @@ from functools import reduce
 import numpy as np
 import oracles
 import pytest
+import scipy.special
 
 import isentropic as it
 from isentropic import _state
@@ -63,6 +64,15 @@ class TestMerge:
         _assert_same(backend, it.merge(state, nothing), state, rtol=1e-6)
         _assert_same(backend, it.merge(nothing, state), state, rtol=1e-6)
         _assert_same(backend, it.merge(nothing, nothing), nothing, rtol=1e-6)
+
+    def test_log_normalizer_against_scipy(self, backend, rng):
+        s = rng.normal(size=(3, N)) * 20
+        s[0, 3], s[1] = -np.inf, -np.inf
+        q = backend.array(np.zeros((3, 1)), "float32")
+        k = backend.array(np.zeros((N, 1)), "float32")
+        state = it.attention_state(q, k, bias=backend.array(s, "float32"))
+        expected = scipy.special.logsumexp(s, axis=-1)
+        backend.assert_close(state.log_normalizer(), expected, rtol=1e-5)
 
     def test_far_apart_maxima(self, backend):
         # The second state is lost against the first, and nothing overflows.

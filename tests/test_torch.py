@@ -336,6 +336,23 @@ class TestAgainstTorch:
         expected = torch.distributions.Categorical(logits=s).entropy()
         torch.testing.assert_close(it.entropy_from_logits(s), expected)
 
+    def test_attention_sink_is_one_more_state(self):
+        pytest.importorskip("transformers")
+        from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+        q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
+        module = torch.nn.Module()
+        module.num_key_value_groups, module.training = 1, False
+        module.sinks = torch.randn(4)
+        expected, weights = eager_attention_forward(module, q, k, v, None, scaling=8**-0.5)
+        sink = module.sinks[:, None].expand(2, 4, 5)
+        zero = torch.zeros(2, 4, 5)
+        extra = it.AttentionState(sink, zero + 1, zero[..., None], zero)
+        merged = it.merge(it.attention_state(q, k, v, law=None), extra)
+        torch.testing.assert_close(merged.output().transpose(1, 2), expected)
+        p = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
+        torch.testing.assert_close(merged.entropy(), it.entropy(p), rtol=1e-4, atol=1e-5)
+
     def test_against_transformers_eager_attention(self):
         pytest.importorskip("transformers")
         from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward

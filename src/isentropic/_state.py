@@ -108,6 +108,9 @@ def merge(*states: AttentionState) -> AttentionState:
     The law counts keys: give the total number as ``n_keys`` to each `attention_state` whose
     result is to be merged.
 
+    An attention sink, a logit σ that takes weight and has no value, is one more state:
+    ``AttentionState(σ, 1, 0, 0)`` in arrays of the shapes of the others.
+
     References
     ----------
     Milakov & Gimelshein 2018 (arXiv 1805.02867) for the normalizer and the output.
