@@ -193,6 +193,7 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that every test has several, with ragged ends."""
-    monkeypatch.setattr("isentropic._tiles.ROWS", 3)
+    monkeypatch.setattr("isentropic._tiles.TILE_SIZE", 0)
+    monkeypatch.setattr("isentropic._tiles.MIN_ROWS", 3)
     monkeypatch.setattr("isentropic._tiles.COLUMNS", 4)
     monkeypatch.setattr("isentropic.masks._COUNT_BLOCK", 4)

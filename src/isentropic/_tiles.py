@@ -26,8 +26,11 @@ from isentropic._state import AttentionState, empty_state, merge_columns, tile_s
 from isentropic.laws import Law
 from isentropic.masks import Frame, Mask, as_mask, causal
 
-# Queries and keys of a tile.
-ROWS, COLUMNS = 256, 1024
+# Keys of a tile; and numbers in it, over all batch and head axes, which bounds the memory of a call.
+COLUMNS = 512
+TILE_SIZE = 2**20
+# Fewer queries would make slow products.
+MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,9 @@ class Problem:
     def tile_shape(self) -> tuple[int, int]:
         if self.frame.whole and self.block_size is None:
             return self.n_queries, self.n_keys
-        return ROWS, self.block_size or COLUMNS
+        columns = self.block_size or COLUMNS
+        rows = TILE_SIZE // max(math.prod(self.batch) * columns, 1)
+        return max(rows, MIN_ROWS), columns
 
 
 def prepare(
