@@ -415,6 +415,21 @@ class TestEdges:
         out = it.attention(*[backend.array(x) for x in (q, k, v)])
         backend.assert_close(out, expected, rtol=1e-3, atol=1e-4)  # one rounding to float16
 
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_bias_of_the_lowest_number(self, backend, rng):
+        # The additive masks of other libraries: as good as −∞, in every tile.
+        q, k, v = (x[0] for x in _data(rng, "float32", n_keys=L))
+        visible = oracles.causal(L, L)
+        bias = backend.array(np.where(visible, 0.0, np.finfo("float32").min), "float32")
+        arrays = [backend.array(x) for x in (q, k, v)]
+        expected = oracles.attention(q, k, v, visible=visible)
+        state = it.attention_state(*arrays, bias=bias, law=None)
+        backend.assert_close(state.entropy(), expected.entropy(), rtol=1e-4, atol=1e-5)
+        backend.assert_close(state.output(), expected.output, rtol=1e-4, atol=1e-5)
+        for order in (0.8, 2, np.inf):
+            h = it.attention_entropy(*arrays[:2], bias=bias, law=None, order=order)
+            backend.assert_close(h, oracles.entropy(expected.weights, order), rtol=1e-4, atol=1e-5)
+
     def test_promotion(self, backend, rng):
         if not backend.float64:
             pytest.skip("no float64 here")
@@ -465,6 +480,7 @@ class TestErrors:
             (((4,), (5, 4), (5, 2)), {}, r"`query` must have at least 2 dimensions, got 1"),
             (((2, 3, 4), (3, 5, 4), (3, 5, 2)), {}, r"`key` must broadcast with \(2,\) .* got \(3,\)"),
             (((4, 3, 4), (3, 5, 4), (3, 5, 2)), {"enable_gqa": True}, r"`key` .* divides the 4"),
+            (((0, 3, 4), (2, 5, 4), (2, 5, 2)), {"enable_gqa": True}, r"`key` .* divides the 0"),
             (((4, 3, 4), (2, 5, 4), (4, 5, 2)), {"enable_gqa": True}, r"`value` must have the 2 heads"),
             (
                 ((3, 4), (5, 4), (5, 2)),
@@ -548,6 +564,39 @@ class TestErrors:
             it.additive_attention(x, x, x, w, a(4, 5), a(6))
         with pytest.raises(ValueError, match=r"`v` must have the shape \(6,\), got \(5,\)"):
             it.additive_attention(x, x, x, w, w, a(5))
+
+    def test_not_arrays(self, a):
+        q, k, v = a(3, 4), a(5, 4), a(5, 2)
+        for name, call in {
+            "query": lambda: it.attention(None, k, v),
+            "key": lambda: it.attention_entropy(q, None),
+            "value": lambda: it.attention(q, k, None),
+            "bias": lambda: it.attention(q, k, v, bias=0.5),
+            "w_q": lambda: it.additive_attention(q, k, v, None, k, q),
+            "w_o": lambda: it.multi_head_attention(q, q, q, q, q, q, None, num_heads=1),
+            "x": lambda: it.rotary(None),
+            "p": lambda: it.entropy((q,)),
+            "logits": lambda: it.entropy_from_logits(()),
+            "entropy": lambda: it.entropy_penalty(None, 1.0),
+            "ids": lambda: masks.segments(None),
+            "mask": lambda: masks.causal() & None,
+        }.items():
+            with pytest.raises(TypeError, match=f"`{name}` must be an array"):
+                call()
+        with pytest.raises(TypeError, match=r"`query` must be an array .* got MaskedArray"):
+            it.attention(np.ma.ones((3, 4)), k, v)
+
+    def test_integers_of_numpy(self, a):
+        q, k = a(3, 4), a(5, 4)
+        n = np.int64(4)
+        it.attention(q, k, k, n_keys=n, mask=masks.padding(n) & masks.window(n))
+        it.attention_state(q, k, block_size=n)
+        it.entropy(q, axis=np.int64(0))
+        it.multi_head_attention(q, q, q, *[a(4, 4)] * 4, num_heads=n)
+
+    def test_positions(self, backend):
+        with pytest.raises(TypeError, match="`positions` must have an integer or floating-point dtype"):
+            it.rotary(backend.array(np.ones((3, 4)), "float32"), backend.array(np.ones(3), "complex64"))
 
     def test_mixed_libraries(self, a, backend):
         import array_api_strict

@@ -94,6 +94,17 @@ class TestEntropy:
         got = it.entropy(backend.array(np.ones(n), backend.half))
         backend.assert_close(got, np.asarray(math.log(n)), rtol=1e-3)
 
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_lowest_numbers(self, backend, order):
+        # finfo.min, with which others mark what is hidden: nothing overflows on the way.
+        lowest = np.finfo("float32").min
+        s = backend.array([[0.0, 1.0, lowest, lowest]], "float32")
+        if order == 0:
+            expected = math.log(4)  # they are finite, so they count
+        else:
+            expected = oracles.entropy(oracles.softmax(np.array([0.0, 1.0])), order)
+        backend.assert_close(it.entropy_from_logits(s, order=order), np.full(1, expected), rtol=1e-5)
+
     def test_mask(self, backend, rng):
         s, mask = (
             rng.normal(size=(3, 5)),
@@ -154,6 +165,16 @@ class TestDivergences:
             it.kl_divergence(a, b, axis=0), scipy.stats.entropy(p, q, axis=0), rtol=1e-4
         )
 
+    def test_broadcasting(self, backend, rng):
+        p, q = rng.random((4, 4)), rng.random(4)
+        a, b = backend.array(p), backend.array(q)
+        for axis in (0, 1):
+            expected = scipy.stats.entropy(p, np.broadcast_to(q, p.shape), axis=axis)
+            backend.assert_close(it.kl_divergence(a, b, axis=axis), expected, rtol=1e-4)
+        # One weight for all: the uniform distribution.
+        expected = math.log(4) - scipy.stats.entropy(p, axis=-1)
+        backend.assert_close(it.kl_divergence(a, b[:1]), expected, rtol=1e-4)
+
     def test_infinite(self, backend):
         p, q = backend.array([0.5, 0.5], "float32"), backend.array([1.0, 0.0], "float32")
         for function in (it.kl_divergence, it.cross_entropy):
@@ -179,8 +200,25 @@ class TestPenalty:
         got = it.entropy_penalty(backend.array(h), 1)
         backend.assert_close(got, np.asarray(((h - 1) ** 2).mean()), rtol=1e-5)
 
+    def test_of_nothing_is_zero(self, backend):
+        got = it.entropy_penalty(backend.array(np.zeros((0, 3)), "float32"), 1.0)
+        backend.assert_close(got, np.zeros(()))
+
+    def test_numpy_numbers(self, backend):
+        h = backend.array(np.ones(3), "float32")
+        for target in (np.int64(2), np.float32(2), np.float64(2)):
+            backend.assert_close(it.entropy_penalty(h, target), np.ones(()))
+
 
 class TestErrors:
+    def test_order_beyond_floats(self, backend):
+        with pytest.raises(ValueError, match=r"`order` must be within the range of a float"):
+            it.entropy(backend.array([1.0], "float32"), order=10**400)
+
+    def test_kinds_of_choices(self, backend):
+        with pytest.raises(ValueError, match=r"`family` must be 'renyi' or 'tsallis', got"):
+            it.entropy(backend.array([1.0], "float32"), family=np.array([1, 2]))
+
     def test_arguments(self, backend):
         x = backend.array(np.ones((2, 3)), "float32")
         for function in (it.entropy, it.entropy_from_logits):

@@ -73,6 +73,25 @@ class TestFormulas:
             assert len(law.arrays) == 1
             backend.assert_close(law(64), np.asarray(expected), rtol=1e-5)
 
+    def test_parameters_of_half_precision_are_not_rounded_further(self, backend):
+        if backend.half is None:
+            pytest.skip("no half precision here")
+        base = backend.array([512.0], backend.half)
+        for law in (laws.LogLength(base), laws.SqrtLogLength(base), laws.InfoScale(base, 64)):
+            for n in (512, backend.array([512])):
+                got = law(n)
+                assert got.dtype in (backend.xp.float32, backend.xp.float64)
+                np.testing.assert_allclose(backend.numpy(got), 1.0, rtol=1e-6)
+
+    def test_float64_parameters_give_float64(self, backend):
+        if not backend.float64:
+            pytest.skip("no float64 here")
+        law = laws.AffineLog(backend.array([1.0], "float64"))
+        for n in (1000, backend.array([1000.0], "float32")):
+            got = law(n)
+            assert got.dtype == backend.xp.float64
+            np.testing.assert_allclose(backend.numpy(got).ravel(), math.log(1000), rtol=1e-14)
+
     def test_values_are_immutable_comparable_and_readable(self):
         assert laws.LogLength(512) == laws.LogLength(512)
         assert hash(laws.LogLength(512)) == hash(laws.LogLength())
@@ -113,6 +132,12 @@ class TestErrors:
             (lambda: laws.LogLength()(True), TypeError, r"`n` must be a number or an array, got bool"),
             (lambda: laws.from_kappa(1.0, 0), ValueError, r"`head_dim` must be above 0, got 0"),
             (lambda: laws.preset("gpt-5"), ValueError, r"`name` must be 'asentmax' or .* got 'gpt-5'"),
+            (lambda: laws.preset([]), ValueError, r"`name` must be 'asentmax' or .* got \[\]"),
+            (lambda: laws.preset("su", base=1), ValueError, r"`base` must be above 1, got 1"),
+            (lambda: laws.preset("su", base="a"), TypeError, r"`base` must be a real number, got str"),
+            (lambda: laws.preset("inkling", length=4, coefficient=None), TypeError, r"`coefficient` must be a real"),
+            (lambda: laws.PowerLog(1.0, 1.0, -1.0), ValueError, r"`exponent` must be at least 0, got -1"),
+            (lambda: laws.LogLength()(np.ones(2, complex)), TypeError, r"`n` must have an integer or floating"),
             (lambda: laws.preset("qwen"), TypeError, r"`parameters` must be those of 'qwen' \(length\), got none"),
             (lambda: laws.preset("chiang-cholak", base=2), TypeError, r"'chiang-cholak' \(none\), got base"),
             (lambda: laws.preset("yarn", scale=-1), ValueError, r"`scale` must be above 0"),

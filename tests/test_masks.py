@@ -127,9 +127,9 @@ class TestErrors:
         f = backend.array
         with pytest.raises(ValueError, match=r"`left` must be at least 0, got -1"):
             masks.window(-1)
-        with pytest.raises(TypeError, match=r"`right` must be an integer or None, got float"):
+        with pytest.raises(TypeError, match=r"`right` must be an integer, got float"):
             masks.window(1, 2.0)
-        with pytest.raises(TypeError, match=r"`left` must be an integer or None, got bool"):
+        with pytest.raises(TypeError, match=r"`left` must be an integer, got bool"):
             masks.window(True)
         with pytest.raises(
             TypeError, match=r"`offset` must be an integer or an array of an integer dtype"
@@ -181,6 +181,22 @@ class TestErrors:
     def test_shapes(self, backend, make, message):
         with pytest.raises(ValueError, match=message):
             make(backend.array).check((2, 3), 6, 9)
+
+    def test_counts_are_checked(self, backend):
+        f = backend.array
+        with pytest.raises(ValueError, match=r"`mask` must have a shape broadcastable to \(2, 5\)"):
+            (masks.causal() & f(np.ones((8, 8), bool))).visible_count(2, 5)
+        with pytest.raises(ValueError, match=r"`ids` must have a last dimension of 4"):
+            masks.segments(f(np.zeros(8, int))).visible_count(4, 4)
+        with pytest.raises(TypeError, match=r"`n_queries` must be an integer, got float"):
+            masks.causal().visible_count(3.0, 4)
+        with pytest.raises(ValueError, match=r"`n_keys` must be at least 0, got -4"):
+            masks.causal().visible_count(3, -4)
+
+    def test_unlimited_windows(self, backend):
+        like = backend.array(0.0)
+        count = masks.window(2**63 - 1, 2**31).visible_count(3, 5, like=like)
+        np.testing.assert_array_equal(backend.numpy(count), [5, 5, 5])
 
     def test_more_queries_than_keys(self, backend):
         mask = masks.segments(backend.array([1, 2]))

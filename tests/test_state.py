@@ -125,6 +125,16 @@ class TestMerge:
         with pytest.raises(ValueError, match=r"`weighted_score` must be an array for an entropy"):
             state._replace(weighted_score=None).entropy()
 
+    def test_shapes(self, backend):
+        def state(n, e):
+            q, v = backend.array(np.ones((n, 2)), "float32"), backend.array(np.ones((4, e)), "float32")
+            return it.attention_state(q, v[:, :1] * backend.array(np.ones((1, 2)), "float32"), v)
+
+        with pytest.raises(ValueError, match=r"`states\[1\]\.normalizer` must have the last dimension"):
+            it.merge(state(3, 2), state(4, 2))
+        with pytest.raises(ValueError, match=r"`states\[1\]\.weighted_value` must have .* 3, got 1"):
+            it.merge(state(3, 3), state(3, 1))
+
     def test_mixed_libraries(self, backend, qkv):
         (state,) = _parts(backend, qkv, ())
         import array_api_strict

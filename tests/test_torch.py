@@ -153,6 +153,62 @@ class TestTransformations:
             torch.testing.assert_close(compiled(q, torch.asarray(n)), expected)
         assert counter.frame_count == 1
 
+    def test_parameters_and_buffers_of_modules_compile(self, compile_):
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.slope = torch.nn.Parameter(torch.full((4,), 0.3))
+                self.w = torch.nn.ParameterList(list(torch.randn(4, 32, 32) / 6))
+                self.register_buffer("visible", torch.ones(6, 6, dtype=torch.bool).tril())
+                self.register_buffer("bias", torch.zeros(4, 1, 1))
+
+            def forward(self, x):
+                return it.multi_head_attention(
+                    x, x, x, *self.w, num_heads=4, law=laws.AffineLog(self.slope),
+                    mask=self.visible, bias=self.bias,
+                )  # fmt: skip
+
+        layer, x = Layer(), torch.randn(2, 6, 32)
+        for dynamic in (None, True):
+            compiled, _ = compile_(layer, dynamic=dynamic)
+            torch.testing.assert_close(compiled(x), layer(x))
+
+    def test_laws_of_different_numbers_compile(self, compile_):
+        q, h = torch.randn(2, 4, 6, 8), torch.rand(5)
+
+        def call(q, h, number):
+            law = laws.scaled(laws.AffineLog(number), number)
+            out = it.attention(q, q, q, law=law, n_keys=q.shape[-2])
+            return (
+                out,
+                it.entropy_penalty(h, number),
+                it.attention(q, q, q, law=laws.LogLength(2 + number)),
+            )
+
+        for dynamic in (None, True):
+            compiled, _ = compile_(call, dynamic=dynamic)
+            for number in (0.1, 0.2, 0.3):
+                for a, b in zip(compiled(q, h, number), call(q, h, number), strict=True):
+                    torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize(
+        "name", ["entropy", "entropy_from_logits", "kl_divergence", "attention_information"]
+    )
+    def test_vmap_of_entropies(self, name):
+        function = getattr(it, name)
+        x = torch.rand(3, 5, 4) + 0.1
+        arguments = (x,) if name.startswith("entropy") else (x, x.flip(-1))
+        got = torch.func.vmap(function)(*arguments)
+        torch.testing.assert_close(got, function(*arguments))
+
+    def test_vmap_of_multi_head_attention(self):
+        x, w = torch.randn(3, 5, 8), torch.randn(4, 8, 8)
+
+        def call(x):
+            return it.multi_head_attention(x, x, x, *w, num_heads=2, is_causal=True)
+
+        torch.testing.assert_close(torch.func.vmap(call)(x), call(x))
+
     def test_vmap(self, tiny_tiles):
         q, k, v = torch.randn(3, 5, 4, 7, 8)
         lengths = torch.asarray([0, 2, 4, 6, 7])
@@ -222,6 +278,27 @@ class TestTransformations:
         q[4], k[2], v[2] = torch.nan, torch.inf, torch.nan
         for a, b in zip(gradients(q, k, v), clean, strict=True):
             torch.testing.assert_close(a, b)
+
+    def test_hidden_poison_does_not_leak_into_gradients_of_projections(self):
+        x = torch.randn(5, 8)
+        x[3:] = torch.nan
+        w = torch.randn(4, 8, 8, requires_grad=True)
+        query = torch.randn(4, 8)
+
+        def gradient(x, mask):
+            out = it.multi_head_attention(query, x, x, *w, num_heads=2, mask=mask)
+            return torch.autograd.grad(out.sum(), w)[0]
+
+        torch.testing.assert_close(gradient(x, masks.padding(3)), gradient(x[:3], None))
+
+    def test_gradients_of_the_lowest_bias(self, tiny_tiles):
+        q = torch.randn(9, 4, requires_grad=True)
+        bias = torch.where(torch.ones(9, 9, dtype=torch.bool).tril(), 0.0, torch.finfo().min)
+        for order in (0.8, 1, 2):
+            h = it.attention_entropy(q, q, bias=bias, law=None, order=order)
+            want = it.attention_entropy(q, q, is_causal=True, law=None, order=order)
+            got, want = (torch.autograd.grad(100 * x.sum(), q)[0] for x in (h, want))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
     def test_learnable_law(self):
         slope = torch.full((4,), 0.3, requires_grad=True)
@@ -347,7 +424,7 @@ class TestAgainstTorch:
         expected, weights = eager_attention_forward(module, q, k, v, None, scaling=8**-0.5)
         sink = module.sinks[:, None].expand(2, 4, 5)
         zero = torch.zeros(2, 4, 5)
-        extra = it.AttentionState(sink, zero + 1, zero[..., None], zero)
+        extra = it.AttentionState(sink, zero + 1, torch.zeros(2, 4, 5, 8), zero)
         merged = it.merge(it.attention_state(q, k, v, law=None), extra)
         torch.testing.assert_close(merged.output().transpose(1, 2), expected)
         p = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)

@@ -5,6 +5,7 @@ Shapes: ``...`` batch and head axes (broadcast), L queries, S keys, E head size,
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 from isentropic._checks import (
@@ -18,7 +19,7 @@ from isentropic._checks import (
 )
 from isentropic._entropy import FAMILIES, convert_family, entropy, entropy_of_moments, partition
 from isentropic._loops import Block, take, traces_lengths
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._namespace import Array, accumulator, device, namespace, present
 from isentropic._numerics import divide_or_zero
 from isentropic._state import AttentionState, as_rows
 from isentropic._tiles import COLUMNS, array_or_none, factor, given_lengths, prepare, visible_lengths
@@ -117,6 +118,8 @@ def attention(
     >>> attention(q, k, v, is_causal=True).shape
     (8, 128, 64)
     """
+    if value is None:
+        raise type_error("value", "be an array", "NoneType")
     problem = prepare(
         query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
@@ -411,8 +414,9 @@ def scale_queries(query: Array, n_keys: int | Array, *, law: Law = _DEFAULT_LAW)
     if not isinstance(law, Law):
         raise type_error("law", "be a law of isentropic.laws", type(law).__name__)
     n_array = array_or_none(n_keys)
-    xp = namespace(query=query, n_keys=n_array, law=law.arrays)
-    place = device(query=query, n_keys=n_array, law=law.arrays)
+    arrays = {"query": query} | present(n_keys=n_array)
+    xp = namespace(("law", law.arrays), **arrays)
+    place = device(("law", law.arrays), **arrays)
     check_floating(xp, query=query)
     check_ndim(2, query=query)
 
@@ -488,7 +492,7 @@ def multi_head_attention(
     """
     inputs = {"query": query, "key": key, "value": value}
     weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o}
-    shifts = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
+    shifts = present(b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o)
     xp = namespace(**inputs, **weights, **shifts)
     device(**inputs, **weights, **shifts)
     check_floating(xp, **inputs, **weights, **shifts)
@@ -506,21 +510,22 @@ def multi_head_attention(
         raise value_error("w_k", must, w_k.shape[-1])
     if w_o.ndim != 2 or w_o.shape[0] != num_heads * value_dim:
         raise value_error("w_o", f"have the shape ({num_heads * value_dim}, ...)", w_o.shape)
-    for (name, b), w in zip(shifts.items(), weights.values(), strict=True):
-        if b is not None and b.shape != (w.shape[-1],):
-            raise value_error(name, f"have the shape ({w.shape[-1]},)", b.shape)
+    for name, b in shifts.items():
+        width = weights[name.replace("b", "w")].shape[-1]
+        if b.shape != (width,):
+            raise value_error(name, f"have the shape ({width},)", b.shape)
 
     heads = []
     sizes = ((num_heads, head_dim), (groups, head_dim), (groups, value_dim))
     projections = zip(inputs.values(), (w_q, w_k, w_v), (b_q, b_k, b_v), sizes, strict=True)
     for x, w, b, size in projections:
-        projected = _project(xp, x, w, b)
-        heads.append(xp.moveaxis(xp.reshape(projected, (*x.shape[:-1], *size)), -2, -3))
+        y = _project(xp, x, w, b, masked=mask is not None or is_causal)
+        heads.append(_swap_heads(xp, xp.reshape(y, (*x.shape[:-1], *size))))
     out = attention(
         *heads, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys,
         softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
     )  # fmt: skip
-    joined = xp.moveaxis(out, -3, -2)
+    joined = _swap_heads(xp, out)
     joined = xp.reshape(joined, (*joined.shape[:-2], num_heads * value_dim))
     return _project(xp, joined, w_o, b_o)
 
@@ -615,7 +620,18 @@ def _divided(name: str, width: int, parts: int) -> int:
     return width // parts
 
 
-def _project(xp: ModuleType, x: Array, w: Array, b: Array | None) -> Array:
+def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: bool = False) -> Array:
+    """``x w + b``. Where rows may be hidden, those that are not finite do not reach w's gradient."""
     dtype = xp.result_type(x, w)
-    y = xp.astype(x, dtype) @ xp.astype(w, dtype)
+    x = xp.astype(x, dtype)
+    finite = xp.isfinite(x) if masked else None
+    y = (x if finite is None else xp.where(finite, x, 0.0)) @ xp.astype(w, dtype)
+    if finite is not None:
+        y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, math.nan)
     return y if b is None else y + b
+
+
+def _swap_heads(xp: ModuleType, x: Array) -> Array:
+    """(..., L, H, E) ↔ (..., H, L, E)."""
+    n = x.ndim
+    return xp.permute_dims(x, (*range(n - 3), n - 2, n - 3, n - 1))

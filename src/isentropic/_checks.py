@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
 
@@ -22,13 +22,13 @@ def type_error(name: str, must: str, got: Any) -> TypeError:
 def check_floating(xp: ModuleType, **arrays: Any) -> None:
     """Refuse integer, boolean and complex arrays."""
     for name, x in arrays.items():
-        if x is not None and not xp.isdtype(x.dtype, "real floating"):
+        if not xp.isdtype(x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
 
 
 def check_ndim(minimum: int, **arrays: Any) -> None:
     for name, x in arrays.items():
-        if x is not None and x.ndim < minimum:
+        if x.ndim < minimum:
             raise value_error(name, f"have at least {minimum} dimensions", x.ndim)
 
 
@@ -49,26 +49,35 @@ def check_order(order: Any) -> None:
     """An entropy order: a real number from 0 to infinity."""
     if isinstance(order, bool) or not isinstance(order, Real):
         raise type_error("order", "be a real number", type(order).__name__)
-    if not float(order) >= 0:
+    try:
+        number = float(order)
+    except OverflowError:
+        raise value_error("order", "be within the range of a float", order) from None
+    if not number >= 0:
         raise value_error("order", "be at least 0", order)
 
 
-def check_count(name: str, x: Any) -> None:
-    """Refuse what is no positive integer."""
-    if isinstance(x, bool) or not isinstance(x, int):
+def is_integer(x: Any) -> bool:
+    # `int` comes first: under torch.compile a symbolic integer answers that question alone.
+    return isinstance(x, (int, Integral)) and not isinstance(x, bool)
+
+
+def check_count(name: str, x: Any, *, least: int = 1) -> None:
+    """Refuse what is no integer of at least `least`."""
+    if not is_integer(x):
         raise type_error(name, "be an integer", type(x).__name__)
-    if x < 1:
-        raise value_error(name, "be at least 1", x)
+    if x < least:
+        raise value_error(name, f"be at least {least}", x)
 
 
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
-    if x not in choices:
+    if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)
         raise value_error(name, f"be {options}", repr(x))
 
 
 def check_axis(axis: Any, ndim: int) -> None:
-    if isinstance(axis, bool) or not isinstance(axis, int):
+    if not is_integer(axis):
         raise type_error("axis", "be an integer", type(axis).__name__)
     if not -ndim <= axis < ndim:
         raise value_error("axis", f"be in [{-ndim}, {ndim})", axis)
@@ -90,7 +99,7 @@ def common_shape(xp: ModuleType, **shapes: tuple[int, ...]) -> tuple[int, ...]:
 def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:
     """Refuse a shape that does not broadcast to `target` without enlarging it."""
     if len(shape) <= len(target) and all(
-        have in (1, want) for have, want in zip(reversed(shape), reversed(target), strict=False)
+        have == 1 or have == want for have, want in zip(reversed(shape), reversed(target), strict=False)
     ):
         return
     raise value_error(name, f"have a shape broadcastable to {tuple(target)}", shape)

@@ -16,6 +16,7 @@ relative to a maximum, so both can be taken tile by tile (`shift_moment`).
 from __future__ import annotations
 
 import math
+from numbers import Real
 from types import ModuleType
 
 from isentropic._checks import (
@@ -28,8 +29,8 @@ from isentropic._checks import (
     common_shape,
     type_error,
 )
-from isentropic._namespace import Array, accumulator, device, namespace
-from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
+from isentropic._namespace import Array, accumulator, device, namespace, present
+from isentropic._numerics import divide_or_zero, last_axis, log_or, replace_infinite_minimum
 
 FAMILIES = ("renyi", "tsallis")
 
@@ -39,6 +40,7 @@ _NEAR = 0.25
 _EQUAL = 1e-20
 # From here on the order is infinite to double precision, and order · score could overflow.
 _INFINITE = 1e16
+_LOWEST = -1e30
 
 
 def partition(
@@ -63,6 +65,8 @@ def partition(
 def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     """The term of the moment for centred scores x ≤ 0 of weight eˣ."""
     t = order - 1
+    # Far below any score that counts, so that no product with x overflows, forward or backward.
+    x = xp.clip(x, min=_LOWEST / max(order, 1.0))
     if abs(t) < _EQUAL:
         return weight * x
     if abs(t) >= _NEAR:
@@ -77,10 +81,10 @@ def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array,
     """The moment relative to a maximum that is higher by −`shift` ≥ 0."""
     t = order - 1
     if abs(t) < _EQUAL:
-        return xp.exp(shift) * (moment + shift * normalizer)
+        return xp.exp(shift) * moment + _summand(xp, shift, xp.exp(shift), order) * normalizer
     if abs(t) >= _NEAR:
-        return xp.exp(shift if order >= _INFINITE else shift * order) * moment
-    grown = xp.exp(shift * order) * moment
+        return _summand(xp, shift, xp.exp(shift), order) * moment
+    grown = xp.exp(xp.clip(shift, min=_LOWEST) * order) * moment
     return grown + _summand(xp, shift, xp.exp(shift), order) * normalizer
 
 
@@ -163,8 +167,9 @@ def entropy_from_logits(
     >>> entropy_from_logits(np.asarray([[0.0, 0.0, 0.0, 0.0], [9.0, -np.inf, -np.inf, -np.inf]]))
     array([1.38629436, 0.        ])
     """
-    xp = namespace(logits=logits, mask=mask)
-    device(logits=logits, mask=mask)
+    arrays = {"logits": logits} | present(mask=mask)
+    xp = namespace(**arrays)
+    device(**arrays)
     _check_entropy(xp, order, family, axis, logits=logits)
     if mask is not None:
         if not xp.isdtype(mask.dtype, "bool"):
@@ -174,7 +179,7 @@ def entropy_from_logits(
     s = xp.astype(logits, accumulator(xp, logits.dtype))
     if mask is not None:
         s = xp.where(mask, s, -math.inf)
-    s = xp.moveaxis(s, axis, -1)
+    s = last_axis(xp, s, axis)
 
     return xp.astype(_entropy(xp, s, float(order), family), logits.dtype)
 
@@ -226,7 +231,7 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
 
     # The distribution p is the softmax of log p.
     s = log_or(xp, xp.astype(p, accumulator(xp, p.dtype)), -math.inf)
-    s = xp.moveaxis(s, axis, -1)
+    s = last_axis(xp, s, axis)
 
     return xp.astype(_entropy(xp, s, float(order), family), p.dtype)
 
@@ -316,13 +321,11 @@ def _distributions(p: Array, q: Array, axis: int) -> tuple[ModuleType, Array, Ar
     xp = namespace(p=p, q=q)
     device(p=p, q=q)
     check_floating(xp, p=p, q=q)
-    check_axis(axis, p.ndim)
-    check_axis(axis, q.ndim)
-    common_shape(xp, p=p.shape, q=q.shape)
+    check_axis(axis, len(common_shape(xp, p=p.shape, q=q.shape)))
     dtype = xp.result_type(p, q)
     normalized = []
-    for x in (p, q):
-        x = xp.moveaxis(xp.astype(x, accumulator(xp, dtype)), axis, -1)
+    for x in xp.broadcast_arrays(p, q):
+        x = last_axis(xp, xp.astype(x, accumulator(xp, dtype)), axis)
         normalized.append(divide_or_zero(xp, x, xp.sum(x, axis=-1, keepdims=True)))
     return xp, *normalized, dtype
 
@@ -366,19 +369,21 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     >>> entropy_penalty(np.asarray([2.0, 4.0]), 3.0, weight=0.5)
     array(0.5)
     """
-    array_target = target if hasattr(target, "ndim") and not isinstance(target, float) else None
-    xp = namespace(entropy=entropy, target=array_target)
-    device(entropy=entropy, target=array_target)
-    check_floating(xp, entropy=entropy, target=array_target)
+    is_number = isinstance(target, (int, float, Real)) or not hasattr(target, "ndim")
+    arrays = {"entropy": entropy} | ({} if is_number else {"target": target})
+    xp = namespace(**arrays)
+    device(**arrays)
+    check_floating(xp, **arrays)
     check_real("weight", weight, least=0)
-    if array_target is None:
+    if is_number:
         check_real("target", target)
         target = float(target)  # type: ignore[arg-type]
     else:
-        check_broadcastable("target", array_target.shape, entropy.shape)
+        check_broadcastable("target", target.shape, entropy.shape)  # type: ignore[union-attr]
 
     h = xp.astype(entropy, accumulator(xp, entropy.dtype))
     deviation = h - target
     squares = xp.reshape(deviation * deviation, (-1,))
-    penalty = xp.mean(squares, axis=-1, keepdims=True) * float(weight)
+    mean = xp.sum(squares, axis=-1, keepdims=True) / max(squares.shape[0], 1)
+    penalty = mean * float(weight)
     return xp.astype(penalty[0, ...], entropy.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Protocol
@@ -36,10 +37,14 @@ class Array(Protocol):
     def __lt__(self, other: Any, /) -> Any: ...
 
 
-def namespace(**arrays: Any) -> ModuleType:
-    """The one array namespace of the named `arrays`; those that are None are skipped."""
+# Arrays that belong to one argument, such as those inside a mask.
+Group = tuple[str, tuple[Array, ...]]
+
+
+def namespace(*groups: Group, **arrays: Any) -> ModuleType:
+    """The one array namespace of all arrays, in messages by the names of their arguments."""
     xp, first = None, ""
-    for name, x in _arrays(arrays):
+    for name, x in _named(groups, arrays):
         own = _namespace_of(name, x)
         if xp is None:
             xp, first = own, name
@@ -48,14 +53,14 @@ def namespace(**arrays: Any) -> ModuleType:
                 f"`{name}` must be an array of the library of `{first}` ({_library(xp)}), "
                 f"got {_library(own)}."
             )
-    assert xp is not None, "a public function has at least one array argument"
+    assert xp is not None, "there is an array argument"
     return xp
 
 
-def device(**arrays: Any) -> Any:
-    """The one device of the named `arrays`; None where it is unknown (a JAX tracer)."""
+def device(*groups: Group, **arrays: Any) -> Any:
+    """The one device of all arrays; None where it is unknown (a JAX tracer)."""
     common, first = None, ""
-    for name, x in _arrays(arrays):
+    for name, x in _named(groups, arrays):
         own = x.device if _is_torch_array(x) else array_api_compat.device(x)
         # A JAX array that is sharded has a sharding where others have a device. Arrays laid out
         # differently over the same devices do belong together.
@@ -71,11 +76,16 @@ def device(**arrays: Any) -> Any:
     return common
 
 
-def _arrays(arrays: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, x in arrays.items():
-        for item in x if isinstance(x, tuple) else (x,):
-            if item is not None:
-                yield name, item
+def present(**arrays: Any) -> dict[str, Any]:
+    """The optional arrays that were given."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _named(groups: tuple[Group, ...], arrays: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from arrays.items()
+    for name, members in groups:
+        for x in members:
+            yield name, x
 
 
 def _namespace_of(name: str, x: Any) -> ModuleType:
@@ -83,18 +93,23 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
         import array_api_compat.torch as xp
 
         return xp
+    kind = type(x).__name__
     try:
+        # Subclasses that give the operators another meaning.
+        if kind in ("matrix", "MaskedArray"):
+            raise TypeError
         return array_api_compat.array_namespace(x)
     except TypeError:
         raise TypeError(
             f"`{name}` must be an array (NumPy, CuPy, PyTorch, JAX or another library of the "
-            f"array API standard), got {type(x).__name__}."
+            f"array API standard), got {kind}."
         ) from None
 
 
 def _is_torch_array(x: Any) -> bool:
     # array_api_compat asks this through functools.lru_cache, about which torch.compile warns.
-    return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "dtype")
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_jax(xp: ModuleType) -> bool:

@@ -24,6 +24,14 @@ def divide_or_zero(xp: ModuleType, a: Array, z: Array) -> Array:
     return xp.where(empty, 0.0, a / xp.where(empty, 1.0, z))
 
 
+def last_axis(xp: ModuleType, x: Array, axis: int) -> Array:
+    """`x` with an axis moved to the end."""
+    # Not `moveaxis`: PyTorch has no batching rule for array_api_compat's.
+    axis = axis % x.ndim
+    order = [i for i in range(x.ndim) if i != axis]
+    return xp.permute_dims(x, (*order, axis))
+
+
 def replace_infinite_minimum(xp: ModuleType, m: Array) -> Array:
     """`m` with 0 for −∞, so that ``x − m`` is never ∞ − ∞. NaN stays."""
     return xp.where(m == -math.inf, 0.0, m)

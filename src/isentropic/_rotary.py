@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import math
 
-from isentropic._checks import check_broadcastable, check_floating, check_ndim, check_real, value_error
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._checks import (
+    check_broadcastable,
+    check_floating,
+    check_ndim,
+    check_real,
+    type_error,
+    value_error,
+)
+from isentropic._namespace import Array, accumulator, device, namespace, present
 
 
 def rotary(
@@ -60,8 +67,9 @@ def rotary(
     >>> bool(np.allclose(rotary(np.ones((3, 2)))[:, 0], np.sqrt(2) * np.cos(np.arange(3) + np.pi / 4)))
     True
     """
-    xp = namespace(x=x, positions=positions)
-    place = device(x=x, positions=positions)
+    arrays = {"x": x} | present(positions=positions)
+    xp = namespace(**arrays)
+    place = device(**arrays)
     check_floating(xp, x=x)
     check_ndim(2, x=x)
     check_real("base", base, above=1)
@@ -69,6 +77,8 @@ def rotary(
     if size % 2:
         raise value_error("x", "have an even last dimension", size)
     if positions is not None:
+        if not xp.isdtype(positions.dtype, ("integral", "real floating")):
+            raise type_error("positions", "have an integer or floating-point dtype", positions.dtype)
         check_broadcastable("positions", positions.shape, x.shape[:-1])
 
     dtype = accumulator(xp, x.dtype)

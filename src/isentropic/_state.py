@@ -7,9 +7,9 @@ from functools import reduce
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._checks import type_error, value_error
+from isentropic._checks import common_shape, type_error, value_error
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
-from isentropic._namespace import Array, device, namespace
+from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
 
 
@@ -131,12 +131,25 @@ def merge(*states: AttentionState) -> AttentionState:
         if not isinstance(state, AttentionState):
             raise type_error("states", "be one or more AttentionState", type(state).__name__)
     for field in ("weighted_value", "weighted_score"):
-        present = [getattr(state, field) is not None for state in states]
-        if any(present) and not all(present):
-            raise value_error("states", f"all have a {field} or all have none", present)
-    arrays = {f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
+        given = [getattr(state, field) is not None for state in states]
+        if any(given) and not all(given):
+            raise value_error("states", f"all have a {field} or all have none", given)
+    arrays = present(
+        **{f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
+    )
     xp = namespace(**arrays)
     device(**arrays)
+    for i, state in enumerate(states):
+        for name, x, ours in (
+            ("normalizer", state.normalizer, states[0].normalizer),
+            ("weighted_value", state.weighted_value, states[0].weighted_value),
+        ):
+            if x is not None and ours is not None and x.shape[-1] != ours.shape[-1]:
+                must = f"have the last dimension of the others, {ours.shape[-1]}"
+                raise value_error(f"states[{i}].{name}", must, x.shape[-1])
+    common_shape(
+        xp, **{f"states[{i}].normalizer": s.normalizer.shape[:-1] for i, s in enumerate(states)}
+    )
 
     columns = [as_columns(state) for state in states]
     return as_rows(reduce(lambda a, b: merge_columns(xp, a, b, 1.0), columns))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +16,12 @@ from isentropic._checks import (
     check_ndim,
     check_real,
     common_shape,
+    is_integer,
     type_error,
     value_error,
 )
 from isentropic._loops import Block, fold, map_blocks, take, traces_lengths
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._namespace import Array, accumulator, device, namespace, present
 from isentropic._state import AttentionState, empty_state, merge_columns, tile_state
 from isentropic.laws import Law
 from isentropic.masks import Frame, Mask, as_mask, causal
@@ -166,8 +166,8 @@ def prepare(
 ) -> Problem:
     """Check all arguments, then scale the queries."""
     arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    xp = namespace(**arrays)
-    check_floating(xp, **arrays, bias=bias)
+    xp = namespace(**arrays, **present(bias=bias))
+    check_floating(xp, **arrays, **present(bias=bias))
     check_ndim(3 if enable_gqa else 2, **arrays)
     if head_dims_match and key.shape[-1] != query.shape[-1]:
         must = "have the last dimension of `query`"
@@ -181,13 +181,15 @@ def prepare(
     visible = None if mask is None else as_mask(mask)
     if is_causal:
         visible = causal() if visible is None else visible & causal()
-    held: dict[str, Any] = {"bias": bias, "n_keys": array_or_none(n_keys)}
-    held["mask"] = None if visible is None else visible.arrays
     if law is not None and not isinstance(law, Law):
         raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
-    held["law"] = None if law is None else law.arrays
-    namespace(**arrays, **held)
-    place = device(**arrays, **held)
+    optional = present(bias=bias, n_keys=array_or_none(n_keys))
+    groups = (
+        ("mask", () if visible is None else visible.arrays),
+        ("law", () if law is None else law.arrays),
+    )
+    namespace(*groups, **arrays, **optional)
+    place = device(*groups, **arrays, **optional)
     if visible is not None:
         visible.check(batch, n_queries, total)
     if bias is not None:
@@ -226,7 +228,7 @@ def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> 
     if enable_gqa:
         heads = shapes["query"][-1]
         groups = shapes["key"][-1]
-        if groups == 0 or heads % groups:
+        if groups == 0 or heads % groups or heads < groups:
             must = f"have a number of heads (axis -3) that divides the {heads} of `query`"
             raise value_error("key", must, groups)
         if "value" in shapes and shapes["value"][-1] != groups:
@@ -244,7 +246,6 @@ def _shield(
     A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So rows that
     are not finite leave the products, and put NaN on the logits of those who see them instead.
     """
-    nan = xp.full((1,), math.nan, dtype=dtype, device=device)
     zero = xp.zeros((1,), dtype=dtype, device=device)
     finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
     sound_keys = xp.all(finite_key, axis=-1)
@@ -253,8 +254,8 @@ def _shield(
         sound_keys = sound_keys & xp.all(finite_value, axis=-1)
         value = xp.where(finite_value, value, 0.0)
 
-    of_queries = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, nan)
-    of_keys = xp.where(sound_keys, zero, nan)[..., None, :]
+    of_queries = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, math.nan)
+    of_keys = xp.where(sound_keys, zero, math.nan)[..., None, :]
     if of_keys.ndim > 2 and query.ndim > 2 and query.shape[-3] > of_keys.shape[-3] > 1:
         of_keys = xp.repeat(of_keys, query.shape[-3] // of_keys.shape[-3], axis=-3)
     query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
@@ -279,10 +280,7 @@ def _widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def array_or_none(n_keys: Any) -> Array | None:
-    # `int` comes first: under torch.compile a symbolic integer answers that question alone.
-    if isinstance(n_keys, (int, Integral)) or not hasattr(n_keys, "ndim"):
-        return None
-    return n_keys
+    return None if is_integer(n_keys) or not hasattr(n_keys, "ndim") else n_keys
 
 
 def visible_lengths(
@@ -300,7 +298,7 @@ def given_lengths(
 ) -> Array:
     """`n_keys` as floats broadcastable to `shape`, with an axis for the queries."""
     if array_or_none(n_keys) is None:
-        if isinstance(n_keys, bool) or not isinstance(n_keys, (int, Integral)):
+        if not is_integer(n_keys):
             raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
         if n_keys < 0:
             raise value_error("n_keys", "be at least 0", n_keys)

@@ -58,24 +58,24 @@ class Law(ABC):
     """
 
     def __call__(self, n: Any) -> Any:
-        if isinstance(n, bool) or not (isinstance(n, Real) or hasattr(n, "dtype")):
+        parameters = self.arrays
+        if _is_array(n):
+            xp, place = namespace(("law", parameters), n=n), device(("law", parameters), n=n)
+            if not xp.isdtype(n.dtype, ("integral", "real floating")):
+                raise type_error("n", "have an integer or floating-point dtype", n.dtype)
+            floating = xp.isdtype(n.dtype, "real floating")
+            dtype = n.dtype if floating else default_dtype(xp, device=place)
+            return self._factor(xp, xp.astype(n, _compute_dtype(xp, dtype, parameters)))
+
+        if isinstance(n, bool) or not isinstance(n, (int, float, Real)):
             raise type_error("n", "be a number or an array", type(n).__name__)
-        if isinstance(n, Real) and not self.arrays:
-            import numpy as np
+        if parameters:
+            xp, place = namespace(("law", parameters)), device(("law", parameters))
+            dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
+            return self._factor(xp, xp.full((), float(n), dtype=dtype, device=place))
+        import numpy as np
 
-            return float(self._factor(np, np.asarray(float(n))))  # type: ignore[arg-type]
-
-        if isinstance(n, Real):
-            xp, place = namespace(law=self.arrays), device(law=self.arrays)
-            return self._factor(xp, xp.full((), float(n), dtype=xp.float32, device=place))
-
-        xp = namespace(n=n, law=self.arrays)
-        if xp.isdtype(n.dtype, "real floating"):
-            dtype = accumulator(xp, n.dtype)
-        else:
-            place = device(n=n, law=self.arrays)
-            dtype = accumulator(xp, default_dtype(xp, device=place))
-        return self._factor(xp, xp.astype(n, dtype))
+        return float(self._factor(np, np.asarray(float(n))))  # type: ignore[arg-type]
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -85,7 +85,7 @@ class Law(ABC):
             x = getattr(self, field.name)
             if isinstance(x, Law):
                 found += x.arrays
-            elif hasattr(x, "dtype"):
+            elif _is_array(x):
                 found += (x,)
         return found
 
@@ -111,7 +111,7 @@ class Constant(Law):
         _check_parameter("value", self.value)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
-        return xp.ones_like(n) * _over_queries(self.value, n)
+        return xp.ones_like(n) * _over_queries(xp, self.value, n)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class LogLength(Law):
         _check_minimum(self.minimum)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
-        factor = _log_length(xp, n) / _over_queries(_log(xp, self.base), n)
+        factor = _log_length(xp, n) / _over_queries(xp, _log(xp, self.base, n), n)
         return _at_least(xp, factor, self.minimum)
 
 
@@ -179,9 +179,9 @@ class SqrtLogLength(Law):
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
         # Two roots, not one of the quotient: at n = 1 its gradient for the base would be 0 · ∞.
-        base = _log(xp, self.base)
+        base = _log(xp, self.base, n)
         root = xp.sqrt(base) if _is_array(base) else math.sqrt(base)
-        return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(root, n), self.minimum)
+        return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(xp, root, n), self.minimum)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ class AffineLog(Law):
         _check_minimum(self.minimum)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
-        factor = _log_length(xp, n) * _over_queries(self.slope, n) + _over_queries(self.intercept, n)
+        factor = _log_length(xp, n) * _over_queries(xp, self.slope, n)
+        factor = factor + _over_queries(xp, self.intercept, n)
         return _at_least(xp, factor, self.minimum)
 
 
@@ -225,7 +226,8 @@ class PowerLog(Law):
 
     Parameters
     ----------
-    offset, coefficient, exponent : float or array
+    offset, coefficient : float or array
+    exponent : float ≥ 0, or array
 
     References
     ----------
@@ -243,12 +245,13 @@ class PowerLog(Law):
     exponent: Parameter
 
     def __post_init__(self) -> None:
-        for name in ("offset", "coefficient", "exponent"):
-            _check_parameter(name, getattr(self, name))
+        _check_parameter("offset", self.offset)
+        _check_parameter("coefficient", self.coefficient)
+        _check_parameter("exponent", self.exponent, least=0)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
-        power = _log_length(xp, n) ** _over_queries(self.exponent, n)
-        return _over_queries(self.offset, n) + power * _over_queries(self.coefficient, n)
+        power = _log_length(xp, n) ** _over_queries(xp, self.exponent, n)
+        return _over_queries(xp, self.offset, n) + power * _over_queries(xp, self.coefficient, n)
 
 
 @dataclass(frozen=True)
@@ -275,8 +278,8 @@ class StepLog(Law):
         _check_parameter("period", self.period, above=0)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
-        steps = xp.floor(n / _over_queries(self.period, n))
-        return xp.log1p(xp.clip(steps, min=0.0)) * _over_queries(self.coefficient, n) + 1.0
+        steps = xp.floor(n / _over_queries(xp, self.period, n))
+        return xp.log1p(xp.clip(steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
 
 
 @dataclass(frozen=True)
@@ -303,8 +306,8 @@ class PowerLength(Law):
         _check_parameter("exponent", self.exponent)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
-        growth = xp.clip(n, min=0.0) / _over_queries(self.period, n) + 1.0
-        return growth ** _over_queries(self.exponent, n)
+        growth = xp.clip(n, min=0.0) / _over_queries(xp, self.period, n) + 1.0
+        return growth ** _over_queries(xp, self.exponent, n)
 
 
 @dataclass(frozen=True)
@@ -339,9 +342,9 @@ class InfoScale(Law):
     def _factor(self, xp: ModuleType, n: Array) -> Array:
         rate = -2.0 / float(self.head_dim)
         gain = -xp.expm1(_log_length(xp, n) * rate)
-        base = _log(xp, self.base)
+        base = _log(xp, self.base, n)
         if _is_array(base):
-            return xp.sqrt(gain) / _over_queries(xp.sqrt(-xp.expm1(base * rate)), n)
+            return xp.sqrt(gain) / _over_queries(xp, xp.sqrt(-xp.expm1(base * rate)), n)
         return xp.sqrt(gain) / math.sqrt(-math.expm1(base * rate))
 
 
@@ -355,7 +358,7 @@ class _Scaled(Law):
         _check_parameter("factor", self.factor)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
-        return self.law._factor(xp, n) * _over_queries(self.factor, n)
+        return self.law._factor(xp, n) * _over_queries(xp, self.factor, n)
 
 
 @dataclass(frozen=True)
@@ -448,7 +451,13 @@ def _index_count(length: float) -> Law:
     return _Shifted(LogLength(length, minimum=1), -1)
 
 
+def _su(base: float = 512) -> Law:
+    check_real("base", base, above=1)
+    return LogLength(base, minimum=math.log(16) / math.log(base))
+
+
 def _above_length(coefficient: float, length: float) -> Law:
+    check_real("coefficient", coefficient)
     check_real("length", length, above=0)
     return AffineLog(coefficient, 1 - coefficient * math.log(length), minimum=1)
 
@@ -486,7 +495,7 @@ _PRESETS: dict[str, Callable[..., Law]] = {
     "muse-spark": lambda length, coefficient: _above_length(coefficient, length),
     "qwen": lambda length: _position_count(length),
     "ssmax": lambda slope, intercept=0.0: AffineLog(slope, intercept),
-    "su": lambda base=512: LogLength(base, minimum=math.log(16) / math.log(base)),
+    "su": _su,
     "su-decoder": lambda length=512: _position_count(length),
     "yarn": _yarn,
 }
@@ -567,8 +576,7 @@ def preset(name: str, **parameters: Any) -> Law:
     >>> laws.preset("qwen", length=2048)(1000)
     1.0
     """
-    if name not in _PRESETS:
-        check_choice("name", name, presets())
+    check_choice("name", name, presets())
     make = _PRESETS[name]
     try:
         bound = inspect.signature(make).bind(**parameters)
@@ -580,35 +588,43 @@ def preset(name: str, **parameters: Any) -> Law:
 
 
 def _is_array(x: Any) -> bool:
-    return hasattr(x, "ndim") and not isinstance(x, Real)
+    # Numbers first: under torch.compile a symbolic number answers no other question.
+    return not isinstance(x, (int, float, Real)) and hasattr(x, "ndim")
 
 
-def _over_queries(x: Parameter, n: Array) -> Any:
-    """A parameter over the axes ``...`` of the lengths ``(..., L)``."""
+def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
+    """Float32, or float64 where the lengths or a parameter are."""
+    return accumulator(xp, xp.result_type(dtype, *(x.dtype for x in parameters)))
+
+
+def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
+    """A parameter over the axes ``...`` of the lengths ``(..., L)``, in their dtype."""
     if not _is_array(x):
-        return float(x)  # type: ignore[arg-type]  # a NumPy float64 would promote float32 lengths
-    return x[..., None] if x.ndim > 0 and n.ndim > 0 else x  # type: ignore[union-attr, index]
+        return float(x)  # a NumPy float64 would promote float32 lengths
+    x = xp.astype(x, n.dtype)
+    return x[..., None] if x.ndim > 0 and n.ndim > 0 else x
 
 
 def _log_length(xp: ModuleType, n: Array) -> Array:
     return xp.log(xp.clip(n, min=1.0))
 
 
-def _log(xp: ModuleType, x: Parameter) -> Any:
-    return xp.log(x) if _is_array(x) else math.log(x)  # type: ignore[arg-type]
+def _log(xp: ModuleType, x: Any, n: Array) -> Any:
+    """The logarithm of a parameter, not rounded to its dtype where that is half precision."""
+    return xp.log(xp.astype(x, n.dtype)) if _is_array(x) else math.log(x)
 
 
 def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
     return factor if minimum is None else xp.clip(factor, min=float(minimum))
 
 
-def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
+def _check_parameter(name: str, x: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
     if _is_array(x):
         xp = namespace(**{name: x})
         if not xp.isdtype(x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
     else:
-        check_real(name, x, above=above)
+        check_real(name, x, above=above, least=least)
 
 
 def _check_minimum(minimum: Any) -> None:

@@ -28,7 +28,9 @@ from array_api_extra import default_dtype
 from isentropic._checks import (
     check_broadcastable,
     check_choice,
+    check_count,
     check_ndim,
+    is_integer,
     type_error,
     value_error,
 )
@@ -52,8 +54,11 @@ class Mask(ABC):
         """The arrays that the mask holds."""
 
     @abstractmethod
-    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
-        """Refuse arrays that do not fit attention of the shape ``batch + (n_queries, n_keys)``."""
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
+        """Refuse arrays that do not fit attention of the shape ``batch + (n_queries, n_keys)``.
+
+        Without a batch shape any will do.
+        """
 
     @abstractmethod
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
@@ -87,10 +92,13 @@ class Mask(ABC):
         """
         import numpy as np
 
-        arrays = (like, *self.arrays)
-        if all(x is None for x in arrays):
-            arrays = (np.empty(0),)
-        frame = Frame(namespace(mask=arrays), device(mask=arrays), n_queries, n_keys)
+        check_count("n_queries", n_queries, least=0)
+        check_count("n_keys", n_keys, least=0)
+        self.check(None, n_queries, n_keys)
+        if like is None:
+            like = self.arrays[0] if self.arrays else np.empty(0)
+        group = ("mask", self.arrays)
+        frame = Frame(namespace(group, like=like), device(group, like=like), n_queries, n_keys)
         return self.count(frame)
 
     def count(self, frame: Frame) -> Array:
@@ -153,7 +161,7 @@ class Frame:
 
     def index(self, x: Any) -> Any:
         """Integers per batch and head, (...), with an axis for the queries; numbers stay."""
-        return x if isinstance(x, int) else self.xp.astype(x, self.index_dtype)[..., None]
+        return x if is_integer(x) else self.xp.astype(x, self.index_dtype)[..., None]
 
 
 def causal(offset: int | Array | None = None) -> Mask:
@@ -218,10 +226,10 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     array([2, 3, 3, 2])
     """
     for name, x in (("left", left), ("right", right)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
-            raise type_error(name, "be an integer or None", type(x).__name__)
-        if x is not None and x < 0:
-            raise value_error(name, "be at least 0", x)
+        if x is not None:
+            check_count(name, x, least=0)
+    # Beyond any number of keys, and far enough from the ends of int32 to be added to a position.
+    left, right = (None if x is None else min(x, 2**30) for x in (left, right))
     return _Band(left, right, _integers("offset", offset, optional=True))
 
 
@@ -311,9 +319,9 @@ class _Band(_Contiguous):
     def arrays(self) -> tuple[Array, ...]:
         return () if self.offset is None or isinstance(self.offset, int) else (self.offset,)
 
-    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         for x in self.arrays:
-            check_broadcastable("offset", x.shape, batch)
+            _check_fits("offset", x.shape, batch)
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         offset = frame.n_keys - frame.n_queries if self.offset is None else frame.index(self.offset)
@@ -332,9 +340,9 @@ class _Padding(_Contiguous):
     def arrays(self) -> tuple[Array, ...]:
         return () if isinstance(self.lengths, int) else (self.lengths,)
 
-    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         for x in self.arrays:
-            check_broadcastable("lengths", x.shape, batch)
+            _check_fits("lengths", x.shape, batch)
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         zero = frame.positions(rows) * 0
@@ -353,10 +361,10 @@ class _Segments(Mask):
     def arrays(self) -> tuple[Array, ...]:
         return (self.ids,) if self.query_ids is None else (self.ids, self.query_ids)
 
-    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         if self.ids.shape[-1] != n_keys:
             raise value_error("ids", f"have a last dimension of {n_keys}, one per key", self.ids.shape)
-        check_broadcastable("ids", self.ids.shape, (*batch, n_keys))
+        _check_fits("ids", self.ids.shape, batch, n_keys)
         if self.query_ids is None and n_queries > n_keys:
             must = f"be given where there are more queries ({n_queries}) than keys ({n_keys})"
             raise value_error("query_ids", must, None)
@@ -364,7 +372,7 @@ class _Segments(Mask):
             if self.query_ids.shape[-1] != n_queries:
                 must = f"have a last dimension of {n_queries}, one per query"
                 raise value_error("query_ids", must, self.query_ids.shape)
-            check_broadcastable("query_ids", self.query_ids.shape, (*batch, n_queries))
+            _check_fits("query_ids", self.query_ids.shape, batch, n_queries)
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         queries = self.query_ids
@@ -381,8 +389,8 @@ class _Explicit(Mask):
     def arrays(self) -> tuple[Array, ...]:
         return (self.visible,)
 
-    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
-        check_broadcastable("mask", self.visible.shape, (*batch, n_queries, n_keys))
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
+        _check_fits("mask", self.visible.shape, batch, n_queries, n_keys)
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         x = self.visible
@@ -399,7 +407,7 @@ class _Pair(Mask):
     def arrays(self) -> tuple[Array, ...]:
         return self.first.arrays + self.second.arrays
 
-    def check(self, batch: tuple[int, ...], n_queries: int, n_keys: int) -> None:
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         self.first.check(batch, n_queries, n_keys)
         self.second.check(batch, n_queries, n_keys)
 
@@ -422,14 +430,19 @@ class _Either(_Pair):
         return self.first.block(frame, rows, columns) | self.second.block(frame, rows, columns)
 
 
+def _check_fits(name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int) -> None:
+    own = shape[: max(len(shape) - len(last), 0)]
+    check_broadcastable(name, shape, (*(own if batch is None else batch), *last))
+
+
 def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
     """An int, or an array of an integer dtype, or None where `optional`."""
     if x is None and optional:
         return None
-    if isinstance(x, int) and not isinstance(x, bool):
-        if name == "lengths" and x < 0:
-            raise value_error(name, "be at least 0", x)
-        return x
+    if is_integer(x):
+        if name == "lengths":
+            check_count(name, x, least=0)
+        return x if isinstance(x, int) else int(x)
     if not hasattr(x, "dtype") or not namespace(**{name: x}).isdtype(x.dtype, "integral"):
         got = getattr(x, "dtype", type(x).__name__)
         raise type_error(name, "be an integer or an array of an integer dtype", got)
