@@ -62,6 +62,11 @@ def is_integer(x: Any) -> bool:
     return isinstance(x, (int, Integral)) and not isinstance(x, bool)
 
 
+def plain_integer(x: Any) -> int:
+    """An integer of NumPy as Python's; a symbolic one stays as it is."""
+    return x if isinstance(x, int) else int(x)
+
+
 def check_count(name: str, x: Any, *, least: int = 1) -> None:
     """Refuse what is no integer of at least `least`."""
     if not is_integer(x):

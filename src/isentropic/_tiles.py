@@ -17,6 +17,7 @@ from isentropic._checks import (
     check_real,
     common_shape,
     is_integer,
+    plain_integer,
     type_error,
     value_error,
 )
@@ -302,7 +303,7 @@ def given_lengths(
             raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
         if n_keys < 0:
             raise value_error("n_keys", "be at least 0", n_keys)
-        return xp.full((1,), n_keys, dtype=dtype, device=device)
+        return xp.full((1,), plain_integer(n_keys), dtype=dtype, device=device)
     if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
         raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
     check_broadcastable("n_keys", n_keys.shape, shape)

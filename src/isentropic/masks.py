@@ -31,6 +31,7 @@ from isentropic._checks import (
     check_count,
     check_ndim,
     is_integer,
+    plain_integer,
     type_error,
     value_error,
 )
@@ -442,7 +443,7 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
     if is_integer(x):
         if name == "lengths":
             check_count(name, x, least=0)
-        return x if isinstance(x, int) else int(x)
+        return plain_integer(x)
     if not hasattr(x, "dtype") or not namespace(**{name: x}).isdtype(x.dtype, "integral"):
         got = getattr(x, "dtype", type(x).__name__)
         raise type_error(name, "be an integer or an array of an integer dtype", got)
