@@ -14,6 +14,7 @@ from isentropic._checks import (
     check_floating,
     check_ndim,
     check_order,
+    plain_integer,
     type_error,
     value_error,
 )
@@ -498,6 +499,7 @@ def multi_head_attention(
     check_floating(xp, **inputs, **weights, **shifts)
     check_ndim(2, **inputs, **weights)
     check_count("num_heads", num_heads)
+    num_heads = plain_integer(num_heads)
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
     for (name, w), width in zip(weights.items(), widths, strict=False):
         if w.ndim != 2 or w.shape[0] != width:

@@ -27,7 +27,7 @@ def divide_or_zero(xp: ModuleType, a: Array, z: Array) -> Array:
 def last_axis(xp: ModuleType, x: Array, axis: int) -> Array:
     """`x` with an axis moved to the end."""
     # Not `moveaxis`: PyTorch has no batching rule for array_api_compat's.
-    axis = axis % x.ndim
+    axis = int(axis) % x.ndim
     order = [i for i in range(x.ndim) if i != axis]
     return xp.permute_dims(x, (*order, axis))
 

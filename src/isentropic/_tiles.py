@@ -143,7 +143,7 @@ class Problem:
     def tile_shape(self) -> tuple[int, int]:
         if self.frame.whole and self.block_size is None:
             return self.n_queries, self.n_keys
-        columns = self.block_size or COLUMNS
+        columns = plain_integer(self.block_size or COLUMNS)
         rows = TILE_SIZE // max(math.prod(self.batch) * columns, 1)
         return max(rows, MIN_ROWS), columns
 

@@ -230,7 +230,7 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
         if x is not None:
             check_count(name, x, least=0)
     # Beyond any number of keys, and far enough from the ends of int32 to be added to a position.
-    left, right = (None if x is None else min(x, 2**30) for x in (left, right))
+    left, right = (None if x is None else min(plain_integer(x), 2**30) for x in (left, right))
     return _Band(left, right, _integers("offset", offset, optional=True))
 
 
