@@ -62,30 +62,37 @@ def partition(
     return maximum, weight, normalizer, xp.sum(summand, axis=-1, keepdims=True)
 
 
+def _bounded(xp: ModuleType, x: Array, order: float) -> Array:
+    """Centred scores, far below all that count cut off: no product with them overflows."""
+    return xp.clip(x, min=_LOWEST / max(order, 1.0))
+
+
+def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
+    """e^{order · x} for centred scores x ≤ 0 of weight eˣ."""
+    return weight if order >= _INFINITE else xp.exp(_bounded(xp, x, order) * order)
+
+
 def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     """The term of the moment for centred scores x ≤ 0 of weight eˣ."""
     t = order - 1
-    # Far below any score that counts, so that no product with x overflows, forward or backward.
-    x = xp.clip(x, min=_LOWEST / max(order, 1.0))
-    if abs(t) < _EQUAL:
-        return weight * x
     if abs(t) >= _NEAR:
-        return weight if order >= _INFINITE else xp.exp(x * order)
+        return _power(xp, x, weight, order)
+    if abs(t) < _EQUAL:
+        return weight * _bounded(xp, x, order)
     # expm1 keeps its digits for small t x, but may overflow against a weight of 0 for large.
-    small = xp.abs(x * t) < 1
-    near = weight * xp.expm1(xp.where(small, x, 0.0) * t)
-    return xp.where(small, near, xp.exp(x * order) - weight) / t
+    tx = _bounded(xp, x, order) * t
+    small = xp.abs(tx) < 1
+    near = weight * xp.expm1(xp.where(small, tx, 0.0))
+    return xp.where(small, near, _power(xp, x, weight, order) - weight) / t
 
 
 def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array, order: float) -> Array:
     """The moment relative to a maximum that is higher by −`shift` ≥ 0."""
-    t = order - 1
-    if abs(t) < _EQUAL:
-        return xp.exp(shift) * moment + _summand(xp, shift, xp.exp(shift), order) * normalizer
-    if abs(t) >= _NEAR:
-        return _summand(xp, shift, xp.exp(shift), order) * moment
-    grown = xp.exp(xp.clip(shift, min=_LOWEST) * order) * moment
-    return grown + _summand(xp, shift, xp.exp(shift), order) * normalizer
+    weight = xp.exp(shift)
+    shifted = _power(xp, shift, weight, order) * moment
+    if abs(order - 1) >= _NEAR:
+        return shifted
+    return shifted + _summand(xp, shift, weight, order) * normalizer
 
 
 def entropy_of_moments(
