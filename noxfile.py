@@ -56,12 +56,16 @@ def install(session: nox.Session, *groups: str, model: bool = False) -> None:
         session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "model"))
 
 
+def require_gpu(session: nox.Session, backend: str) -> None:
+    if backend == "cupy" and not shutil.which("nvidia-smi"):
+        session.skip("CuPy needs an NVIDIA GPU, and there is none here")
+
+
 @nox.session
 @nox.parametrize("backend", BACKENDS, ids=BACKENDS)
 def tests(session: nox.Session, backend: str) -> None:
     """The test suite on one backend; arguments go to pytest."""
-    if backend == "cupy" and not shutil.which("nvidia-smi"):
-        session.skip("CuPy needs an NVIDIA GPU, and there is none here")
+    require_gpu(session, backend)
     install(session, "test", backend, *(["peers"] if backend == "torch" else []), model=True)
     session.run(
         "pytest", f"--backend={backend}", "--cov", "--cov-report=", *session.posargs,
@@ -109,6 +113,7 @@ def demo(session: nox.Session) -> None:
     backend = next((a for a in session.posargs if not a.startswith("-")), "numpy")
     if backend not in BACKENDS:
         session.error(f"unknown backend {backend!r}: one of {', '.join(BACKENDS)}")
+    require_gpu(session, backend)
     install(session, "demo", backend, model=True)
     session.run("python", "docs/examples/entropy_growth.py", *session.posargs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,13 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
     import array_api_compat.cupy as xp
 
     return Backend(name, xp, xp.cuda.Device(0))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """PyTorch's own generator, where a test uses it; the others draw from `rng`."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(20260718)
 
 
 @pytest.fixture
