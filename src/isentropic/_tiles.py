@@ -46,7 +46,7 @@ class Problem:
     mask: Mask | None
     bias: Array | None
     softcap: float | None
-    poison: tuple[Array, Array] | None
+    poison: tuple[Array, Array] | None  # of queries and keys, where there is a mask: see `_shield`
     batch: tuple[int, ...]
     block_size: int | None
 
@@ -81,11 +81,10 @@ class Problem:
             s = xp.tanh(s / self.softcap) * self.softcap
         if self.bias is not None:
             s = s + xp.astype(take(take(self.bias, rows, -2), columns, -1), s.dtype)
-        if self.mask is None:
+        if self.mask is None or self.poison is None:
             return s
-        if self.poison is not None:
-            of_queries, of_keys = self.poison
-            s = s + take(of_queries, rows, -2) + take(of_keys, columns, -1)
+        of_queries, of_keys = self.poison
+        s = s + take(of_queries, rows, -2) + take(of_keys, columns, -1)
         return xp.where(self.mask.block(self.frame, rows, columns), s, -math.inf)
 
     def state(
