@@ -1,5 +1,7 @@
 """Attention against the definition, in every combination of what it takes."""
 
+import tracemalloc
+
 import numpy as np
 import oracles
 import pytest
@@ -230,6 +232,24 @@ class TestValues:
             num_heads=4, enable_gqa=True,
         )  # fmt: skip
         backend.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v: it.attention(q, k, v, is_causal=True),
+        lambda q, k, v: it.attention_entropy(q, k, mask=masks.window(300) | masks.padding(4), order=2),
+        lambda q, k, v: it.attention_information(q, k),
+    ],
+)
+def test_never_forms_the_weights(call):
+    n = 8192
+    q, k, v = np.random.default_rng(0).normal(size=(3, n, 4)).astype("float32")
+    tracemalloc.start()
+    call(q, k, v)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < n * n * 4 / 8
 
 
 def _float(x, dtype):
