@@ -1,7 +1,6 @@
 """One call of every public function: what the tests of common properties run over.
 
-A case is a function of a dictionary of arrays, ``case(fl, a)``, where `fl` is the library under
-test's public module and `a` holds arrays made from `inputs`.
+A case is a function of a dictionary of arrays, made from `inputs`.
 """
 
 from __future__ import annotations

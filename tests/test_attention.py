@@ -252,6 +252,18 @@ def test_never_forms_the_weights(call):
     assert peak < n * n * 4 / 8
 
 
+def test_additive_bounds_its_tiles():
+    n, hidden = 1024, 64
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, n, 16)).astype("float32")
+    w = rng.normal(size=(16, hidden)).astype("float32")
+    tracemalloc.start()
+    it.additive_attention(q, k, v, w, w, w[0])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < n * n * hidden * 4 / 4
+
+
 def _float(x, dtype):
     return dtype if np.asarray(x).dtype.kind == "f" else None
 

@@ -19,12 +19,12 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._entropy import FAMILIES, convert_family, entropy, entropy_of_moments, partition
-from isentropic._loops import Block, take, traces_lengths
+from isentropic._loops import Block, take
 from isentropic._namespace import Array, accumulator, device, namespace, present
 from isentropic._numerics import divide_or_zero
 from isentropic._state import AttentionState, as_rows
-from isentropic._tiles import COLUMNS, array_or_none, factor, given_lengths, prepare, visible_lengths
-from isentropic.laws import Law, LogLength
+from isentropic._tiles import array_or_none, factor, given_lengths, prepare, visible_lengths
+from isentropic.laws import Law, LogLength, check_law
 from isentropic.masks import Mask
 
 _DEFAULT_LAW = LogLength(512)
@@ -412,8 +412,7 @@ def scale_queries(query: Array, n_keys: int | Array, *, law: Law = _DEFAULT_LAW)
     >>> scale_queries(np.ones((1, 2)), 256, law=laws.LogLength(16))
     array([[2., 2.]])
     """
-    if not isinstance(law, Law):
-        raise type_error("law", "be a law of isentropic.laws", type(law).__name__)
+    check_law(law)
     n_array = array_or_none(n_keys)
     arrays = {"query": query} | present(n_keys=n_array)
     xp = namespace(("law", law.arrays), **arrays)
@@ -596,11 +595,7 @@ def additive_attention(
         raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
-    # A tile of scores has A numbers per query and key.
-    block_size = None if traces_lengths(xp) else max(COLUMNS // max(hidden, 1), 1)
-    problem = prepare(
-        query, key, value, mask=mask, scale=1.0, block_size=block_size, head_dims_match=False
-    )
+    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden)
 
     dtype = problem.query.dtype
     queries = problem.query @ xp.astype(w_q, dtype)

@@ -16,7 +16,6 @@ relative to a maximum, so both can be taken tile by tile (`shift_moment`).
 from __future__ import annotations
 
 import math
-from numbers import Real
 from types import ModuleType
 
 from isentropic._checks import (
@@ -27,6 +26,7 @@ from isentropic._checks import (
     check_order,
     check_real,
     common_shape,
+    is_array,
     type_error,
 )
 from isentropic._namespace import Array, accumulator, device, namespace, present
@@ -376,17 +376,16 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     >>> entropy_penalty(np.asarray([2.0, 4.0]), 3.0, weight=0.5)
     array(0.5)
     """
-    is_number = isinstance(target, (int, float, Real)) or not hasattr(target, "ndim")
-    arrays = {"entropy": entropy} | ({} if is_number else {"target": target})
+    arrays = {"entropy": entropy} | ({"target": target} if is_array(target) else {})
     xp = namespace(**arrays)
     device(**arrays)
     check_floating(xp, **arrays)
     check_real("weight", weight, least=0)
-    if is_number:
+    if is_array(target):
+        check_broadcastable("target", target.shape, entropy.shape)  # type: ignore[union-attr]
+    else:
         check_real("target", target)
         target = float(target)  # type: ignore[arg-type]
-    else:
-        check_broadcastable("target", target.shape, entropy.shape)  # type: ignore[union-attr]
 
     h = xp.astype(entropy, accumulator(xp, entropy.dtype))
     deviation = h - target

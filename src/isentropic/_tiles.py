@@ -49,6 +49,7 @@ class Problem:
     poison: tuple[Array, Array] | None  # of queries and keys, where there is a mask: see `_shield`
     batch: tuple[int, ...]
     block_size: int | None
+    score_width: int | None  # as in `prepare`
 
     @property
     def xp(self) -> ModuleType:
@@ -142,8 +143,9 @@ class Problem:
     def tile_shape(self) -> tuple[int, int]:
         if self.frame.whole and self.block_size is None:
             return self.n_queries, self.n_keys
-        columns = plain_integer(self.block_size or COLUMNS)
-        rows = TILE_SIZE // max(math.prod(self.batch) * columns, 1)
+        width = max(self.score_width or 1, 1)
+        columns = plain_integer(self.block_size or max(COLUMNS // width, 1))
+        rows = TILE_SIZE // max(math.prod(self.batch) * columns * width, 1)
         return max(rows, MIN_ROWS), columns
 
 
@@ -162,14 +164,29 @@ def prepare(
     enable_gqa: bool = False,
     implementation: str | None = None,
     block_size: int | None = None,
-    head_dims_match: bool = True,
+    score_width: int | None = None,
 ) -> Problem:
-    """Check all arguments, then scale the queries."""
-    arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    xp = namespace(**arrays, **present(bias=bias))
+    """Check all arguments, then scale the queries.
+
+    `score_width` is how many numbers a score needs on the way, where it is no product of features.
+    """
+    visible = None if mask is None else as_mask(mask)
+    if is_causal:
+        visible = causal() if visible is None else visible & causal()
+    if law is not None and not isinstance(law, Law):
+        raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
+    arrays = {"query": query, "key": key} | present(value=value)
+    optional = present(bias=bias, n_keys=array_or_none(n_keys))
+    groups = (
+        ("mask", () if visible is None else visible.arrays),
+        ("law", () if law is None else law.arrays),
+    )
+    xp = namespace(*groups, **arrays, **optional)
+    place = device(*groups, **arrays, **optional)
+
     check_floating(xp, **arrays, **present(bias=bias))
     check_ndim(3 if enable_gqa else 2, **arrays)
-    if head_dims_match and key.shape[-1] != query.shape[-1]:
+    if score_width is None and key.shape[-1] != query.shape[-1]:
         must = "have the last dimension of `query`"
         raise value_error("key", must, f"{query.shape[-1]} and {key.shape[-1]}")
     if value is not None and value.shape[-2] != key.shape[-2]:
@@ -177,19 +194,6 @@ def prepare(
         raise value_error("value", must, f"{key.shape[-2]} and {value.shape[-2]}")
     batch = _batch_shape(xp, arrays, enable_gqa)
     n_queries, total = query.shape[-2], key.shape[-2]
-
-    visible = None if mask is None else as_mask(mask)
-    if is_causal:
-        visible = causal() if visible is None else visible & causal()
-    if law is not None and not isinstance(law, Law):
-        raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
-    optional = present(bias=bias, n_keys=array_or_none(n_keys))
-    groups = (
-        ("mask", () if visible is None else visible.arrays),
-        ("law", () if law is None else law.arrays),
-    )
-    namespace(*groups, **arrays, **optional)
-    place = device(*groups, **arrays, **optional)
     if visible is not None:
         visible.check(batch, n_queries, total)
     if bias is not None:
@@ -219,6 +223,7 @@ def prepare(
     return Problem(
         frame, dtype, xp.astype(query, compute) * multiplier, key, value, visible, bias,
         None if softcap is None else float(softcap), poison, batch, block_size,
+        score_width,
     )  # fmt: skip
 
 

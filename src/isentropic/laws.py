@@ -27,7 +27,7 @@ from typing import Any
 
 from array_api_extra import default_dtype
 
-from isentropic._checks import check_choice, check_real, type_error
+from isentropic._checks import check_choice, check_real, is_array, type_error
 from isentropic._namespace import Array, accumulator, device, namespace
 
 __all__ = [
@@ -59,7 +59,7 @@ class Law(ABC):
 
     def __call__(self, n: Any) -> Any:
         parameters = self.arrays
-        if _is_array(n):
+        if is_array(n):
             xp, place = namespace(("law", parameters), n=n), device(("law", parameters), n=n)
             if not xp.isdtype(n.dtype, ("integral", "real floating")):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
@@ -85,7 +85,7 @@ class Law(ABC):
             x = getattr(self, field.name)
             if isinstance(x, Law):
                 found += x.arrays
-            elif _is_array(x):
+            elif is_array(x):
                 found += (x,)
         return found
 
@@ -180,7 +180,7 @@ class SqrtLogLength(Law):
     def _factor(self, xp: ModuleType, n: Array) -> Array:
         # Two roots, not one of the quotient: at n = 1 its gradient for the base would be 0 · ∞.
         base = _log(xp, self.base, n)
-        root = xp.sqrt(base) if _is_array(base) else math.sqrt(base)
+        root = xp.sqrt(base) if is_array(base) else math.sqrt(base)
         return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(xp, root, n), self.minimum)
 
 
@@ -343,7 +343,7 @@ class InfoScale(Law):
         rate = -2.0 / float(self.head_dim)
         gain = -xp.expm1(_log_length(xp, n) * rate)
         base = _log(xp, self.base, n)
-        if _is_array(base):
+        if is_array(base):
             return xp.sqrt(gain) / _over_queries(xp, xp.sqrt(-xp.expm1(base * rate)), n)
         return xp.sqrt(gain) / math.sqrt(-math.expm1(base * rate))
 
@@ -354,7 +354,7 @@ class _Scaled(Law):
     factor: Parameter
 
     def __post_init__(self) -> None:
-        _check_law(self.law)
+        check_law(self.law)
         _check_parameter("factor", self.factor)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
@@ -367,7 +367,7 @@ class _Shifted(Law):
     shift: float
 
     def __post_init__(self) -> None:
-        _check_law(self.law)
+        check_law(self.law)
         check_real("shift", self.shift)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
@@ -587,11 +587,6 @@ def preset(name: str, **parameters: Any) -> Law:
     return make(*bound.args, **bound.kwargs)
 
 
-def _is_array(x: Any) -> bool:
-    # Numbers first: under torch.compile a symbolic number answers no other question.
-    return not isinstance(x, (int, float, Real)) and hasattr(x, "ndim")
-
-
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
     """Float32, or float64 where the lengths or a parameter are."""
     return accumulator(xp, xp.result_type(dtype, *(x.dtype for x in parameters)))
@@ -599,7 +594,7 @@ def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) ->
 
 def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
     """A parameter over the axes ``...`` of the lengths ``(..., L)``, in their dtype."""
-    if not _is_array(x):
+    if not is_array(x):
         return float(x)  # a NumPy float64 would promote float32 lengths
     x = xp.astype(x, n.dtype)
     return x[..., None] if x.ndim > 0 and n.ndim > 0 else x
@@ -611,7 +606,7 @@ def _log_length(xp: ModuleType, n: Array) -> Array:
 
 def _log(xp: ModuleType, x: Any, n: Array) -> Any:
     """The logarithm of a parameter, not rounded to its dtype where that is half precision."""
-    return xp.log(xp.astype(x, n.dtype)) if _is_array(x) else math.log(x)
+    return xp.log(xp.astype(x, n.dtype)) if is_array(x) else math.log(x)
 
 
 def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
@@ -619,7 +614,7 @@ def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
 
 
 def _check_parameter(name: str, x: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
-    if _is_array(x):
+    if is_array(x):
         xp = namespace(**{name: x})
         if not xp.isdtype(x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
@@ -632,6 +627,6 @@ def _check_minimum(minimum: Any) -> None:
         check_real("minimum", minimum)
 
 
-def _check_law(law: Any) -> None:
+def check_law(law: Any) -> None:
     if not isinstance(law, Law):
         raise type_error("law", "be a law of isentropic.laws", type(law).__name__)
