@@ -47,6 +47,10 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 
 
+# What the tests of a backend need beside the group of its name.
+PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"]}
+
+
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
     """Install the package and the dependency groups; and the pretrained model where asked."""
     packages = dict.fromkeys(nox.project.dependency_groups(PYPROJECT, *groups))
@@ -66,7 +70,7 @@ def require_gpu(session: nox.Session, backend: str) -> None:
 def tests(session: nox.Session, backend: str) -> None:
     """The test suite on one backend; arguments go to pytest."""
     require_gpu(session, backend)
-    install(session, "test", backend, *(["peers"] if backend == "torch" else []), model=True)
+    install(session, "test", backend, *PARTNERS.get(backend, []), model=True)
     session.run(
         "pytest", f"--backend={backend}", "--cov", "--cov-report=", *session.posargs,
         env={"COVERAGE_FILE": str(ROOT / f".coverage.{backend}"), "COVERAGE_CORE": "ctrace"},

@@ -22,6 +22,9 @@ def inputs(dtype="float32", n=7):
     p[0, 0] = np.eye(n)[0]  # one-hot
     visible = rng.random((2, 1, n, n)) < 0.6
     visible[1, 0, 2] = False  # a query that sees nothing
+    dense = it.sparse_projection(16, 5, rng=1)
+    hadamard = it.hadamard_projection(16, 5, rounds=2, rng=2)
+    sketch = it.count_sketch(16, 6, nonzeros=2, rng=3)
     return {
         "q": normal(2, 4, n, 8),
         "k": normal(2, 4, n, 8),
@@ -40,7 +43,28 @@ def inputs(dtype="float32", n=7):
         "n_keys": np.arange(1, n + 1),
         "p": p,
         "target": normal(2, 4, n),
+        "weights": dense.weights.astype(dtype),
+        "weights_scale": dense.scale.astype(dtype),
+        "signs1": hadamard.signs[0].astype(dtype),
+        "signs2": hadamard.signs[1].astype(dtype),
+        "rows": hadamard.rows,
+        "sketch_signs": sketch.signs.astype(dtype),
+        "components": sketch.components,
+        "features": sketch.features,
+        "omega": it.positive_features(8, 12, rng=4).weights.astype(dtype),
     }
+
+
+def dense(a):
+    return it.DenseProjection(a["weights"], a["weights_scale"])
+
+
+def hadamard(a, rounds=2):
+    return it.HadamardProjection((a["signs1"], a["signs2"])[:rounds], a["rows"])
+
+
+def sketch(a):
+    return it.CountSketch(a["sketch_signs"], a["components"], a["features"])
 
 
 CASES = {
@@ -90,13 +114,46 @@ CASES = {
     "kl_divergence": lambda a: it.kl_divergence(a["p"], a["p"][1:, ...] + 0.1),
     "entropy_penalty": lambda a: it.entropy_penalty(a["target"], 1.5),
     "laws": lambda a: laws.scaled(laws.PowerLog(0.1, a["slope"], 1.5), 2.0)(a["target"] * a["target"]),
+    "DenseProjection": lambda a: dense(a)(a["x"]),
+    "DenseProjection-axis": lambda a: dense(a)(a["w"], axis=1),
+    "DenseProjection-adjoint": lambda a: dense(a).adjoint(a["x"][:, :5, :], axis=1),
+    "DenseProjection-matrix": lambda a: dense(a).matrix(),
+    "HadamardProjection": lambda a: hadamard(a, 1)(a["x"]),
+    "HadamardProjection-axis": lambda a: hadamard(a)(a["w"], axis=1),
+    "HadamardProjection-adjoint": lambda a: hadamard(a).adjoint(a["x"][:, :5, :], axis=1),
+    "HadamardProjection-matrix": lambda a: hadamard(a).matrix(),
+    "CountSketch": lambda a: sketch(a)(a["x"]),
+    "CountSketch-axis": lambda a: sketch(a)(a["w"], axis=1),
+    "CountSketch-adjoint": lambda a: sketch(a).adjoint(a["x"][:, :6, :], axis=1),
+    "CountSketch-matrix": lambda a: sketch(a).matrix(),
+    "hadamard_transform": lambda a: it.hadamard_transform(a["x"]),
+    "hadamard_transform-axis": lambda a: it.hadamard_transform(a["q"], axis=1, norm="backward"),
+    "PositiveFeatures": lambda a: it.PositiveFeatures(a["omega"])(a["q"] * 0.3),
+    "linear_attention": lambda a: it.linear_attention(
+        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
+    ),
+    "linear_attention-causal": lambda a: it.linear_attention(
+        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), is_causal=True, scale=0.2,
+        law=laws.AffineLog(a["slope"], 0.5),
+    ),
+    "linear_attention_error": lambda a: it.linear_attention_error(
+        a["q"], a["k"], it.PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
+    ),
     "visible_count": lambda a: (
         masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
     ).visible_count(7, 7, like=a["q"]),
 }  # fmt: skip
 
 # Arrays of these names have no gradient.
-DISCRETE = {"visible", "lengths", "ids", "n_keys"}
+DISCRETE = {"visible", "lengths", "ids", "n_keys", "rows", "components", "features"}
+
+# What draws, or answers with numbers for a reader: called outside of transformations, with tests of
+# their own.
+HOST = {
+    "count_sketch", "distortion", "entropy_criterion_dim", "gaussian_projection", "hadamard_projection",
+    "jl_distortion", "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "matched_key_dim",
+    "orthogonal_projection", "positive_features", "rademacher_projection", "sparse_projection",
+}  # fmt: skip
 
 
 class _Recorder(dict):

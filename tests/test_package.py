@@ -10,10 +10,16 @@ import isentropic as it
 from isentropic import laws, masks
 
 PUBLIC = [
-    "AttentionState", "LogLength", "additive_attention", "attention", "attention_entropy",
-    "attention_information", "attention_state", "attention_weights", "cross_entropy", "entropy",
-    "entropy_from_logits", "entropy_penalty", "kl_divergence", "laws", "masks", "merge",
-    "multi_head_attention", "rotary", "scale_queries",
+    "AttentionState", "CountSketch", "DenseProjection", "DistortionReport", "FailureRate",
+    "HadamardProjection", "LinearAttentionError", "LogLength", "PositiveFeatures",
+    "additive_attention", "attention", "attention_entropy", "attention_information",
+    "attention_state", "attention_weights", "count_sketch", "cross_entropy", "distortion",
+    "entropy", "entropy_criterion_dim", "entropy_from_logits", "entropy_penalty",
+    "gaussian_projection", "hadamard_projection", "hadamard_transform", "jl_distortion",
+    "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "kl_divergence", "laws",
+    "linear_attention", "linear_attention_error", "masks", "matched_key_dim", "merge",
+    "multi_head_attention", "orthogonal_projection", "positive_features", "rademacher_projection",
+    "rotary", "scale_queries", "sparse_projection",
 ]  # fmt: skip
 
 ATTENTION = (
@@ -75,6 +81,7 @@ class TestPackage:
             "import sys, numpy as np, isentropic as it\n"
             "x = np.ones((3, 2))\n"
             "it.attention(x, x, x, is_causal=True); it.laws.LogLength()(5); it.entropy(x)\n"
+            "it.jl_min_dim(100); it.distortion(x, it.hadamard_projection(2, 1)(x)).failure_rate(0.1)\n"
             "found = {'torch', 'jax', 'cupy', 'scipy'} & set(sys.modules)\n"
             "assert not found, found\n"
         )

@@ -112,8 +112,18 @@ def _is_torch_array(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def is_dask(x: Any) -> bool:
+    """Whether `x` is a Dask array; it is taken by some functions, and is of no library of its own."""
+    dask = sys.modules.get("dask.array")
+    return dask is not None and isinstance(x, dask.Array)
+
+
 def is_jax(xp: ModuleType) -> bool:
     return xp.__name__ == "jax.numpy"
+
+
+def is_numpy(xp: ModuleType) -> bool:
+    return xp.__name__ in ("numpy", "array_api_compat.numpy")
 
 
 def is_torch(xp: ModuleType) -> bool:
@@ -127,3 +137,14 @@ def _library(xp: ModuleType) -> str:
 def accumulator(xp: ModuleType, dtype: Any) -> Any:
     """The dtype to compute in: float64 for float64, else float32."""
     return dtype if dtype == xp.float64 else xp.float32
+
+
+def to_numpy(x: Array) -> Any:
+    """A copy of an array on the host, where a person is to see it."""
+    import numpy as np
+
+    if _is_torch_array(x):
+        x = x.detach().cpu()  # type: ignore[attr-defined]
+    elif array_api_compat.is_cupy_array(x):
+        x = x.get()  # type: ignore[attr-defined]
+    return np.array(x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
-from isentropic._namespace import Array
+from isentropic._namespace import Array, is_jax
 
 
 def log_or(xp: ModuleType, z: Array, default: float) -> Array:
@@ -35,3 +35,8 @@ def last_axis(xp: ModuleType, x: Array, axis: int) -> Array:
 def replace_infinite_minimum(xp: ModuleType, m: Array) -> Array:
     """`m` with 0 for −∞, so that ``x − m`` is never ∞ − ∞. NaN stays."""
     return xp.where(m == -math.inf, 0.0, m)
+
+
+def product(xp: ModuleType, a: Array, b: Array) -> Array:
+    """``a @ b`` to the full precision of the dtype: JAX would round float32 on a GPU to TF32."""
+    return xp.matmul(a, b, precision="highest") if is_jax(xp) else xp.matmul(a, b)

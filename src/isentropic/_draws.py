@@ -1,0 +1,71 @@
+"""Draws: on the host, once, in float64, and then moved. Layer 1.
+
+So the same seed gives the same numbers in every library and dtype, and on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from isentropic._checks import check_floating
+from isentropic._namespace import Array, device, is_dask, namespace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Numbers drawn at a time: what is drawn in float64 and stored in less does not double the memory.
+_DRAWN = 2**18
+
+
+def draw_matrix(
+    rng: Any,
+    columns: int,
+    rows: int,
+    like: Array | None,
+    draw: Callable[[np.random.Generator, tuple[int, int]], Any],
+) -> Array:
+    """A matrix (rows, columns) of independent entries that `draw` gives for a generator and a shape."""
+    import numpy as np
+
+    generator = np.random.default_rng(rng)
+    values = np.empty((rows, columns), _host_dtype(like))
+    some = max(1, _DRAWN // columns)
+    for start in range(0, rows, some):
+        part = values[start : start + some]
+        part[...] = draw(generator, (part.shape[0], columns))
+    return place_draw(values, like)
+
+
+def random_signs(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Independent ±1 of equal probability."""
+    return 1.0 - 2.0 * generator.integers(0, 2, size=shape, dtype="int8")
+
+
+def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """A matrix (rows, columns) of orthonormal rows, uniform among all of them (Mezzadri 2007)."""
+    import numpy as np
+
+    q, r = np.linalg.qr(generator.standard_normal((columns, rows)))
+    # QR is unique with a positive diagonal; without these signs the draw would not be uniform.
+    return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0)).T
+
+
+def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False) -> Any:
+    """Host numbers as an array of the library, device and (but for integers) dtype of `like`."""
+    if is_dask(like):
+        like = like._meta  # type: ignore[union-attr]
+    dtype = "int32" if integer else _host_dtype(like)
+    if like is None:
+        return values
+    xp, place = namespace(like=like), device(like=like)
+    moved = xp.asarray(values.astype(dtype), device=place)
+    return moved if integer else xp.astype(moved, like.dtype, copy=False)
+
+
+def _host_dtype(like: Array | None) -> str:
+    if like is None:
+        return "float64"
+    xp = namespace(like=like)
+    check_floating(xp, like=like)
+    return "float64" if like.dtype == xp.float64 else "float32"
