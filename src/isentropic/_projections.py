@@ -128,9 +128,9 @@ def sparse_projection(
     Warns
     -----
     UserWarning
-        For a density below 1/3: vectors with few large entries lose their lengths. With 1/√d and
-        points that have one entry each, a quarter of the distances is off by more than eps at the
-        dimension of the lemma, and some points become 0.
+        For a density below 1/3: vectors with few large entries lose their lengths. At the density
+        1/√d, with d = 10⁴ and 1000 points of one entry each, 24 % of the squared distances are off by
+        more than half at the dimension of the lemma, and 5 % of the points become 0.
 
     Notes
     -----
@@ -239,7 +239,7 @@ def hadamard_projection(
     -----
     H is of order D = d where there is a Hadamard matrix made of Paley's and Sylvester's (d = m·2^j with
     m = 1, 12, 20, 28, 36, 44, 60, such as 384, 640, 768, 896, 5120), and f with k = D is an isometry.
-    For other d it is of the next such order, at most 18 % above but for d < 12, and the vectors are
+    For other d it is of the next such order, at most 18 % above for d > 16, and the vectors are
     padded with zeros; the sample is of all D coordinates, so nothing is lost by truncation. For
     k > d the order is at least k.
 

@@ -1,0 +1,103 @@
+"""Hadamard matrices and the transform: against SciPy and the definition, on every backend."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+
+import isentropic as it
+from isentropic import _hadamard
+
+NORMS = {"ortho": lambda n: n**-0.5, "backward": lambda n: 1.0, "forward": lambda n: 1 / n}
+
+
+class TestTransform:
+    @pytest.mark.parametrize("n", [1, 2, 4, 32, 64, 512, 4096])
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_against_scipy(self, backend, n, norm, rng):
+        x = rng.normal(size=(3, n))
+        expected = x @ scipy.linalg.hadamard(n) * NORMS[norm](n)
+        got = it.hadamard_transform(backend.array(x), norm=norm)
+        tolerance = 1e-5 * np.abs(expected).max()
+        backend.assert_close(
+            got, expected.astype(got.dtype.__str__().rpartition(".")[2]), rtol=1e-5, atol=tolerance
+        )
+
+    @pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
+    def test_axis(self, backend, axis, rng, tiny_tiles):
+        x = rng.normal(size=(8, 16, 4))
+        n = x.shape[axis]
+        expected = np.moveaxis(np.moveaxis(x, axis, -1) @ scipy.linalg.hadamard(n) * n**-0.5, -1, axis)
+        backend.assert_close(
+            it.hadamard_transform(backend.array(x), axis=axis), expected, rtol=1e-5, atol=1e-5
+        )
+
+    def test_twice_is_the_identity(self, backend, rng):
+        x = backend.array(rng.normal(size=(5, 1024)).astype("float32"))
+        backend.assert_close(it.hadamard_transform(it.hadamard_transform(x)), x, rtol=1e-5, atol=2e-6)
+        back = it.hadamard_transform(it.hadamard_transform(x, norm="backward"), norm="forward")
+        backend.assert_close(back, x, rtol=1e-5, atol=2e-6)
+
+    def test_integers_are_exact(self, backend, rng):
+        # ±1 and sums of them, with no rounding: the factors hold no other numbers.
+        x = rng.integers(-50, 50, size=(4, 256)).astype("float32")
+        got = it.hadamard_transform(backend.array(x), norm="backward")
+        np.testing.assert_array_equal(backend.numpy(got), x @ scipy.linalg.hadamard(256))
+
+    def test_zero_sizes(self, backend):
+        assert it.hadamard_transform(backend.array(np.zeros((0, 8)))).shape == (0, 8)
+        assert it.hadamard_transform(backend.array(np.zeros((8, 0))), axis=0).shape == (8, 0)
+
+    def test_errors(self, backend):
+        x = backend.array(np.ones((3, 6)))
+        with pytest.raises(
+            ValueError, match="`x` must have a power of two of entries along axis 1, got 6"
+        ):
+            it.hadamard_transform(x)
+        with pytest.raises(ValueError, match="`x` must have a power of two"):
+            it.hadamard_transform(x[:, :0])
+        with pytest.raises(ValueError, match=r"`axis` must be in \[-2, 2\), got 2"):
+            it.hadamard_transform(x, axis=2)
+        with pytest.raises(ValueError, match="`norm` must be 'backward' or 'ortho'"):
+            it.hadamard_transform(x, norm="both")
+        with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
+            it.hadamard_transform(backend.array(np.ones(4, np.int64)))
+        with pytest.raises(TypeError, match="`x` must be an array"):
+            it.hadamard_transform([1.0, 2.0])
+
+
+class TestMatrices:
+    @pytest.mark.parametrize("order", [2, 12, 20, 28, 36, 44, 60, 24, 96, 768, 960])
+    def test_hadamard_of_many_orders(self, order):
+        base_doublings = _hadamard.hadamard_order(order)
+        factors = _hadamard.hadamard_factors(
+            np, base_doublings, scale=1.0, dtype=np.float64, place=None
+        )
+        h = _hadamard.apply_kronecker(np, factors, np.eye(order), 1)
+        assert h.shape == (order, order)
+        np.testing.assert_array_equal(np.abs(h), 1)
+        np.testing.assert_array_equal(h @ h.T, order * np.eye(order))
+
+    def test_orders_leave_small_gaps(self):
+        for n in range(1, 3000):
+            base, doublings = _hadamard.hadamard_order(n)
+            order = base << doublings
+            assert order >= n
+            if n > 16:
+                assert order <= 1.18 * n
+        for n in (12, 20, 384, 640, 768, 896, 1024, 5120):
+            base, doublings = _hadamard.hadamard_order(n)
+            assert base << doublings == n
+
+
+class TestMemory:
+    def test_output_and_one_buffer(self):
+        import tracemalloc
+
+        x = np.ones((512, 4096), np.float32)
+        tracemalloc.start()
+        try:
+            it.hadamard_transform(x)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 2.0 * x.nbytes

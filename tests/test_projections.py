@@ -1,0 +1,323 @@
+"""Random maps: what they compute, their moments, where they fail, and the same draw everywhere."""
+
+import pickle
+
+import numpy as np
+import pytest
+import scipy.linalg
+
+import isentropic as it
+
+MAPS = {
+    "gaussian": it.gaussian_projection,
+    "rademacher": it.rademacher_projection,
+    "sparse": it.sparse_projection,
+    "orthogonal": it.orthogonal_projection,
+    "hadamard": it.hadamard_projection,
+    "hadamard-2": lambda *a, **k: it.hadamard_projection(*a, rounds=2, **k),
+    "count_sketch": it.count_sketch,
+    "count_sketch-4": lambda *a, **k: it.count_sketch(*a, nonzeros=4, **k),
+}
+SIZES = [(24, 8), (50, 12), (1000, 64), (7, 4), (1, 4), (12, 20)]
+
+
+def flat(f):
+    for part in f:
+        yield from part if isinstance(part, tuple) else (part,)
+
+
+@pytest.mark.parametrize("name", MAPS)
+class TestEveryMap:
+    @pytest.mark.parametrize(("d", "k"), SIZES)
+    def test_is_its_matrix(self, backend, name, d, k, rng, tiny_tiles):
+        like = backend.array(np.zeros(0, "float32"))
+        f = MAPS[name](d, k, rng=5, like=like)
+        assert (f.n_features, f.n_components) == (d, k)
+        m = f.matrix()
+        assert m.dtype == like.dtype
+        m = backend.numpy(m).astype("float64")
+        assert m.shape == (k, d)
+        x, y = (
+            rng.normal(size=(3, d, 2)).astype("float32"),
+            rng.normal(size=(3, k, 2)).astype("float32"),
+        )
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        forward = f(backend.array(x), axis=1)
+        adjoint = f.adjoint(backend.array(y), axis=-2)
+        backend.assert_close(forward, np.einsum("kd,ndt->nkt", m, x), **close)
+        backend.assert_close(adjoint, np.einsum("kd,nkt->ndt", m, y), **close)
+        backend.assert_close(f(backend.array(x[..., 0])), x[..., 0] @ m.T, **close)
+        backend.assert_close(f(backend.array(x[0, :, 0])), m @ x[0, :, 0], **close)
+        # The dot test: ⟨f(x), y⟩ = ⟨x, f*(y)⟩.
+        left = (backend.numpy(forward) * y).sum(axis=1)
+        right = (backend.numpy(adjoint) * x).sum(axis=1)
+        np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-3)
+        assert f(backend.array(x[:0]), axis=1).shape == (0, k, 2)
+        assert f(backend.array(x[..., :0]), axis=1).shape == (3, k, 0)
+
+    def test_same_draw_everywhere(self, backend, name):
+        exact = MAPS[name](60, 12, rng=3)
+        for dtype in (*backend.dtypes, *([backend.half] if backend.half else [])):
+            like = backend.array(np.zeros(1, dtype))
+            f = MAPS[name](60, 12, rng=3, like=like)
+            for ours, theirs in zip(flat(f), flat(exact), strict=True):
+                assert type(ours) is type(like)
+                if backend.xp.isdtype(ours.dtype, "real floating") and ours.ndim:
+                    assert ours.dtype == like.dtype
+                    theirs = theirs.astype("float32" if dtype != "float64" else dtype).astype(dtype)
+                    np.testing.assert_array_equal(backend.numpy(ours), theirs)
+                elif ours.ndim:
+                    np.testing.assert_array_equal(backend.numpy(ours), theirs)
+
+    def test_dtype_is_that_of_the_input(self, backend, name, rng):
+        f = MAPS[name](64, 12, rng=3, like=backend.array(np.zeros(1, "float32")))
+        x = rng.normal(size=(5, 64))
+        exact = MAPS[name](64, 12, rng=3)(x)
+        for dtype in (*backend.dtypes, *([backend.half] if backend.half else [])):
+            got = f(backend.array(x.astype(dtype)))
+            assert got.dtype == backend.array(np.zeros(1, dtype)).dtype
+            tolerance = 2e-2 if dtype == "float16" else 1e-5
+            backend.assert_close(got, exact, rtol=tolerance, atol=tolerance)
+
+    def test_randomness(self, name):
+        draw = MAPS[name]
+        state = np.random.get_state()[1].copy()  # noqa: NPY002
+        a, b, c = draw(30, 8, rng=1), draw(30, 8, rng=np.random.default_rng(1)), draw(30, 8, rng=2)
+        assert all(np.array_equal(p, q) for p, q in zip(flat(a), flat(b), strict=True))
+        assert not np.array_equal(a.matrix(), c.matrix())
+        assert not np.array_equal(draw(30, 8).matrix(), draw(30, 8).matrix())
+        generator = np.random.default_rng(1)
+        assert not np.array_equal(
+            draw(30, 8, rng=generator).matrix(), draw(30, 8, rng=generator).matrix()
+        )
+        np.testing.assert_array_equal(np.random.get_state()[1], state)  # noqa: NPY002
+
+    def test_unbiased_inner_products(self, name, rng):
+        u, v = rng.normal(size=(2, 24))
+        u, v = u / np.linalg.norm(u), v / np.linalg.norm(v)
+        draws, k = 3000, 8
+        products, squares = np.empty(draws), np.empty(draws)
+        for seed in range(draws):
+            m = MAPS[name](24, k, rng=seed).matrix()
+            products[seed], squares[seed] = (m @ u) @ (m @ v), (m @ u) @ (m @ u)
+        for got, expected in ((products, u @ v), (squares, 1.0)):
+            assert abs(got.mean() - expected) < 4.5 * got.std() / draws**0.5
+
+    def test_pickles(self, name):
+        f = MAPS[name](30, 8, rng=1)
+        again = pickle.loads(pickle.dumps(f))
+        assert type(again) is type(f)
+        np.testing.assert_array_equal(again.matrix(), f.matrix())
+
+    def test_errors(self, backend, name):
+        like = backend.array(np.zeros(1, "float32"))
+        f = MAPS[name](24, 8, rng=1, like=like)
+        with pytest.raises(ValueError, match=r"`x` must have 24 entries along axis 1, got \(3, 23\)"):
+            f(backend.array(np.zeros((3, 23), "float32")))
+        with pytest.raises(ValueError, match="`y` must have 8 entries along axis 0"):
+            f.adjoint(backend.array(np.zeros((3, 8), "float32")), axis=0)
+        with pytest.raises(ValueError, match=r"`axis` must be in \[-1, 1\), got 1"):
+            f(backend.array(np.zeros(24, "float32")), axis=1)
+        with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
+            f(backend.array(np.zeros(24, np.int32)))
+        with pytest.raises(TypeError, match="`x` must be an array"):
+            f([0.0] * 24)
+        with pytest.raises(TypeError, match="`like` must have a real floating-point dtype"):
+            MAPS[name](24, 8, like=backend.array(np.zeros(1, np.int32)))
+        for sizes, error in (((0, 8), ValueError), ((24, 0), ValueError), ((24.0, 8), TypeError)):
+            with pytest.raises(error, match=r"`n_(features|components)` must be"):
+                MAPS[name](*sizes)
+        if backend.library != "numpy":
+            with pytest.raises(TypeError, match="must be an array of the library of"):
+                f(np.zeros(24))
+
+
+class TestMoments:
+    """Var ‖f(v)‖² over draws, against its formula, for flat, spiky and one-hot v."""
+
+    VECTORS = (
+        np.full(64, 1 / 8),
+        np.concatenate([np.full(2, 0.6), np.full(62, np.sqrt(0.28 / 62))]),
+        np.eye(64)[5],
+    )
+
+    @pytest.mark.parametrize("v", VECTORS, ids=["flat", "spiky", "one-hot"])
+    @pytest.mark.parametrize(
+        ("draw", "variance"),
+        [
+            (it.gaussian_projection, lambda k, fourth: 2 / k),
+            (it.rademacher_projection, lambda k, fourth: (2 - 2 * fourth) / k),
+            (it.sparse_projection, lambda k, fourth: 2 / k),  # s = 3
+            (
+                lambda d, k, rng: it.sparse_projection(d, k, density=0.5, rng=rng),
+                lambda k, fourth: (2 - fourth) / k,
+            ),
+            (it.orthogonal_projection, lambda k, fourth: 2 * (64 - k) / (k * 66)),
+            # 16 components of 64 features: two meet with probability 3/63.
+            (it.count_sketch, lambda k, fourth: 2 * 3 / 63 * (1 - fourth)),
+            (
+                lambda d, k, rng: it.count_sketch(d, k, nonzeros=4, rng=rng),
+                lambda k, fourth: 2 * (15 / 63) / 4 * (1 - fourth),
+            ),
+            # The rows are a sample without repetition of z = √D H S v, whose squares have the variance
+            # 2 − 2Σv⁴ over the signs, and one mean, 1, for every draw of them.
+            (
+                it.hadamard_projection,
+                lambda k, fourth: (2 - 2 * fourth) / k * (64 - k) / 63,
+            ),
+        ],
+        ids=["gaussian", "rademacher", "sparse", "half", "haar", "sketch", "sketch-4", "hadamard"],
+    )  # fmt: skip
+    def test_variance(self, v, draw, variance):
+        k, draws = 16, 6000
+        squares = np.asarray([(draw(64, k, rng=seed)(v) ** 2).sum() for seed in range(draws)])
+        expected = variance(k, (v**4).sum())
+        # Standard errors of a variance, with the kurtosis of the sample.
+        spread = np.std((squares - squares.mean()) ** 2) / draws**0.5
+        assert abs(squares.mean() - 1) < 4.5 * squares.std() / draws**0.5 + 1e-12
+        assert abs(squares.var() - expected) < 4.5 * spread + 1e-12
+
+    def test_inner_products_and_angles_of_gaussian_maps(self, rng):
+        u, v = rng.normal(size=(2, 50))
+        u, v = u / np.linalg.norm(u), v / np.linalg.norm(v)
+        k, draws = 200, 4000
+        images = [(f(u), f(v)) for f in (it.gaussian_projection(50, k, rng=s) for s in range(draws))]
+        products = np.asarray([a @ b for a, b in images])
+        cosines = np.asarray([a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in images])
+        np.testing.assert_allclose(products.var(), (1 + (u @ v) ** 2) / k, rtol=0.1)
+        np.testing.assert_allclose(cosines.std(), (1 - (u @ v) ** 2) / k**0.5, rtol=0.1)
+
+
+class TestHaar:
+    def test_rows_are_orthonormal(self):
+        for d, k in ((30, 30), (30, 7), (7, 30)):
+            f = it.orthogonal_projection(d, k, rng=0)
+            w = f.weights if k <= d else f.weights.T
+            np.testing.assert_allclose(w @ w.T, np.eye(min(d, k)), atol=1e-12)
+        np.testing.assert_allclose(f.matrix().T @ f.matrix(), np.eye(7), atol=1e-12)
+
+    def test_uniform(self):
+        # The first entry of a uniformly random orthogonal matrix is symmetric about 0; QR alone is not.
+        first = np.asarray([it.orthogonal_projection(3, 3, rng=s).weights[0, 0] for s in range(2000)])
+        assert abs((first > 0).mean() - 0.5) < 0.05
+        assert abs((first**2).mean() - 1 / 3) < 0.03
+
+
+class TestSparse:
+    def test_density(self):
+        w = it.sparse_projection(1000, 300, density=0.4, rng=0).weights
+        assert set(np.unique(w)) == {-1.0, 0.0, 1.0}
+        assert abs((w == 1).mean() - 0.2) < 0.005
+        assert abs((w == -1).mean() - 0.2) < 0.005
+
+    def test_very_sparse_warns_and_fails_on_spikes(self):
+        n, d = 1000, 10**4
+        k = it.jl_min_dim(n, eps=0.5)
+        with pytest.warns(UserWarning, match=r"A density of 0.01, below 1/3"):
+            f = it.sparse_projection(d, k, density=0.01, rng=0, like=np.zeros(1, "float32"))
+        x = np.eye(n, dtype="float32")
+        y = f.matrix().T[:n]  # the images of n single features
+        # The figures of the documentation.
+        assert 0.2 < it.distortion(x, y, pairs=10**5, rng=1).failure_rate(0.5).rate < 0.28
+        assert 0.03 < (np.abs(y).sum(axis=1) == 0).mean() < 0.07
+
+    @pytest.mark.parametrize("density", [0.0, 1.5, "auto"])
+    def test_errors(self, density):
+        with pytest.raises((ValueError, TypeError), match="`density` must be"):
+            it.sparse_projection(10, 5, density=density)
+
+
+class TestHadamard:
+    @pytest.mark.parametrize("d", [8, 12, 768, 100, 1000])
+    @pytest.mark.parametrize("rounds", [1, 2, 3])
+    def test_mixing_is_orthogonal_for_every_size(self, d, rounds):
+        base, doublings = it._hadamard.hadamard_order(d)
+        order = base << doublings
+        m = it.hadamard_projection(d, order, rounds=rounds, rng=0).matrix()  # keeps all coordinates
+        np.testing.assert_allclose(m.T @ m, np.eye(d), atol=1e-10)
+        f = it.hadamard_projection(d, 5, rounds=rounds, rng=0)
+        assert f.has_orthogonal_rows == (order == d)
+        if order == d:
+            np.testing.assert_allclose(f.matrix() @ f.matrix().T, d / 5 * np.eye(5), atol=1e-10)
+
+    def test_definition(self, rng):
+        # √(d/k) P H D of the document, with H by SciPy.
+        f = it.hadamard_projection(64, 10, rng=0)
+        h = scipy.linalg.hadamard(64) / 8
+        expected = np.sqrt(64 / 10) * h[f.rows] * f.signs[0]
+        np.testing.assert_allclose(f.matrix(), expected, atol=1e-12)
+
+    def test_one_hot_keeps_its_length(self):
+        for d in (64, 768, 100):
+            y = it.hadamard_projection(d, 10, rng=0)(np.eye(d))
+            np.testing.assert_allclose((y**2).sum(axis=-1), 1)
+
+    @pytest.mark.parametrize("entries", [8, 16])
+    def test_worst_cases_of_one_round(self, entries):
+        # Equal entries on a subgroup. Where the signs on it are those of a row of the small Hadamard
+        # matrix, H S v lives on d/entries of the rows, and the sampled length is hypergeometric.
+        from scipy.stats import hypergeom
+
+        def of_pattern(d, k, eps):
+            hits = np.arange(k + 1)
+            off = np.abs(entries * hits / k - 1) > eps
+            return hypergeom(d, d // entries, k).pmf(hits)[off].sum()
+
+        # The figures of the documentation.
+        if entries == 8:
+            assert of_pattern(4096, 316, 0.5) * 2 * 8 / 2**8 > 2.7e-5
+            assert it.jl_failure_probability(2, 316, eps=0.5) < 2.1e-8
+
+        d, k, eps, draws = 1024, 79, 0.5, 3000
+        v = np.zeros(d)
+        v[:: d // entries] = entries**-0.5
+        rates = {}
+        for rounds in (1, 2):
+            failures = 0
+            for seed in range(draws):
+                f = it.hadamard_projection(d, k, rounds=rounds, rng=seed)
+                f = f._replace(signs=(np.ones(d), *f.signs[1:]))
+                failures += abs((f(v) ** 2).sum() - 1) > eps
+            rates[rounds] = it._tails.binomial_interval(failures, draws, 0.999)
+        low, high = rates[1]
+        assert low < of_pattern(d, k, eps) < high
+        gaussian = it.jl_failure_probability(2, k, eps=eps)
+        assert low > 10 * gaussian
+        assert rates[2][0] < gaussian < rates[2][1]  # the second round mends it
+
+    def test_memory(self):
+        f = it.hadamard_projection(65536, 512, rng=0, like=np.zeros(1, "float32"))
+        assert sum(part.nbytes for part in flat(f)) < 5 * 65536
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="`rounds` must be at least 1"):
+            it.hadamard_projection(8, 2, rounds=0)
+
+
+class TestCountSketch:
+    @pytest.mark.parametrize(("d", "k", "s"), [(100, 10, 1), (101, 12, 3), (5, 12, 4), (12, 12, 1)])
+    def test_matrix_has_the_nonzeros(self, d, k, s):
+        m = it.count_sketch(d, k, nonzeros=s, rng=0).matrix()
+        np.testing.assert_allclose(np.abs(m).sum(axis=0), s**0.5)
+        blocks = (m != 0).reshape(s, k // s, d)
+        assert (blocks.sum(axis=1) == 1).all()  # one in each block
+        loads = blocks.sum(axis=-1)
+        assert (loads.max(axis=1) - loads.min(axis=1) <= 1).all()  # dealt evenly
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match=r"`nonzeros` must divide `n_components` \(10\), got 3"):
+            it.count_sketch(100, 10, nonzeros=3)
+        with pytest.raises(ValueError, match="`nonzeros` must be at least 1"):
+            it.count_sketch(100, 10, nonzeros=0)
+
+
+def test_memory_of_float32_draws():
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        it.gaussian_projection(20_000, 200, rng=0, like=np.zeros(1, "float32"))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.7 * 4 * 20_000 * 200  # not the 16 bytes of a draw in float64 beside a copy
