@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+
+# scikit-learn takes arrays of other libraries only if SciPy was imported with this.
+os.environ.setdefault("SCIPY_ARRAY_API", "1")
 
 BACKENDS = [
     "numpy",

@@ -140,11 +140,11 @@ def accumulator(xp: ModuleType, dtype: Any) -> Any:
 
 
 def to_numpy(x: Array) -> Any:
-    """A copy of an array on the host, where a person is to see it."""
+    """An array on the host, where a person is to see it."""
     import numpy as np
 
     if _is_torch_array(x):
-        x = x.detach().cpu()  # type: ignore[attr-defined]
-    elif array_api_compat.is_cupy_array(x):
-        x = x.get()  # type: ignore[attr-defined]
-    return np.array(x)
+        x = x.detach()  # type: ignore[attr-defined]
+    if array_api_compat.is_cupy_array(x):
+        return x.get()  # type: ignore[attr-defined]
+    return np.from_dlpack(x, device="cpu", copy=True)

@@ -1,0 +1,159 @@
+"""The measured distortion: against plain NumPy over all pairs, on every backend."""
+
+import numpy as np
+import pytest
+from scipy.spatial.distance import pdist
+from scipy.stats import binomtest
+
+import isentropic as it
+from isentropic import _distortion
+
+
+def cosine_angles(x):
+    return np.arccos(np.clip(1 - pdist(x, "cosine"), -1, 1))
+
+
+def upper(n):
+    """The pairs in the order of `pdist`, as positions in ours (i > j, by i)."""
+    j, i = np.triu_indices(n, 1)
+    return i * (i - 1) // 2 + j
+
+
+class TestValues:
+    def test_all_pairs(self, backend, rng, tiny_tiles):
+        x = rng.normal(size=(23, 40))
+        y = x @ rng.normal(size=(40, 7)) / 7**0.5
+        report = it.distortion(backend.array(x), backend.array(y))
+        order = upper(23)
+        expected = {
+            "distance": pdist(y) ** 2 / pdist(x) ** 2 - 1,
+            "inner_product": (1 - pdist(y, "cosine")) * np.outer(*[np.linalg.norm(y, axis=1)] * 2)[np.triu_indices(23, 1)]
+            / np.outer(*[np.linalg.norm(x, axis=1)] * 2)[np.triu_indices(23, 1)]
+            - (1 - pdist(x, "cosine")),
+            "angle": cosine_angles(y) - cosine_angles(x),
+        }  # fmt: skip
+        for name, want in expected.items():
+            got = backend.numpy(getattr(report, name))
+            np.testing.assert_allclose(got[order], want, rtol=1e-4, atol=1e-5, err_msg=name)
+        want = (y**2).sum(axis=1) / (x**2).sum(axis=1) - 1
+        np.testing.assert_allclose(backend.numpy(report.norm), want, rtol=1e-4, atol=1e-5)
+        assert report.distance.dtype == backend.array(x).dtype
+        assert (report.n_points, report.n_features, report.n_components) == (23, 40, 7)
+        assert report.n_pairs == 23 * 22 / 2
+        assert abs(report.worst - np.abs(expected["distance"]).max()) < 1e-4
+        share = (np.abs(expected["distance"]) > 0.3).mean()
+        assert report.failure_rate(0.3) == pytest.approx((share, share, share))
+
+    def test_sampled_pairs(self, backend, rng):
+        x = rng.normal(size=(60, 30))
+        y = x[:, :10] * 3**0.5
+        whole = backend.numpy(it.distortion(backend.array(x), backend.array(y)).distance)
+        sample = it.distortion(backend.array(x), backend.array(y), pairs=300, rng=1)
+        got = backend.numpy(sample.distance)
+        assert got.shape == (300,)
+        assert (np.abs(got[:, None] - whole).min(axis=1) < 1e-5).all()
+        again = it.distortion(backend.array(x), backend.array(y), pairs=300, rng=1)
+        np.testing.assert_array_equal(got, backend.numpy(again.distance))
+        rate = sample.failure_rate(0.5, confidence=0.9)
+        failures = int((np.abs(got) > 0.5).sum())
+        interval = binomtest(failures, 300).proportion_ci(0.9)
+        assert rate == pytest.approx((failures / 300, interval.low, interval.high))
+        # More pairs than there are: all.
+        assert it.distortion(backend.array(x), backend.array(y), pairs=10**6).distance.shape == (1770,)
+
+    def test_an_isometry(self, backend, rng):
+        x = backend.array(rng.normal(size=(20, 8)).astype("float32"))
+        report = it.distortion(x, it.orthogonal_projection(8, 8, rng=0, like=x)(x))
+        for errors in (report.distance, report.norm, report.inner_product, report.angle):
+            assert np.abs(backend.numpy(errors)).max() < 1e-5
+
+    def test_degenerate_points(self, backend):
+        x = backend.array([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [2.0, 2.0], [-1.0, -1.0]])
+        report = it.distortion(x, x)
+        for errors in (report.distance, report.norm, report.inner_product, report.angle):
+            np.testing.assert_allclose(backend.numpy(errors), 0, atol=1e-6)
+        # Equal points that the map tells apart.
+        y = backend.array([[0.0, 0.0], [1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [-1.0, -1.0]])
+        report = it.distortion(x, y)
+        assert report.worst == np.inf
+        assert np.isfinite(backend.numpy(report.angle)).all()
+
+    def test_close_points_keep_their_digits(self, rng):
+        # Through inner products the distance of 1e-5 would drown in the rounding of 1e6.
+        x = (1000 + 1e-5 * rng.normal(size=(5, 100))).astype("float64")
+        report = it.distortion(x, 2 * x)
+        np.testing.assert_allclose(report.distance, 3, rtol=1e-6)
+
+    def test_half_precision(self, backend, rng):
+        if backend.half is None:
+            pytest.skip("no half precision here")
+        x = backend.array(rng.normal(size=(10, 3000)).astype("float16") * 10)  # squared norms overflow
+        report = it.distortion(x, x)
+        assert report.distance.dtype == backend.xp.float32
+        assert report.worst == 0
+
+    def test_nan_has_failed(self):
+        x = np.ones((3, 2)) * np.arange(3)[:, None]
+        y = x.copy()
+        y[2] = np.nan
+        assert it.distortion(x, y).failure_rate(0.1).rate == pytest.approx(2 / 3)
+
+    def test_pairs_of_many_points(self):
+        n = 10**8
+        i, j = _distortion._choose(n * (n - 1) // 2, 10**5, 0)
+        assert (j >= 0).all()
+        assert (j < i).all()
+        assert (i < n).all()
+        assert len(set(zip(i.tolist(), j.tolist(), strict=True))) == 10**5
+        np.testing.assert_allclose(i.mean(), n * 2 / 3, rtol=0.01)
+
+    def test_memory(self, rng):
+        import tracemalloc
+
+        x = rng.normal(size=(500, 2000)).astype("float32")
+        y = x[:, :50].copy()
+        tracemalloc.start()
+        try:
+            it.distortion(x, y)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 40e6  # n × n × d would be 2 GB
+
+
+class TestReport:
+    def test_table(self, backend, rng):
+        x = backend.array(rng.normal(size=(50, 64)).astype("float32"))
+        text = repr(it.distortion(x, it.hadamard_projection(64, 16, rng=0, like=x)(x)))
+        assert "50 points, 64 → 16 dimensions, all 1225 pairs" in text
+        for word in (
+            "squared distance",
+            "squared norm",
+            "inner product",
+            "angle (rad)",
+            "99 %",
+            "0.05:",
+        ):
+            assert word in text
+        assert all(len(line) <= 100 for line in text.splitlines())
+        sampled = repr(it.distortion(x, x, pairs=100, rng=0))
+        assert "100 of 1225 pairs" in sampled
+        assert "at 95 %" in sampled
+
+    def test_errors(self, backend):
+        x = backend.array(np.ones((4, 3)))
+        with pytest.raises(ValueError, match=r"`y` must have as many rows as `x` \(4\), got 2"):
+            it.distortion(x, x[:2, :])
+        with pytest.raises(ValueError, match="`x` must have 2 dimensions, got 1"):
+            it.distortion(x[0, :], x)
+        with pytest.raises(ValueError, match="`x` must have at least 2 rows, got 1"):
+            it.distortion(x[:1, :], x[:1, :])
+        with pytest.raises(ValueError, match="`pairs` must be at least 1"):
+            it.distortion(x, x, pairs=0)
+        with pytest.raises(TypeError, match="`y` must have a real floating-point dtype"):
+            it.distortion(x, backend.array(np.ones((4, 3), np.int32)))
+        report = it.distortion(x, x)
+        with pytest.raises(ValueError, match="`eps` must be above 0"):
+            report.failure_rate(0.0)
+        with pytest.raises(ValueError, match="`confidence` must be below 1"):
+            report.failure_rate(0.1, confidence=1.0)
