@@ -107,7 +107,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def doctests(session: nox.Session) -> None:
     """Every example in a docstring, and in the README."""
-    install(session, "test")
+    install(session, "test", "sklearn")
     session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", "README.md", "--no-cov")
 
 
@@ -123,9 +123,16 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def search(session: nox.Session) -> None:
+    """Nearest neighbours of source files before and after Fast JL. Arguments: options (--help)."""
+    install(session, "demo", "sklearn")
+    session.run("python", "docs/examples/source_search.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks of this commit, each once and quickly. Arguments go to `asv run`."""
-    install(session, "bench", "torch", "jax")
+    install(session, "bench", "torch", "jax", "sklearn")
     session.chdir("asv_benchmarks")
     session.run("asv", "machine", "--yes", "--machine", "default")
     session.run(

@@ -3,54 +3,17 @@
 The ratios are timed in one process, in turn, and are what to compare between commits.
 """
 
-import importlib
-import time
-
 import numpy as np
 
 import isentropic as it
 
-NAMESPACES = {
-    "numpy": "array_api_compat.numpy",
-    "torch": "array_api_compat.torch",
-    "jax": "jax.numpy",
-    "cupy": "array_api_compat.cupy",
-}
-
-
-def namespace(backend):
-    try:
-        xp = importlib.import_module(NAMESPACES[backend])
-    except ImportError as error:
-        raise NotImplementedError(f"{backend} is not installed") from error
-    if backend == "cupy" and not xp.is_available():
-        raise NotImplementedError("CuPy sees no GPU")
-    return xp
+from .backends import NAMESPACES, namespace, ratio, synchronized
 
 
 def arrays(backend, n, heads=8, head_dim=64):
     xp = namespace(backend)
     x = np.random.default_rng(0).normal(size=(3, heads, n, head_dim)).astype("float32")
     return [xp.asarray(part) for part in x]
-
-
-def synchronized(backend, function):
-    """`function`, compiled where its library compiles, and returning when the result is there."""
-    if backend == "jax":
-        import jax
-
-        compiled = jax.jit(function)
-        return lambda *a: jax.block_until_ready(compiled(*a))
-    if backend == "cupy":
-        import cupy
-
-        def run(*a):
-            result = function(*a)
-            cupy.cuda.Device().synchronize()
-            return result
-
-        return run
-    return function
 
 
 CALLS = {
@@ -83,7 +46,6 @@ class AgainstTorch:
     params = (["numpy", "torch", "jax"], list(CALLS), [1024])
     param_names = ("backend", "call", "n")
     unit = "ratio"
-    rounds = 5
 
     def setup(self, backend, call, n):
         self.peer_arrays = arrays("torch", n)
@@ -93,17 +55,8 @@ class AgainstTorch:
     def track_ratio(self, backend, call, n):
         import torch
 
-        ours, theirs = [], []
         peer = torch.nn.functional.scaled_dot_product_attention
-        for _ in range(self.rounds + 1):
-            for record, function, inputs in (
-                (ours, self.function, self.arrays),
-                (theirs, peer, self.peer_arrays),
-            ):
-                start = time.perf_counter()
-                function(*inputs)
-                record.append(time.perf_counter() - start)
-        return float(np.median(ours[1:]) / np.median(theirs[1:]))
+        return ratio(lambda: self.function(*self.arrays), lambda: peer(*self.peer_arrays))
 
 
 class Error:

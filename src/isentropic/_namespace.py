@@ -147,4 +147,4 @@ def to_numpy(x: Array) -> Any:
         x = x.detach()  # type: ignore[attr-defined]
     if array_api_compat.is_cupy_array(x):
         return x.get()  # type: ignore[attr-defined]
-    return np.from_dlpack(x, device="cpu", copy=True)
+    return np.from_dlpack(x, device="cpu", copy=True)  # type: ignore[arg-type]

@@ -67,5 +67,6 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     ax.set_xlabel("relative error of squared distances")
     ax.set_ylabel("density")
     ax.set_title(f"{report.n_points} points, {report.n_features} → {k} dimensions")
-    ax.legend(frameon=False)
+    ax.set_ylim(top=1.35 * ax.get_ylim()[1])  # room for the legend
+    ax.legend(frameon=False, loc="upper center")
     return ax

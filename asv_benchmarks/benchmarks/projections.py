@@ -1,0 +1,163 @@
+"""Hadamard transform and Johnson–Lindenstrauss maps: seconds, and ratios to those of others."""
+
+import numpy as np
+
+import isentropic as it
+
+from .backends import NAMESPACES, namespace, ratio, synchronized
+
+CPU = ["numpy", "torch", "jax"]
+ROWS = [2**8, 2**10, 2**12, 2**14, 2**16]
+SIZE = 2**24  # numbers in an array, 64 MB
+
+
+def matrix(backend, columns, size=SIZE):
+    x = np.random.default_rng(0).normal(size=(size // columns, columns)).astype("float32")
+    return namespace(backend).asarray(x)
+
+
+class Hadamard:
+    """The transform along the rows of 64 MB."""
+
+    params = (list(NAMESPACES), ROWS)
+    param_names = ("backend", "n")
+
+    def setup(self, backend, n):
+        self.x = matrix(backend, n)
+        self.transform = synchronized(backend, it.hadamard_transform)
+        self.transform(self.x)
+
+    def time_transform(self, backend, n):
+        self.transform(self.x)
+
+    def peakmem_transform(self, backend, n):
+        self.transform(self.x)
+
+
+class HadamardAgainstPeers:
+    """Multiples of the time of a copy by NumPy, and of SciPy's cosine transform with all workers."""
+
+    params = (CPU, ROWS)
+    param_names = ("backend", "n")
+    unit = "ratio"
+    timeout = 300
+
+    def setup(self, backend, n):
+        self.x, self.host = matrix(backend, n), matrix("numpy", n)
+        self.transform = synchronized(backend, it.hadamard_transform)
+
+    def track_copies(self, backend, n):
+        return ratio(lambda: self.transform(self.x), self.host.copy)
+
+    def track_dct(self, backend, n):
+        from scipy.fft import dct
+
+        return ratio(lambda: self.transform(self.x), lambda: dct(self.host, workers=-1))
+
+
+D, K, N = 65536, 512, 64
+
+MAPS = {
+    "gaussian": it.gaussian_projection,
+    "hadamard": it.hadamard_projection,
+    "hadamard-2": lambda *a, **k: it.hadamard_projection(*a, rounds=2, **k),
+    "count_sketch": it.count_sketch,
+}
+
+
+class Projections:
+    """64 points of 65 536 features to 512 components."""
+
+    params = (list(NAMESPACES), list(MAPS))
+    param_names = ("backend", "map")
+
+    def setup(self, backend, name):
+        self.x = matrix(backend, D, N * D)
+        f = MAPS[name](D, K, rng=1, like=self.x)
+        apply = synchronized(backend, lambda f, x: f(x))
+        self.project = lambda x: apply(f, x)
+        self.project(self.x)
+
+    def time_apply(self, backend, name):
+        self.project(self.x)
+
+    def time_draw(self, backend, name):
+        MAPS[name](D, K, rng=1, like=self.x)
+
+
+class ProjectionsAgainstPeers:
+    """Multiples of the time of scikit-learn's and SciPy's projections of the same size."""
+
+    params = (CPU, list(MAPS))
+    param_names = ("backend", "map")
+    unit = "ratio"
+    timeout = 600
+
+    def setup(self, backend, name):
+        self.x, self.host = matrix(backend, D, N * D), matrix("numpy", D, N * D)
+        f = MAPS[name](D, K, rng=1, like=self.x)
+        apply = synchronized(backend, lambda f, x: f(x))
+        self.project = lambda x: apply(f, x)
+
+    def track_apply_sklearn_gaussian(self, backend, name):
+        from sklearn.random_projection import GaussianRandomProjection
+
+        peer = GaussianRandomProjection(K, random_state=0).fit(self.host)
+        return ratio(lambda: self.project(self.x), lambda: peer.transform(self.host))
+
+    def track_apply_sklearn_sparse(self, backend, name):
+        from sklearn.random_projection import SparseRandomProjection
+
+        peer = SparseRandomProjection(K, random_state=0).fit(self.host)
+        return ratio(lambda: self.project(self.x), lambda: peer.transform(self.host))
+
+    def track_draw_and_apply_sklearn_gaussian(self, backend, name):
+        from sklearn.random_projection import GaussianRandomProjection
+
+        def ours():
+            MAPS[name](D, K, rng=1, like=self.x)(self.x)
+
+        return ratio(
+            ours, lambda: GaussianRandomProjection(K, random_state=0).fit_transform(self.host), rounds=2
+        )
+
+    def track_draw_and_apply_scipy_sketch(self, backend, name):
+        from scipy.linalg import clarkson_woodruff_transform
+
+        def ours():
+            MAPS[name](D, K, rng=1, like=self.x)(self.x)
+
+        return ratio(ours, lambda: clarkson_woodruff_transform(self.host.T, K, rng=1).T)
+
+
+class Bounds:
+    """Dimensions of the lemma, in numbers and in arrays."""
+
+    params = ("exact", "haar", "dasgupta-gupta")
+    param_names = ("method",)
+
+    def time_number(self, method):
+        it.jl_min_dim(10_000, eps=0.1, method=method, n_features=50_000)
+
+    def time_array(self, method):
+        eps = np.linspace(0.05, 0.9, 1000)
+        it.jl_min_dim(10_000, eps=eps, method=method, n_features=50_000)
+
+
+class LinearAttention:
+    """Random features with 256 components, as a multiple of exact attention at n = 4096."""
+
+    params = (CPU, [False, True])
+    param_names = ("backend", "is_causal")
+    unit = "ratio"
+
+    def track_ratio(self, backend, is_causal):
+        xp = namespace(backend)
+        x = np.random.default_rng(0).normal(size=(3, 8, 4096, 64)).astype("float32") * 0.3
+        q, k, v = (xp.asarray(part) for part in x)
+        phi = it.positive_features(64, 256, rng=1, like=q)
+        ours = synchronized(
+            backend, lambda q, k, v: it.linear_attention(q, k, v, phi, is_causal=is_causal)
+        )
+        exact = synchronized(backend, lambda q, k, v: it.attention(q, k, v, is_causal=is_causal))
+        return ratio(lambda: ours(q, k, v), lambda: exact(q, k, v), rounds=2)
