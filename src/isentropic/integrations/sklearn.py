@@ -157,7 +157,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Returns
         -------
-        array (n_samples, n_components_)
+        array (n_samples, ``n_components_``)
             Dense, in the library, device and floating dtype of `X`.
         """
         check_is_fitted(self)
@@ -179,7 +179,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Parameters
         ----------
-        X : array (n_samples, n_components_)
+        X : array (n_samples, ``n_components_``)
 
         Returns
         -------
@@ -199,7 +199,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     @property
     def components_(self) -> Array:
-        """The matrix (n_components_, n_features_in_) of the map."""
+        """The matrix of the map, (components, features)."""
         check_is_fitted(self)
         if self.projection_ is not None:
             return self.projection_.matrix()
