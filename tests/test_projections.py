@@ -103,6 +103,11 @@ class TestEveryMap:
         for got, expected in ((products, u @ v), (squares, 1.0)):
             assert abs(got.mean() - expected) < 4.5 * got.std() / draws**0.5
 
+    def test_sizes_of_numpy(self, name):
+        expected = MAPS[name](100, 12, rng=1).matrix()
+        for kind in (np.int8, np.uint8, np.uint64, np.int64):
+            np.testing.assert_array_equal(MAPS[name](kind(100), kind(12), rng=1).matrix(), expected)
+
     def test_pickles(self, name):
         f = MAPS[name](30, 8, rng=1)
         again = pickle.loads(pickle.dumps(f))

@@ -77,6 +77,13 @@ def check_count(name: str, x: Any, *, least: int = 1) -> None:
         raise value_error(name, f"be at least {least}", x)
 
 
+def counts(**values: Any) -> tuple[int, ...]:
+    """Integers of at least 1, NumPy's among them, as Python's, whose products cannot overflow."""
+    for name, x in values.items():
+        check_count(name, x)
+    return tuple(plain_integer(x) for x in values.values())
+
+
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
     if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._bounds import jl_distortion
-from isentropic._checks import check_count, check_floating, check_real, value_error
+from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import Block, map_blocks, take
 from isentropic._namespace import Array, accumulator, device, namespace
 from isentropic._numerics import divide_or_zero
@@ -206,13 +206,12 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
         raise value_error("x", "have at least 2 rows", n)
     if y.shape[0] != n:
         raise value_error("y", f"have as many rows as `x` ({n})", y.shape[0])
-    if pairs is not None:
-        check_count("pairs", pairs)
+    (pairs,) = counts(pairs=_PAIRS if pairs is None else pairs)
 
     n_pairs = n * (n - 1) // 2
     first, second = (
         xp.asarray(index.astype("int32"), device=place)
-        for index in _choose(n_pairs, min(_PAIRS if pairs is None else pairs, n_pairs), rng)
+        for index in _choose(n_pairs, min(pairs, n_pairs), rng)
     )
     dtype = accumulator(xp, xp.result_type(x, y))
 

@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from isentropic._checks import (
-    check_count,
     check_floating,
     check_ndim,
     check_real,
+    counts,
     type_error,
     value_error,
 )
@@ -148,8 +148,7 @@ def positive_features(
     """
     import numpy as np
 
-    check_count("n_features", n_features)
-    check_count("n_components", n_components)
+    n_features, n_components = counts(n_features=n_features, n_components=n_components)
     if not orthogonal:
         return PositiveFeatures(
             draw_matrix(rng, n_features, n_components, like, lambda g, shape: g.standard_normal(shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from isentropic._checks import check_count, check_real, value_error
+from isentropic._checks import check_real, counts, value_error
 from isentropic._draws import draw_matrix, place_draw, random_orthonormal, random_signs
 from isentropic._hadamard import hadamard_order
 from isentropic._maps import CountSketch, DenseProjection, HadamardProjection
@@ -60,7 +60,7 @@ def gaussian_projection(
     >>> y.shape, bool(abs((y**2).sum(-1) / (x**2).sum(-1) - 1).max() < 0.2)
     ((20, 854), True)
     """
-    _check_sizes(n_features, n_components)
+    n_features, n_components = counts(n_features=n_features, n_components=n_components)
     weights = draw_matrix(rng, n_features, n_components, like, lambda g, size: g.standard_normal(size))
     return _dense(weights, n_components**-0.5)
 
@@ -96,7 +96,7 @@ def rademacher_projection(
     array([[ 1., -1., -1., -1.],
            [-1., -1.,  1., -1.]])
     """
-    _check_sizes(n_features, n_components)
+    n_features, n_components = counts(n_features=n_features, n_components=n_components)
     weights = draw_matrix(rng, n_features, n_components, like, random_signs)
     return _dense(weights, n_components**-0.5)
 
@@ -147,7 +147,7 @@ def sparse_projection(
     array([[ 0.,  0.,  1.,  1.,  0., -1.],
            [ 0.,  0.,  0., -1.,  0.,  1.]])
     """
-    _check_sizes(n_features, n_components)
+    n_features, n_components = counts(n_features=n_features, n_components=n_components)
     check_real("density", density, above=0)
     if density > 1:
         raise value_error("density", "be at most 1", density)
@@ -202,7 +202,7 @@ def orthogonal_projection(
     """
     import numpy as np
 
-    _check_sizes(n_features, n_components)
+    n_features, n_components = counts(n_features=n_features, n_components=n_components)
     generator = np.random.default_rng(rng)
     short, long = sorted((n_components, n_features))
     weights = random_orthonormal(generator, short, long)
@@ -265,8 +265,8 @@ def hadamard_projection(
     """
     import numpy as np
 
-    _check_sizes(n_features, n_components)
-    check_count("rounds", rounds)
+    n_features, n_components = counts(n_features=n_features, n_components=n_components)
+    (rounds,) = counts(rounds=rounds)
     base, doublings = hadamard_order(max(n_features, n_components))
     size = base << doublings
     generator = np.random.default_rng(rng)
@@ -322,8 +322,8 @@ def count_sketch(
     """
     import numpy as np
 
-    _check_sizes(n_features, n_components)
-    check_count("nonzeros", nonzeros)
+    n_features, n_components = counts(n_features=n_features, n_components=n_components)
+    (nonzeros,) = counts(nonzeros=nonzeros)
     if n_components % nonzeros:
         raise value_error("nonzeros", f"divide `n_components` ({n_components})", nonzeros)
     generator = np.random.default_rng(rng)
@@ -342,11 +342,6 @@ def count_sketch(
         place_draw(components, like, integer=True),
         place_draw(features, like, integer=True),
     )
-
-
-def _check_sizes(n_features: int, n_components: int) -> None:
-    check_count("n_features", n_features)
-    check_count("n_components", n_components)
 
 
 def _dense(weights: Array, scale: float) -> DenseProjection:

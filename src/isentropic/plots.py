@@ -48,8 +48,8 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     ax.hist(errors, bins=bins, density=True, color="tab:blue", alpha=0.6, label="measured")
 
     k = report.n_components
-    e = np.linspace(*ax.get_xlim(), 500)
-    e = e[e > -1]
+    left, right = ax.get_xlim()
+    e = np.linspace(max(float(left), -1 + 1e-9), float(right), 500)
     # The density of χ²_k/k − 1.
     log_density = (k / 2 - 1) * np.log1p(e) - k / 2 * e
     log_norm = math.lgamma(k / 2) - k / 2 * math.log(k / 2) + k / 2

@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from isentropic._bounds import jl_min_dim
-from isentropic._checks import check_choice, check_count
+from isentropic._checks import check_choice, counts
 from isentropic._maps import HadamardProjection
 from isentropic._namespace import Array, device, namespace
 from isentropic._projections import (
@@ -132,8 +132,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 )
                 k = None
         else:
-            k = self.n_components
-            check_count("n_components", k)
+            (k,) = counts(n_components=self.n_components)
             if k > n_features:
                 warnings.warn(
                     f"There are more components ({k}) than features ({n_features}): the dimension is "
@@ -141,7 +140,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                     DataDimensionalityWarning,
                     stacklevel=2,
                 )
-        self.n_components_ = n_features if k is None else int(k)
+        self.n_components_ = n_features if k is None else k
         seed = check_random_state(self.random_state).randint(2**31 - 1, size=4)
         self.projection_ = (
             None if k is None else draw(n_features, self.n_components_, rng=seed, like=self._like)
