@@ -117,6 +117,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", names, indirect=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--backend") in (None, "numpy"):
+        return
+    once = [item for item in items if item.get_closest_marker("host")]
+    config.hook.pytest_deselected(items=once)
+    items[:] = [item for item in items if not item.get_closest_marker("host")]
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     missing = {name: why for name in BACKENDS if (why := unavailable(name))}
     present = ", ".join(name for name in BACKENDS if name not in missing)

@@ -10,6 +10,8 @@ import isentropic as it
 from isentropic import laws
 from isentropic._tails import binomial_interval
 
+pytestmark = pytest.mark.host
+
 METHODS = ["exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"]
 
 

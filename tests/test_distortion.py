@@ -78,6 +78,7 @@ class TestValues:
         assert report.worst == np.inf
         assert np.isfinite(backend.numpy(report.angle)).all()
 
+    @pytest.mark.host
     def test_close_points_keep_their_digits(self, rng):
         # Through inner products the distance of 1e-5 would drown in the rounding of 1e6.
         x = (1000 + 1e-5 * rng.normal(size=(5, 100))).astype("float64")
@@ -92,12 +93,14 @@ class TestValues:
         assert report.distance.dtype == backend.xp.float32
         assert report.worst == 0
 
+    @pytest.mark.host
     def test_nan_has_failed(self):
         x = np.ones((3, 2)) * np.arange(3)[:, None]
         y = x.copy()
         y[2] = np.nan
         assert it.distortion(x, y).failure_rate(0.1).rate == pytest.approx(2 / 3)
 
+    @pytest.mark.host
     def test_pairs_of_many_points(self):
         n = 10**8
         i, j = _distortion._choose(n * (n - 1) // 2, 10**5, 0)
@@ -107,6 +110,7 @@ class TestValues:
         assert len(set(zip(i.tolist(), j.tolist(), strict=True))) == 10**5
         np.testing.assert_allclose(i.mean(), n * 2 / 3, rtol=0.01)
 
+    @pytest.mark.host
     def test_memory(self, rng):
         import tracemalloc
 

@@ -27,6 +27,7 @@ def estimate(q, k, v, w, *, is_causal, law, scale=None):
 
 
 class TestFeatures:
+    @pytest.mark.host
     @pytest.mark.parametrize("orthogonal", [True, False])
     def test_unbiased_and_of_the_predicted_variance(self, orthogonal):
         rng = np.random.default_rng(1)
@@ -43,6 +44,7 @@ class TestFeatures:
         else:
             np.testing.assert_allclose(products.var(), predicted, rtol=0.15)
 
+    @pytest.mark.host
     def test_without_the_norm_term_it_is_another_kernel(self):
         # Equation 58 of the document lacks it: the mean is e^{‖x + y‖²/2}.
         rng = np.random.default_rng(1)
@@ -52,6 +54,7 @@ class TestFeatures:
         np.testing.assert_allclose(got, np.exp(((x + y) ** 2).sum() / 2), rtol=0.02)
         assert abs(got / np.exp(x @ y) - 1) > 0.2
 
+    @pytest.mark.host
     def test_orthogonal_blocks(self):
         w = it.positive_features(16, 40, rng=0).weights
         for start in (0, 16, 32):
@@ -121,6 +124,7 @@ class TestLinearAttention:
         wild = it.linear_attention(*map(backend.array, (q, k, v)), phi, is_causal=True)
         np.testing.assert_array_equal(backend.numpy(calm)[:-1], backend.numpy(wild)[:-1])
 
+    @pytest.mark.host
     def test_memory_is_linear(self, rng):
         import tracemalloc
 
@@ -171,6 +175,7 @@ class TestError:
                 expected = np.sqrt((theirs * mask).sum(-1) / mask.sum(-1))
                 backend.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 
+    @pytest.mark.host
     def test_features_needed_grow_with_the_norms_and_not_with_log_n(self, rng):
         # m = O(log n), equation 57 of the document, is false.
         def predicted(n, norm, m):

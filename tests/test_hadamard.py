@@ -11,7 +11,7 @@ NORMS = {"ortho": lambda n: n**-0.5, "backward": lambda n: 1.0, "forward": lambd
 
 
 class TestTransform:
-    @pytest.mark.parametrize("n", [1, 2, 4, 32, 64, 512, 4096])
+    @pytest.mark.parametrize("n", [1, 2, 64, 4096])
     @pytest.mark.parametrize("norm", NORMS)
     def test_against_scipy(self, backend, n, norm, rng):
         x = rng.normal(size=(3, n))
@@ -65,6 +65,7 @@ class TestTransform:
             it.hadamard_transform([1.0, 2.0])
 
 
+@pytest.mark.host
 class TestMatrices:
     @pytest.mark.parametrize("order", [2, 12, 20, 28, 36, 44, 60, 24, 96, 768, 960])
     def test_hadamard_of_many_orders(self, order):
@@ -89,6 +90,7 @@ class TestMatrices:
             assert base << doublings == n
 
 
+@pytest.mark.host
 class TestMemory:
     def test_output_and_one_buffer(self):
         import tracemalloc

@@ -9,6 +9,8 @@ from scipy.stats import binomtest, chi2
 
 from isentropic._tails import binomial_interval, log_beta_tail, log_chi2_tail
 
+pytestmark = pytest.mark.host
+
 
 @pytest.fixture(autouse=True)
 def _digits():

@@ -7,6 +7,8 @@ import source_search
 
 import isentropic as it
 
+pytestmark = pytest.mark.host
+
 
 def test_finds_what_the_lemma_promises(tmp_path, capsys):
     paths = source_search.sources(60)
