@@ -86,7 +86,7 @@ class TestFeatures:
 
 
 class TestLinearAttention:
-    @pytest.mark.parametrize(("n_queries", "n_keys"), [(11, 11), (3, 10), (10, 3), (0, 4)])
+    @pytest.mark.parametrize(("n_queries", "n_keys"), [(8, 8), (3, 10), (10, 3), (0, 4)])
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_against_the_definition(self, backend, n_queries, n_keys, is_causal, rng, tiny_tiles):
         law = laws.LogLength(16) if n_queries > n_keys or is_causal else None
@@ -106,17 +106,17 @@ class TestLinearAttention:
         for is_causal in (False, True):
             exact = backend.numpy(it.attention(q, k, v, is_causal=is_causal))
             errors = []
-            for m in (50, 5000):  # the error falls like 1/√m
+            for m in (20, 1000):  # the error falls like 1/√m
                 phi = it.positive_features(4, m, rng=0, like=q)
                 got = backend.numpy(it.linear_attention(q, k, v, phi, is_causal=is_causal))
                 errors.append(np.abs(got - exact).mean())
-            assert errors[1] < 0.01
-            assert errors[1] < errors[0] / 4
+            assert errors[1] < 0.02
+            assert errors[1] < errors[0] / 3
 
     def test_no_overflow_and_no_leak_through_causality(self, backend, rng):
         # Norms whose features overflow float32 by far; and a huge last key, which only shifts may leak.
         q, k, v = rng.normal(size=(3, 30, 4)).astype("float32")
-        phi = it.positive_features(4, 50, rng=0, like=backend.array(q))
+        phi = it.positive_features(4, 20, rng=0, like=backend.array(q))
         big = it.linear_attention(*map(backend.array, (20 * q, 20 * k, v)), phi, is_causal=True)
         assert np.isfinite(backend.numpy(big)).all()
         calm = it.linear_attention(*map(backend.array, (q, k, v)), phi, is_causal=True)
@@ -160,13 +160,13 @@ class TestLinearAttention:
 
 class TestError:
     def test_measured_and_predicted(self, backend, rng, tiny_tiles):
-        q, k = rng.normal(size=(2, 3, 20, 4)) * 0.6
+        q, k = rng.normal(size=(2, 2, 7, 4)) * 0.6
         phi = it.positive_features(4, 12, rng=1)
         x, y = q * 0.5**0.5, k * 0.5**0.5
         error = phi(x) @ phi(y).swapaxes(-1, -2) / np.exp(x @ y.swapaxes(-1, -2)) - 1
         variance = np.expm1(((x[..., None, :] + y[..., None, :, :]) ** 2).sum(-1)) / 12
-        visible = np.tril(np.ones((20, 20)))
-        for is_causal, mask in ((False, np.ones((20, 20))), (True, visible)):
+        visible = np.tril(np.ones((7, 7)))
+        for is_causal, mask in ((False, np.ones((7, 7))), (True, visible)):
             got = it.linear_attention_error(
                 backend.array(q), backend.array(k), it.PositiveFeatures(backend.array(phi.weights)),
                 is_causal=is_causal, law=None, scale=0.5,

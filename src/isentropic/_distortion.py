@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isentropic._bounds import jl_distortion
 from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import Block, map_blocks, take
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 from isentropic._numerics import divide_or_zero
 from isentropic._tails import binomial_interval
 
@@ -80,8 +80,7 @@ class DistortionReport:
     @property
     def worst(self) -> float:
         """The largest relative error of a squared distance, in magnitude."""
-        xp = namespace(distance=self.distance)
-        return float(xp.max(xp.abs(self.distance)))
+        return float(abs(to_numpy(self.distance)).max())
 
     def failure_rate(self, eps: float, *, confidence: float = 0.95) -> FailureRate:
         """The share of pairs whose squared distance is off by more than `eps`.
@@ -104,10 +103,9 @@ class DistortionReport:
         check_real("confidence", confidence, above=0)
         if confidence >= 1:
             raise value_error("confidence", "be below 1", confidence)
-        xp = namespace(distance=self.distance)
-        compared = self.distance.shape[0]
-        # Not `> eps`: what is no number has failed.
-        failures = compared - int(xp.sum(xp.astype(xp.abs(self.distance) <= eps, xp.int32)))
+        errors = abs(to_numpy(self.distance))
+        compared = errors.shape[0]
+        failures = compared - int((errors <= eps).sum())  # what is no number has failed
         rate = failures / compared
         if compared == self.n_pairs:
             return FailureRate(rate, rate, rate)
@@ -288,11 +286,8 @@ def _angle(xp: Any, square: Array, a: Array, b: Array) -> Array:
 
 def _summary(errors: Array) -> list[float]:
     """Mean, standard deviation and `_QUANTILES`."""
-    xp = namespace(errors=errors)
-    n = errors.shape[0]
-    ordered = xp.sort(errors)
-    return [
-        float(xp.mean(errors)),
-        float(xp.std(errors)),
-        *(float(ordered[round(q * (n - 1))]) for q in _QUANTILES),
-    ]
+    import numpy as np
+
+    values = to_numpy(errors)
+    quantiles = np.quantile(values, _QUANTILES, method="nearest")
+    return [float(v) for v in (values.mean(dtype=np.float64), values.std(dtype=np.float64), *quantiles)]

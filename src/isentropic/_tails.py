@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _NODES = 96
 _DEPTH = 45.0  # e^{−45} is below double precision
+# Beyond this h is below the depth, its slope being at most −½ there; and its exponentials are floats.
+_FARTHEST = 500.0
 
 
 def log_chi2_tail(dof: ArrayLike, excess: ArrayLike) -> np.ndarray:
@@ -69,7 +71,7 @@ def binomial_interval(successes: int, trials: int, confidence: float) -> tuple[f
     def limit(a: float, b: float, side: int) -> float:
         # The probability beyond (1 + side · e) × mean falls as e grows: bisect for the level.
         inner, outer = 0.0, 1.0 if side < 0 else b / a
-        for _ in range(100):
+        for _ in range(60):
             middle = (inner + outer) / 2
             if middle > 0 and float(log_beta_tail(a, b, side * middle)) < log_level:
                 outer = middle
@@ -86,12 +88,13 @@ def _log_integral(h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Logarithm of ∫₀^∞ e^{h(τ)} dτ; `h` takes and returns arrays (..., nodes)."""
     import numpy as np
 
+    # Where h falls below the depth, to within 10 %: first by powers of 64, then by bisection.
     end = np.full(h(np.ones(1)).shape, 1e-18)
     while np.any(short := h(end) > -_DEPTH):
-        end = np.where(short, 2 * end, end)
-    start = end / 2
+        end = np.where(short, np.minimum(64 * end, _FARTHEST), end)
+    start = end / 64
     for _ in range(6):
-        middle = (start + end) / 2
+        middle = np.sqrt(start * end)
         short = h(middle) > -_DEPTH
         start, end = np.where(short, middle, start), np.where(short, end, middle)
 
