@@ -72,7 +72,8 @@ def tests(session: nox.Session, backend: str) -> None:
     require_gpu(session, backend)
     install(session, "test", backend, *PARTNERS.get(backend, []), model=True)
     session.run(
-        "pytest", f"--backend={backend}", "--cov", "--cov-report=", *session.posargs,
+        "pytest", f"--backend={backend}", "--cov", "--cov-report=", "--cov-fail-under=0",
+        *session.posargs,
         env={"COVERAGE_FILE": str(ROOT / f".coverage.{backend}"), "COVERAGE_CORE": "ctrace"},
     )  # fmt: skip
     session.notify("coverage")

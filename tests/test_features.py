@@ -124,6 +124,20 @@ class TestLinearAttention:
         wild = it.linear_attention(*map(backend.array, (q, k, v)), phi, is_causal=True)
         np.testing.assert_array_equal(backend.numpy(calm)[:-1], backend.numpy(wild)[:-1])
 
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    @pytest.mark.parametrize("which", [1, 2])
+    def test_later_keys_that_are_not_finite_do_not_leak(self, backend, bad, which, rng):
+        arrays = list(rng.normal(size=(3, 10, 4)).astype("float32"))
+        phi = it.positive_features(4, 20, rng=0, like=backend.array(arrays[0]))
+        clean = it.linear_attention(*map(backend.array, arrays), phi, is_causal=True)
+        arrays[which] = arrays[which].copy()
+        arrays[which][6, 1] = bad
+        with np.errstate(invalid="ignore"):
+            dirty = it.linear_attention(*map(backend.array, arrays), phi, is_causal=True)
+        clean, dirty = backend.numpy(clean), backend.numpy(dirty)
+        np.testing.assert_allclose(dirty[:6], clean[:6], rtol=1e-5, atol=1e-6)
+        assert not np.isfinite(dirty[6:]).all(axis=-1).any()
+
     @pytest.mark.host
     def test_memory_is_linear(self, rng):
         import tracemalloc
@@ -185,6 +199,17 @@ class TestError:
 
         assert predicted(2000, 0.5, 64) == pytest.approx(predicted(50, 0.5, 64), rel=0.2)
         assert predicted(200, 2.0, 10**4) > 100 * predicted(200, 0.5, 64)
+
+    def test_extremes(self, backend):
+        # Opposite vectors, whose sum rounds to less than nothing; and errors beyond all floats.
+        x = np.random.default_rng(0).normal(size=(50, 8)).astype("float32")
+        phi = it.positive_features(8, 9, rng=1, like=backend.array(x))
+        error = it.linear_attention_error(backend.array(x), backend.array(-x), phi, law=None)
+        assert np.isfinite(backend.numpy(error.predicted)).all()
+        big = backend.array(40 * x)
+        error = it.linear_attention_error(big, big, phi, law=None)
+        assert np.isinf(backend.numpy(error.predicted)).all()
+        assert not np.isnan(backend.numpy(error.measured)).any()
 
     def test_no_keys(self, backend):
         q, k = backend.array(np.ones((3, 4))), backend.array(np.ones((0, 4)))

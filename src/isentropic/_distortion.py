@@ -171,7 +171,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     Notes
     -----
     Distances come from differences, not from inner products, so that close points keep their digits.
-    Pairs are taken in blocks: beside the results there are about 10⁶ numbers at a time. Two equal
+    Pairs are taken in blocks: beside the results there are a few million numbers at a time. Two equal
     points with equal images have the error 0, and inner products and angles with a zero vector too.
 
     Examples

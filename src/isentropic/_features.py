@@ -314,6 +314,7 @@ def linear_attention_error(
         estimate = _log_kernel(xp, z, y, norms, weights) + _norm_term(xp, z) - math.log(m)
         # ‖x + y‖² from the halves of the squared norms.
         square = 2 * (exact - _norm_term(xp, z) - xp.matrix_transpose(norms))
+        square = xp.clip(square, min=0.0)
         log_error = 2 * log_or(xp, xp.abs(xp.expm1(estimate - exact)), -math.inf)
         visible = None
         if is_causal:
@@ -383,10 +384,18 @@ def _attend_chunk(
     xp: ModuleType, x: Array, y: Array, value: Array, bias: Array, weights: Array
 ) -> AttentionState:
     """The state of queries over their own chunk of keys: each sees those up to its own."""
-    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights)
+    # A key to come has weight 0, but 0 · NaN is NaN in the products: those who see it get it here.
+    value = xp.astype(value, x.dtype, copy=False)
+    finite = (xp.isfinite(y), xp.isfinite(value))
+    sound = xp.all(finite[0], axis=-1) & xp.all(finite[1], axis=-1)
+    y, value = xp.where(finite[0], y, 0.0), xp.where(finite[1], value, 0.0)
+    bias = xp.where(xp.isfinite(bias), bias, 0.0)
+    poison = xp.where(sound, xp.zeros((), dtype=x.dtype, device=device(x=x)), math.nan)[..., None, :]
+
+    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + poison
     index = xp.arange(x.shape[-2], device=device(x=x))
     s = xp.where(index[:, None] >= index, s, -math.inf)
-    return tile_state(xp, s, lambda weight: weight @ xp.astype(value, s.dtype, copy=False), None)
+    return tile_state(xp, s, lambda weight: weight @ value, None)
 
 
 def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, weights: Array) -> Array:
@@ -416,4 +425,6 @@ def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:
     state = tile_state(xp, x, None, None)
     ones = xp.ones_like(x) if visible is None else xp.astype(visible, x.dtype)
     count = xp.clip(xp.sum(ones, axis=-1, keepdims=True), min=1)
-    return xp.exp((_log(xp, state) - xp.log(count)) / 2)
+    log_root = (_log(xp, state) - xp.log(count)) / 2
+    largest = 0.999 * math.log(float(xp.finfo(x.dtype).max))
+    return xp.where(log_root > largest, math.inf, xp.exp(xp.clip(log_root, max=largest)))

@@ -68,20 +68,17 @@ def hadamard_transform(x: Array, *, axis: int = -1, norm: str = "ortho") -> Arra
     True
     """
     check_choice("norm", norm, ("backward", "ortho", "forward"))
-    if is_dask(x):
-        check_axis(axis, x.ndim)
-        axis = axis % x.ndim
-        return map_chunks(
-            x, lambda part: hadamard_transform(part, axis=axis, norm=norm), axis, x.shape[axis]
-        )
-    xp = namespace(x=x)
-    place = device(x=x)
-    check_floating(xp, x=x)
+    sample = x._meta if is_dask(x) else x  # type: ignore[attr-defined]
+    xp, place = namespace(x=sample), device(x=sample)
+    check_floating(xp, x=sample)
     check_axis(axis, x.ndim)
     axis = int(axis) % x.ndim
-    n = int(x.shape[axis])
-    if n < 1 or n & (n - 1):
+    n = x.shape[axis]
+    if not n >= 1 or n % 1 or int(n) & (int(n) - 1):
         raise value_error("x", f"have a power of two of entries along axis {axis}", n)
+    n = int(n)
+    if is_dask(x):
+        return map_chunks(x, lambda part: hadamard_transform(part, axis=axis, norm=norm), axis, n)
 
     dtype = accumulator(xp, x.dtype)
     order = (1, n.bit_length() - 1)

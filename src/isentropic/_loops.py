@@ -136,7 +136,9 @@ def map_chunks(x: Any, function: Callable[[Any], Any], axis: int, size: int) -> 
     Lazy, and chunk by chunk; an axis that is spread over several chunks is gathered first.
     """
     if x.numblocks[axis] > 1:
-        x = x.rechunk({i: -1 if i == axis else "auto" for i in range(x.ndim)})
+        # Smaller chunks along the other axes make up for it, where their sizes are known.
+        other = "auto" if all(n == n for n in x.shape) else None
+        x = x.rechunk({i: -1 if i == axis else other for i in range(x.ndim)})
     chunks = (*x.chunks[:axis], (size,), *x.chunks[axis + 1 :])
     return x.map_blocks(function, chunks=chunks, dtype=x.dtype, meta=x._meta)
 

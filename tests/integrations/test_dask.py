@@ -70,6 +70,25 @@ def test_errors():
         MAPS[0](da.zeros((20, 61)))
     with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
         MAPS[0](da.zeros((20, 60), dtype="int32"))
+    # At once, and not when it is computed.
+    with pytest.raises(ValueError, match="`x` must have a power of two of entries along axis 1, got 6"):
+        it.hadamard_transform(da.zeros((3, 6)))
+    with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
+        it.hadamard_transform(da.zeros((3, 8), dtype="int32"))
+
+
+@pytest.mark.parametrize("chunks", [(7, 60), (7, 13)])
+def test_unknown_numbers_of_rows(chunks, rng):
+    x = rng.normal(size=(20, 60))
+    lazy = da.from_array(x, chunks=chunks)
+    some = lazy[lazy[:, 0] > 0]
+    np.testing.assert_allclose(
+        MAPS[1](some).compute(scheduler="synchronous"), MAPS[1](x[x[:, 0] > 0]), atol=1e-10
+    )
+    with pytest.raises(ValueError, match="`x` must have 60 entries along axis 0"):
+        MAPS[1](some, axis=0)
+    with pytest.raises(ValueError, match="`x` must have a power of two"):
+        it.hadamard_transform(some, axis=0)
 
 
 def test_larger_than_the_memory_of_a_worker(tmp_path):
