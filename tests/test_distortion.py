@@ -78,6 +78,26 @@ class TestValues:
         assert report.worst == np.inf
         assert np.isfinite(backend.numpy(report.angle)).all()
 
+    def test_gradients_at_degenerate_points(self, backend):
+        x = np.asarray([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [2.0, 2.0], [-1.0, -1.0]])
+        names = ("distance", "norm", "inner_product", "angle")
+        if backend.library == "jax":
+            import jax
+
+            def total(y):
+                report = it.distortion(backend.array(x), y)
+                return sum(getattr(report, name).sum() for name in names)
+
+            gradient = jax.grad(total)(backend.array(x))
+        elif backend.library == "torch":
+            y = backend.array(x).requires_grad_()
+            report = it.distortion(backend.array(x), y)
+            sum(getattr(report, name).sum() for name in names).backward()
+            gradient = y.grad
+        else:
+            pytest.skip("no gradients here")
+        assert np.isfinite(backend.numpy(gradient)).all()
+
     @pytest.mark.host
     def test_close_points_keep_their_digits(self, rng):
         # Through inner products the distance of 1e-5 would drown in the rounding of 1e6.

@@ -150,6 +150,7 @@ class LinearAttention:
     params = (CPU, [False, True])
     param_names = ("backend", "is_causal")
     unit = "ratio"
+    timeout = 300
 
     def track_ratio(self, backend, is_causal):
         xp = namespace(backend)

@@ -10,7 +10,7 @@ from isentropic._bounds import jl_distortion
 from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import Block, map_blocks, take
 from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
-from isentropic._numerics import divide_or_zero
+from isentropic._numerics import divide_or_zero, root_or_zero
 from isentropic._tails import binomial_interval
 
 if TYPE_CHECKING:
@@ -239,7 +239,8 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     norm_x, norm_y = norms(x), norms(y)
     (square_x, inner_x), (square_y, inner_y) = products(x), products(y)
     lengths_x, lengths_y = (
-        [xp.sqrt(xp.take(norm, index)) for index in (first, second)] for norm in (norm_x, norm_y)
+        [root_or_zero(xp, xp.take(norm, index)) for index in (first, second)]
+        for norm in (norm_x, norm_y)
     )
     angle_x = _angle(xp, square_x, *lengths_x)
     angle_y = _angle(xp, square_y, *lengths_y)
@@ -279,9 +280,10 @@ def _relative_error(xp: Any, got: Array, exact: Array) -> Array:
 
 def _angle(xp: Any, square: Array, a: Array, b: Array) -> Array:
     """The angle between vectors of lengths a and b, a squared distance apart (Kahan's formula)."""
-    opening = xp.sqrt(xp.clip(square - (a - b) ** 2, min=0.0))
-    closing = xp.sqrt(xp.clip((a + b) ** 2 - square, min=0.0))
-    return xp.where(a * b == 0, 0.0, 2 * xp.atan2(opening, closing))
+    opening = root_or_zero(xp, square - (a - b) ** 2)
+    closing = root_or_zero(xp, (a + b) ** 2 - square)
+    none = a * b == 0
+    return xp.where(none, 0.0, 2 * xp.atan2(opening, xp.where(none, 1.0, closing)))
 
 
 def _summary(errors: Array) -> list[float]:

@@ -8,7 +8,8 @@ tiles, and each block is computed again in the backward pass instead of being ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain
 from types import ModuleType
 from typing import Any, cast
 
@@ -75,7 +76,7 @@ def map_blocks(
         None if x is None else xp.empty((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype)
         for x in head
     )
-    for (start, size), parts in zip([(0, first), *blocks], _chain(head, function, blocks), strict=True):
+    for (start, size), parts in chain([((0, first), head)], ((b, function(b)) for b in blocks)):
         for result, part in zip(results, parts, strict=True):
             if result is not None:
                 result[..., start : start + size, :] = part
@@ -179,11 +180,6 @@ def _pays_in_blocks(xp: ModuleType, x: Array) -> bool:
     import jax
 
     return jax.default_backend() == "cpu"
-
-
-def _chain(head: Any, function: Callable[[Block], Any], blocks: list[Block]) -> Iterator[Any]:
-    yield head
-    yield from map(function, blocks)
 
 
 def _join(xp: ModuleType, parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:

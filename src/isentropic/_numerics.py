@@ -24,6 +24,12 @@ def divide_or_zero(xp: ModuleType, a: Array, z: Array) -> Array:
     return xp.where(empty, 0.0, a / xp.where(empty, 1.0, z))
 
 
+def root_or_zero(xp: ModuleType, z: Array) -> Array:
+    """``√z``, and 0 where z ≤ 0, which rounding may have made of 0."""
+    empty = z <= 0  # type: ignore[operator]
+    return xp.where(empty, 0.0, xp.sqrt(xp.where(empty, 1.0, z)))
+
+
 def last_axis(xp: ModuleType, x: Array, axis: int) -> Array:
     """`x` with an axis moved to the end."""
     # Not `moveaxis`: PyTorch has no batching rule for array_api_compat's.
