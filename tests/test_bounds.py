@@ -85,6 +85,10 @@ class TestMinDim:
         assert it.jl_min_dim(10**4, eps=0.9, delta=1e-300) > 5000
         assert it.jl_min_dim(10**18, eps=1e-4) > 10**10
         assert it.jl_failure_probability(10**4, 10**5, eps=0.9) == 0
+        # Computed with 50 digits by mpmath.
+        assert it.jl_min_dim(10**4, eps=1e-6) == 80932925363515
+        assert it.jl_min_dim(10**4, eps=1e-5) == 809329253947
+        assert it.jl_min_dim(2, eps=1e-5, delta=1e-300) == 27477453042218
         # The size of the bound is clear from the tail of a normal variable.
         k = it.jl_min_dim(10**6, eps=1e-6)
         assert math.isclose(k, 2e12 * 7.6**2, rel_tol=0.05)
@@ -122,7 +126,7 @@ class TestMinDim:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"n_samples": 1}, ValueError, "`n_samples` must be at least 2, got 1"),
+            ({"n_samples": 1}, ValueError, "`n_samples` must be at least 2, and whole, got 1"),
             ({"n_samples": [10, 0]}, ValueError, "`n_samples` must be at least 2"),
             ({"n_samples": math.nan}, ValueError, "`n_samples` must be finite"),
             ({"n_samples": "10"}, TypeError, "`n_samples` must be a number"),
@@ -137,6 +141,15 @@ class TestMinDim:
             ({"method": "best"}, ValueError, "`method` must be 'exact' or 'haar'"),
             ({"method": "haar"}, ValueError, "`n_features` must be given"),
             ({"method": "haar", "n_features": 0}, ValueError, "`n_features` must be at least 1"),
+            (
+                {"method": "haar", "n_features": 2.5, "eps": 0.9},
+                ValueError,
+                "`n_features` must be .* whole",
+            ),
+            ({"n_samples": 2.5}, ValueError, "`n_samples` must be at least 2, and whole"),
+            ({"n_samples": 10**400}, ValueError, "`n_samples` must be within the range"),
+            ({"n_samples": [[1, 2], [3]]}, TypeError, "`n_samples` must be a number"),
+            ({"eps": 5e-8}, ValueError, "`eps` must be large enough"),
             ({"eps": [0.1, 0.2], "delta": [0.1] * 3}, ValueError, "`n_samples`, `eps`, `delta` must"),
         ],
     )

@@ -72,10 +72,14 @@ class TestValues:
         report = it.distortion(x, x)
         for errors in (report.distance, report.norm, report.inner_product, report.angle):
             np.testing.assert_allclose(backend.numpy(errors), 0, atol=1e-6)
+        # A point that a map loses has no angle.
+        lost = backend.array([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [2.0, 2.0], [-1.0, -1.0]])
+        assert np.isfinite(backend.numpy(it.distortion(x, lost).angle)).all()
         # Equal points that the map tells apart.
         y = backend.array([[0.0, 0.0], [1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [-1.0, -1.0]])
         report = it.distortion(x, y)
         assert report.worst == np.inf
+        assert "inf" in repr(report)
         assert np.isfinite(backend.numpy(report.angle)).all()
 
     def test_gradients_at_degenerate_points(self, backend):
@@ -97,6 +101,13 @@ class TestValues:
         else:
             pytest.skip("no gradients here")
         assert np.isfinite(backend.numpy(gradient)).all()
+
+    def test_angles_of_nearly_opposite_vectors(self, backend, rng):
+        a = rng.normal(size=(20, 64))
+        x = np.concatenate((a, -1.3 * a + 1e-3 * rng.normal(size=(20, 64)))).astype("float32")
+        turned = it.orthogonal_projection(64, 64, rng=1, like=backend.array(x))(backend.array(x))
+        report = it.distortion(backend.array(x), turned)
+        assert np.abs(backend.numpy(report.angle)).max() < 1e-5
 
     @pytest.mark.host
     def test_close_points_keep_their_digits(self, rng):

@@ -201,6 +201,18 @@ class TestTransformations:
         got = torch.func.vmap(function)(*arguments)
         torch.testing.assert_close(got, function(*arguments))
 
+    def test_maps_of_several_sizes_compile(self, compile_):
+        def call(f, y):
+            return f.adjoint(y), f(f.adjoint(y)), f.matrix()
+
+        for dynamic in (None, True):
+            compiled, _ = compile_(call, dynamic=dynamic)
+            for d, k in ((24, 8), (48, 8), (48, 16)):
+                f = it.hadamard_projection(d, k, rng=0, like=torch.zeros(1))
+                y = torch.randn(3, k)
+                for got, want in zip(compiled(f, y), call(f, y), strict=True):
+                    torch.testing.assert_close(got, want)
+
     def test_vmap_of_multi_head_attention(self):
         x, w = torch.randn(3, 5, 8), torch.randn(4, 8, 8)
 

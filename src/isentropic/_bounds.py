@@ -87,8 +87,10 @@ def jl_min_dim(
     .. math:: \binom n2 \left(P[\chi^2_k > (1+ε)k] + P[\chi^2_k < (1-ε)k]\right) \le δ,
 
     and ``"haar"`` the same with :math:`\frac dk\,\mathrm{Beta}(\frac k2, \frac{d-k}2)` in place of
-    :math:`χ^2_k/k`. scikit-learn's ``johnson_lindenstrauss_min_dim`` is the Dasgupta–Gupta form at
-    δ = 1, rounded down: its proof gives a success probability of 1/n only.
+    :math:`χ^2_k/k`. Rounding may move the last integer for eps below 1e-4.
+
+    scikit-learn's ``johnson_lindenstrauss_min_dim`` is the Achlioptas form at δ = 1, rounded down: its
+    proof gives a success probability of 1/n only.
 
     References
     ----------
@@ -115,8 +117,8 @@ def jl_min_dim(
     closed = method if method in _CLOSED else "dasgupta-gupta"
     count, rate = _CLOSED[closed]
     k = np.ceil((count(np.log(n), np.log(n - 1)) - log_delta) / rate(e))
-    if np.any(k > 2.0**62):
-        raise value_error("eps", "be large enough for a dimension below 2**62", eps)
+    if np.any(k > 2.0**53):
+        raise value_error("eps", "be large enough for a dimension below 2**53", eps)
     if closed == method:
         return _result(np.maximum(k, 1).astype(np.int64), scalar)
 
@@ -357,9 +359,9 @@ def _log_failure(method: str, n: Any, k: Any, eps: Any, d: Any = None) -> Any:
 
 
 _RANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "n_samples": (lambda x: x >= 2, "be at least 2"),
-    "n_components": (lambda x: x >= 1, "be at least 1"),
-    "n_features": (lambda x: x >= 1, "be at least 1"),
+    "n_samples": (lambda x: (x >= 2) & (x % 1 == 0), "be at least 2, and whole"),
+    "n_components": (lambda x: (x >= 1) & (x % 1 == 0), "be at least 1, and whole"),
+    "n_features": (lambda x: (x >= 1) & (x % 1 == 0), "be at least 1, and whole"),
     "n": (lambda x: x >= 1, "be at least 1"),
     "eps": (lambda x: (x > 0) & (x < 1), "be in (0, 1)"),
     "delta": (lambda x: (x > 0) & (x < 1), "be in (0, 1)"),
@@ -407,11 +409,17 @@ def _host(name: str, x: Any) -> tuple[np.ndarray, bool]:
     """Numbers as a float64 array of NumPy, and whether it was one number."""
     import numpy as np
 
-    must = "be a number or a NumPy array of numbers"
+    must = "be a number, or a list or NumPy array of numbers"
     if isinstance(x, Real) and not isinstance(x, bool):
-        values, scalar = np.asarray(float(x)), True
+        try:
+            values, scalar = np.asarray(float(x)), True
+        except OverflowError:
+            raise value_error(name, "be within the range of a float", x) from None
     elif isinstance(x, (np.ndarray, list, tuple)):
-        values, scalar = np.asarray(x), False
+        try:
+            values, scalar = np.asarray(x), False
+        except ValueError:
+            raise type_error(name, must, "rows of different lengths") from None
         if not np.isdtype(values.dtype, ("integral", "real floating")):
             raise type_error(name, must, f"dtype {values.dtype}")
         values = values.astype(np.float64)

@@ -36,7 +36,10 @@ def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -m
     """Refuse what is no finite Python number with ``x > above`` and ``x >= least``."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise type_error(name, "be a real number", type(x).__name__)
-    x = float(x)
+    try:
+        x = float(x)
+    except OverflowError:
+        raise value_error(name, "be within the range of a float", x) from None
     if not (above < x < math.inf and x >= least):
         bounds = [f"above {above}"] * (above > -math.inf) + [f"at least {least}"] * (least > -math.inf)
         raise value_error(name, " ".join(["be", " and ".join(bounds) or "finite"]), x)

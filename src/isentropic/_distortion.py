@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Pairs that are compared unless told otherwise: all, up to 724 points.
 _PAIRS = 2**18
 # Numbers in a block of pairs.
-_BLOCK_SIZE = 2**20
+_BLOCK_SIZE = 2**19
 
 _QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 _SHOWN_EPS = (0.05, 0.1, 0.2, 0.5)
@@ -42,7 +42,7 @@ class FailureRate(NamedTuple):
     high: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class DistortionReport:
     """Errors of an embedding, from `distortion`; its `repr` is a table of them.
 
@@ -92,7 +92,7 @@ class DistortionReport:
         ----------
         eps : float > 0
             The distortion that is allowed.
-        confidence : float in (0, 1)
+        confidence : float in [0.5, 1)
             Of the interval, where the pairs are a sample.
 
         Returns
@@ -100,7 +100,7 @@ class DistortionReport:
         FailureRate
         """
         check_real("eps", eps, above=0)
-        check_real("confidence", confidence, above=0)
+        check_real("confidence", confidence, least=0.5)
         if confidence >= 1:
             raise value_error("confidence", "be below 1", confidence)
         errors = abs(to_numpy(self.distance))
@@ -199,6 +199,8 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     for name, array in (("x", x), ("y", y)):
         if array.ndim != 2:
             raise value_error(name, "have 2 dimensions", array.ndim)
+        if array.shape[1] < 1:
+            raise value_error(name, "have at least 1 column", array.shape[1])
     n, d = x.shape
     if n < 2:
         raise value_error("x", "have at least 2 rows", n)
@@ -220,35 +222,35 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
 
         return map_blocks(xp, squares, n, max(1, _BLOCK_SIZE // max(1, points.shape[1])))[0][:, 0]
 
-    def products(points: Array) -> tuple[Array, Array]:
-        def of(block: Block) -> tuple[Array, Array]:
+    def products(points: Array, lengths: list[Array]) -> tuple[Array, ...]:
+        def of(block: Block) -> tuple[Array, ...]:
             a, b = (
                 xp.astype(xp.take(points, take(index, block, -1), axis=0), dtype)
                 for index in (first, second)
             )
-            difference = a - b
-            return (
-                xp.sum(difference * difference, axis=-1, keepdims=True),
-                xp.sum(a * b, axis=-1, keepdims=True),
+            unit_a, unit_b = (
+                divide_or_zero(xp, part, take(length, block, -1)[:, None])
+                for part, length in zip((a, b), lengths, strict=True)
             )
+            squares = (a - b, unit_a - unit_b, unit_a + unit_b)
+            sums = (*(part * part for part in squares), a * b)
+            return tuple(xp.sum(part, axis=-1, keepdims=True) for part in sums)
 
         size = max(1, _BLOCK_SIZE // max(1, points.shape[1]))
-        square, inner = map_blocks(xp, of, first.shape[0], size)
-        return square[:, 0], inner[:, 0]
+        return tuple(part[:, 0] for part in map_blocks(xp, of, first.shape[0], size))
 
     norm_x, norm_y = norms(x), norms(y)
-    (square_x, inner_x), (square_y, inner_y) = products(x), products(y)
     lengths_x, lengths_y = (
         [root_or_zero(xp, xp.take(norm, index)) for index in (first, second)]
         for norm in (norm_x, norm_y)
     )
-    angle_x = _angle(xp, square_x, *lengths_x)
-    angle_y = _angle(xp, square_y, *lengths_y)
+    square_x, *units_x, inner_x = products(x, lengths_x)
+    square_y, *units_y, inner_y = products(y, lengths_y)
     return DistortionReport(
         distance=_relative_error(xp, square_y, square_x),
         norm=_relative_error(xp, norm_y, norm_x),
         inner_product=divide_or_zero(xp, inner_y - inner_x, lengths_x[0] * lengths_x[1]),
-        angle=angle_y - angle_x,
+        angle=_angle(xp, *units_y) - _angle(xp, *units_x),
         n_points=n,
         n_features=d,
         n_components=y.shape[1],
@@ -278,12 +280,11 @@ def _relative_error(xp: Any, got: Array, exact: Array) -> Array:
     return xp.where(empty & (got == 0), 0.0, error)
 
 
-def _angle(xp: Any, square: Array, a: Array, b: Array) -> Array:
-    """The angle between vectors of lengths a and b, a squared distance apart (Kahan's formula)."""
-    opening = root_or_zero(xp, square - (a - b) ** 2)
-    closing = root_or_zero(xp, (a + b) ** 2 - square)
-    none = a * b == 0
-    return xp.where(none, 0.0, 2 * xp.atan2(opening, xp.where(none, 1.0, closing)))
+def _angle(xp: Any, opening: Array, closing: Array) -> Array:
+    """The angle between unit vectors, from ‖u − v‖² and ‖u + v‖²; 0 where they are zeros (Kahan)."""
+    none = opening + closing < 3  # 4 for unit vectors, at most 2 with a zero vector
+    closing = xp.where(none, 1.0, closing)
+    return xp.where(none, 0.0, 2 * xp.atan2(root_or_zero(xp, opening), root_or_zero(xp, closing)))
 
 
 def _summary(errors: Array) -> list[float]:
@@ -291,5 +292,13 @@ def _summary(errors: Array) -> list[float]:
     import numpy as np
 
     values = to_numpy(errors)
+    if not np.isfinite(values).all():
+        worst = float(values.max()) if not np.isnan(values).any() else math.nan
+        return [
+            math.nan,
+            math.nan,
+            *(float(v) for v in np.quantile(values, _QUANTILES[:-1], method="nearest")),
+            worst,
+        ]
     quantiles = np.quantile(values, _QUANTILES, method="nearest")
     return [float(v) for v in (values.mean(dtype=np.float64), values.std(dtype=np.float64), *quantiles)]

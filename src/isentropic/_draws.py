@@ -53,11 +53,10 @@ def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) 
 
 def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False) -> Any:
     """Host numbers as an array of the library, device and (but for integers) dtype of `like`."""
-    if is_dask(like):
-        like = like._meta  # type: ignore[union-attr]
     dtype = "int32" if integer else _host_dtype(like)
     if like is None:
         return values
+    like = _in_memory(like)
     xp, place = namespace(like=like), device(like=like)
     moved = xp.asarray(values.astype(dtype), device=place)
     return moved if integer else xp.astype(moved, like.dtype, copy=False)
@@ -66,6 +65,12 @@ def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False)
 def _host_dtype(like: Array | None) -> str:
     if like is None:
         return "float64"
+    like = _in_memory(like)
     xp = namespace(like=like)
     check_floating(xp, like=like)
     return "float64" if like.dtype == xp.float64 else "float32"
+
+
+def _in_memory(like: Array) -> Array:
+    """What the blocks of a Dask array are like."""
+    return like._meta if is_dask(like) else like  # type: ignore[attr-defined]

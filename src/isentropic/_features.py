@@ -45,8 +45,8 @@ class PositiveFeatures(NamedTuple):
 
     Attributes
     ----------
-    weights : array (m, d)
-        The directions ω.
+    weights : array (..., m, d)
+        The directions ω; of each head its own, where there are axes before.
 
     Examples
     --------
@@ -64,12 +64,12 @@ class PositiveFeatures(NamedTuple):
     @property
     def n_features(self) -> int:
         """The dimension d of the vectors."""
-        return self.weights.shape[1]
+        return self.weights.shape[-1]
 
     @property
     def n_components(self) -> int:
         """The number m of features."""
-        return self.weights.shape[0]
+        return self.weights.shape[-2]
 
     def __call__(self, x: Array) -> Array:
         """``exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m), which overflows for long x."""
@@ -81,7 +81,8 @@ class PositiveFeatures(NamedTuple):
             raise value_error("x", f"have a last dimension of {self.n_features}", x.shape[-1])
         dtype = accumulator(xp, x.dtype)
         y = xp.astype(x, dtype, copy=False)
-        score = product(xp, y, xp.permute_dims(xp.astype(self.weights, dtype, copy=False), (1, 0)))
+        directions = xp.matrix_transpose(xp.astype(self.weights, dtype, copy=False))
+        score = product(xp, y, directions)
         phi = xp.exp(score + _norm_term(xp, y)) * self.n_components**-0.5
         return xp.astype(phi, x.dtype, copy=False)
 
@@ -223,6 +224,8 @@ def linear_attention(
     >>> bool(abs(out - attention(q, k, v, is_causal=True)).max() < 0.05)
     True
     """
+    if value is None:
+        raise type_error("value", "be an array", "NoneType")
     problem, queries, keys, weights = _prepare(
         query, key, value, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
@@ -349,6 +352,8 @@ def _prepare(
     others = {"query": query} | present(n_keys=array_or_none(n_keys))
     xp = namespace(*groups, **others)
     device(*groups, **others)
+    check_floating(xp, features=features.weights)
+    check_ndim(2, features=features.weights)
     if features.n_features != query.shape[-1]:
         must = f"be for vectors of the last dimension of `query`, {query.shape[-1]}"
         raise value_error("features", must, features.n_features)
@@ -357,9 +362,10 @@ def _prepare(
     # Half of the scale on each side: the error of the features grows with both norms.
     root = (1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)) ** 0.5
     x, y = x * root, xp.astype(problem.key, dtype, copy=False) * root
-    if law is not None:
+    if law is not None or n_keys is not None:
         mask = causal() if is_causal else None
         n = visible_lengths(problem.frame, dtype, mask, n_keys, problem.batch)
+    if law is not None:
         x = x * factor(xp, law, n, (*problem.batch, problem.n_queries))
     return problem, x, y, xp.astype(features.weights, dtype, copy=False)
 

@@ -180,7 +180,8 @@ class HadamardProjection(NamedTuple):
         d, k = self.n_features, self.n_components
         # Where each of the D coordinates comes from, by bisection of the sorted rows.
         every = xp.arange(size, dtype=self.rows.dtype, device=device(rows=self.rows))
-        source = xp.clip(xp.searchsorted(self.rows, every), max=k - 1)
+        source = xp.searchsorted(self.rows, every)
+        source = xp.where(source < k, source, k - 1)
         kept = (xp.take(self.rows, source) == every)[:, None]
 
         def mix(block: Array) -> Array:

@@ -94,6 +94,11 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
 
         return xp
     kind = type(x).__name__
+    if is_dask(x):
+        raise TypeError(
+            f"`{name}` must be an array in memory, got a Dask array; only projections and "
+            f"hadamard_transform take those."
+        )
     try:
         # Subclasses that give the operators another meaning.
         if kind in ("matrix", "MaskedArray"):

@@ -149,6 +149,7 @@ def sparse_projection(
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     check_real("density", density, above=0)
+    density = float(density)
     if density > 1:
         raise value_error("density", "be at most 1", density)
     if density < 1 / 3:

@@ -8,6 +8,7 @@ fixed quadrature gives it to double precision, at the same cost for 1 and for 10
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -33,9 +34,9 @@ def log_chi2_tail(dof: ArrayLike, excess: ArrayLike) -> np.ndarray:
 
     def h(t: np.ndarray) -> np.ndarray:
         step = side[..., None] * t
-        return a[..., None] * (step - (1 + e[..., None]) * np.expm1(step))
+        return -a[..., None] * (_expm1_beyond(step) + e[..., None] * np.expm1(step))
 
-    density = a * (np.log1p(e) - e) + 0.5 * np.log(a / (2 * math.pi)) - _stirling_error(a)
+    density = a * _log1p_beyond(e) + 0.5 * np.log(a / (2 * math.pi)) - _stirling_error(a)
     return np.where(empty, -math.inf, density + _log_integral(h))
 
 
@@ -51,11 +52,15 @@ def log_beta_tail(a: ArrayLike, b: ArrayLike, excess: ArrayLike) -> np.ndarray:
 
     def h(t: np.ndarray) -> np.ndarray:
         step = side[..., None] * t
-        return a[..., None] * step - total[..., None] * np.log1p(x[..., None] * np.expm1(step))
+        y = x[..., None] * np.expm1(step)
+        linear = _expm1_beyond(step) + e[..., None] * np.expm1(step)
+        near = -a[..., None] * linear - total[..., None] * _log1p_beyond(y)
+        far = a[..., None] * step - total[..., None] * np.log1p(y)
+        return np.where(np.abs(step) < 0.5, near, far)  # far out the first form cancels
 
     density = (
-        a * np.log1p(e)
-        + b * np.log1p(-e * a / b)
+        a * _log1p_beyond(e)
+        + b * _log1p_beyond(-e * a / b)
         + 0.5 * np.log(a / total * b / (2 * math.pi))
         + _stirling_error(total)
         - _stirling_error(a)
@@ -90,17 +95,50 @@ def _log_integral(h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
 
     # Where h falls below the depth, to within 10 %: first by powers of 64, then by bisection.
     end = np.full(h(np.ones(1)).shape, 1e-18)
-    while np.any(short := h(end) > -_DEPTH):
-        end = np.where(short, np.minimum(64 * end, _FARTHEST), end)
+    for _ in range(12):
+        end = np.where(h(end) > -_DEPTH, np.minimum(64 * end, _FARTHEST), end)
     start = end / 64
     for _ in range(6):
         middle = np.sqrt(start * end)
         short = h(middle) > -_DEPTH
         start, end = np.where(short, middle, start), np.where(short, end, middle)
 
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    nodes, weights = _quadrature()
     integral = np.sum(weights * np.exp(h(end * (nodes + 1) / 2)), axis=-1)
     return np.log(integral * end[..., 0] / 2)
+
+
+@functools.cache
+def _quadrature() -> tuple[np.ndarray, np.ndarray]:
+    import numpy as np
+
+    return np.polynomial.legendre.leggauss(_NODES)
+
+
+def _log1p_beyond(x: np.ndarray) -> np.ndarray:
+    """``log(1 + x) − x``, to all digits where x is small too."""
+    import numpy as np
+
+    small = np.abs(x) < 0.1
+    z = np.where(small, x, 0.0)
+    series = np.zeros_like(z)
+    for k in range(18, 1, -1):
+        series = 1 / k - z * series
+    far = np.where(small, 1.0, x)
+    return np.where(small, -z * z * series, np.log1p(far) - far)
+
+
+def _expm1_beyond(x: np.ndarray) -> np.ndarray:
+    """``e^x − 1 − x``, to all digits where x is small too."""
+    import numpy as np
+
+    small = np.abs(x) < 0.5
+    z = np.where(small, x, 0.0)
+    series = np.ones_like(z)
+    for k in range(18, 2, -1):
+        series = 1 + z / k * series
+    far = np.where(small, 1.0, x)
+    return np.where(small, z * z / 2 * series, np.expm1(far) - far)
 
 
 def _stirling_error(a: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     Parameters
     ----------
     report : DistortionReport
-        From `isentropic.distortion`.
+        From `isentropic.distortion`. Errors that are not finite are left out.
     ax : matplotlib.axes.Axes, optional
         Where to draw; new by default.
     bins : int
@@ -45,6 +45,7 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
 
     ax = plt.figure(figsize=(6.4, 4), layout="constrained").subplots() if ax is None else ax
     errors = to_numpy(report.distance)
+    errors = errors[np.isfinite(errors)]
     ax.hist(errors, bins=bins, density=True, color="tab:blue", alpha=0.6, label="measured")
 
     k = report.n_components

@@ -70,6 +70,8 @@ def test_errors():
         MAPS[0](da.zeros((20, 61)))
     with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
         MAPS[0](da.zeros((20, 60), dtype="int32"))
+    with pytest.raises(TypeError, match="`x` must be an array in memory, got a Dask array"):
+        it.distortion(da.zeros((20, 60)), da.zeros((20, 60)))
     # At once, and not when it is computed.
     with pytest.raises(ValueError, match="`x` must have a power of two of entries along axis 1, got 6"):
         it.hadamard_transform(da.zeros((3, 6)))

@@ -144,6 +144,17 @@ class TestConventions:
         y = make_pipeline(StandardScaler(), JLTransformer(5, random_state=0)).fit_transform(x)
         assert y.shape == (40, 5)
 
+    def test_keeps_no_data(self, x):
+        for kind in KINDS:
+            t = JLTransformer(20, kind=kind, random_state=0).fit(x)
+            assert t._like.base is None
+            assert len(pickle.dumps(t)) < 100_000
+
+    def test_inverse_of_a_wrong_width(self, x):
+        for t in (JLTransformer(20).fit(x), JLTransformer().fit(x)):
+            with pytest.raises(ValueError, match=r"`X` must have (20|300) columns, got 7"):
+                t.inverse_transform(x[:, :7])
+
     def test_one_sample(self):
         assert JLTransformer(eps=0.5).fit_transform(np.ones((1, 1000))).shape[0] == 1
 

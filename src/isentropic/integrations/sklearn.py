@@ -14,9 +14,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from isentropic._bounds import jl_min_dim
-from isentropic._checks import check_choice, counts
+from isentropic._checks import check_choice, check_real, counts, value_error
 from isentropic._maps import HadamardProjection
-from isentropic._namespace import Array, device, namespace
+from isentropic._namespace import Array, accumulator, device, namespace
 from isentropic._projections import (
     count_sketch,
     gaussian_projection,
@@ -116,7 +116,12 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         n_samples, n_features = X.shape
         check_choice("kind", self.kind, tuple(_KINDS))
         draw, method = _KINDS[self.kind]
-        self._like = np.empty((0, 0), X.dtype) if sparse.issparse(X) else X[:0, :0]
+        if sparse.issparse(X):
+            self._like = np.empty((0, 0), X.dtype)
+        else:  # not a view, which would keep the data
+            self._like = namespace(X=X).empty((0, 0), dtype=X.dtype, device=device(X=X))
+        check_real("eps", self.eps)
+        check_real("delta", self.delta)
 
         if self.n_components == "auto":
             # A single point has no distances; the dimension for two is what it gets.
@@ -163,7 +168,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"], reset=False))
         self._check_library(X, "transform")
         if not sparse.issparse(X):
-            return X if self.projection_ is None else self.projection_(X)
+            return _copied(X) if self.projection_ is None else self.projection_(X)
         if self.projection_ is None:
             return X.toarray()
         X = X.tocsr()
@@ -189,12 +194,16 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         X = X.toarray() if sparse.issparse(X) else X
         self._check_library(X, "inverse_transform")
         projection = self.projection_
+        if X.shape[1] != self.n_components_:
+            raise value_error("X", f"have {self.n_components_} columns", X.shape[1])
         if projection is None:
-            return X
+            return _copied(X)
         if isinstance(projection, HadamardProjection) and projection.has_orthogonal_rows:
             return projection.adjoint(X) * (self.n_components_ / self.n_features_in_)
         xp = namespace(X=X)
-        return X @ xp.matrix_transpose(xp.linalg.pinv(xp.astype(self.components_, X.dtype)))
+        dtype = accumulator(xp, X.dtype)
+        inverse = xp.linalg.pinv(xp.astype(self.components_, dtype))
+        return xp.astype(xp.astype(X, dtype) @ xp.matrix_transpose(inverse), X.dtype)
 
     @property
     def components_(self) -> Array:
@@ -226,6 +235,10 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         tags.input_tags.sparse = True
         tags.array_api_support = True
         return tags
+
+
+def _copied(X: Any) -> Any:
+    return namespace(X=X).asarray(X, copy=True)
 
 
 def _floating(X: Any) -> Any:
