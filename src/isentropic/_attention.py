@@ -19,6 +19,7 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._entropy import FAMILIES, convert_family, entropy, entropy_of_moments, partition
+from isentropic._kernels import output_kernel, state_kernel
 from isentropic._loops import Block, take
 from isentropic._namespace import Array, accumulator, device, namespace, present
 from isentropic._numerics import divide_or_zero
@@ -126,7 +127,9 @@ def attention(
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
     )  # fmt: skip
 
-    return problem.xp.astype(as_rows(problem.state(order=None)).output(), problem.dtype)
+    kernel = output_kernel(problem, implementation)
+    out = problem.scaled.output() if kernel is None else kernel(problem)
+    return problem.xp.astype(out, problem.dtype, copy=False)
 
 
 def attention_state(
@@ -184,7 +187,8 @@ def attention_state(
         block_size=block_size,
     )  # fmt: skip
 
-    return as_rows(problem.state(order=1.0))
+    kernel = state_kernel(problem, implementation, maximum=True)
+    return as_rows(problem.scaled.state(order=1.0) if kernel is None else kernel(problem))
 
 
 def attention_entropy(
@@ -250,11 +254,12 @@ def attention_entropy(
     )  # fmt: skip
     xp, order = problem.xp, float(order)
 
-    state = problem.state(order)
+    kernel = state_kernel(problem, implementation, order)
+    state = problem.scaled.state(order) if kernel is None else kernel(problem)
     assert state.weighted_score is not None
     h = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, family)[..., 0]
     if normalized:
-        n = visible_lengths(problem.frame, problem.query.dtype, problem.mask, n_keys, problem.batch)
+        n = visible_lengths(problem.frame, problem.compute, problem.mask, n_keys, problem.batch)
         log_n = xp.log(xp.clip(n, min=1.0))
         h = divide_or_zero(xp, h, convert_family(xp, log_n, order, family))
     return xp.astype(h, problem.dtype)
@@ -304,7 +309,7 @@ def attention_weights(
     problem = prepare(
         query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    )  # fmt: skip
+    ).scaled  # fmt: skip
     xp = problem.xp
 
     if problem.n_keys == 0:
@@ -370,7 +375,9 @@ def attention_information(
     if problem.n_keys == 0 or problem.n_queries == 0:
         return problem.zeros(())
 
-    state = as_rows(problem.state(order=1.0))
+    kernel = state_kernel(problem, implementation)
+    problem = problem.scaled
+    state = as_rows(problem.state(order=1.0) if kernel is None else kernel(problem))
     sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
     n_seeing = xp.sum(sees, axis=-1, keepdims=True)
     mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
@@ -595,9 +602,9 @@ def additive_attention(
         raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
-    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden)
+    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).scaled
 
-    dtype = problem.query.dtype
+    dtype = problem.compute
     queries = problem.query @ xp.astype(w_q, dtype)
     keys = xp.astype(problem.key, dtype) @ xp.astype(w_k, dtype)
     v = xp.astype(v, dtype)
@@ -607,8 +614,7 @@ def additive_attention(
         k = take(keys, columns, -2)[..., None, :, :]
         return xp.sum(xp.tanh(q + k) * v, axis=-1)
 
-    state = problem.state(order=None, score=score)
-    return xp.astype(as_rows(state).output(), problem.dtype)
+    return xp.astype(problem.output(score), problem.dtype)
 
 
 def _divided(name: str, width: int, parts: int) -> int:

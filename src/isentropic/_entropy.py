@@ -44,14 +44,15 @@ _LOWEST = -1e30
 
 
 def partition(
-    xp: ModuleType, s: Array, order: float | None
+    xp: ModuleType, s: Array, order: float | None, maximum: Array | None = None
 ) -> tuple[Array, Array, Array, Array | None]:
     """(maximum, e^{s − max}, its sum, moment) of the logits along the last axis, which is kept.
 
     Logits of −∞ take no part; an axis of nothing else has the maximum −∞ and sums 0.
-    The moment is None where the `order` is None.
+    The moment is None where the `order` is None. Another maximum can be given to refer to.
     """
-    maximum = xp.max(s, axis=-1, keepdims=True)
+    if maximum is None:
+        maximum = xp.max(s, axis=-1, keepdims=True)
     hidden = s == -math.inf
     x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, maximum))
     weight = xp.where(hidden, 0.0, xp.exp(x))

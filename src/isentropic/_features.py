@@ -358,7 +358,7 @@ def _prepare(
         must = f"be for vectors of the last dimension of `query`, {query.shape[-1]}"
         raise value_error("features", must, features.n_features)
 
-    x, dtype = problem.query, problem.query.dtype
+    x, dtype = xp.astype(problem.query, problem.compute, copy=False), problem.compute
     # Half of the scale on each side: the error of the features grows with both norms.
     root = (1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)) ** 0.5
     x, y = x * root, xp.astype(problem.key, dtype, copy=False) * root
@@ -377,7 +377,7 @@ def _norm_term(xp: ModuleType, x: Array) -> Array:
 
 def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> AttentionState:
     """The state, in columns, of plain attention with the logits ``queries · keys + bias``."""
-    return prepare(queries, keys, value, bias=bias, scale=1.0).state(None)
+    return prepare(queries, keys, value, bias=bias, scale=1.0).scaled.state(None)
 
 
 def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:

@@ -9,14 +9,21 @@ tiles, and each block is computed again in the backward pass instead of being ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
+from threading import Lock
 from types import ModuleType
 from typing import Any, cast
 
-from isentropic._namespace import Array, is_jax, is_numpy, is_torch
+from isentropic._namespace import Array, is_cupy, is_jax, is_numpy, is_torch
+from isentropic._threads import run
 
 # A block is (start, size). The size is a Python integer; under JAX the start may be traced.
 Block = tuple[Any, int]
+
+
+def blocks(first: int, end: int, size: int) -> list[Block]:
+    """A part of an axis in blocks; the first one is ragged, so that all others are alike."""
+    second = min(first + ((end - first) % size or size), end)
+    return [(first, second - first), *((start, size) for start in range(second, end, size))]
 
 
 def fold(
@@ -25,26 +32,46 @@ def fold(
     merge: Callable[[Any, Any], Any],
     length: int,
     block_size: int,
+    reach: tuple[Any, Any] | None = None,
 ) -> Any:
-    """``merge`` of ``tile(block)`` over the blocks of an axis of `length` > 0."""
-    if length <= block_size:
-        return tile((0, length))
-    first = length % block_size or block_size
-    total = tile((0, first))
+    """``merge`` of ``tile(block)`` over the blocks of an axis of `length` > 0.
 
-    if _is_traced(xp, total) and length - first > block_size:
+    Only those that have a part in the `reach` (first, end) have to be computed, and one at least.
+    """
+    first, end = (0, length) if reach is None else reach
+    if isinstance(first, int) and isinstance(end, int):
+        (first, end), reach = clip_reach((first, end), length), None
+    else:
+        first, end, reach = 0, length, (first, end)
+    if end - first <= block_size:
+        return tile((first, end - first))
+    head, *others = blocks(first, end, block_size)
+    total = tile(head)
+
+    if _is_traced(xp, total) and len(others) > 1:
         import jax
 
-        # One ragged block came first, so all that remain are alike and can be scanned.
         @jax.checkpoint
         def step(carry: Any, start: Any) -> tuple[Any, None]:
-            return merge(carry, tile((start, block_size))), None
+            def merged() -> Any:
+                return merge(carry, tile((start, block_size)))
 
-        return jax.lax.scan(step, total, xp.arange(first, length, block_size))[0]
+            if reach is None:
+                return merged(), None
+            seen = (start < reach[1]) & (start + block_size > reach[0])
+            return jax.lax.cond(seen, merged, lambda: carry), None
 
-    for start in range(first, length, block_size):
-        total = merge(total, tile((start, block_size)))
+        return jax.lax.scan(step, total, xp.arange(sum(head), end, block_size))[0]
+
+    for block in others:
+        total = merge(total, tile(block))
     return total
+
+
+def clip_reach(reach: tuple[int, int], length: int) -> tuple[int, int]:
+    """A part (first, end) of an axis of `length` > 0; with one entry where there is none in it."""
+    end = max(1, min(reach[1], length))
+    return max(0, min(reach[0], end - 1)), end
 
 
 def map_blocks(
@@ -53,10 +80,12 @@ def map_blocks(
     """``function(block)`` over the blocks of an axis, joined along axis −2 of each result."""
     if length <= block_size:
         return function((0, length))
-    first = length % block_size or block_size
-    head = function((0, first))
+    parts = blocks(0, length, block_size)
+    if is_numpy(xp):
+        return _map_threaded(xp, function, parts)
+    head, first = function(parts[0]), parts[0][1]
 
-    if _is_traced(xp, head) and length - first > block_size:
+    if _is_traced(xp, head) and len(parts) > 2:
         import jax
 
         @jax.checkpoint
@@ -69,18 +98,35 @@ def map_blocks(
         tail = tuple(None if x is None else _unstack(xp, x) for x in stacked)
         return _join(xp, [head, tail]) if ragged else tail
 
-    blocks = [(start, block_size) for start in range(first, length, block_size)]
-    if not is_numpy(xp):
-        return _join(xp, [head, *(function(block) for block in blocks)])
-    results = tuple(
-        None if x is None else xp.empty((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype)
-        for x in head
-    )
-    for (start, size), parts in chain([((0, first), head)], ((b, function(b)) for b in blocks)):
-        for result, part in zip(results, parts, strict=True):
+    return _join(xp, [head, *(function(block) for block in parts[1:])])
+
+
+def _map_threaded(
+    xp: ModuleType, function: Callable[[Block], tuple[Any, ...]], blocks: list[Block]
+) -> tuple[Any, ...]:
+    results: list[tuple[Any, ...]] = []
+    lock = Lock()
+    (last, size) = blocks[-1]
+
+    def write(block: Block) -> None:
+        parts = function(block)
+        with lock:
+            if not results:
+                shapes = (
+                    None if x is None else (*x.shape[:-2], last + size, x.shape[-1]) for x in parts
+                )
+                results.append(
+                    tuple(
+                        None if shape is None else xp.empty(shape, dtype=x.dtype)
+                        for shape, x in zip(shapes, parts, strict=True)
+                    )
+                )
+        for result, part in zip(results[0], parts, strict=True):
             if result is not None:
-                result[..., start : start + size, :] = part
-    return results
+                result[..., block[0] : block[0] + block[1], :] = part
+
+    run(write, blocks)
+    return results[0]
 
 
 def scan_blocks(
@@ -157,6 +203,15 @@ def take(x: Array, block: Block, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(cast(Any, x), start, size, axis=axis)
 
 
+def smaller(xp: ModuleType, a: Any, b: Any) -> Any:
+    """The smaller of two numbers, which may be traced."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else xp.minimum(a, b)
+
+
+def larger(xp: ModuleType, a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else xp.maximum(a, b)
+
+
 def traces_lengths(xp: ModuleType) -> bool:
     """Whether lengths may be symbolic (``torch.compile``), so that no loop may depend on them."""
     if not is_torch(xp):
@@ -164,6 +219,40 @@ def traces_lengths(xp: ModuleType) -> bool:
     import torch
 
     return torch.compiler.is_compiling()
+
+
+def is_readable(xp: ModuleType, x: Any) -> bool:
+    """Whether the values of `x` can be read at once, in the memory of the host and within no trace."""
+    if is_torch(xp):
+        import torch
+
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+            return False
+        return x.device.type == "cpu" and not is_transformed(x)
+    if is_jax(xp):
+        import jax
+
+        if isinstance(x, jax.core.Tracer):
+            return False
+        return len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu"
+    return is_numpy(xp)
+
+
+def is_transformed(x: Any) -> bool:
+    """Whether a tensor is within a transformation of torch.func, or has a forward-mode derivative."""
+    import torch
+
+    within = torch._C._functorch.maybe_current_level() is not None
+    return within or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def is_gpu(xp: ModuleType, device: Any) -> bool:
+    """Whether work on a `device` (None inside a JAX trace) is best done much at a time."""
+    if is_jax(xp):
+        import jax
+
+        return jax.default_backend() != "cpu"
+    return is_cupy(xp) or (is_torch(xp) and device.type != "cpu")
 
 
 def _is_traced(xp: ModuleType, result: Any) -> bool:
@@ -175,11 +264,7 @@ def _is_traced(xp: ModuleType, result: Any) -> bool:
 
 
 def _pays_in_blocks(xp: ModuleType, x: Array) -> bool:
-    if not _is_traced(xp, x):
-        return is_numpy(xp)
-    import jax
-
-    return jax.default_backend() == "cpu"
+    return not is_gpu(xp, None) if _is_traced(xp, x) else is_numpy(xp)
 
 
 def _join(xp: ModuleType, parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:

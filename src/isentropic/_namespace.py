@@ -127,6 +127,10 @@ def is_jax(xp: ModuleType) -> bool:
     return xp.__name__ == "jax.numpy"
 
 
+def is_cupy(xp: ModuleType) -> bool:
+    return xp.__name__ in ("cupy", "array_api_compat.cupy")
+
+
 def is_numpy(xp: ModuleType) -> bool:
     return xp.__name__ in ("numpy", "array_api_compat.numpy")
 

@@ -159,9 +159,11 @@ def merge(*states: AttentionState) -> AttentionState:
 # is the moment of any order (or None).
 
 
-def tile_state(xp: ModuleType, logits: Array, value: Any, order: float | None) -> AttentionState:
+def tile_state(
+    xp: ModuleType, logits: Array, value: Any, order: float | None, maximum: Array | None = None
+) -> AttentionState:
     """The state of the keys of one tile: logits (..., L, S), and `value` a function of the weights."""
-    maximum, weight, normalizer, moment = partition(xp, logits, order)
+    maximum, weight, normalizer, moment = partition(xp, logits, order, maximum)
     weighted_value = None if value is None else value(weight)
     return AttentionState(maximum, normalizer, weighted_value, moment)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +21,25 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import Block, fold, map_blocks, take, traces_lengths
-from isentropic._namespace import Array, accumulator, device, namespace, present
+from isentropic._loops import (
+    Block,
+    clip_reach,
+    fold,
+    is_gpu,
+    is_readable,
+    map_blocks,
+    take,
+    traces_lengths,
+)
+from isentropic._namespace import Array, accumulator, device, is_jax, is_numpy, namespace, present
+from isentropic._numerics import divide_or_zero
 from isentropic._state import AttentionState, empty_state, merge_columns, tile_state
 from isentropic.laws import Law
-from isentropic.masks import Frame, Mask, as_mask, causal
+from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # Keys of a tile; and numbers in it, over all batch and head axes, which bounds the memory of a call.
+# NumPy's are smaller, which each thread has several of, and those of a GPU larger, which needs much
+# work at a time.
 COLUMNS = 512
 TILE_SIZE = 2**20
 # Fewer queries would make slow products.
@@ -40,13 +52,15 @@ class Problem:
 
     frame: Frame
     dtype: Any  # of the result
-    query: Array  # scaled, in the dtype to compute in
+    compute: Any  # the dtype to compute in
+    query: Array
+    multiplier: float | Array  # of the queries, as (..., L, 1)
     key: Array
     value: Array | None
     mask: Mask | None
     bias: Array | None
     softcap: float | None
-    poison: tuple[Array, Array] | None  # of queries and keys, where there is a mask: see `_shield`
+    poison: tuple[Array, Array] | None  # of queries and keys: see `_shield`
     batch: tuple[int, ...]
     block_size: int | None
     score_width: int | None  # as in `prepare`
@@ -67,6 +81,29 @@ class Problem:
         """What is returned where there is nothing to attend to."""
         return self.xp.zeros((*self.batch, *shape), dtype=self.dtype, device=self.frame.device)
 
+    @property
+    def values(self) -> Array:
+        assert self.value is not None
+        return self.value
+
+    @property
+    def arrays(self) -> list[Array]:
+        """All arrays of the problem that are not made from others."""
+        of_mask = () if self.mask is None else self.mask.arrays
+        own = (self.query, self.key, self.value, self.bias, self.multiplier)
+        return [x for x in (*own, *of_mask) if x is not None and not isinstance(x, float)]
+
+    @property
+    def is_plain_causal(self) -> bool:
+        mask = self.mask
+        return mask is not None and is_causal_alone(mask, self.n_queries, self.n_keys)
+
+    @property
+    def scaled(self) -> Problem:
+        """With the scale in the queries, as the methods that follow take it."""
+        query = self.xp.astype(self.query, self.compute) * self.multiplier
+        return replace(self, query=query, multiplier=1.0)
+
     def score(self, rows: Block, columns: Block) -> Array:
         xp = self.xp
         keys = xp.astype(take(self.key, columns, -2), self.query.dtype)
@@ -80,33 +117,63 @@ class Problem:
         s = (score or self.score)(rows, columns)
         if self.softcap is not None:
             s = xp.tanh(s / self.softcap) * self.softcap
+        s = s if self.bias is None and self.poison is None else s + self._shift(rows, columns)
+        return (
+            s
+            if self.mask is None
+            else xp.where(self.mask.block(self.frame, rows, columns), s, -math.inf)
+        )
+
+    def added(self, rows: Block, columns: Block) -> Array:
+        """What is added to the products of a tile: the bias, −∞ where a key is hidden."""
+        shift = self._shift(rows, columns)
+        if self.mask is None:
+            return shift
+        return self.xp.where(self.mask.block(self.frame, rows, columns), shift, -math.inf)
+
+    def _shift(self, rows: Block, columns: Block) -> Array:
+        xp = self.xp
+        shift = xp.zeros((), dtype=self.compute, device=self.frame.device)
         if self.bias is not None:
-            s = s + xp.astype(take(take(self.bias, rows, -2), columns, -1), s.dtype)
-        if self.mask is None or self.poison is None:
-            return s
-        of_queries, of_keys = self.poison
-        s = s + take(of_queries, rows, -2) + take(of_keys, columns, -1)
-        return xp.where(self.mask.block(self.frame, rows, columns), s, -math.inf)
+            shift = xp.astype(take(take(self.bias, rows, -2), columns, -1), self.compute)
+        if self.poison is not None:
+            of_queries, of_keys = self.poison
+            shift = shift + (take(of_queries, rows, -2) + take(of_keys, columns, -1))
+        return shift
+
+    def reach(self, rows: Block) -> Block:
+        """The block of the keys that some query of a block of rows sees; one key at least."""
+        if self.mask is None or self.frame.whole:
+            return 0, self.n_keys
+        first, end = clip_reach(self.mask.reach(self.frame, rows), self.n_keys)
+        return first, end - first
+
+    def tile_state(
+        self, logits: Array, columns: Block, order: float | None, maximum: Array | None = None
+    ) -> AttentionState:
+        """The state of a tile's keys, relative to their own maximum or a given one."""
+
+        def weigh(weight: Array) -> Array:
+            assert self.value is not None
+            values = self.xp.astype(take(self.value, columns, -2), self.compute)
+            return _grouped_matmul(self.xp, weight, values)
+
+        value = None if self.value is None else weigh
+        return tile_state(self.xp, logits, value, order, maximum)
 
     def state(
         self, order: float | None, score: Callable[[Block, Block], Array] | None = None
     ) -> AttentionState:
         """The state over all keys, its fields kept as columns (..., L, 1)."""
-        xp, dtype = self.xp, self.query.dtype
-        n_values = None if self.value is None else self.value.shape[-1]
-        shape = (*self.batch, self.n_queries)
+        xp, shape = self.xp, (*self.batch, self.n_queries)
         if self.n_keys == 0:
-            return empty_state(xp, shape, n_values, order, dtype=dtype, device=self.frame.device)
+            n_values = None if self.value is None else self.value.shape[-1]
+            kind = {"dtype": self.compute, "device": self.frame.device}
+            return empty_state(xp, shape, n_values, order, **kind)
         row_size, column_size = self.tile_shape
 
         def tile(rows: Block, columns: Block) -> AttentionState:
-            def weigh(weight: Array) -> Array:
-                assert self.value is not None
-                values = xp.astype(take(self.value, columns, -2), dtype)
-                return _grouped_matmul(xp, weight, values)
-
-            s = self.logits(rows, columns, score)
-            return tile_state(xp, s, None if self.value is None else weigh, order)
+            return self.tile_state(self.logits(rows, columns, score), columns, order)
 
         def over_keys(rows: Block) -> AttentionState:
             return fold(
@@ -115,10 +182,17 @@ class Problem:
                 lambda a, b: merge_columns(xp, a, b, order),
                 self.n_keys,
                 column_size,
+                None if self.mask is None else self.mask.reach(self.frame, rows),
             )
 
         fields = map_blocks(xp, over_keys, self.n_queries, row_size)
         return AttentionState(*(_widened(xp, x, shape) for x in fields))
+
+    def output(self, score: Callable[[Block, Block], Array] | None = None) -> Array:
+        """The attention output, (..., L, Ev)."""
+        state = self.state(None, score)
+        assert state.weighted_value is not None
+        return divide_or_zero(self.xp, state.weighted_value, state.normalizer)
 
     def column_sums(self, state: AttentionState) -> Array:
         """The sum of the attention weights over the queries, (..., S)."""
@@ -140,12 +214,39 @@ class Problem:
         return map_blocks(xp, over_queries, self.n_keys, column_size)[0][..., 0]
 
     @property
+    def causal_poison(self) -> Array:
+        """NaN for queries that see a row that is not finite under plain causality, (..., L, 1)."""
+        assert self.poison is not None
+        of_queries, of_keys = self.poison
+        # Not `cumulative_sum`: torch.compile warns about array_api_compat's.
+        return of_queries + self.xp.cumsum(of_keys[..., 0, :], -1)[..., None]
+
+    def four_axes(self, x: Array, *, whole: bool = False) -> Array:
+        """`x` (..., rows, columns) as (batch, heads, rows, columns).
+
+        With `whole` no axis is left to broadcast, but grouped heads stay grouped.
+        """
+        *own, rows, columns = x.shape
+        heads = own[-1] if own else 1
+        if whole and self.batch and heads == 1:
+            heads = self.batch[-1]
+        if len(self.batch) <= 2 and not whole:
+            return x[(None,) * (4 - x.ndim) + (...,)]
+        x = self.xp.broadcast_to(x, (*self.batch[:-1], heads, rows, columns))
+        return self.xp.reshape(x, (math.prod(self.batch[:-1]), heads, rows, columns))
+
+    @property
     def tile_shape(self) -> tuple[int, int]:
         if self.frame.whole and self.block_size is None:
             return self.n_queries, self.n_keys
         width = max(self.score_width or 1, 1)
+        size = TILE_SIZE
+        if is_numpy(self.xp):
+            size = TILE_SIZE // 4
+        elif is_gpu(self.xp, self.frame.device):
+            size = TILE_SIZE * 32
         columns = plain_integer(self.block_size or max(COLUMNS // width, 1))
-        rows = TILE_SIZE // max(math.prod(self.batch) * columns * width, 1)
+        rows = size // max(math.prod(self.batch) * columns * width, 1)
         return max(rows, MIN_ROWS), columns
 
 
@@ -203,9 +304,6 @@ def prepare(
         if x is not None:
             check_real(name, x, above=0 if name == "softcap" else -math.inf)
     check_choice("implementation", implementation, (None, "generic", "native"))
-    if implementation == "native":
-        must = "be None or 'generic', since no native kernel computes this"
-        raise value_error("implementation", must, "'native'")
     if block_size is not None:
         check_count("block_size", block_size)
 
@@ -216,14 +314,16 @@ def prepare(
         query, key, value, poison = _shield(xp, compute, place, query, key, value)
     frame = Frame(xp, place, n_queries, total, whole=traces_lengths(xp))
     multiplier: Any = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
-    if law is not None or n_keys is not None:
+    common = common_length(frame, visible, n_keys)
+    if common is not None and (law is None or not law.arrays):
+        multiplier *= 1.0 if law is None else law(common)
+    elif law is not None or n_keys is not None:
         n = visible_lengths(frame, compute, visible, n_keys, batch)
-    if law is not None:
-        multiplier = factor(xp, law, n, (*batch, n_queries)) * multiplier
+        if law is not None:
+            multiplier = factor(xp, law, n, (*batch, n_queries)) * multiplier
     return Problem(
-        frame, dtype, xp.astype(query, compute) * multiplier, key, value, visible, bias,
-        None if softcap is None else float(softcap), poison, batch, block_size,
-        score_width,
+        frame, dtype, compute, query, multiplier, key, value, visible, bias,
+        None if softcap is None else float(softcap), poison, batch, block_size, score_width,
     )  # fmt: skip
 
 
@@ -245,12 +345,14 @@ def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> 
 
 def _shield(
     xp: ModuleType, dtype: Any, device: Any, query: Array, key: Array, value: Array | None
-) -> tuple[Array, Array, Array | None, tuple[Array, Array]]:
+) -> tuple[Array, Array, Array | None, tuple[Array, Array] | None]:
     """Arrays with 0 for NaN and ∞, and what to add to the logits to make up for it.
 
     A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So rows that
     are not finite leave the products, and put NaN on the logits of those who see them instead.
     """
+    if all(x is None or _is_seen_finite(xp, x) for x in (query, key, value)):
+        return query, key, value, None
     zero = xp.zeros((1,), dtype=dtype, device=device)
     finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
     sound_keys = xp.all(finite_key, axis=-1)
@@ -265,6 +367,16 @@ def _shield(
         of_keys = xp.repeat(of_keys, query.shape[-3] // of_keys.shape[-3], axis=-3)
     query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
     return query, key, value, (of_queries, of_keys)
+
+
+def _is_seen_finite(xp: ModuleType, x: Array) -> bool:
+    """Whether it can be read that all of `x` is finite."""
+    if not is_readable(xp, x):
+        return False
+    # A maximum is NaN where a number is, but not in JAX on a processor.
+    if is_jax(xp) or math.prod(x.shape) == 0:
+        return bool(xp.all(xp.isfinite(x)))
+    return bool(xp.isfinite(xp.min(x)) & xp.isfinite(xp.max(x)))
 
 
 def _grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
@@ -288,6 +400,14 @@ def array_or_none(n_keys: Any) -> Array | None:
     return None if is_integer(n_keys) or not hasattr(n_keys, "ndim") else n_keys
 
 
+def common_length(frame: Frame, mask: Mask | None, n_keys: Any) -> int | None:
+    """How many keys each query sees, where that is one number, and not symbolic."""
+    if array_or_none(n_keys) is not None or (n_keys is None and mask is not None):
+        return None
+    n = frame.n_keys if n_keys is None else check_length(n_keys)
+    return None if frame.whole else n
+
+
 def visible_lengths(
     frame: Frame, dtype: Any, mask: Mask | None, n_keys: Any, batch: tuple[int, ...]
 ) -> Array:
@@ -303,16 +423,20 @@ def given_lengths(
 ) -> Array:
     """`n_keys` as floats broadcastable to `shape`, with an axis for the queries."""
     if array_or_none(n_keys) is None:
-        if not is_integer(n_keys):
-            raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
-        if n_keys < 0:
-            raise value_error("n_keys", "be at least 0", n_keys)
-        return xp.full((1,), plain_integer(n_keys), dtype=dtype, device=device)
+        return xp.full((1,), check_length(n_keys), dtype=dtype, device=device)
     if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
         raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
     check_broadcastable("n_keys", n_keys.shape, shape)
     n = xp.astype(n_keys, dtype)
     return n[None] if n.ndim == 0 else n
+
+
+def check_length(n_keys: Any) -> int:
+    if not is_integer(n_keys):
+        raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
+    if n_keys < 0:
+        raise value_error("n_keys", "be at least 0", n_keys)
+    return plain_integer(n_keys)
 
 
 def factor(xp: ModuleType, law: Law, n: Array, shape: tuple[int, ...]) -> Array:

@@ -19,7 +19,7 @@ one length per sequence of a query of shape (B, H, L, E) has the shape (B, 1).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -35,13 +35,14 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import Block, fold, map_blocks, take
+from isentropic._loops import Block, fold, larger, map_blocks, smaller, take
 from isentropic._namespace import Array, device, namespace
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
 _COUNT_BLOCK = 1024
 _Interval = tuple[Array, Array]
+Span = tuple[Any, Any]
 
 
 class Mask(ABC):
@@ -68,6 +69,26 @@ class Mask(ABC):
     def interval(self, frame: Frame, rows: Block) -> _Interval | None:
         """(first, end) of the visible keys of each row, (..., rows), where they are contiguous."""
         return None
+
+    def reach(self, frame: Frame, rows: Block) -> Span:
+        """(first, end): no row of the block sees a key outside, as far as numbers alone tell.
+
+        Like `core` not cut to the keys there are. Traced under JAX where the block is.
+        """
+        return 0, frame.n_keys
+
+    def core(self, frame: Frame, rows: Block) -> Span:
+        """(first, end): every row of the block sees all keys between, as far as numbers alone tell."""
+        return 0, 0
+
+    @property
+    def rows_are_alike(self) -> bool:
+        """Whether all queries of an element see the same keys."""
+        return False
+
+    @abstractmethod
+    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+        """The mask of one element of the batch and head axes, its arrays as those of NumPy."""
 
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Array:
         """How many keys each query sees.
@@ -301,6 +322,13 @@ def as_mask(x: Any, name: str = "mask") -> Mask:
     return _Explicit(x)
 
 
+def is_causal_alone(mask: Mask, n_queries: int, n_keys: int) -> bool:
+    """Whether each of as many queries as keys sees those up to its own, and that is all."""
+    if not isinstance(mask, _Band) or mask.left is not None or mask.right != 0:
+        return False
+    return n_queries == n_keys and not mask.arrays and mask.offset in (None, 0)
+
+
 class _Contiguous(Mask):
     """A mask that is fully described by its interval."""
 
@@ -324,6 +352,24 @@ class _Band(_Contiguous):
         for x in self.arrays:
             _check_fits("offset", x.shape, batch)
 
+    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+        return replace(self, offset=_element(self.offset, batch, index))
+
+    def reach(self, frame: Frame, rows: Block) -> Span:
+        return self._between(frame, rows, 0, rows[1] - 1, super().reach(frame, rows))
+
+    def core(self, frame: Frame, rows: Block) -> Span:
+        return self._between(frame, rows, rows[1] - 1, 0, super().core(frame, rows))
+
+    def _between(self, frame: Frame, rows: Block, left_row: int, right_row: int, unknown: Span) -> Span:
+        """From the first key of one row to the end of another."""
+        if self.arrays:
+            return unknown
+        position = rows[0] + (frame.n_keys - frame.n_queries if self.offset is None else self.offset)
+        first = 0 if self.left is None else position + (left_row - self.left)
+        end = frame.n_keys if self.right is None else position + (right_row + self.right + 1)
+        return first, end
+
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         offset = frame.n_keys - frame.n_queries if self.offset is None else frame.index(self.offset)
         position = frame.positions(rows) + offset
@@ -336,6 +382,7 @@ class _Band(_Contiguous):
 class _Padding(_Contiguous):
     lengths: int | Array
     side: str
+    rows_are_alike = True
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -344,6 +391,19 @@ class _Padding(_Contiguous):
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         for x in self.arrays:
             _check_fits("lengths", x.shape, batch)
+
+    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+        return replace(self, lengths=_element(self.lengths, batch, index))
+
+    def reach(self, frame: Frame, rows: Block) -> Span:
+        if not isinstance(self.lengths, int):
+            return super().reach(frame, rows)
+        if self.side == "left":
+            return frame.n_keys - self.lengths, frame.n_keys
+        return 0, self.lengths
+
+    def core(self, frame: Frame, rows: Block) -> Span:
+        return super().core(frame, rows) if self.arrays else self.reach(frame, rows)
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         zero = frame.positions(rows) * 0
@@ -375,6 +435,10 @@ class _Segments(Mask):
                 raise value_error("query_ids", must, self.query_ids.shape)
             _check_fits("query_ids", self.query_ids.shape, batch, n_queries)
 
+    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+        ids, query_ids = (_element(x, batch, index, 1) for x in (self.ids, self.query_ids))
+        return _Segments(ids, query_ids)
+
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         queries = self.query_ids
         if queries is None:
@@ -392,6 +456,13 @@ class _Explicit(Mask):
 
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         _check_fits("mask", self.visible.shape, batch, n_queries, n_keys)
+
+    @property
+    def rows_are_alike(self) -> bool:
+        return self.visible.ndim < 2 or self.visible.shape[-2] == 1
+
+    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+        return _Explicit(_element(self.visible, batch, index, 2))
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         x = self.visible
@@ -412,6 +483,13 @@ class _Pair(Mask):
         self.first.check(batch, n_queries, n_keys)
         self.second.check(batch, n_queries, n_keys)
 
+    @property
+    def rows_are_alike(self) -> bool:
+        return self.first.rows_are_alike and self.second.rows_are_alike
+
+    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+        return type(self)(self.first.element(batch, index), self.second.element(batch, index))
+
 
 @dataclass(frozen=True, eq=False)
 class _Both(_Pair):
@@ -424,11 +502,37 @@ class _Both(_Pair):
             return None
         return frame.xp.maximum(a[0], b[0]), frame.xp.minimum(a[1], b[1])
 
+    def reach(self, frame: Frame, rows: Block) -> Span:
+        return _common(frame, self.first.reach(frame, rows), self.second.reach(frame, rows))
+
+    def core(self, frame: Frame, rows: Block) -> Span:
+        return _common(frame, self.first.core(frame, rows), self.second.core(frame, rows))
+
 
 @dataclass(frozen=True, eq=False)
 class _Either(_Pair):
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         return self.first.block(frame, rows, columns) | self.second.block(frame, rows, columns)
+
+    def reach(self, frame: Frame, rows: Block) -> Span:
+        a, b = self.first.reach(frame, rows), self.second.reach(frame, rows)
+        return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
+
+
+def _common(frame: Frame, a: Span, b: Span) -> Span:
+    return larger(frame.xp, a[0], b[0]), smaller(frame.xp, a[1], b[1])
+
+
+def _element(x: Any, batch: tuple[int, ...], index: tuple[int, ...], n_last: int = 0) -> Any:
+    """The part of an array over the batch axes and `n_last` others, in NumPy; a number as int."""
+    import numpy as np
+
+    if x is None or isinstance(x, int):
+        return x
+    x = np.asarray(x)
+    x = x[(None,) * (n_last - x.ndim) + (...,)]
+    part = np.broadcast_to(x, (*batch, *x.shape[x.ndim - n_last :]))[index]
+    return part if n_last else int(part)
 
 
 def _check_fits(name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int) -> None:

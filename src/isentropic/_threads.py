@@ -1,0 +1,95 @@
+"""Threads for work of NumPy in blocks, each with NumPy's BLAS held to one thread. Layer 0.
+
+Every call has a pool of its own, so that none waits for another, that nothing is left behind by an
+interrupt, and that a forked process finds none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+_Item = TypeVar("_Item")
+
+
+def run(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
+    """``function(item)`` for all items, on as many threads as the process has cores to use."""
+    if len(items) < 2 or n_threads() == 1:
+        for item in items:
+            function(item)
+        return
+    with _blas.held() as share, ThreadPoolExecutor(min(share, len(items))) as pool:
+        # Each in the context of the caller, where NumPy's errstate is.
+        futures = [pool.submit(copy_context().run, function, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def n_threads() -> int:
+    """The cores that the process may use, or the threads that its BLAS may if those are fewer."""
+    return _blas.threads if _blas.calls else _available()
+
+
+def _available() -> int:
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    libraries = [library.num_threads for library in _controller().lib_controllers]
+    return max(1, min(len(own), max(libraries, default=len(own))))
+
+
+@functools.cache
+def _controller() -> Any:
+    import numpy as np  # noqa: F401  (its BLAS has to be there to be found)
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="blas")
+
+
+class _Blas:
+    """The limit of the BLAS, the process's own: the first call sets it, the last at work lifts it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls = 0
+        self.threads = 1
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[int]:
+        """Gives the threads that fall to this call."""
+        with self.lock:
+            if self.calls == 0:
+                self.threads = _available()
+                self.limit = _controller().limit(limits=1)
+            self.calls += 1
+            share = max(1, self.threads // self.calls)
+        try:
+            yield share
+        finally:
+            with self.lock:
+                self.calls -= 1
+                if self.calls == 0:
+                    self.limit.restore_original_limits()
+
+
+_blas = _Blas()
+
+
+def _forget() -> None:
+    """For a forked process, whose parent may have been in the middle of a call."""
+    global _blas
+    if _blas.calls:
+        _blas.limit.restore_original_limits()
+    _blas = _Blas()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
