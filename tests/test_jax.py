@@ -262,3 +262,78 @@ def test_two_devices():
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
     )
     assert result.returncode == 0, result.stderr
+
+
+class TestNativeKernel:
+    """`jax.nn.dot_product_attention`, by itself used where it is cuDNN's."""
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("batch", [(), (2, 4)])
+    def test_values_and_gradients(self, rng, is_causal, batch):
+        q, k, v = (jnp.asarray(rng.normal(size=(*batch, 6, 8)), "float32") for _ in range(3))
+
+        def loss(q, k, v, implementation):
+            out = it.attention(q, k, v, is_causal=is_causal, implementation=implementation)
+            return jnp.sin(out).sum(), out
+
+        both = [
+            jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), static_argnums=3)(
+                q, k, v, i
+            )
+            for i in ("native", "generic")
+        ]
+        for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_grouped_heads_and_what_is_not_finite(self, rng):
+        q = rng.normal(size=(4, 6, 8)).astype("float32")
+        k, v = rng.normal(size=(2, 2, 6, 8)).astype("float32")
+        k[0, 4] = np.nan
+
+        def call(q, k, v, implementation):
+            return it.attention(q, k, v, is_causal=True, enable_gqa=True, implementation=implementation)
+
+        got, expected = (jax.jit(call, static_argnums=3)(q, k, v, i) for i in ("native", "generic"))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        assert np.isnan(got[0, 4:]).all()
+        assert np.isfinite(got[0, :4]).all()
+
+    def test_is_chosen_on_a_gpu_alone_and_for_half_precision(self, monkeypatch):
+        x = {
+            dtype: jax.ShapeDtypeStruct((2, 64, 16), dtype)
+            for dtype in ("float32", "float16", "bfloat16")
+        }
+
+        def used(dtype, **options):
+            # As for cuDNN, but computed by what there is on every machine.
+            calls = []
+            original = jax.nn.dot_product_attention
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    jax.nn,
+                    "dot_product_attention",
+                    lambda *a, implementation, **k: (
+                        calls.append(implementation) or original(*a, implementation="xla", **k)
+                    ),
+                )
+                jax.eval_shape(lambda q: it.attention(q, q, q, **options), x[dtype])
+            return calls
+
+        assert used("bfloat16") == []
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert used("bfloat16") == used("float16", is_causal=True) == ["cudnn"]
+        assert used("float32") == []
+        assert used("bfloat16", softcap=3.0) == []
+        assert used("bfloat16", mask=masks.window(3)) == []
+        assert used("bfloat16", implementation="generic") == []
+
+
+def test_tiles_out_of_reach_are_skipped_under_jit(tiny_tiles):
+    """By a condition, at run time."""
+
+    def count(mask):
+        shape = jax.ShapeDtypeStruct((30, 4), jnp.float32)
+        return str(jax.make_jaxpr(lambda q: it.attention(q, q, q, mask=mask))(shape)).count("cond[")
+
+    assert count(None) == 0
+    assert count(masks.window(3)) > 0

@@ -453,3 +453,101 @@ class TestAgainstTorch:
         expected, _ = eager_attention_forward(module, q, k, v, hidden, scaling=0.3, softcap=5.0)
         got = it.attention(q, k, v, law=None, enable_gqa=True, softcap=5.0, scale=0.3, is_causal=True)
         torch.testing.assert_close(got.transpose(1, 2), expected)
+
+
+RECOMPUTED = {
+    "state": lambda a, i: it.attention_state(a["q"], a["k"], a["v"], implementation=i),
+    "mask": lambda a, i: it.attention_state(
+        a["q"], a["k1"], a["v"], bias=a["b"], mask=masks.window(2) & masks.padding(6), implementation=i
+    ),
+    "groups": lambda a, i: it.attention_state(
+        a["q"], a["k2"], a["v2"], bias=a["b"], softcap=2.0, enable_gqa=True, is_causal=True,
+        implementation=i,
+    ),
+    "softcap": lambda a, i: it.attention(
+        a["q"], a["k"], a["v"], bias=a["b"], softcap=2.0, implementation=i
+    ),
+    **{
+        f"entropy {order}": lambda a, i, order=order: it.attention_entropy(
+            a["q"], a["k"], order=order, is_causal=True, implementation=i
+        )
+        for order in (0.5, 0.9, 1.0, 1.1, 2.0, np.inf)
+    },
+}  # fmt: skip
+
+
+class TestRecomputedGradients:
+    """States and entropies whose gradient takes the tiles again, against autograd through all tiles."""
+
+    @pytest.mark.parametrize("name", RECOMPUTED)
+    def test_first_and_second_derivatives(self, name, rng, tiny_tiles):
+        def array(*shape):
+            return torch.asarray(rng.normal(size=shape)).requires_grad_()
+
+        a = {
+            "q": array(2, 4, 7, 8),
+            "k": array(2, 4, 9, 8),
+            "v": array(2, 4, 9, 6),
+            "b": array(4, 7, 9),
+        }
+        a |= {"k1": array(2, 1, 9, 8), "k2": array(2, 2, 9, 8), "v2": array(2, 2, 9, 6)}
+        inputs, gradients = list(a.values()), []
+        for implementation in ("generic", None):
+            out = RECOMPUTED[name](a, implementation)
+            fields = list(out) if isinstance(out, tuple) else [out]
+            loss = sum(
+                (i + 1) * torch.where(x.isfinite(), x, 0.0).sin().sum() for i, x in enumerate(fields)
+            )
+            first = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
+            again = torch.autograd.grad(loss, inputs, allow_unused=True, create_graph=True)
+            curvature = sum(g.sin().sum() for g in again if g is not None)
+            second = torch.autograd.grad(curvature, inputs, allow_unused=True)
+            gradients.append((*first, *again, *second))
+        for x, y in zip(*gradients, strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+    @pytest.mark.parametrize("call", ["attention", "softcap", "state", "entropy"])
+    def test_what_is_kept_grows_with_the_length_alone(self, call):
+        calls = {
+            "attention": lambda q: it.attention(q, q, q, is_causal=True),
+            "softcap": lambda q: it.attention(q, q, q, softcap=9.0),
+            "state": lambda q: it.attention_state(q, q, q).output(),
+            "entropy": lambda q: it.attention_entropy(q, q, order=2),
+        }
+        kept = 0
+
+        def count(x):
+            nonlocal kept
+            kept += x.numel()
+            return x
+
+        n = 2048
+        q = torch.randn(4, n, 16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            out = calls[call](q)
+        out.sum().backward()
+        assert torch.isfinite(q.grad).all()
+        assert kept < 4 * n * 16 * 20  # L × S would be 4 · n · 2048
+
+    def test_second_derivative_of_the_native_kernel_is_refused_by_pytorch(self, rng):
+        q = torch.asarray(rng.normal(size=(5, 4))).requires_grad_()
+        (g,) = torch.autograd.grad(it.attention(q, q, q).sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="not implemented"):
+            torch.autograd.grad(g.sum(), q)
+
+    # Raised inside PyTorch 2.13 by what it imports for forward mode.
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": masks.window(2)}])
+    def test_forward_mode_and_hessian(self, rng, options):
+        q, k, v = torch.asarray(rng.normal(size=(3, 5, 4)))
+
+        def call(q, implementation=None):
+            return it.attention(q, k, v, implementation=implementation, **options).sin().sum()
+
+        _, tangent = torch.func.jvp(call, (q,), (k,))
+        torch.testing.assert_close(tangent, (torch.func.grad(call)(q) * k).sum())
+        hessian = torch.func.hessian(call)(q)
+        expected = torch.autograd.functional.hessian(lambda q: call(q, "generic"), q)
+        torch.testing.assert_close(hessian, expected)

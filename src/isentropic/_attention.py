@@ -128,7 +128,7 @@ def attention(
     )  # fmt: skip
 
     kernel = output_kernel(problem, implementation)
-    out = problem.scaled.output() if kernel is None else kernel(problem)
+    out = problem.scale().output() if kernel is None else kernel(problem)
     return problem.xp.astype(out, problem.dtype, copy=False)
 
 
@@ -188,7 +188,7 @@ def attention_state(
     )  # fmt: skip
 
     kernel = state_kernel(problem, implementation, maximum=True)
-    return as_rows(problem.scaled.state(order=1.0) if kernel is None else kernel(problem))
+    return as_rows(problem.scale().state(order=1.0) if kernel is None else kernel(problem))
 
 
 def attention_entropy(
@@ -255,7 +255,7 @@ def attention_entropy(
     xp, order = problem.xp, float(order)
 
     kernel = state_kernel(problem, implementation, order)
-    state = problem.scaled.state(order) if kernel is None else kernel(problem)
+    state = problem.scale().state(order) if kernel is None else kernel(problem)
     assert state.weighted_score is not None
     h = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, family)[..., 0]
     if normalized:
@@ -309,7 +309,7 @@ def attention_weights(
     problem = prepare(
         query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    ).scaled  # fmt: skip
+    ).scale()  # fmt: skip
     xp = problem.xp
 
     if problem.n_keys == 0:
@@ -376,7 +376,7 @@ def attention_information(
         return problem.zeros(())
 
     kernel = state_kernel(problem, implementation)
-    problem = problem.scaled
+    problem.scale()
     state = as_rows(problem.state(order=1.0) if kernel is None else kernel(problem))
     sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
     n_seeing = xp.sum(sees, axis=-1, keepdims=True)
@@ -602,7 +602,7 @@ def additive_attention(
         raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
-    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).scaled
+    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).scale()
 
     dtype = problem.compute
     queries = problem.query @ xp.astype(w_q, dtype)

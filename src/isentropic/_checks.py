@@ -21,8 +21,12 @@ def type_error(name: str, must: str, got: Any) -> TypeError:
 
 def check_floating(xp: ModuleType, **arrays: Any) -> None:
     """Refuse integer, boolean and complex arrays."""
+    floating = None
     for name, x in arrays.items():
-        if not xp.isdtype(x.dtype, "real floating"):
+        if x.dtype == floating:
+            continue
+        floating = x.dtype
+        if not xp.isdtype(floating, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
 
 
@@ -102,8 +106,10 @@ def check_axis(axis: Any, ndim: int) -> None:
 
 def common_shape(xp: ModuleType, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape to which the named shapes broadcast."""
-    common: tuple[int, ...] = ()
+    common: tuple[int, ...] = next(iter(shapes.values()))
     for name, shape in shapes.items():
+        if shape == common:
+            continue
         try:
             common = xp.broadcast_shapes(common, shape)
         except (ValueError, RuntimeError):  # RuntimeError from torch

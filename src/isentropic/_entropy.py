@@ -29,7 +29,7 @@ from isentropic._checks import (
     is_array,
     type_error,
 )
-from isentropic._namespace import Array, accumulator, device, namespace, present
+from isentropic._namespace import Array, accumulator, device, is_cupy, is_numpy, namespace, present
 from isentropic._numerics import divide_or_zero, last_axis, log_or, replace_infinite_minimum
 
 FAMILIES = ("renyi", "tsallis")
@@ -53,12 +53,17 @@ def partition(
     """
     if maximum is None:
         maximum = xp.max(s, axis=-1, keepdims=True)
-    hidden = s == -math.inf
-    x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, maximum))
-    weight = xp.where(hidden, 0.0, xp.exp(x))
+    x = s - replace_infinite_minimum(xp, maximum)
+    if is_numpy(xp) or is_cupy(xp):
+        weight = xp.exp(x)  # 0 where hidden; there are no gradients to guard
+    else:
+        hidden = s == -math.inf
+        x = xp.where(hidden, 0.0, x)
+        weight = xp.where(hidden, 0.0, xp.exp(x))
     normalizer = xp.sum(weight, axis=-1, keepdims=True)
     if order is None:
         return maximum, weight, normalizer, None
+    hidden = s == -math.inf
     summand = xp.where(hidden, 0.0, _summand(xp, x, weight, order))
     return maximum, weight, normalizer, xp.sum(summand, axis=-1, keepdims=True)
 

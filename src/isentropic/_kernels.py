@@ -22,6 +22,7 @@ from typing import Any
 from isentropic._checks import value_error
 from isentropic._loops import is_readable
 from isentropic._namespace import Array, is_jax, is_numpy, is_torch
+from isentropic._numerics import divide_or_zero
 from isentropic._numpy_kernel import numpy_output, numpy_state
 from isentropic._state import AttentionState
 from isentropic._tiles import Problem
@@ -30,7 +31,6 @@ from isentropic._torch_kernels import (
     means_output,
     means_state,
     torch_output,
-    torch_output_of_state,
     torch_state,
 )
 
@@ -49,7 +49,7 @@ def output_kernel(problem: Problem, implementation: str | None) -> Callable[[Pro
         elif is_jax(problem.xp) and _jax_means_it(problem, implementation):
             kernel = _jax_output
         elif is_torch(problem.xp) and means_state(problem):
-            kernel = torch_output_of_state
+            kernel = _output_of_torch_state
     _require(kernel is not None, implementation)
     return kernel
 
@@ -140,6 +140,11 @@ def _numpy_state(problem: Problem, maximum: bool) -> AttentionState:
     return AttentionState(*fields)
 
 
+def _output_of_torch_state(problem: Problem) -> Array:
+    state = torch_state(problem, None)
+    return divide_or_zero(problem.xp, state.weighted_value, state.normalizer)  # type: ignore[arg-type]
+
+
 # JAX
 
 
@@ -165,7 +170,7 @@ def _jax_output(problem: Problem) -> Array:
 
     xp, query, scale = problem.xp, problem.query, problem.multiplier
     if not isinstance(scale, float):
-        query, scale = problem.scaled.query, 1.0
+        query, scale = problem.scale().query, 1.0
     arrays = [
         xp.swapaxes(problem.four_axes(xp.astype(x, problem.dtype), whole=True), 1, 2)
         for x in (query, problem.key, problem.values)

@@ -43,9 +43,11 @@ Group = tuple[str, tuple[Array, ...]]
 
 def namespace(*groups: Group, **arrays: Any) -> ModuleType:
     """The one array namespace of all arrays, in messages by the names of their arguments."""
-    xp, first = None, ""
+    xp, first, kind = None, "", None
     for name, x in _named(groups, arrays):
-        own = _namespace_of(name, x)
+        if type(x) is kind:
+            continue
+        own, kind = _namespace_of(name, x), type(x)
         if xp is None:
             xp, first = own, name
         elif own is not xp:
@@ -61,7 +63,11 @@ def device(*groups: Group, **arrays: Any) -> Any:
     """The one device of all arrays; None where it is unknown (a JAX tracer)."""
     common, first = None, ""
     for name, x in _named(groups, arrays):
-        own = x.device if _is_torch_array(x) else array_api_compat.device(x)
+        # NumPy's have no other; those of PyTorch are asked as they are under torch.compile.
+        if type(x).__module__ == "numpy":
+            own = "cpu"
+        else:
+            own = x.device if _is_torch_array(x) else array_api_compat.device(x)
         # A JAX array that is sharded has a sharding where others have a device. Arrays laid out
         # differently over the same devices do belong together.
         places = getattr(own, "device_set", own)
@@ -141,6 +147,14 @@ def is_torch(xp: ModuleType) -> bool:
 
 def _library(xp: ModuleType) -> str:
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
+
+
+def promoted(xp: ModuleType, *arrays: Array) -> Any:
+    """The dtype to which arrays promote."""
+    first, *others = arrays
+    if all(x.dtype == first.dtype for x in others):
+        return first.dtype
+    return xp.result_type(*arrays)
 
 
 def accumulator(xp: ModuleType, dtype: Any) -> Any:

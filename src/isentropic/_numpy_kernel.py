@@ -236,7 +236,8 @@ class _Pass:
             moment = np.minimum(factor * (moment - largest * normalizer), 0.0)
             value *= factor[:, None]
             normalizer = factor * normalizer
-            reference = np.where(is_empty, -math.inf, reference + largest)
+            reference = np.where(np.isposinf(reference), reference, reference + largest)
+            reference[is_empty] = -math.inf
         elif self.score:
             # So that the entropy, log z − moment/z, is not below 0.
             moment = np.minimum(moment, normalizer * np.log(np.where(is_empty, 1.0, normalizer)))

@@ -21,23 +21,29 @@ _Item = TypeVar("_Item")
 def run(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
     """``function(item)`` for all items, on as many threads as the process has cores to use."""
     if len(items) < 2 or n_threads() == 1:
-        for item in items:
-            function(item)
-        return
-    with _blas.held() as share, ThreadPoolExecutor(min(share, len(items))) as pool:
-        # Each in the context of the caller, where NumPy's errstate is.
-        futures = [pool.submit(copy_context().run, function, item) for item in items]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        return _in_turn(function, items)
+    with _blas.held() as share:
+        if share == 1:
+            return _in_turn(function, items)
+        with ThreadPoolExecutor(min(share, len(items))) as pool:
+            # Each in the context of the caller, where NumPy's errstate is.
+            futures = [pool.submit(copy_context().run, function, item) for item in items]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _in_turn(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
+    for item in items:
+        function(item)
 
 
 def n_threads() -> int:
     """The cores that the process may use, or the threads that its BLAS may if those are fewer."""
-    return _blas.threads if _blas.calls else _available()
+    return _blas.threads if _blas.is_held else _available()
 
 
 def _available() -> int:
@@ -55,29 +61,34 @@ def _controller() -> Any:
 
 
 class _Blas:
-    """The limit of the BLAS, the process's own: the first call sets it, the last at work lifts it."""
+    """The limit of the BLAS, which is the process's own and may only be lifted by who has set it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.calls = 0
         self.threads = 1
+        self.is_held = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[int]:
-        """Gives the threads that fall to this call."""
+        """Gives the threads that fall to this call, 1 where the limit is in other hands."""
         with self.lock:
-            if self.calls == 0:
+            limit = None
+            if not self.is_held:
                 self.threads = _available()
-                self.limit = _controller().limit(limits=1)
+                limit = _controller().limit(limits=1)
+                # threadpoolctl lets one thread of the process change it, and ignores the others.
+                self.is_held = _available() == 1
             self.calls += 1
-            share = max(1, self.threads // self.calls)
+            share = max(1, self.threads // self.calls) if self.is_held else 1
         try:
             yield share
         finally:
             with self.lock:
                 self.calls -= 1
-                if self.calls == 0:
-                    self.limit.restore_original_limits()
+                if limit is not None:
+                    limit.restore_original_limits()
+                    self.is_held = False
 
 
 _blas = _Blas()
@@ -86,8 +97,9 @@ _blas = _Blas()
 def _forget() -> None:
     """For a forked process, whose parent may have been in the middle of a call."""
     global _blas
-    if _blas.calls:
-        _blas.limit.restore_original_limits()
+    if _blas.is_held:
+        for library in _controller().lib_controllers:
+            library.set_num_threads(_blas.threads)
     _blas = _Blas()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -31,8 +31,16 @@ from isentropic._loops import (
     take,
     traces_lengths,
 )
-from isentropic._namespace import Array, accumulator, device, is_jax, is_numpy, namespace, present
-from isentropic._numerics import divide_or_zero
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    device,
+    is_jax,
+    is_numpy,
+    namespace,
+    present,
+    promoted,
+)
 from isentropic._state import AttentionState, empty_state, merge_columns, tile_state
 from isentropic.laws import Law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
@@ -46,7 +54,7 @@ TILE_SIZE = 2**20
 MIN_ROWS = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Problem:
     """Checked arguments of one call, and the pass over its tiles."""
 
@@ -98,15 +106,15 @@ class Problem:
         mask = self.mask
         return mask is not None and is_causal_alone(mask, self.n_queries, self.n_keys)
 
-    @property
-    def scaled(self) -> Problem:
-        """With the scale in the queries, as the methods that follow take it."""
-        query = self.xp.astype(self.query, self.compute) * self.multiplier
-        return replace(self, query=query, multiplier=1.0)
+    def scale(self) -> Problem:
+        """Put the scale into the queries, as the methods that follow take them; gives itself."""
+        self.query = self.xp.astype(self.query, self.compute, copy=False) * self.multiplier
+        self.multiplier = 1.0
+        return self
 
     def score(self, rows: Block, columns: Block) -> Array:
         xp = self.xp
-        keys = xp.astype(take(self.key, columns, -2), self.query.dtype)
+        keys = xp.astype(take(self.key, columns, -2), self.compute, copy=False)
         return _grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
 
     def logits(
@@ -155,7 +163,7 @@ class Problem:
 
         def weigh(weight: Array) -> Array:
             assert self.value is not None
-            values = self.xp.astype(take(self.value, columns, -2), self.compute)
+            values = self.xp.astype(take(self.value, columns, -2), self.compute, copy=False)
             return _grouped_matmul(self.xp, weight, values)
 
         value = None if self.value is None else weigh
@@ -186,13 +194,14 @@ class Problem:
             )
 
         fields = map_blocks(xp, over_keys, self.n_queries, row_size)
-        return AttentionState(*(_widened(xp, x, shape) for x in fields))
+        return AttentionState(*[_widened(xp, x, shape) for x in fields])
 
     def output(self, score: Callable[[Block, Block], Array] | None = None) -> Array:
         """The attention output, (..., L, Ev)."""
         state = self.state(None, score)
         assert state.weighted_value is not None
-        return divide_or_zero(self.xp, state.weighted_value, state.normalizer)
+        # Where nothing is seen, both are 0.
+        return state.weighted_value / self.xp.where(state.normalizer == 0, 1.0, state.normalizer)
 
     def column_sums(self, state: AttentionState) -> Array:
         """The sum of the attention weights over the queries, (..., S)."""
@@ -226,6 +235,8 @@ class Problem:
 
         With `whole` no axis is left to broadcast, but grouped heads stay grouped.
         """
+        if len(self.batch) == 2 == x.ndim - 2 and (x.shape[:-2] == self.batch or not whole):
+            return x
         *own, rows, columns = x.shape
         heads = own[-1] if own else 1
         if whole and self.batch and heads == 1:
@@ -278,10 +289,8 @@ def prepare(
         raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
     arrays = {"query": query, "key": key} | present(value=value)
     optional = present(bias=bias, n_keys=array_or_none(n_keys))
-    groups = (
-        ("mask", () if visible is None else visible.arrays),
-        ("law", () if law is None else law.arrays),
-    )
+    of_law = () if law is None else law.arrays
+    groups = (("mask", () if visible is None else visible.arrays), ("law", of_law))
     xp = namespace(*groups, **arrays, **optional)
     place = device(*groups, **arrays, **optional)
 
@@ -307,7 +316,7 @@ def prepare(
     if block_size is not None:
         check_count("block_size", block_size)
 
-    dtype = xp.result_type(*arrays.values())
+    dtype = promoted(xp, *arrays.values())
     compute = accumulator(xp, dtype)
     poison = None
     if visible is not None:
@@ -315,7 +324,7 @@ def prepare(
     frame = Frame(xp, place, n_queries, total, whole=traces_lengths(xp))
     multiplier: Any = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
     common = common_length(frame, visible, n_keys)
-    if common is not None and (law is None or not law.arrays):
+    if common is not None and not of_law:
         multiplier *= 1.0 if law is None else law(common)
     elif law is not None or n_keys is not None:
         n = visible_lengths(frame, compute, visible, n_keys, batch)

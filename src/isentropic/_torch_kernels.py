@@ -10,7 +10,6 @@ from typing import Any
 from isentropic._entropy import shift_moment
 from isentropic._loops import Block, blocks, is_readable, is_transformed, map_blocks, take
 from isentropic._namespace import Array
-from isentropic._numerics import divide_or_zero
 from isentropic._state import AttentionState
 from isentropic._tiles import Problem
 
@@ -53,8 +52,9 @@ def torch_output(problem: Problem) -> Array:
 
     xp, mask = problem.xp, problem.mask
     query, key, value, scale = _torch_arrays(problem)
-    # Grouped heads are left to PyTorch. (`if`, since under torch.compile the comparison is symbolic.)
-    kind: dict[str, Any] = {"scale": scale, "enable_gqa": False if query.shape[1] == key.shape[1] else True}  # noqa: SIM211
+    is_grouped = query.shape[1] != key.shape[1]
+    # Not the comparison itself, which under torch.compile is symbolic.
+    kind: dict[str, Any] = {"scale": scale, "enable_gqa": True if is_grouped else False}  # noqa: SIM210
 
     def attend(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> Any:
         return scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **kind)
@@ -91,7 +91,7 @@ def _torch_arrays(problem: Problem) -> tuple[Any, Any, Any, float]:
 
     xp, query, scale = problem.xp, problem.query, problem.multiplier
     if not isinstance(scale, float):
-        query, scale = problem.scaled.query, 1.0
+        query, scale = problem.scale().query, 1.0
     value = problem.values
     width = max(query.shape[-1], value.shape[-1])
     # On a GPU half precision is what the kernels are for.
@@ -111,8 +111,10 @@ def _with_nan(problem: Problem, out: Any, query: Any, key: Any) -> Any:
     xp = problem.xp
     if problem.frame.device.type != "cpu":
         return out
-    if is_readable(xp, query) and not bool(xp.isnan(xp.sum(query) + xp.sum(key))):
-        return out
+    if is_readable(xp, query):
+        total = query.sum() + key.sum()
+        if total == total:
+            return out
     of_keys = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
     if of_keys.shape[1] != query.shape[1]:
         of_keys = xp.repeat(of_keys, query.shape[1] // of_keys.shape[1], axis=1)
@@ -138,15 +140,9 @@ def means_state(problem: Problem) -> bool:
     return not any(is_transformed(x) for x in problem.arrays)
 
 
-def torch_output_of_state(problem: Problem) -> Array:
-    state = torch_state(problem, None)
-    assert state.weighted_value is not None
-    return divide_or_zero(problem.xp, state.weighted_value, state.normalizer)
-
-
 def torch_state(problem: Problem, order: float | None) -> AttentionState:
     """The state, in columns, whose gradient takes the tiles again instead of keeping them."""
-    problem = problem.scaled
+    problem.scale()
     inputs = {name: x for name in _INPUTS if (x := getattr(problem, name)) is not None}
     others = _with(problem, dict.fromkeys(_INPUTS))
     fields = iter(_recomputed().apply(others, order, tuple(inputs), *inputs.values()))

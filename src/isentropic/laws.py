@@ -20,7 +20,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Real
 from types import ModuleType
 from typing import Any
@@ -81,11 +81,10 @@ class Law(ABC):
     def arrays(self) -> tuple[Array, ...]:
         """The parameters that are arrays."""
         found: tuple[Array, ...] = ()
-        for field in fields(self):
-            x = getattr(self, field.name)
+        for x in vars(self).values():
             if isinstance(x, Law):
                 found += x.arrays
-            elif is_array(x):
+            elif x is not None and is_array(x):
                 found += (x,)
         return found
 
@@ -601,7 +600,7 @@ def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
 
 
 def _log_length(xp: ModuleType, n: Array) -> Array:
-    return xp.log(xp.clip(n, min=1.0))
+    return xp.log(xp.where(n < 1, 1.0, n))
 
 
 def _log(xp: ModuleType, x: Any, n: Array) -> Any:

@@ -1,0 +1,224 @@
+"""Kernels against the generic pass and against oracles: values, gradients, masks, what is not finite."""
+
+import numpy as np
+import oracles
+import pytest
+
+import isentropic as it
+from isentropic import laws, masks
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Kernels take all sizes, in blocks with ragged ends."""
+    monkeypatch.setattr("isentropic._kernels.HOST_SIZE", 0)
+    monkeypatch.setattr("isentropic._numpy_kernel._ROWS", 4)
+    monkeypatch.setattr("isentropic._numpy_kernel._COLUMNS", 5)
+    monkeypatch.setattr("isentropic._numpy_kernel._PREPARED", 300)
+    monkeypatch.setattr("isentropic._torch_kernels._MASK_SIZE", 0)
+
+
+def outcomes(backend, implementation, q, k, v, **options):
+    """Output, log-normalizer and entropy from the three functions that have kernels."""
+    with np.errstate(all="ignore"):
+        results = {"output": it.attention(q, k, v, implementation=implementation, **options)}
+        # Where there is no kernel for the state, the generic pass is all there is to compare.
+        state = it.attention_state(q, k, v, implementation=implementation, **options)
+        entropy = it.attention_entropy(q, k, implementation=implementation, **options)
+    results |= {"state output": state.output(), "log normalizer": state.log_normalizer()}
+    results |= {"state entropy": state.entropy(), "entropy": entropy, "maximum": state.maximum}
+    return {name: backend.numpy(x) for name, x in results.items()}
+
+
+MASKS = {
+    "none": lambda a: {},
+    "causal": lambda a: {"is_causal": True},
+    "window": lambda a: {"mask": masks.window(3, 1)},
+    "offset": lambda a: {"mask": masks.causal(a(np.asarray([[-2], [3]])))},
+    "padding": lambda a: {"mask": masks.padding(a(np.asarray([[0], [9]])), side="left")},
+    "padded causal": lambda a: {"mask": masks.causal() & masks.padding(8)},
+    "either": lambda a: {"mask": masks.window(1) | masks.padding(2)},
+    "segments": lambda a: {"mask": masks.segments(a(np.arange(13) // 4), a(np.arange(11) // 3))},
+    "array": lambda a: {"mask": a(np.random.default_rng(1).random((2, 1, 11, 13)) < 0.4)},
+    "row": lambda a: {"mask": a(np.random.default_rng(1).random((1, 13)) < 0.5)},
+    "n_keys": lambda a: {"n_keys": a(np.arange(11) + 1)},
+    "heads": lambda a: {"law": laws.AffineLog(a(np.asarray([0.5, 1, 2, 3])), 0.5)},
+}
+
+
+class TestAgainstGeneric:
+    @pytest.mark.parametrize("name", MASKS)
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_masks(self, backend, small_blocks, rng, name, grouped):
+        if backend.library in ("strict", "cupy"):
+            pytest.skip("has no kernel")
+        heads = 2 if grouped else 4
+        q = backend.array(rng.normal(size=(2, 4, 11, 8)))
+        k, v = (backend.array(rng.normal(size=(2, heads, 13, e))) for e in (8, 5))
+        options = MASKS[name](backend.array) | {"enable_gqa": grouped}
+        expected = outcomes(backend, "generic", q, k, v, **options)
+        for implementation in (None, "native"):
+            got = outcomes(backend, implementation, q, k, v, **options)
+            tolerance = 1e-5 if not backend.float64 else 1e-11
+            for key, x in got.items():
+                assert x.dtype == expected[key].dtype
+                np.testing.assert_allclose(
+                    x, expected[key], rtol=tolerance, atol=tolerance, err_msg=f"{implementation} {key}"
+                )
+
+    @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)])
+    @pytest.mark.parametrize("widths", [(8, 8), (3, 8), (8, 1)])
+    def test_shapes(self, backend, small_blocks, rng, batch, widths):
+        if backend.library in ("strict", "cupy"):
+            pytest.skip("has no kernel")
+        q = backend.array(rng.normal(size=(*batch, 11, widths[0])))
+        k, v = (backend.array(rng.normal(size=(*batch[1:], 13, e))) for e in widths)
+        expected = outcomes(backend, "generic", q, k, v, is_causal=True)
+        got = outcomes(backend, None, q, k, v, is_causal=True)
+        tolerance = 1e-5 if not backend.float64 else 1e-11
+        for key, x in got.items():
+            assert x.shape == expected[key].shape
+            np.testing.assert_allclose(x, expected[key], rtol=tolerance, atol=tolerance, err_msg=key)
+
+    @pytest.mark.parametrize("name", ["none", "causal", "window", "padding", "row"])
+    @pytest.mark.parametrize("poisoned", [0, 1, 2])
+    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    def test_what_is_not_finite(self, backend, small_blocks, rng, name, poisoned, poison):
+        if backend.library not in ("numpy", "torch"):
+            pytest.skip("their reductions drop some NaN")
+        arrays = [rng.normal(size=(2, 4, n, 8)) for n in (11, 13, 13)]
+        arrays[poisoned][..., 5, 0] = poison
+        q, k, v = (backend.array(x) for x in arrays)
+        options = MASKS[name](backend.array)
+        expected = outcomes(backend, "generic", q, k, v, **options)
+        for key, x in outcomes(backend, None, q, k, v, **options).items():
+            np.testing.assert_allclose(x, expected[key], rtol=1e-10, atol=1e-10, err_msg=key)
+
+    def test_half_precision(self, backend, small_blocks, rng):
+        if backend.library not in ("numpy", "torch", "jax"):
+            pytest.skip("has no kernel")
+        q, k, v = (backend.array(rng.normal(size=(2, 11, 8)), "float16") for _ in range(3))
+        expected = outcomes(backend, "generic", q, k, v, is_causal=True)
+        for key, x in outcomes(backend, None, q, k, v, is_causal=True).items():
+            assert x.dtype == expected[key].dtype
+            np.testing.assert_allclose(x, expected[key], rtol=2e-3, atol=1e-3, err_msg=key)
+
+    def test_native_is_refused_where_no_kernel_means_the_same(self, backend, rng):
+        x = backend.array(rng.normal(size=(5, 4)))
+        with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
+            it.attention_entropy(x, x, softcap=3.0, implementation="native")
+
+
+class TestBound:
+    """Rows whose bound ‖q‖·max‖k‖ is far above their maximum are taken again."""
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+    @pytest.mark.parametrize("norms", ["spread", "one huge key", "huge", "equal"])
+    def test_adversarial_norms(self, small_blocks, rng, dtype, scale, norms):
+        n = 64
+        q, k, v = rng.normal(size=(3, n, 16))
+        q *= scale
+        k *= {
+            "spread": np.geomspace(1e-3, 1e4, n)[:, None],
+            "one huge key": np.where(np.arange(n) == 7, 1e4, 1.0)[:, None],
+            "huge": 1e4,
+            "equal": 1.0,
+        }[norms]
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        s = (q.astype("float64") @ k.astype("float64").T) / 4
+        p = oracles.softmax(s)
+        # What a logit may be off by is what its rounding is.
+        slack = np.abs(s).max() * np.finfo(dtype).eps * 8 + np.finfo(dtype).eps * 64
+        state = it.attention_state(q, k, v, law=None, implementation="native")
+        np.testing.assert_allclose(state.output(), p @ v, atol=slack * np.abs(v).max(), rtol=slack)
+        np.testing.assert_allclose(state.maximum, s.max(-1), atol=slack, rtol=1e-6)
+        assert (state.normalizer >= 1 - 1e-6).all()
+        assert (state.weighted_score <= 0).all()
+        h = it.attention_entropy(q, k, law=None, implementation="native")
+        expected = oracles.entropy(p)
+        for got in (h, state.entropy()):
+            assert (got >= 0).all()
+            np.testing.assert_allclose(got, expected, atol=slack * 8, rtol=1e-5)
+
+    def test_all_hidden_but_one(self, small_blocks, rng):
+        q, k, v = rng.normal(size=(3, 20, 4)).astype("float32")
+        q *= 50  # the only visible key is far below the bound
+        mask = np.eye(20, dtype=bool)
+        out = it.attention(q, k, v, mask=mask, law=None, implementation="native")
+        np.testing.assert_array_equal(out, v)
+        h = it.attention_entropy(q, k, mask=mask, law=None, implementation="native")
+        np.testing.assert_array_equal(h, 0)
+
+    def test_bounds_that_overflow(self, small_blocks):
+        q = np.full((3, 2), 1e30, "float32")
+        k = np.asarray([[1e-30, 0], [0, 1e-30], [1e30, -1e30]], "float32")
+        v = np.eye(3, dtype="float32")
+        with np.errstate(all="ignore"):
+            got = it.attention(q, k, v, law=None, scale=1.0, implementation="native")
+            expected = it.attention(q, k, v, law=None, scale=1.0, implementation="generic")
+        np.testing.assert_allclose(got, expected)
+
+
+class TestSkippedTiles:
+    @pytest.mark.parametrize("n_queries", [6, 11])
+    @pytest.mark.parametrize("offset", [None, -3, 0, 4])
+    def test_reach_and_core(self, n_queries, offset):
+        """Nothing is visible outside the reach, all is inside the core."""
+        n_keys = 9
+        frame = masks.Frame(np, None, n_queries, n_keys)
+        everything = [
+            masks.causal(offset),
+            masks.window(2, 1, offset=offset),
+            masks.window(None, 2, offset=offset),
+            masks.padding(5),
+            masks.padding(3, side="left"),
+            masks.padding(np.asarray(4)),
+            masks.causal(offset) & masks.padding(7),
+            masks.window(1, offset=offset) | masks.padding(2),
+            masks.causal(offset) & np.ones((1, n_keys), bool),
+        ]
+        for mask in everything:
+            for start in range(n_queries):
+                for size in range(1, n_queries - start + 1):
+                    rows = (start, size)
+                    seen = np.broadcast_to(mask.block(frame, rows, (0, n_keys)), (size, n_keys))
+                    keys = np.arange(n_keys)
+                    first, end = mask.reach(frame, rows)
+                    assert not seen[:, (keys < first) | (keys >= end)].any()
+                    first, end = mask.core(frame, rows)
+                    assert seen[:, (keys >= first) & (keys < end)].all()
+
+    @pytest.mark.parametrize(
+        ("mask", "share"), [(masks.causal(), 0.6), (masks.window(15), 0.2), (masks.padding(16), 0.15)]
+    )
+    @pytest.mark.parametrize("implementation", ["generic", "native"])
+    def test_how_many_logits_are_computed(self, monkeypatch, rng, mask, share, implementation):
+        n, size = 256, 0
+        monkeypatch.setattr("isentropic._tiles.TILE_SIZE", 4 * 256)
+        monkeypatch.setattr("isentropic._tiles.COLUMNS", 16)
+        monkeypatch.setattr("isentropic._numpy_kernel._ROWS", 16)
+        monkeypatch.setattr("isentropic._numpy_kernel._COLUMNS", 16)
+
+        from isentropic._numpy_kernel import _Pass
+        from isentropic._tiles import Problem
+
+        logits, tiles = Problem.logits, _Pass.tiles
+
+        def counted_logits(self, *args):
+            nonlocal size
+            s = logits(self, *args)
+            size += s.size
+            return s
+
+        def counted_tiles(self, *args):
+            nonlocal size
+            for columns, s in tiles(self, *args):
+                size += s.size
+                yield columns, s
+
+        monkeypatch.setattr(Problem, "logits", counted_logits)
+        monkeypatch.setattr(_Pass, "tiles", counted_tiles)
+        q, k, v = rng.normal(size=(3, n, 8))
+        it.attention(q, k, v, mask=mask, implementation=implementation)
+        assert 0 < size <= share * n * n
