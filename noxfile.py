@@ -11,7 +11,9 @@ or by any runner of PEP 723 scripts.
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -130,16 +132,69 @@ def search(session: nox.Session) -> None:
     session.run("python", "docs/examples/source_search.py", *session.posargs)
 
 
+BENCHMARKS = ROOT / "asv_benchmarks"
+MACHINE = f"{platform.machine()}-{os.cpu_count()}-cores"  # what figures depend on, and no host name
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks of this commit, each once and quickly. Arguments go to `asv run`."""
-    install(session, "bench", "torch", "jax", "sklearn")
-    session.chdir("asv_benchmarks")
-    session.run("asv", "machine", "--yes", "--machine", "default")
-    session.run(
-        "asv", "run", "--python=same", "--quick", "--show-stderr", "--machine", "default",
-        *(session.posargs or ["--dry-run"]),
-    )  # fmt: skip
+    """Benchmarks by asv. Arguments, `quick` if none:
+
+    quick [PATTERN]        this working tree, each benchmark once, nothing kept
+    gpu                    those for a GPU, likewise
+    check                  only that none is broken, at tiny sizes
+    compare REVISION       this commit against another, what became faster or slower
+    record [PATTERN]       this commit into the history in asv_benchmarks/results
+    publish                the history as a static site in asv_benchmarks/.asv/html
+    anything else          goes to asv
+    """
+    command, *others = session.posargs or ["quick"]
+    install(session, "bench", *(["test"] if command == "check" else []))
+    if command == "check":
+        session.run("pytest", "tests/test_benchmarks.py", "--no-cov")
+        return
+    pinned = pinned_asv_configuration()
+    session.chdir(BENCHMARKS)
+    pattern = [x for part in others for x in ("--bench", part)]
+    session.run("asv", "machine", "--yes", "--machine", MACHINE, silent=True)
+    if command in ("quick", "gpu"):
+        pattern = ["--bench", "^gpu"] if command == "gpu" else pattern
+        session.run(
+            "asv", "run", "--python=same", "--quick", "--dry-run", "--show-stderr",
+            "--machine", MACHINE, *pattern,
+        )  # fmt: skip
+        return
+    asv = ("asv", "--config", pinned)
+    if command == "compare":
+        session.run(*asv, "continuous", "--machine", MACHINE, *others, "HEAD")
+    elif command == "record":
+        session.run(
+            *asv, "run", "HEAD^!", "--machine", MACHINE, "--show-stderr", "-a", "rounds=1", *pattern
+        )
+    elif command == "publish":
+        session.run(*asv, "publish")
+        session.log(f"The site is in {BENCHMARKS / '.asv' / 'html'}; `asv preview` shows it.")
+    else:
+        session.run(*asv, command, *others)
+
+
+def pinned_asv_configuration() -> str:
+    """asv's configuration with the versions of pyproject.toml, for commits in environments of their own."""
+    configuration = json.loads((BENCHMARKS / "asv.conf.json").read_text())
+    pins = dict(
+        package.split("==")
+        for package in nox.project.dependency_groups(PYPROJECT, "bench", "test")
+        if "==" in package
+    )
+    peers = ["array-api-compat", "array-api-extra", "jax", "numpy", "scikit-learn", "scipy"]
+    configuration |= {
+        "environment_type": "virtualenv",
+        "pythons": [f"{sys.version_info.major}.{sys.version_info.minor}"],
+        "matrix": {"req": {name: [pins[name]] for name in [*peers, "threadpoolctl", "torch"]}},
+    }
+    name = "asv.pinned.conf.json"
+    (BENCHMARKS / name).write_text(json.dumps(configuration, indent=2))
+    return name
 
 
 @nox.session

@@ -1,31 +1,34 @@
-"""Attention and its entropy on each backend: seconds, and ratios to PyTorch's own attention.
+"""Attention, its state and entropies: seconds, memory, and ratios to what others compute.
 
 The ratios are timed in one process, in turn, and are what to compare between commits.
 """
 
+import subprocess
+import sys
+
 import numpy as np
 
 import isentropic as it
+from isentropic import masks
 
-from .backends import NAMESPACES, namespace, ratio, synchronized
-
-
-def arrays(backend, n, heads=8, head_dim=64):
-    xp = namespace(backend)
-    x = np.random.default_rng(0).normal(size=(3, heads, n, head_dim)).astype("float32")
-    return [xp.asarray(part) for part in x]
-
+from .backends import CPU, NAMESPACES, arrays, gradient, length, namespace, ratio, synchronized
 
 CALLS = {
     "attention": it.attention,
-    "attention-causal": lambda q, k, v: it.attention(q, k, v, is_causal=True),
-    "attention_state": lambda q, k, v: it.attention_state(q, k, v),
-    "attention_entropy": lambda q, k, v: it.attention_entropy(q, k),
-}
+    "causal": lambda q, k, v: it.attention(q, k, v, is_causal=True),
+    "window": lambda q, k, v: it.attention(q, k, v, mask=masks.window(512)),
+    "output and entropy": lambda q, k, v: (
+        lambda state: (state.output(), state.entropy())
+    )(it.attention_state(q, k, v)),
+    "entropy": lambda q, k, v: it.attention_entropy(q, k),
+    "entropy of order 2": lambda q, k, v: it.attention_entropy(q, k, order=2),
+}  # fmt: skip
 
 
 class Attention:
-    params = (list(NAMESPACES), list(CALLS), [16, 1024])
+    """8 heads of 64, float32."""
+
+    params = (list(NAMESPACES), list(CALLS), [16, 2048])
     param_names = ("backend", "call", "n")
 
     def setup(self, backend, call, n):
@@ -36,38 +39,229 @@ class Attention:
     def time_call(self, backend, call, n):
         self.function(*self.arrays)
 
+
+class Memory:
+    """Of the process, growing in proportion to n. L×S would be 0.5 GB at the first, 8.6 at the last."""
+
+    params = (list(NAMESPACES), ["attention", "output and entropy", "gradient"], [4096, 16384])
+    param_names = ("backend", "call", "n")
+    timeout = 300
+
+    def setup(self, backend, call, n):
+        if call == "gradient" and backend in ("numpy", "cupy"):
+            raise NotImplementedError("no gradients")
+        if call == "gradient" and n > 4096:
+            raise NotImplementedError("takes long")
+        self.arrays = arrays(backend, n)
+        if call == "gradient":
+            self.function = gradient(backend, CALLS["output and entropy"])
+        else:
+            self.function = synchronized(backend, CALLS[call])
+
     def peakmem_call(self, backend, call, n):
         self.function(*self.arrays)
 
 
-class AgainstTorch:
-    """Median time as a multiple of `scaled_dot_product_attention` on PyTorch, on the CPU."""
+def torch_sdpa(n):
+    import torch
 
-    params = (["numpy", "torch", "jax"], list(CALLS), [1024])
+    q, k, v = (x[None] for x in arrays("torch", n))
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class AgainstTorch:
+    """Multiples of the time of PyTorch's `scaled_dot_product_attention`, without a mask."""
+
+    params = (CPU, list(CALLS), [4096])
     param_names = ("backend", "call", "n")
     unit = "ratio"
-
-    def setup(self, backend, call, n):
-        self.peer_arrays = arrays("torch", n)
-        self.arrays = arrays(backend, n)
-        self.function = synchronized(backend, CALLS[call])
+    timeout = 300
 
     def track_ratio(self, backend, call, n):
+        own = arrays(backend, n)
+        function = synchronized(backend, CALLS[call])
+        return ratio(lambda: function(*own), torch_sdpa(n), rounds=4)
+
+
+class AgainstOwnLibrary:
+    """Multiples of the time of what one would write, or call, in the same library at n = 4096."""
+
+    unit = "ratio"
+    timeout = 300
+
+    def track_numpy_naive(self):
+        q, k, v = arrays("numpy", 4096)
+        return ratio(lambda: it.attention(q, k, v), lambda: _naive(q, k, v), rounds=2)
+
+    def track_torch_entropy_of_weights(self):
         import torch
 
-        peer = torch.nn.functional.scaled_dot_product_attention
-        return ratio(lambda: self.function(*self.arrays), lambda: peer(*self.peer_arrays))
+        q, k, _ = arrays("torch", 4096)
+
+        def of_weights():
+            p = torch.softmax(q @ k.mT / 8, -1)
+            return torch.special.entr(p).sum(-1)
+
+        return ratio(lambda: it.attention_entropy(q, k), of_weights, rounds=2)
+
+    def track_jax(self):
+        import jax
+
+        own = arrays("jax", 4096)
+        others = _heads_last(own)
+        ours = synchronized("jax", it.attention)
+        theirs = synchronized("jax", jax.nn.dot_product_attention)
+        return ratio(lambda: ours(*own), lambda: theirs(*others), rounds=2)
+
+
+class Gradients:
+    """Forward and backward at n = 4096, as multiples of the same of a peer: SDPA, `jax.nn`."""
+
+    params = (["torch", "jax"], ["attention", "causal", "output and entropy"])
+    param_names = ("backend", "call")
+    unit = "ratio"
+    timeout = 600
+
+    def track_ratio(self, backend, call):
+        own = arrays(backend, 4096)
+        ours = gradient(backend, CALLS[call])
+        if backend == "torch":
+            from torch.nn.functional import scaled_dot_product_attention as peer
+
+            theirs, others = gradient("torch", peer), [x[None] for x in own]
+        else:
+            import jax
+
+            theirs, others = gradient("jax", jax.nn.dot_product_attention), _heads_last(own)
+        return ratio(lambda: ours(*own), lambda: theirs(*others), rounds=2)
+
+
+class SmallCalls:
+    """4 heads at n = 16, as multiples of the plain expression, or of SDPA."""
+
+    params = (["numpy", "torch"], ["attention", "causal", "entropy"])
+    param_names = ("backend", "call")
+    unit = "ratio"
+
+    def track_ratio(self, backend, call):
+        q, k, v = arrays(backend, 16, heads=4)
+        if backend == "numpy":
+
+            def peer():
+                return _naive(q, k, v)
+        else:
+            from torch.nn.functional import scaled_dot_product_attention
+
+            def peer():
+                return scaled_dot_product_attention(q[None], k[None], v[None])
+
+        return ratio(lambda: CALLS[call](q, k, v), peer, rounds=1000)
+
+
+class Imports:
+    """Milliseconds that importing isentropic adds to array_api_compat."""
+
+    unit = "ms"
+
+    def track_import(self):
+        program = (
+            "import array_api_compat, time; start = time.perf_counter(); import isentropic; "
+            "print((time.perf_counter() - start) * 1000)"
+        )
+        runs = [subprocess.run([sys.executable, "-c", program], capture_output=True) for _ in range(5)]
+        return float(np.median([float(run.stdout) for run in runs]))
 
 
 class Error:
-    """Largest error of the float32 entropy against float64 with the weights formed."""
+    """Largest errors of float32 against float64 with the weights formed, n = 1024."""
 
-    params = (["numpy", "torch", "jax"], [1.0, 0.9, 2.0])
-    param_names = ("backend", "order")
-    unit = "nats"
+    params = (CPU, ["generic", None])
+    param_names = ("backend", "implementation")
 
-    def track_entropy_error(self, backend, order):
-        q, k, _ = arrays(backend, 512, heads=2)
-        got = np.asarray(it.attention_entropy(q, k, order=order, law=None))
-        s = np.asarray(q, np.float64) @ np.asarray(k, np.float64).swapaxes(-1, -2) / 8
-        return float(np.abs(got - it.entropy_from_logits(s, order=order)).max())
+    def setup(self, backend, implementation):
+        self.q, self.k, self.v = arrays(backend, 1024, heads=2)
+        q, k = (np.asarray(x, np.float64) for x in (self.q, self.k))
+        self.logits = q @ k.swapaxes(-1, -2) / 8
+
+    def track_entropy_error(self, backend, implementation):
+        got = it.attention_entropy(self.q, self.k, law=None, implementation=implementation)
+        return float(np.abs(np.asarray(got) - it.entropy_from_logits(self.logits)).max())
+
+    track_entropy_error.unit = "nats"
+
+    def track_output_error(self, backend, implementation):
+        got = it.attention(self.q, self.k, self.v, law=None, implementation=implementation)
+        p = np.exp(self.logits - self.logits.max(-1, keepdims=True))
+        expected = p / p.sum(-1, keepdims=True) @ np.asarray(self.v, np.float64)
+        return float(np.abs(np.asarray(got) - expected).max())
+
+    track_output_error.unit = "absolute"
+
+
+class Graphs:
+    """How many graphs ten lengths need under `torch.compile`."""
+
+    params = (("attention", "causal", "entropy"),)
+    param_names = ("call",)
+    unit = "graphs"
+    timeout = 600
+
+    def track_graphs(self, call):
+        import torch
+        from torch._dynamo.testing import CompileCounter
+
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(CALLS[call], backend=counter, fullgraph=True)
+        for n in range(100, 1100, 100):
+            compiled(*(torch.zeros(2, length(n) + n // 100, 16) for _ in range(3)))
+        return counter.frame_count
+
+
+class LinearAttention:
+    """Random features with 256 components, as a multiple of exact attention at n = 4096."""
+
+    params = (CPU, [False, True])
+    param_names = ("backend", "is_causal")
+    unit = "ratio"
+    timeout = 300
+
+    def track_ratio(self, backend, is_causal):
+        q, k, v = (x * 0.3 for x in arrays(backend, 4096))
+        phi = it.positive_features(64, 256, rng=1, like=q)
+        ours = synchronized(
+            backend, lambda q, k, v: it.linear_attention(q, k, v, phi, is_causal=is_causal)
+        )
+        exact = synchronized(backend, lambda q, k, v: it.attention(q, k, v, is_causal=is_causal))
+        return ratio(lambda: ours(q, k, v), lambda: exact(q, k, v), rounds=2)
+
+
+class Laws:
+    """A law of one length, and of 4096 lengths."""
+
+    params = (("LogLength", "AffineLog", "PowerLog", "InfoScale"),)
+    param_names = ("law",)
+
+    def setup(self, name):
+        from isentropic import laws
+
+        parameters = {"AffineLog": (0.5,), "PowerLog": (0.1, 0.5, 1.5), "InfoScale": (512, 64)}
+        self.law = getattr(laws, name)(*parameters.get(name, ()))
+        self.lengths = namespace("numpy").arange(1, 4097)
+
+    def time_number(self, name):
+        self.law(4096)
+
+    def time_array(self, name):
+        self.law(self.lengths)
+
+
+def _naive(q, k, v):
+    s = q @ np.swapaxes(k, -1, -2) / 8
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True) @ v
+
+
+def _heads_last(x):
+    """(heads, n, width) as `jax.nn` wants it, (1, n, heads, width)."""
+    return [part.swapaxes(0, 1)[None] for part in x]

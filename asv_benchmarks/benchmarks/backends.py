@@ -1,6 +1,7 @@
 """Arrays and clocks of the backends."""
 
 import importlib
+import os
 import time
 
 import numpy as np
@@ -11,6 +12,15 @@ NAMESPACES = {
     "jax": "jax.numpy",
     "cupy": "array_api_compat.cupy",
 }
+CPU = ["numpy", "torch", "jax"]
+GPU = ["torch", "jax", "cupy"]
+
+# A limit on all lengths, to see in a moment that no benchmark is broken.
+_LONGEST = int(os.environ.get("BENCHMARK_LONGEST", "0")) or None
+
+
+def length(n):
+    return n if _LONGEST is None else min(n, _LONGEST)
 
 
 def namespace(backend):
@@ -23,6 +33,27 @@ def namespace(backend):
     return xp
 
 
+def gpu(backend):
+    """The device, where there is one."""
+    xp = namespace(backend)
+    if backend == "torch" and not xp.cuda.is_available():
+        raise NotImplementedError("PyTorch sees no GPU")
+    if backend == "jax":
+        import jax
+
+        if jax.default_backend() != "gpu":
+            raise NotImplementedError("JAX sees no GPU")
+        return jax.devices("gpu")[0]
+    return "cuda" if backend == "torch" else xp.cuda.Device(0)
+
+
+def arrays(backend, n, heads=8, head_dim=64, *, dtype="float32", device=None):
+    """Queries, keys and values (heads, n, head_dim), alike on every backend."""
+    xp = namespace(backend)
+    x = np.random.default_rng(0).normal(size=(3, heads, length(n), head_dim)).astype("float32")
+    return [xp.asarray(part, dtype=getattr(xp, dtype), device=device) for part in x]
+
+
 def synchronized(backend, function):
     """`function`, compiled where its library compiles, and returning when the result is there."""
     if backend == "jax":
@@ -33,13 +64,41 @@ def synchronized(backend, function):
     if backend == "cupy":
         import cupy
 
-        def run(*a):
-            result = function(*a)
-            cupy.cuda.Device().synchronize()
-            return result
+        return _then(function, cupy.cuda.Device().synchronize)
+    if backend == "torch":
+        import torch
 
-        return run
+        return _then(function, torch.cuda.synchronize) if torch.cuda.is_available() else function
     return function
+
+
+def _then(function, synchronize):
+    def run(*a):
+        result = function(*a)
+        synchronize()
+        return result
+
+    return run
+
+
+def gradient(backend, function, n_arguments=3):
+    """A function that gives the gradients of the sum of all that `function` gives."""
+    if backend == "jax":
+        import jax
+
+        def loss(*a):
+            return sum(x.sum() for x in jax.tree.leaves(function(*a)))
+
+        return synchronized("jax", jax.grad(loss, argnums=tuple(range(n_arguments))))
+    import torch
+
+    def run(*a):
+        a = [x.detach().requires_grad_() for x in a]
+        out = function(*a)
+        loss = sum(x.sum() for x in (out if isinstance(out, tuple) else (out,)))
+        return torch.autograd.grad(loss, a[:n_arguments])
+
+    return synchronized("torch", run)
 
 
 def ratio(ours, theirs, rounds=5):

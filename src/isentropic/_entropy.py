@@ -53,12 +53,13 @@ def partition(
     """
     if maximum is None:
         maximum = xp.max(s, axis=-1, keepdims=True)
-    x = s - replace_infinite_minimum(xp, maximum)
     if is_numpy(xp) or is_cupy(xp):
-        weight = xp.exp(x)  # 0 where hidden; there are no gradients to guard
+        # There are no gradients to guard, and e^{−∞} is 0 by itself.
+        x = s - xp.maximum(maximum, xp.finfo(s.dtype).min)
+        weight = xp.exp(x)
     else:
         hidden = s == -math.inf
-        x = xp.where(hidden, 0.0, x)
+        x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, maximum))
         weight = xp.where(hidden, 0.0, xp.exp(x))
     normalizer = xp.sum(weight, axis=-1, keepdims=True)
     if order is None:

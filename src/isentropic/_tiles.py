@@ -292,7 +292,7 @@ def prepare(
     of_law = () if law is None else law.arrays
     groups = (("mask", () if visible is None else visible.arrays), ("law", of_law))
     xp = namespace(*groups, **arrays, **optional)
-    place = device(*groups, **arrays, **optional)
+    place = "cpu" if is_numpy(xp) else device(*groups, **arrays, **optional)
 
     check_floating(xp, **arrays, **present(bias=bias))
     check_ndim(3 if enable_gqa else 2, **arrays)

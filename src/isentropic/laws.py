@@ -75,7 +75,7 @@ class Law(ABC):
             return self._factor(xp, xp.full((), float(n), dtype=dtype, device=place))
         import numpy as np
 
-        return float(self._factor(np, np.asarray(float(n))))  # type: ignore[arg-type]
+        return float(self._factor(np, np.float64(n)))  # type: ignore[arg-type]
 
     @property
     def arrays(self) -> tuple[Array, ...]:

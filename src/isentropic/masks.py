@@ -160,7 +160,7 @@ class Mask(ABC):
     __ror__ = __or__
 
 
-@dataclass(frozen=True)
+@dataclass
 class Frame:
     """Where a mask is laid out: library, device, the numbers of queries and keys.
 

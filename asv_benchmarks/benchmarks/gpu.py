@@ -1,0 +1,74 @@
+"""On a GPU: ratios to each library's own kernel, and to a copy. Skipped where there is none."""
+
+import isentropic as it
+
+from .backends import GPU, arrays, gpu, gradient, namespace, ratio, synchronized
+
+
+class Attention:
+    """128 heads of 128, n = 4096, bfloat16, against SDPA and cuDNN; CuPy in float32 against naive."""
+
+    params = (GPU, [False, True])
+    param_names = ("backend", "is_causal")
+    unit = "ratio"
+
+    def setup(self, backend, is_causal):
+        dtype = "float32" if backend == "cupy" else "bfloat16"
+        heads = 8 if backend == "cupy" else 128
+        self.arrays = arrays(backend, 4096, heads, 128, dtype=dtype, device=gpu(backend))
+        if backend == "cupy" and is_causal:
+            raise NotImplementedError("the naive expression has no mask")
+
+    def calls(self, backend, is_causal):
+        if backend == "torch":
+            from torch.nn.functional import scaled_dot_product_attention
+
+            def peer(q, k, v):
+                return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=is_causal)
+        elif backend == "jax":
+            import jax
+
+            def peer(q, k, v):
+                q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))
+                return jax.nn.dot_product_attention(
+                    q, k, v, is_causal=is_causal, implementation="cudnn"
+                )
+        else:
+            xp = namespace(backend)
+
+            def peer(q, k, v):
+                s = q @ xp.matrix_transpose(k) / 128**0.5
+                p = xp.exp(s - xp.max(s, axis=-1, keepdims=True))
+                return p / xp.sum(p, axis=-1, keepdims=True) @ v
+
+        return lambda q, k, v: it.attention(q, k, v, is_causal=is_causal), peer
+
+    def track_forward(self, backend, is_causal):
+        ours, theirs = (synchronized(backend, f) for f in self.calls(backend, is_causal))
+        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=20)
+
+    def track_gradient(self, backend, is_causal):
+        if backend == "cupy":
+            raise NotImplementedError("no gradients")
+        ours, theirs = (gradient(backend, f) for f in self.calls(backend, is_causal))
+        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=10)
+
+    def track_entropy(self, backend, is_causal):
+        entropy = synchronized(backend, lambda q, k, v: it.attention_entropy(q, k, is_causal=is_causal))
+        theirs = synchronized(backend, self.calls(backend, is_causal)[1])
+        return ratio(lambda: entropy(*self.arrays), lambda: theirs(*self.arrays), rounds=5)
+
+
+class Hadamard:
+    """Multiples of the time of a copy on the device."""
+
+    params = (GPU, [2**8, 2**12, 2**16])
+    param_names = ("backend", "n")
+    unit = "ratio"
+
+    def track_copies(self, backend, n):
+        xp = namespace(backend)
+        x = xp.ones((2**26 // n, n), dtype=xp.float32, device=gpu(backend))
+        transform = synchronized(backend, it.hadamard_transform)
+        copy = synchronized(backend, lambda x: xp.asarray(x, copy=True))
+        return ratio(lambda: transform(x), lambda: copy(x), rounds=20)

@@ -1,0 +1,643 @@
+"""Attention over a sequence that is spread over devices, in JAX and in PyTorch. Layer 5.
+
+Each device holds a shard: L of the queries, S of the keys, and their values; shards are contiguous,
+in the order of the devices, and of one shape. In a ring of P devices every block of keys meets every
+block of queries after P − 1 hops to the next neighbour, and the states of attention over the blocks
+merge. In JAX keys and values travel; in PyTorch queries and states do.
+
+Backward everything travels once more, and each block of logits is computed again. Relative to a
+maximum m that is final, the sums Σ e^{s−m}, Σ e^{s−m} v and Σ e^{s−m}(s − m) of a state are plain sums
+over keys, so each block has its part in the gradient by itself, and a device keeps nothing but its
+shard and m. Gradients in half precision are rounded when they are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+from isentropic._attention import attention_state, scale_queries
+from isentropic._checks import check_floating, check_ndim, type_error, value_error
+from isentropic._entropy import shift_moment
+from isentropic._namespace import Array, accumulator, is_jax, is_torch, namespace, present
+from isentropic._numerics import replace_infinite_minimum
+from isentropic._state import AttentionState, merge
+from isentropic.laws import Constant, Law, LogLength
+from isentropic.masks import causal
+
+__all__ = [
+    "distributed_attention",
+    "distributed_attention_state",
+    "ring_attention",
+    "ring_attention_state",
+]
+
+_DEFAULT_LAW = LogLength(512)
+
+
+def ring_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    axis_name: Hashable,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = _DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """Attention inside `jax.shard_map`, where each device holds a shard of the sequence.
+
+    Equivalent to `isentropic.attention` of the whole sequence. Keys and values travel.
+
+    Parameters
+    ----------
+    query : array (..., L, E)
+    key : array (..., S, E)
+    value : array (..., S, Ev)
+        The shards of this device; the axes ``...`` broadcast.
+    axis_name : str
+        The mesh axis over which queries, keys and values are all sharded, contiguously.
+    is_causal : bool
+        A query sees the keys up to its own position in the whole sequence, aligned bottom-right as
+        in `isentropic.attention`: the last query of the last device sees every key. There are no
+        other masks.
+    scale : float, optional
+        The scale at which the law is 1; ``1/√E`` by default.
+    law : Law or None, default ``LogLength(512)``
+        Factor on the scale as a function of n; None for the standard attention.
+    n_keys : int or array broadcastable to the (..., L) of `query`, optional
+        The n of the law, instead of the number of keys of the whole sequence that each query sees.
+        It hides no key.
+    softcap : float > 0, optional
+        c in ``c · tanh(logit / c)``.
+    enable_gqa : bool
+        Grouped heads: axis −3 of `key` and `value` divides that of `query`.
+
+    Returns
+    -------
+    array (..., L, Ev)
+        The shard of the output that belongs to the queries of this device.
+
+    Raises
+    ------
+    TypeError
+        For arrays that are not JAX's, or no floats.
+    ValueError
+        For shapes that do not fit, values out of range, or an axis that no `jax.shard_map` has.
+
+    Notes
+    -----
+    On P devices P hops to the next neighbour, each of one shard of keys and values. The program does
+    not grow with P, and memory is O(L + S) per device, in the backward pass too. Blocks that are
+    hidden by causality are skipped; still the call takes as long as on the last device, which sees
+    all. Reverse-mode derivatives only.
+
+    References
+    ----------
+    Liu, Zaharia & Abbeel 2023 (arXiv 2310.01889).
+
+    Examples
+    --------
+    >>> import jax, numpy as np
+    >>> from isentropic.integrations.sharded import ring_attention
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("sequence",))
+    >>> spec = jax.P(None, "sequence")  # (heads, positions, features)
+    >>> ring = jax.shard_map(
+    ...     lambda q, k, v: ring_attention(q, k, v, axis_name="sequence", is_causal=True),
+    ...     mesh=mesh, in_specs=spec, out_specs=spec,
+    ... )
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 8, 128, 64)).astype("float32")
+    >>> jax.jit(ring)(q, k, v).shape
+    (8, 128, 64)
+    """
+    _check_value(value)
+    state = ring_attention_state(
+        query, key, value, axis_name=axis_name, is_causal=is_causal, scale=scale, law=law,
+        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa,
+    )  # fmt: skip
+    return _output(state, query, key, value)
+
+
+def ring_attention_state(
+    query: Array,
+    key: Array,
+    value: Array | None = None,
+    *,
+    axis_name: Hashable,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = _DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionState:
+    """Output, log-normalizer and entropy of attention inside `jax.shard_map`.
+
+    Equivalent to `isentropic.attention_state` of the whole sequence.
+
+    Parameters
+    ----------
+    query : array (..., L, E)
+    key : array (..., S, E)
+    value : array (..., S, Ev), optional
+        The shards of this device. Without values the state has no output, and keys travel alone.
+    axis_name, is_causal, scale, law, n_keys, softcap, enable_gqa
+        As in `ring_attention`.
+
+    Returns
+    -------
+    AttentionState
+        Of the queries of this device over all keys, in float32, or float64 where the inputs are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `ring_attention`.
+
+    Notes
+    -----
+    The gradient takes ``maximum`` for a constant, which it is to output, entropy and log-normalizer:
+    they do not depend on the number that logits are relative to.
+
+    Examples
+    --------
+    >>> import jax, numpy as np
+    >>> from isentropic.integrations.sharded import ring_attention_state
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("sequence",))
+    >>> spec = jax.P("sequence")
+    >>> ring = jax.shard_map(
+    ...     lambda q, k: ring_attention_state(q, k, axis_name="sequence").entropy(),
+    ...     mesh=mesh, in_specs=spec, out_specs=spec,
+    ... )
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 128, 64)).astype("float32")
+    >>> jax.jit(ring)(q, k).shape
+    (128,)
+    """
+    xp = _check_library("JAX", is_jax, query, key, value)
+    rank, size = _axis(axis_name)
+
+    shards = _Shards(size, query.shape[-2], key.shape[-2], is_causal, scale, softcap, enable_gqa)
+    scaled = shards.scale_queries(xp, rank, query, key, value, law, n_keys)
+    return _ring_of_keys(shards, axis_name, scaled, _block(key, value))
+
+
+def distributed_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    group: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = _DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """Attention over `torch.distributed`, where each process holds a shard of the sequence.
+
+    Equivalent to `isentropic.attention` of the whole sequence. Keys and values stay where they are;
+    queries travel with the state of what they have seen, and come home.
+
+    Parameters
+    ----------
+    query : tensor (..., L, E)
+    key : tensor (..., S, E)
+    value : tensor (..., S, Ev)
+        The shards of this process, of the same shapes in all; the axes ``...`` broadcast.
+    group : torch.distributed.ProcessGroup, optional
+        The processes that hold the shards, in the order of their ranks; all by default.
+    is_causal, scale, law, n_keys, softcap, enable_gqa
+        As in `ring_attention`.
+
+    Returns
+    -------
+    tensor (..., L, Ev)
+        The shard of the output that belongs to the queries of this process.
+
+    Raises
+    ------
+    TypeError
+        For tensors that are not PyTorch's, or no floats; for a group without this process.
+    ValueError
+        For shapes that do not fit, values out of range, or before ``init_process_group``.
+
+    Notes
+    -----
+    All processes of the group call it, and all go backward through it: each waits for its neighbours.
+    The gradient of what they share, such as the parameters of a law, is the sum over processes of
+    the gradients that they get.
+
+    On P processes P − 1 hops of the queries and P of the states; they go on while the block that has
+    come is computed. Memory is O(L + S) per process, in the backward pass too. First derivatives only.
+
+    References
+    ----------
+    Liu, Zaharia & Abbeel 2023 (arXiv 2310.01889), where keys and values travel.
+
+    Examples
+    --------
+    One process of one; ``torchrun`` starts several and tells each its rank.
+
+    >>> import torch, torch.distributed as dist
+    >>> from isentropic.integrations.sharded import distributed_attention
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> q, k, v = torch.randn(3, 8, 128, 64)
+    >>> distributed_attention(q, k, v, is_causal=True).shape
+    torch.Size([8, 128, 64])
+    >>> dist.destroy_process_group()
+    """
+    _check_value(value)
+    state = distributed_attention_state(
+        query, key, value, group=group, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys,
+        softcap=softcap, enable_gqa=enable_gqa,
+    )  # fmt: skip
+    return _output(state, query, key, value)
+
+
+def distributed_attention_state(
+    query: Array,
+    key: Array,
+    value: Array | None = None,
+    *,
+    group: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = _DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionState:
+    """Output, log-normalizer and entropy of attention over `torch.distributed`.
+
+    Equivalent to `isentropic.attention_state` of the whole sequence.
+
+    Parameters
+    ----------
+    query : tensor (..., L, E)
+    key : tensor (..., S, E)
+    value : tensor (..., S, Ev), optional
+        The shards of this process. Without values the state has no output.
+    group
+        As in `distributed_attention`.
+    is_causal, scale, law, n_keys, softcap, enable_gqa
+        As in `ring_attention`.
+
+    Returns
+    -------
+    AttentionState
+        Of the queries of this process over all keys, in float32, or float64 where the inputs are.
+        Its ``maximum`` has no gradient, as in `ring_attention_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `distributed_attention`.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> from isentropic.integrations.sharded import distributed_attention_state
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> q, k = torch.randn(2, 128, 64)
+    >>> distributed_attention_state(q, k).entropy().shape
+    torch.Size([128])
+    >>> dist.destroy_process_group()
+    """
+    xp = _check_library("PyTorch", is_torch, query, key, value)
+    rank, size = _rank_and_size(group)
+
+    shards = _Shards(size, query.shape[-2], key.shape[-2], is_causal, scale, softcap, enable_gqa)
+    scaled = shards.scale_queries(xp, rank, query, key, value, law, n_keys)
+    return AttentionState(*_ring_of_queries().apply(shards, group, scaled, *_block(key, value)))
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """The shape of a sequence in `size` shards, and how one block of queries attends to one of keys.
+
+    The law is in the queries already.
+    """
+
+    size: int
+    n_queries: int  # of one shard
+    n_keys: int
+    is_causal: bool
+    scale: float | None
+    softcap: float | None
+    enable_gqa: bool
+
+    def offset(self, queries_of: Any, keys_of: Any) -> Any:
+        """The position of the first query of one shard among the keys of another."""
+        alignment = (self.n_keys - self.n_queries) * self.size
+        return alignment + queries_of * self.n_queries - keys_of * self.n_keys
+
+    def scale_queries(
+        self,
+        xp: ModuleType,
+        rank: Any,
+        query: Array,
+        key: Array,
+        value: Array | None,
+        law: Law | None,
+        n_keys: int | Array | None,
+    ) -> Array:
+        """The queries times the law of all the keys that they see, in the dtype to compute in."""
+        arrays = {"query": query, "key": key} | present(value=value)
+        check_floating(xp, **arrays)
+        total = self.n_keys * self.size
+        if n_keys is None and self.is_causal:
+            seen = causal(self.offset(rank, 0))
+            n_keys = seen.visible_count(self.n_queries, total, like=query)
+        wide = xp.astype(query, accumulator(xp, xp.result_type(*arrays.values())))
+        law = Constant(1.0) if law is None else law
+        return scale_queries(wide, total if n_keys is None else n_keys, law=law)
+
+    def meet(self, offset: Any) -> Any:
+        """Whether under causality the last query of one shard sees the first key of the other."""
+        return offset + self.n_queries > 0
+
+    def state(
+        self, query: Array, key: Array, value: Array | None = None, *, offset: Any = 0
+    ) -> AttentionState:
+        """The state of one block of queries over one of keys, which lies `offset` before it."""
+        return attention_state(
+            query, key, value, mask=causal(offset) if self.is_causal else None, scale=self.scale,
+            law=None, softcap=self.softcap, enable_gqa=self.enable_gqa,
+        )  # fmt: skip
+
+    def empty_state(self, query: Array, *block: Array) -> AttentionState:
+        """The state of queries that have met no key."""
+        return self.state(query, *(x[..., :0, :] for x in block))
+
+    def sums(self, query: Array, *block: Array, offset: Any, maximum: Array) -> tuple[Array, ...]:
+        """The other fields of the state relative to a given `maximum`: they add up over keys."""
+        state = self.state(query, *block, offset=offset)
+        xp = namespace(query=query)
+        shift = state.maximum - replace_infinite_minimum(xp, maximum)
+        weight = xp.exp(shift)
+        assert state.weighted_score is not None
+        score = shift_moment(xp, state.weighted_score, state.normalizer, shift, 1.0)
+        if state.weighted_value is None:
+            return weight * state.normalizer, score
+        return weight * state.normalizer, weight[..., None] * state.weighted_value, score
+
+
+def _ring_of_keys(
+    shards: _Shards, axis_name: Hashable, query: Array, block: tuple[Array, ...]
+) -> AttentionState:
+    """The state of the queries of this device, while keys and values travel round the ring."""
+    import jax
+
+    circulate = partial(_circulate_blocks, shards, axis_name)
+
+    @jax.custom_vjp
+    def ring(query: Any, block: Any) -> AttentionState:
+        return forward(query, block)[0]
+
+    def forward(query: Any, block: Any) -> tuple[AttentionState, Any]:
+        def visit(state: Any, block: Any, offset: Any) -> Any:
+            return merge(state, shards.state(query, *block, offset=offset)), block
+
+        empty = _varying_alike(shards.empty_state(query, *block), query)
+        state, _ = circulate(visit, empty, block)
+        return state, (query, block, state.maximum)
+
+    def backward(residuals: Any, cotangent: AttentionState) -> tuple[Any, Any]:
+        query, block, maximum = residuals
+        grad_sums = tuple(x for x in cotangent[1:] if x is not None)
+
+        def visit(grad_query: Any, carried: Any, offset: Any) -> Any:
+            block, grad_block = carried
+            wide = [x.astype(query.dtype) for x in block]
+            sums = partial(shards.sums, offset=offset, maximum=maximum)
+            parts = jax.vjp(sums, query, *wide)[1](grad_sums)
+            return grad_query + parts[0], (block, tuple(map(jax.numpy.add, grad_block, parts[1:])))
+
+        zeros = tuple(jax.numpy.zeros_like(x, query.dtype) for x in (query, *block))
+        zeros = _varying_alike(zeros, query)
+        grad_query, (_, grad_block) = circulate(visit, zeros[0], (block, zeros[1:]))
+        return grad_query, tuple(x.astype(y.dtype) for x, y in zip(grad_block, block, strict=True))
+
+    ring.defvjp(forward, backward)
+    return ring(*_varying_alike((query, block)))
+
+
+def _circulate_blocks(
+    shards: _Shards,
+    axis_name: Hashable,
+    visit: Callable[[Any, Any, Any], tuple[Any, Any]],
+    gathered: Any,
+    block: Any,
+) -> tuple[Any, Any]:
+    """``gathered, block = visit(gathered, block, offset)`` on every device that a block comes to.
+
+    After the last hop the own block is at home again, with what visits have changed in it.
+    """
+    import jax
+
+    lax: Any = jax.lax
+    rank = lax.axis_index(axis_name)
+    ring = [(i, (i + 1) % shards.size) for i in range(shards.size)]
+
+    def pass_by(gathered: Any, block: Any, offset: Any) -> Any:
+        return gathered, block
+
+    def step(carry: Any, i: Any) -> tuple[Any, None]:
+        gathered, block = carry
+        offset = shards.offset(rank, (rank - i) % shards.size)
+        if shards.is_causal:
+            seen = shards.meet(offset)
+            gathered, block = lax.cond(seen, visit, pass_by, gathered, block, offset)
+        else:
+            gathered, block = visit(gathered, block, offset)
+        return (gathered, lax.ppermute(block, axis_name, ring)), None
+
+    return lax.scan(step, (gathered, block), jax.numpy.arange(shards.size))[0]
+
+
+def _varying_alike(arrays: Any, *others: Any) -> Any:
+    """The `arrays`, all of the type of one that varies over every mesh axis over which any does.
+
+    Loops want what they carry to keep its type. A selection has the joint type of its operands, and
+    the compiler takes one without a choice away again.
+    """
+    import jax
+
+    xp: Any = jax.numpy
+    joint: Any = sum(xp.where(True, 0.0, xp.sum(x)) for x in jax.tree.leaves((arrays, others)))
+
+    def joined(x: Any) -> Any:
+        return jax.lax.select(xp.asarray(True), x, xp.broadcast_to(joint.astype(x.dtype), x.shape))
+
+    return jax.tree.map(joined, arrays)
+
+
+@cache
+def _ring_of_queries() -> Any:
+    """The autograd function of the states of queries that travel round the ring of a group."""
+    import torch
+
+    class RingOfQueries(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, shards: _Shards, group: Any, query: Any, *block: Any) -> tuple[Any, ...]:
+            rank, _ = _rank_and_size(group)
+
+            def visit(owner: int, query: Any) -> AttentionState:
+                offset = shards.offset(owner, rank)
+                if shards.is_causal and not shards.meet(offset):
+                    return shards.empty_state(query, *block)
+                return shards.state(query, *block, offset=offset)
+
+            def join(a: Any, b: Any) -> AttentionState:
+                return merge(AttentionState(*a), b)
+
+            state = AttentionState(*_circulate_queries(group, visit, join, (query,)))
+            ctx.shards, ctx.group = shards, group
+            ctx.save_for_backward(query, state.maximum, *block)
+            ctx.mark_non_differentiable(state.maximum)
+            return tuple(state)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, _: Any, *cotangent: Any) -> tuple[Any, ...]:
+            query, maximum, *block = ctx.saved_tensors
+            shards = ctx.shards
+            rank, _ = _rank_and_size(ctx.group)
+            grad_block = [torch.zeros_like(x, dtype=query.dtype) for x in block]
+
+            def visit(owner: int, query: Any, maximum: Any, *grad_sums: Any) -> tuple[Any]:
+                offset = shards.offset(owner, rank)
+                if shards.is_causal and not shards.meet(offset):
+                    return (torch.zeros_like(query),)
+                wide = [x.to(query.dtype) for x in block]
+                sums = partial(shards.sums, offset=offset, maximum=maximum)
+                grad_query, *parts = _pull_back(sums, (query, *wide), grad_sums)
+                for total, part in zip(grad_block, parts, strict=True):
+                    total += part
+                return (grad_query,)
+
+            grad_sums = tuple(x for x in cotangent if x is not None)
+            (grad_query,) = _circulate_queries(
+                ctx.group, visit, lambda a, b: (a[0] + b[0],), (query, maximum, *grad_sums)
+            )
+            return None, None, grad_query, *grad_block
+
+    return RingOfQueries
+
+
+def _circulate_queries(
+    group: Any,
+    visit: Callable[..., Sequence[Any]],
+    join: Callable[[Any, Any], Sequence[Any]],
+    visitors: Sequence[Any],
+) -> Sequence[Any]:
+    """What ``visit(owner, *visitors)`` gives on every process, joined, for the visitors of this one.
+
+    While a process computes, the next visitors are on their way, and behind them what those before
+    them have gathered.
+    """
+    rank, size = _rank_and_size(group)
+    gathered: Any = None
+    for step in range(size):
+        ahead = _hop(visitors, group) if step < size - 1 else None
+        behind = _hop(gathered, group) if step > 0 else None
+        here = visit((rank - step) % size, *visitors)
+        gathered = here if behind is None else join(behind(), here)
+        visitors = visitors if ahead is None else ahead()
+    return gathered if size == 1 else _hop(gathered, group)()
+
+
+def _hop(tensors: Sequence[Any], group: Any) -> Callable[[], Sequence[Any]]:
+    """Send `tensors` to the next process of the ring; the result waits for those of the one before."""
+    import torch
+    import torch.distributed as dist
+
+    rank, size = _rank_and_size(group)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent = [None if x is None else x.contiguous() for x in tensors]
+    received = [None if x is None else torch.empty_like(x) for x in sent]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(operation, x, group=group, group_peer=peer)
+            for operation, arrays, peer in ((dist.isend, sent, after), (dist.irecv, received, before))
+            for x in arrays
+            if x is not None
+        ]
+    )
+
+    def arrive() -> Sequence[Any]:
+        for work in works:
+            work.wait()
+        sent.clear()  # which was kept for the time of the transfer
+        return received
+
+    return arrive
+
+
+def _pull_back(
+    function: Callable[..., Sequence[Any]], arrays: Sequence[Any], cotangent: Sequence[Any]
+) -> Sequence[Any]:
+    """The gradient of the product of `cotangent` and ``function(*arrays)``, an array each."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in arrays]
+    with torch.enable_grad():
+        results = function(*leaves)
+    return torch.autograd.grad(results, leaves, cotangent)
+
+
+def _block(key: Array, value: Array | None) -> tuple[Array, ...]:
+    return (key,) if value is None else (key, value)
+
+
+def _output(state: AttentionState, query: Array, key: Array, value: Array) -> Array:
+    xp = namespace(query=query)
+    return xp.astype(state.output(), xp.result_type(query, key, value))
+
+
+def _check_value(value: Any) -> None:
+    if value is None:
+        raise type_error("value", "be an array", "NoneType")
+
+
+def _check_library(
+    name: str, is_library: Callable[[ModuleType], bool], query: Any, key: Any, value: Any
+) -> ModuleType:
+    arrays = {"query": query, "key": key} | present(value=value)
+    xp = namespace(**arrays)
+    if not is_library(xp):
+        raise type_error("query", f"be an array of {name}", type(query).__name__)
+    check_ndim(2, **arrays)
+    return xp
+
+
+def _axis(axis_name: Hashable) -> tuple[Any, int]:
+    """The place of this device along a mesh axis, and the number of its devices."""
+    import jax
+
+    lax: Any = jax.lax
+    try:
+        rank, size = lax.axis_index(axis_name), lax.psum(1, axis_name)
+    except NameError:
+        must = "be an axis of the `jax.shard_map` around the call"
+        raise value_error("axis_name", must, repr(axis_name)) from None
+    return rank, size
+
+
+def _rank_and_size(group: Any) -> tuple[int, int]:
+    """The place of this process in a group, and the number of its processes."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise value_error("group", "come after `torch.distributed.init_process_group`", group)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        must = "be a process group to which this process belongs, or None"
+        raise type_error("group", must, type(group).__name__)
+    return dist.get_rank(group), dist.get_world_size(group)

@@ -1,0 +1,50 @@
+"""Every benchmark runs, at tiny sizes."""
+
+import importlib
+import inspect
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "asv_benchmarks"
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setenv("BENCHMARK_LONGEST", "64")
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("module", ["attention", "gpu", "projections"])
+def test_every_benchmark_runs(tiny, monkeypatch, module):
+    for name in ("asv", "torch", "jax", "sklearn"):  # where benchmarks are run
+        pytest.importorskip(name)
+    benchmarks = importlib.import_module(f"benchmarks.{module}")
+    monkeypatch.setattr(benchmarks, "ratio", lambda ours, theirs, rounds=0: (ours(), theirs(), 1.0)[2])
+    ran, skipped = 0, 0
+    classes = [
+        c
+        for _, c in inspect.getmembers(benchmarks, inspect.isclass)
+        if c.__module__ == benchmarks.__name__
+    ]
+    for kind in classes:
+        names = [name for name in dir(kind) if name.startswith(("time_", "track_", "peakmem_"))]
+        assert names
+        params = getattr(kind, "params", ())
+        if not isinstance(params, tuple) or not params or not isinstance(params[0], (list, tuple)):
+            params = (params,) if params else ()
+        for values in itertools.product(*params):
+            try:
+                for name in names:
+                    benchmark = kind()
+                    getattr(benchmark, "setup", lambda *a: None)(*values)
+                    result = getattr(benchmark, name)(*values)
+                    assert name.startswith(("time_", "peakmem_")) or result >= 0
+                    ran += 1
+            except NotImplementedError:  # asv skips these
+                skipped += 1
+    assert ran > 0 or (module == "gpu" and skipped > 0)
