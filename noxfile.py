@@ -110,7 +110,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def doctests(session: nox.Session) -> None:
     """Every example in a docstring, and in the README."""
-    install(session, "test", "sklearn")
+    install(session, "test", "sklearn", "torch", "jax")
     session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", "README.md", "--no-cov")
 
 
@@ -179,7 +179,7 @@ def bench(session: nox.Session) -> None:
 
 
 def pinned_asv_configuration() -> str:
-    """asv's configuration with the versions of pyproject.toml, for commits in environments of their own."""
+    """The configuration of asv with the versions of pyproject.toml, for commits on their own."""
     configuration = json.loads((BENCHMARKS / "asv.conf.json").read_text())
     pins = dict(
         package.split("==")

@@ -81,8 +81,8 @@ def attention(
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
     implementation : {None, "generic", "native"}
-        Which code computes it: None chooses, "native" raises where no kernel of the library means
-        the same. At present every call is generic.
+        Which code computes it: None chooses, "generic" is the pass over tiles that is the same for
+        all libraries, "native" a kernel of the library, an error where none means the same.
 
     Returns
     -------
@@ -99,9 +99,10 @@ def attention(
 
     Notes
     -----
-    ``softmax(law(n) · scale · QKᵀ) V``, taken tile by tile: memory is O(L), not O(L·S) (under
-    ``torch.compile`` one tile covers everything). n is counted per query from mask, causality and
-    window together, so that decoding with a cache equals prefill and padding does not count.
+    ``softmax(law(n) · scale · QKᵀ) V``, taken tile by tile: memory is O(L), not O(L·S), also of
+    gradients (under ``torch.compile`` only where PyTorch's own kernel computes it). n is counted
+    per query from mask, causality and window together, so that decoding with a cache equals prefill
+    and padding does not count.
 
     Keys and values that a query does not see have no effect on it, even where they hold NaN or
     infinities; where it does see such a key or value, and there is a mask, all of its output is NaN.

@@ -34,9 +34,6 @@ from isentropic._torch_kernels import (
     torch_state,
 )
 
-# Fewer logits than this are done sooner by the generic pass than by NumPy's own.
-HOST_SIZE = 2**16
-
 
 def output_kernel(problem: Problem, implementation: str | None) -> Callable[[Problem], Array] | None:
     """What computes the attention output, (..., L, Ev), or None for the generic pass."""
@@ -87,10 +84,15 @@ def _require(found: bool, implementation: str | None) -> None:
 def _numpy_means_it(problem: Problem, implementation: str | None) -> bool:
     if problem.bias is not None or problem.softcap is not None or problem.block_size is not None:
         return False
-    size = math.prod(problem.batch) * problem.n_queries * problem.n_keys
-    if implementation is None and (problem.frame.whole or size < HOST_SIZE):
+    if implementation is None and (problem.frame.whole or not _is_large(problem)):
         return False
     return all(_is_on_host(problem.xp, x) for x in problem.arrays)
+
+
+def _is_large(problem: Problem) -> bool:
+    """Whether there is enough to do for a pass that makes copies and threads, and goes by elements."""
+    size = problem.n_queries * problem.n_keys
+    return problem.n_queries >= 128 and size >= 2**16 and size * math.prod(problem.batch) >= 2**20
 
 
 def _is_on_host(xp: ModuleType, x: Any) -> bool:

@@ -91,10 +91,13 @@ class _Pass:
         for i in range(0, len(elements), together):
             part = elements[i : i + together]
             # Elements that share keys and values (broadcast, or grouped heads) share the copy.
-            before, prepared = prepared, {}
-            for index in part:
-                own = self.own(index)
-                prepared[own] = prepared.get(own) or before.get(own) or self.prepare(index)
+            wanted = {self.own(index): index for index in part}
+            prepared = {own: prepared[own] for own in wanted if own in prepared}
+
+            def prepare(own: Any, prepared: Any = prepared, wanted: Any = wanted) -> None:
+                prepared[own] = self.prepare(wanted[own])
+
+            run(prepare, [own for own in wanted if own not in prepared])
 
             def block(item: tuple[Index, Block], prepared: dict[Any, _Keys] = prepared) -> None:
                 index, (start, size) = item

@@ -257,7 +257,7 @@ class Problem:
         elif is_gpu(self.xp, self.frame.device):
             size = TILE_SIZE * 32
         columns = plain_integer(self.block_size or max(COLUMNS // width, 1))
-        rows = size // max(math.prod(self.batch) * columns * width, 1)
+        rows = size // max(math.prod(self.batch) * min(columns, self.n_keys) * width, 1)
         return max(rows, MIN_ROWS), columns
 
 

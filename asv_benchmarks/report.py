@@ -1,0 +1,141 @@
+"""The latest recorded figures as Markdown tables: what the performance page of the docs shows."""
+
+import itertools
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+# Title, text, benchmark. What is not here is in the asv site.
+TABLES = [
+    (
+        "Attention against PyTorch's kernel",
+        "Time relative to `torch.nn.functional.scaled_dot_product_attention` of the same arrays "
+        "without a mask (the window is of 512 keys): 8 heads of 64, n = 4096, float32.",
+        "attention.AgainstTorch.track_ratio",
+    ),
+    (
+        "Against the naive expression in NumPy",
+        "n = 4096.",
+        "attention.AgainstOwnLibrary.track_numpy_naive",
+    ),
+    (
+        "Entropy against forming the weights in PyTorch",
+        "n = 4096.",
+        "attention.AgainstOwnLibrary.track_torch_entropy_of_weights",
+    ),
+    (
+        "Against `jax.nn.dot_product_attention`",
+        "n = 4096.",
+        "attention.AgainstOwnLibrary.track_jax",
+    ),
+    (
+        "Forward and backward",
+        "Relative to forward and backward of PyTorch's kernel, and of "
+        "`jax.nn.dot_product_attention`, without a mask; n = 4096.",
+        "attention.Gradients.track_ratio",
+    ),
+    (
+        "Small calls",
+        "4 heads at n = 16, relative to the plain expression in NumPy, and to PyTorch's kernel.",
+        "attention.SmallCalls.track_ratio",
+    ),
+    (
+        "Memory",
+        "Peak of the whole process with its libraries. L×S numbers would be 537 MB at n = 4096 and "
+        "8.6 GB at 16 384.",
+        "attention.Memory.peakmem_call",
+    ),
+    (
+        "Error of the entropy",
+        "Largest, against float64, n = 1024.",
+        "attention.Error.track_entropy_error",
+    ),
+    ("Error of the output", "Likewise.", "attention.Error.track_output_error"),
+    ("Graphs", "That ten lengths need under `torch.compile`.", "attention.Graphs.track_graphs"),
+    ("Import", "Beyond `array_api_compat`.", "attention.Imports.track_import"),
+    (
+        "Linear attention",
+        "256 random features, relative to `attention` of the same arguments, n = 4096. It is an "
+        "estimate, and useless where queries and keys are long "
+        "([why](explanation/johnson-lindenstrauss.md)).",
+        "attention.LinearAttention.track_ratio",
+    ),
+    (
+        "Hadamard transform",
+        "Rows of 64 MB, in times of a copy by NumPy. (A copy by PyTorch itself, or `x + 1` in JAX, "
+        "takes about 2.7 of them: fresh memory is the greater part.)",
+        "projections.HadamardAgainstPeers.track_copies",
+    ),
+    (
+        "Hadamard transform against a cosine transform",
+        "Relative to `scipy.fft.dct` with all workers.",
+        "projections.HadamardAgainstPeers.track_dct",
+    ),
+    (
+        "Projections, applied",
+        "64 points of 65 536 features to 512 components, relative to scikit-learn's Gaussian map.",
+        "projections.ProjectionsAgainstPeers.track_apply_sklearn_gaussian",
+    ),
+    (
+        "Projections, drawn and applied",
+        "Likewise.",
+        "projections.ProjectionsAgainstPeers.track_draw_and_apply_sklearn_gaussian",
+    ),
+]
+
+
+def report() -> str:
+    """Markdown, one section per table."""
+    machine, run = latest()
+    benchmarks = json.loads((RESULTS / "benchmarks.json").read_text())
+    versions = ", ".join(f"{name} {run['params'][name]}" for name in ("numpy", "torch", "jax", "scipy"))
+    hardware = ", ".join(str(machine[key]) for key in ("cpu", "ram", "os") if machine.get(key))
+    lines = [f"Commit {run['commit_hash'][:8]} on {machine['machine']} ({hardware}); {versions}.", ""]
+    for title, text, name in TABLES:
+        if name in run["results"] and name in benchmarks:
+            lines += [f"### {title}", "", text, "", *table(benchmarks[name], run["results"][name]), ""]
+    return "\n".join(lines)
+
+
+def latest() -> tuple[dict, dict]:
+    """The machine and the results of the newest commit with most figures."""
+    runs = [path for path in RESULTS.glob("*/*.json") if path.name != "machine.json"]
+    path = max(runs, key=lambda path: (json.loads(path.read_text())["date"], path.stat().st_size))
+    return json.loads((path.parent / "machine.json").read_text()), json.loads(path.read_text())
+
+
+def table(benchmark: dict, result: list) -> list[str]:
+    """Rows of a Markdown table: the first parameter across, the others down."""
+    values, params = result[:2]
+    unit = benchmark["unit"]
+    if not params:
+        return ["| |", "|---|", f"| {shown(values[0], unit)} |"]
+    names = [[text.strip("'") for text in choices] for choices in params]
+    cells = dict(zip(itertools.product(*names), values, strict=True))
+    across, *down = names
+    varying = [i for i, choices in enumerate(down) if len(choices) > 1]
+    header = [benchmark["param_names"][i + 1] for i in varying] or [""]
+    rows = []
+    for key in itertools.product(*down):
+        row = [shown(cells[a, *key], unit) for a in across]
+        if any(row):
+            rows.append([*([key[i] for i in varying] or [""]), *row])
+    n_names = len(header)
+    kept = [i for i in range(n_names + len(across)) if i < n_names or any(row[i] for row in rows)]
+    lines = [[*header, *across], ["---"] * (len(header) + len(across)), *rows]
+    return ["| " + " | ".join(line[i] for i in kept) + " |" for line in lines]
+
+
+def shown(value: float | None, unit: str) -> str:
+    if value is None or value != value:
+        return ""
+    if unit == "bytes":
+        return f"{value / 1e6:.0f} MB"
+    if unit in ("ratio", "graphs"):
+        return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+    return f"{value:.2g} {unit}"
+
+
+if __name__ == "__main__":
+    print(report())
