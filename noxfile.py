@@ -53,6 +53,10 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"]}
 
 
+# Options of pytest. The tests of JAX mostly wait for its compiler, which uses one core.
+OPTIONS = {"jax": ["-n", "2"]}
+
+
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
     """Install the package and the dependency groups; and the pretrained model where asked."""
     packages = dict.fromkeys(nox.project.dependency_groups(PYPROJECT, *groups))
@@ -75,7 +79,7 @@ def tests(session: nox.Session, backend: str) -> None:
     install(session, "test", backend, *PARTNERS.get(backend, []), model=True)
     session.run(
         "pytest", f"--backend={backend}", "--cov", "--cov-report=", "--cov-fail-under=0",
-        *session.posargs,
+        *OPTIONS.get(backend, []), *session.posargs,
         env={"COVERAGE_FILE": str(ROOT / f".coverage.{backend}"), "COVERAGE_CORE": "ctrace"},
     )  # fmt: skip
     session.notify("coverage")
@@ -156,7 +160,7 @@ def bench(session: nox.Session) -> None:
     pinned = pinned_asv_configuration()
     session.chdir(BENCHMARKS)
     pattern = [x for part in others for x in ("--bench", part)]
-    session.run("asv", "machine", "--yes", "--machine", MACHINE, silent=True)
+    session.run("asv", "machine", "--machine", MACHINE, *hardware(), silent=True)
     if command in ("quick", "gpu"):
         pattern = ["--bench", "^gpu"] if command == "gpu" else pattern
         session.run(
@@ -176,6 +180,19 @@ def bench(session: nox.Session) -> None:
         session.log(f"The site is in {BENCHMARKS / '.asv' / 'html'}; `asv preview` shows it.")
     else:
         session.run(*asv, command, *others)
+
+
+def hardware() -> list[str]:
+    """What asv is to say of the machine: kinds and numbers, no names."""
+    model, size = "", ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+        size = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB"
+    return [
+        "--os", platform.system(), "--arch", platform.machine(), "--num_cpu", str(os.cpu_count()),
+        "--cpu", model or platform.processor(), "--ram", size,
+    ]  # fmt: skip
 
 
 def pinned_asv_configuration() -> str:

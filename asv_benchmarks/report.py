@@ -6,6 +6,8 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
+HARDWARE = {"cpu": "", "num_cpu": " cores", "ram": "", "os": ""}
+
 # Title, text, benchmark. What is not here is in the asv site.
 TABLES = [
     (
@@ -87,22 +89,26 @@ TABLES = [
 
 def report() -> str:
     """Markdown, one section per table."""
-    machine, run = latest()
     benchmarks = json.loads((RESULTS / "benchmarks.json").read_text())
-    versions = ", ".join(f"{name} {run['params'][name]}" for name in ("numpy", "torch", "jax", "scipy"))
-    hardware = ", ".join(str(machine[key]) for key in ("cpu", "ram", "os") if machine.get(key))
-    lines = [f"Commit {run['commit_hash'][:8]} on {machine['machine']} ({hardware}); {versions}.", ""]
+    runs = newest_first()
+    machine = json.loads((runs[0][0].parent / "machine.json").read_text())
+    hardware = ", ".join(f"{machine[key]}{unit}" for key, unit in HARDWARE.items() if machine.get(key))
+    lines, commits, params = [], {}, {}
     for title, text, name in TABLES:
-        if name in run["results"] and name in benchmarks:
+        run = next((run for _, run in runs if name in run["results"]), None)
+        if run is not None and name in benchmarks:
+            commits[run["commit_hash"][:8]] = None
+            params |= run["params"]
             lines += [f"### {title}", "", text, "", *table(benchmarks[name], run["results"][name]), ""]
-    return "\n".join(lines)
+    versions = ", ".join(f"{name} {params[name]}" for name in ("numpy", "torch", "jax", "scipy"))
+    return "\n".join([f"{hardware}; {versions}; commits {', '.join(commits)}.", "", *lines])
 
 
-def latest() -> tuple[dict, dict]:
-    """The machine and the results of the newest commit with most figures."""
-    runs = [path for path in RESULTS.glob("*/*.json") if path.name != "machine.json"]
-    path = max(runs, key=lambda path: (json.loads(path.read_text())["date"], path.stat().st_size))
-    return json.loads((path.parent / "machine.json").read_text()), json.loads(path.read_text())
+def newest_first() -> list[tuple[Path, dict]]:
+    """The recorded runs of the machine that has the newest commit."""
+    runs = [(path, json.loads(path.read_text())) for path in RESULTS.glob("*/*-*.json")]
+    runs.sort(key=lambda run: run[1]["date"], reverse=True)
+    return [run for run in runs if run[0].parent == runs[0][0].parent]
 
 
 def table(benchmark: dict, result: list) -> list[str]:
@@ -110,7 +116,7 @@ def table(benchmark: dict, result: list) -> list[str]:
     values, params = result[:2]
     unit = benchmark["unit"]
     if not params:
-        return ["| |", "|---|", f"| {shown(values[0], unit)} |"]
+        return [f"**{shown(values[0], unit)}**"]
     names = [[text.strip("'") for text in choices] for choices in params]
     cells = dict(zip(itertools.product(*names), values, strict=True))
     across, *down = names

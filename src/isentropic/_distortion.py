@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Pairs that are compared unless told otherwise: all, up to 724 points.
 _PAIRS = 2**18
 # Numbers in a block of pairs.
-_BLOCK_SIZE = 2**18
+_BLOCK_SIZE = 2**19
 
 _QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 _SHOWN_EPS = (0.05, 0.1, 0.2, 0.5)

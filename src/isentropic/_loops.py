@@ -75,14 +75,22 @@ def clip_reach(reach: tuple[int, int], length: int) -> tuple[int, int]:
 
 
 def map_blocks(
-    xp: ModuleType, function: Callable[[Block], tuple[Any, ...]], length: int, block_size: int
+    xp: ModuleType,
+    function: Callable[[Block], tuple[Any, ...]],
+    length: int,
+    block_size: int,
+    *,
+    in_threads: bool = False,
 ) -> tuple[Any, ...]:
-    """``function(block)`` over the blocks of an axis, joined along axis −2 of each result."""
+    """``function(block)`` over the blocks of an axis, joined along axis −2 of each result.
+
+    With NumPy also `in_threads`, for functions that compute more than they move through the memory.
+    """
     if length <= block_size:
         return function((0, length))
     parts = blocks(0, length, block_size)
     if is_numpy(xp):
-        return _map_threaded(xp, function, parts)
+        return _filled(xp, function, parts, in_threads)
     head, first = function(parts[0]), parts[0][1]
 
     if _is_traced(xp, head) and len(parts) > 2:
@@ -101,31 +109,33 @@ def map_blocks(
     return _join(xp, [head, *(function(block) for block in parts[1:])])
 
 
-def _map_threaded(
-    xp: ModuleType, function: Callable[[Block], tuple[Any, ...]], blocks: list[Block]
+def _filled(
+    xp: ModuleType,
+    function: Callable[[Block], tuple[Any, ...]],
+    blocks: list[Block],
+    in_threads: bool,
 ) -> tuple[Any, ...]:
+    """What `map_blocks` gives, written where it belongs as it comes."""
     results: list[tuple[Any, ...]] = []
     lock = Lock()
-    (last, size) = blocks[-1]
+    length = sum(blocks[-1])
 
     def write(block: Block) -> None:
         parts = function(block)
         with lock:
             if not results:
-                shapes = (
-                    None if x is None else (*x.shape[:-2], last + size, x.shape[-1]) for x in parts
-                )
-                results.append(
-                    tuple(
-                        None if shape is None else xp.empty(shape, dtype=x.dtype)
-                        for shape, x in zip(shapes, parts, strict=True)
-                    )
-                )
+                shapes = [None if x is None else (*x.shape[:-2], length, x.shape[-1]) for x in parts]
+                pairs = zip(shapes, parts, strict=True)
+                results.append(tuple(s and xp.empty(s, dtype=x.dtype) for s, x in pairs))
         for result, part in zip(results[0], parts, strict=True):
             if result is not None:
-                result[..., block[0] : block[0] + block[1], :] = part
+                result[..., block[0] : sum(block), :] = part
 
-    run(write, blocks)
+    if in_threads:
+        run(write, blocks)
+    else:
+        for block in blocks:
+            write(block)
     return results[0]
 
 

@@ -190,10 +190,10 @@ class Problem:
                 lambda a, b: merge_columns(xp, a, b, order),
                 self.n_keys,
                 column_size,
-                None if self.mask is None else self.mask.reach(self.frame, rows),
+                None if self.mask is None or self.frame.whole else self.mask.reach(self.frame, rows),
             )
 
-        fields = map_blocks(xp, over_keys, self.n_queries, row_size)
+        fields = map_blocks(xp, over_keys, self.n_queries, row_size, in_threads=True)
         return AttentionState(*[_widened(xp, x, shape) for x in fields])
 
     def output(self, score: Callable[[Block, Block], Array] | None = None) -> Array:
@@ -220,7 +220,8 @@ class Problem:
 
             return (fold(xp, tile, lambda a, b: a + b, self.n_queries, row_size),)
 
-        return map_blocks(xp, over_queries, self.n_keys, column_size)[0][..., 0]
+        (sums,) = map_blocks(xp, over_queries, self.n_keys, column_size, in_threads=True)
+        return sums[..., 0]
 
     @property
     def causal_poison(self) -> Array:
