@@ -8,6 +8,7 @@ tiles, and each block is computed again in the backward pass instead of being ke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from threading import Lock
 from types import ModuleType
@@ -116,6 +117,7 @@ def _filled(
     in_threads: bool,
 ) -> tuple[Any, ...]:
     """What `map_blocks` gives, written where it belongs as it comes."""
+    keep_freed_memory()
     results: list[tuple[Any, ...]] = []
     lock = Lock()
     length = sum(blocks[-1])
@@ -137,6 +139,18 @@ def _filled(
         for block in blocks:
             write(block)
     return results[0]
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let the arrays of one block have the memory of those of the last.
+
+    glibc gives freed memory of a block's size back to the system, whose fresh pages cost more than the
+    work on them, until something larger has been freed.
+    """
+    import numpy as np
+
+    np.empty(2**24, dtype=np.uint8)
 
 
 def scan_blocks(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from isentropic._loops import Block, take
+from isentropic._loops import Block, keep_freed_memory, take
 from isentropic._state import AttentionState
 from isentropic._threads import run
 from isentropic._tiles import Problem
@@ -74,6 +74,7 @@ class _Pass:
     def state(self) -> AttentionState:
         import numpy as np
 
+        keep_freed_memory()
         problem = self.problem
         shape, dtype = (*problem.batch, problem.n_queries), problem.compute
         n_values = 0 if problem.value is None else problem.value.shape[-1]
