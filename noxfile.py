@@ -189,10 +189,9 @@ def hardware() -> list[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
         size = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB"
-    return [
-        "--os", platform.system(), "--arch", platform.machine(), "--num_cpu", str(os.cpu_count()),
-        "--cpu", model or platform.processor(), "--ram", size,
-    ]  # fmt: skip
+    # asv keeps only what differs from what it finds itself.
+    cpu = f"{model or platform.processor()}, {os.cpu_count()} cores"
+    return ["--os", platform.system(), "--cpu", cpu, "--ram", size]
 
 
 def pinned_asv_configuration() -> str:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
-HARDWARE = {"cpu": "", "num_cpu": " cores", "ram": "", "os": ""}
-
 # Title, text, benchmark. What is not here is in the asv site.
 TABLES = [
     (
@@ -92,7 +90,7 @@ def report() -> str:
     benchmarks = json.loads((RESULTS / "benchmarks.json").read_text())
     runs = newest_first()
     machine = json.loads((runs[0][0].parent / "machine.json").read_text())
-    hardware = ", ".join(f"{machine[key]}{unit}" for key, unit in HARDWARE.items() if machine.get(key))
+    hardware = ", ".join(machine[key] for key in ("cpu", "ram", "os") if machine.get(key))
     lines, commits, params = [], {}, {}
     for title, text, name in TABLES:
         run = next((run for _, run in runs if name in run["results"]), None)
