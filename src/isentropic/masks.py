@@ -81,11 +81,6 @@ class Mask(ABC):
         """(first, end): every row of the block sees all keys between, as far as numbers alone tell."""
         return 0, 0
 
-    @property
-    def rows_are_alike(self) -> bool:
-        """Whether all queries of an element see the same keys."""
-        return False
-
     @abstractmethod
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
         """The mask of one element of the batch and head axes, its arrays as those of NumPy."""
@@ -382,7 +377,6 @@ class _Band(_Contiguous):
 class _Padding(_Contiguous):
     lengths: int | Array
     side: str
-    rows_are_alike = True
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -457,10 +451,6 @@ class _Explicit(Mask):
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         _check_fits("mask", self.visible.shape, batch, n_queries, n_keys)
 
-    @property
-    def rows_are_alike(self) -> bool:
-        return self.visible.ndim < 2 or self.visible.shape[-2] == 1
-
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
         return _Explicit(_element(self.visible, batch, index, 2))
 
@@ -482,10 +472,6 @@ class _Pair(Mask):
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         self.first.check(batch, n_queries, n_keys)
         self.second.check(batch, n_queries, n_keys)
-
-    @property
-    def rows_are_alike(self) -> bool:
-        return self.first.rows_are_alike and self.second.rows_are_alike
 
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
         return type(self)(self.first.element(batch, index), self.second.element(batch, index))
