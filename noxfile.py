@@ -147,13 +147,18 @@ def bench(session: nox.Session) -> None:
     quick [PATTERN]        this working tree, each benchmark once, nothing kept
     gpu                    those for a GPU, likewise
     check                  only that none is broken, at tiny sizes
-    compare REVISION       this commit against another, what became faster or slower
+    compare [REVISION ...] this commit against another, what became faster or slower
     record [PATTERN]       this commit into the history in asv_benchmarks/results
     publish                the history as a static site in asv_benchmarks/.asv/html
     anything else          goes to asv
     """
     command, *others = session.posargs or ["quick"]
     install(session, "bench", *(["test"] if command == "check" else []))
+    if command == "gpu" and shutil.which("nvidia-smi"):
+        (jax,) = nox.project.dependency_groups(PYPROJECT, "jax")
+        session.install(
+            *nox.project.dependency_groups(PYPROJECT, "cupy"), jax.replace("==", "[cuda12]==")
+        )
     if command == "check":
         session.run("pytest", "tests/test_benchmarks.py", "--no-cov")
         return
@@ -170,7 +175,8 @@ def bench(session: nox.Session) -> None:
         return
     asv = ("asv", "--config", pinned)
     if command == "compare":
-        session.run(*asv, "continuous", "--machine", MACHINE, *others, "HEAD")
+        base, *options = others or ["main"]
+        session.run(*asv, "continuous", "--machine", MACHINE, base, "HEAD", *options)
     elif command == "record":
         session.run(
             *asv, "run", "HEAD^!", "--machine", MACHINE, "--show-stderr", "-a", "rounds=1", *pattern

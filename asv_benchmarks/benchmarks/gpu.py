@@ -47,16 +47,21 @@ class Attention:
         ours, theirs = (synchronized(backend, f) for f in self.calls(backend, is_causal))
         return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=20)
 
-    def track_gradient(self, backend, is_causal):
-        if backend == "cupy":
-            raise NotImplementedError("no gradients")
-        ours, theirs = (gradient(backend, f) for f in self.calls(backend, is_causal))
-        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=10)
-
     def track_entropy(self, backend, is_causal):
         entropy = synchronized(backend, lambda q, k, v: it.attention_entropy(q, k, is_causal=is_causal))
         theirs = synchronized(backend, self.calls(backend, is_causal)[1])
         return ratio(lambda: entropy(*self.arrays), lambda: theirs(*self.arrays), rounds=5)
+
+
+class Gradient(Attention):
+    """Forward and backward."""
+
+    params = (["torch", "jax"], [False, True])
+    track_forward = track_entropy = None
+
+    def track_gradient(self, backend, is_causal):
+        ours, theirs = (gradient(backend, f) for f in self.calls(backend, is_causal))
+        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=10)
 
 
 class Hadamard:
@@ -66,9 +71,12 @@ class Hadamard:
     param_names = ("backend", "n")
     unit = "ratio"
 
+    def setup(self, backend, n):
+        self.device = gpu(backend)
+
     def track_copies(self, backend, n):
         xp = namespace(backend)
-        x = xp.ones((2**26 // n, n), dtype=xp.float32, device=gpu(backend))
+        x = xp.ones((2**26 // n, n), dtype=xp.float32, device=self.device)
         transform = synchronized(backend, it.hadamard_transform)
         copy = synchronized(backend, lambda x: xp.asarray(x, copy=True))
         return ratio(lambda: transform(x), lambda: copy(x), rounds=20)
