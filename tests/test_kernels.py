@@ -150,6 +150,12 @@ class TestBound:
         h = it.attention_entropy(q, k, mask=mask, law=None, implementation="native")
         np.testing.assert_array_equal(h, 0)
 
+    @pytest.mark.parametrize("implementation", ["generic", "native"])
+    def test_infinite_value_of_keys_without_weight(self, small_blocks, implementation):
+        q, k, v = np.ones((1, 1)), np.full((2, 1), -np.inf), np.full((2, 1), np.inf)
+        with np.errstate(all="ignore"):
+            assert it.attention(q, k, v, implementation=implementation) == 0
+
     def test_bounds_that_overflow(self, small_blocks):
         q = np.full((3, 2), 1e30, "float32")
         k = np.asarray([[1e-30, 0], [0, 1e-30], [1e30, -1e30]], "float32")

@@ -27,8 +27,8 @@ from isentropic._checks import (
 from isentropic._draws import draw_matrix, place_draw, random_orthonormal
 from isentropic._loops import Block, map_blocks, scan_blocks, take, traces_lengths
 from isentropic._namespace import Array, accumulator, device, namespace, present
-from isentropic._numerics import divide_or_zero, log_or, product, replace_infinite_minimum
-from isentropic._state import AttentionState, merge_columns, tile_state
+from isentropic._numerics import log_or, product, replace_infinite_minimum
+from isentropic._state import AttentionState, merge_columns, output_of_columns, tile_state
 from isentropic._tiles import Problem, array_or_none, factor, prepare, visible_lengths
 from isentropic.laws import Law, LogLength, check_law
 from isentropic.masks import causal
@@ -234,7 +234,7 @@ def linear_attention(
     paired = min(n_queries, total)
     if not is_causal or paired == 0:
         sums = _attend(weights, keys, value, bias)
-        out = _output(xp, _attend_features(queries, weights, sums))
+        out = output_of_columns(xp, _attend_features(queries, weights, sums))
         return xp.astype(out, problem.dtype, copy=False)
 
     # The first keys are seen by all queries, or the first queries see no key; the others pair up.
@@ -248,7 +248,7 @@ def linear_attention(
         seen = merge_columns(
             xp, _attend_features(x, weights, sums), _attend_chunk(xp, x, y, v, b, weights), None
         )
-        return merge_columns(xp, sums, _attend(weights, y, v, b), None), _output(xp, seen)
+        return merge_columns(xp, sums, _attend(weights, y, v, b), None), output_of_columns(xp, seen)
 
     # Not tiles but whole, where lengths are symbolic.
     chunk = paired if traces_lengths(xp) else _CHUNK
@@ -383,7 +383,7 @@ def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> Attention
 def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:
     """The state of queries over all keys whose sums the features hold."""
     xp = namespace(queries=queries)
-    return _attend(queries, weights, _output(xp, sums), xp.matrix_transpose(_log(xp, sums)))
+    return _attend(queries, weights, output_of_columns(xp, sums), xp.matrix_transpose(_log(xp, sums)))
 
 
 def _attend_chunk(
@@ -411,11 +411,6 @@ def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, weights: Array)
     of_x, of_y = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
     kernel = xp.exp(a - of_x) @ xp.matrix_transpose(xp.exp(b - of_y))
     return log_or(xp, kernel, -math.inf) + of_x + xp.matrix_transpose(of_y)
-
-
-def _output(xp: ModuleType, state: AttentionState) -> Array:
-    assert state.weighted_value is not None
-    return divide_or_zero(xp, state.weighted_value, state.normalizer)
 
 
 def _log(xp: ModuleType, state: AttentionState) -> Array:

@@ -22,9 +22,8 @@ from typing import Any
 from isentropic._checks import value_error
 from isentropic._loops import is_readable
 from isentropic._namespace import Array, is_jax, is_numpy, is_torch
-from isentropic._numerics import divide_or_zero
 from isentropic._numpy_kernel import numpy_output, numpy_state
-from isentropic._state import AttentionState
+from isentropic._state import AttentionState, output_of_columns
 from isentropic._tiles import Problem
 from isentropic._torch_kernels import (
     is_differentiated,
@@ -143,8 +142,7 @@ def _numpy_state(problem: Problem, maximum: bool) -> AttentionState:
 
 
 def _output_of_torch_state(problem: Problem) -> Array:
-    state = torch_state(problem, None)
-    return divide_or_zero(problem.xp, state.weighted_value, state.normalizer)  # type: ignore[arg-type]
+    return output_of_columns(problem.xp, torch_state(problem, None))
 
 
 # JAX

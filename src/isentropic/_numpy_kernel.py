@@ -232,6 +232,7 @@ class _Pass:
 
         largest, normalizer, value, moment = sums
         is_empty = normalizer == 0
+        value[is_empty] = 0.0  # also where a value is infinite
         if self.divide:
             value /= np.where(is_empty, 1.0, normalizer)[:, None]
         if self.maximum:

@@ -177,6 +177,12 @@ def empty_state(
     return AttentionState(zero - math.inf, zero, value, None if order is None else zero)
 
 
+def output_of_columns(xp: ModuleType, state: AttentionState) -> Array:
+    """The attention output, 0 where no key is seen."""
+    assert state.weighted_value is not None
+    return divide_or_zero(xp, state.weighted_value, state.normalizer)
+
+
 def merge_columns(
     xp: ModuleType, a: AttentionState, b: AttentionState, order: float | None
 ) -> AttentionState:

@@ -41,7 +41,7 @@ from isentropic._namespace import (
     present,
     promoted,
 )
-from isentropic._state import AttentionState, empty_state, merge_columns, tile_state
+from isentropic._state import AttentionState, empty_state, merge_columns, output_of_columns, tile_state
 from isentropic.laws import Law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
@@ -198,10 +198,7 @@ class Problem:
 
     def output(self, score: Callable[[Block, Block], Array] | None = None) -> Array:
         """The attention output, (..., L, Ev)."""
-        state = self.state(None, score)
-        assert state.weighted_value is not None
-        # Where nothing is seen, both are 0.
-        return state.weighted_value / self.xp.where(state.normalizer == 0, 1.0, state.normalizer)
+        return output_of_columns(self.xp, self.state(None, score))
 
     def column_sums(self, state: AttentionState) -> Array:
         """The sum of the attention weights over the queries, (..., S)."""

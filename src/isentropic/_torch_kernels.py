@@ -166,7 +166,7 @@ def _recomputed() -> Any:
         def forward(
             ctx: Any, problem: Problem, order: Any, names: tuple[str, ...], *inputs: Any
         ) -> Any:
-            state = replace(problem, **dict(zip(names, inputs, strict=True))).state(order)
+            state = _with(problem, zip(names, inputs, strict=True)).state(order)
             fields = [x for x in state if x is not None]
             ctx.save_for_backward(*inputs, *fields)
             ctx.call = problem, order, names
@@ -218,7 +218,7 @@ def _gradients(
             parts = [_cut(getattr(problem, n), *where[n]).detach().requires_grad_() for n in names]
             with torch.enable_grad():
                 # Blocks that are all there: `take` leaves them as they are.
-                tile = replace(problem, **dict(zip(names, parts, strict=True)))
+                tile = _with(problem, zip(names, parts, strict=True))
                 logits = tile.logits(rows, columns)
                 outputs = [xp.max(logits, axis=-1, keepdims=True)]
                 outputs += [
