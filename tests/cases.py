@@ -139,6 +139,11 @@ CASES = {
     "linear_attention_error": lambda a: it.linear_attention_error(
         a["q"], a["k"], it.PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
     ),
+    "match_entropy": lambda a: it.match_entropy(a["bias"], 0.7, axis=-2, mask=a["visible"][:1, ...]),
+    "match_entropy-target": lambda a: it.match_entropy(a["bias"], a["target"][:1, ...] * 0.1 + 1.0),
+    "match_attention_entropy": lambda a: it.match_attention_entropy(
+        a["q"], a["k2"], a["target"] * 0.1 + 1.0, mask=a["visible"], is_causal=True, enable_gqa=True
+    ),
     "visible_count": lambda a: (
         masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
     ).visible_count(7, 7, like=a["q"]),
@@ -150,8 +155,8 @@ DISCRETE = {"visible", "lengths", "ids", "n_keys", "rows", "components", "featur
 # What draws, or answers with numbers for a reader: called outside of transformations, with tests of
 # their own.
 HOST = {
-    "count_sketch", "distortion", "entropy_criterion_dim", "gaussian_projection", "hadamard_projection",
-    "jl_distortion", "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "matched_key_dim",
+    "calibrate", "count_sketch", "distortion", "entropy_criterion_dim", "entropy_drift",
+    "gaussian_projection", "hadamard_projection", "jl_distortion", "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "matched_key_dim",
     "orthogonal_projection", "positive_features", "rademacher_projection", "sparse_projection",
 }  # fmt: skip
 

@@ -184,6 +184,39 @@ def scan_blocks(
     return outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=-2)
 
 
+def iterate(
+    xp: ModuleType,
+    step: Callable[[Any], Any],
+    carry: Any,
+    count: int,
+    is_settled: Callable[[Any], Array],
+) -> Any:
+    """``carry = step(carry)``, `count` times, or until it is settled where that can be read.
+
+    The carry is a tuple of arrays that keep their shapes and dtypes.
+    """
+    if _is_traced(xp, carry):
+        import jax
+
+        return jax.lax.fori_loop(0, count, lambda _, carry: step(carry), carry)
+    for _ in range(count):
+        carry = step(carry)
+        if is_readable(xp, carry[0]) and bool(is_settled(carry)):
+            break
+    return carry
+
+
+def without_gradient(xp: ModuleType, x: Any) -> Any:
+    """`x` as a constant to derivatives."""
+    if is_torch(xp):
+        return x.detach()
+    if is_jax(xp):
+        import jax
+
+        return jax.lax.stop_gradient(x)
+    return x
+
+
 # Elements of a block that stays in the processor's cache with what is made of it.
 _CACHED = 2**18
 
@@ -268,6 +301,18 @@ def is_transformed(x: Any) -> bool:
 
     within = torch._C._functorch.maybe_current_level() is not None
     return within or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def is_differentiable(xp: ModuleType, *arrays: Any) -> bool:
+    """Whether derivatives of the arrays may be asked for."""
+    if is_torch(xp):
+        import torch
+
+        if torch.compiler.is_compiling():
+            return True
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+        return wanted or any(is_transformed(x) for x in arrays)
+    return _is_traced(xp, arrays)
 
 
 def is_gpu(xp: ModuleType, device: Any) -> bool:

@@ -150,8 +150,11 @@ class Problem:
         return shift
 
     def reach(self, rows: Block) -> Block:
-        """The block of the keys that some query of a block of rows sees; one key at least."""
-        if self.mask is None or self.frame.whole:
+        """The block of the keys that some query of a block of rows sees; one key at least.
+
+        All keys where the rows are traced.
+        """
+        if self.mask is None or self.frame.whole or not isinstance(rows[0], int):
             return 0, self.n_keys
         first, end = clip_reach(self.mask.reach(self.frame, rows), self.n_keys)
         return first, end - first

@@ -1,0 +1,285 @@
+"""The factor that gives the entropy a wanted value, row by row. Layer 6.
+
+With scores s, H(λ) the entropy of softmax(λs) falls from log n at λ = 0 to the logarithm of the
+number of ties at the maximum, at the rate
+
+    dH/d log λ = −Var(λs),
+
+the variance under softmax(λs) itself. The solver is Newton's method in u = log λ for the equation
+log D/H = log D*/H*, where D = log n − H is the deficit: D grows like λ² near 0 and H falls
+exponentially at the other end, so that the equation is close to a line at both. Each step stays
+between bounds: D ≤ λ² R²/8 for scores of range R (as the variance is at most R²/4) gives a lower one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from isentropic._checks import (
+    check_axis,
+    check_broadcastable,
+    check_floating,
+    check_real,
+    is_array,
+    type_error,
+)
+from isentropic._entropy import entropy_of_moments, partition
+from isentropic._kernels import state_kernel
+from isentropic._loops import Block, is_differentiable, iterate, map_blocks, take, without_gradient
+from isentropic._namespace import Array, accumulator, device, namespace, present
+from isentropic._numerics import (
+    divide_or_zero,
+    last_axis,
+    log_or,
+    replace_infinite_minimum,
+)
+from isentropic._tiles import prepare
+from isentropic.masks import Mask
+
+# Enough for float64 and every case of the tests; most rows settle in 6 to 9 steps.
+_STEPS = 28
+
+
+def match_entropy(
+    logits: Array, target: float | Array, *, axis: int = -1, mask: Array | None = None
+) -> Array:
+    """The factor λ ≥ 0 with which ``softmax(λ · logits)`` has the entropy `target`.
+
+    Parameters
+    ----------
+    logits : array of floats
+        Logits of −∞ have probability 0 at every factor and take no part.
+    target : float or array
+        The entropy to reach, in nats; broadcastable to `logits` without `axis`.
+    axis : int
+        The axis of the distribution.
+    mask : boolean array, optional
+        Broadcastable to `logits`; True takes part.
+
+    Returns
+    -------
+    array
+        The factors, in the shape of `logits` without `axis` and their dtype (half precision is
+        computed in float32). Targets that no factor reaches give the end of the range of the factors:
+
+        - 0 where the target is log n or more, n being how many logits take part;
+        - at the other end, where the target is not above the logarithm of the number of ties at the
+          maximum, a factor so large (10⁹ in float32, 10¹⁸ in float64, over the range of the logits)
+          that the rest has no weight;
+        - 1 where the factor makes no difference: all logits are equal, or none takes part.
+
+        NaN where a logit that takes part is NaN or +∞, or the target is NaN.
+
+    Raises
+    ------
+    TypeError
+        For logits that are no floats, a mask that is no boolean array, another library.
+    ValueError
+        For shapes that do not broadcast, or another device.
+
+    Notes
+    -----
+    Newton's method, safeguarded, with a fixed number of steps; the entropy falls with λ at the rate
+    ``dH/d log λ = −Var(λ · logits)``, the variance under the softmax. First derivatives are those of
+    the implicit function, 0 where the target is out of reach; second derivatives are not meant.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import entropy_from_logits, match_entropy
+    >>> logits = np.asarray([0.0, 1.0, 2.0, 4.0])
+    >>> factor = match_entropy(logits, 1.0)
+    >>> round(float(factor), 4), round(float(entropy_from_logits(factor * logits)), 4)
+    (0.6055, 1.0)
+    """
+    arrays = {"logits": logits} | present(mask=mask, target=target if is_array(target) else None)
+    xp, place = namespace(**arrays), device(**arrays)
+    check_floating(xp, logits=logits)
+    check_axis(axis, logits.ndim)
+    if mask is not None:
+        if not xp.isdtype(mask.dtype, "bool"):
+            raise type_error("mask", "be boolean (True takes part)", mask.dtype)
+        check_broadcastable("mask", mask.shape, logits.shape)
+
+    s = xp.astype(logits, accumulator(xp, logits.dtype))
+    if mask is not None:
+        s = xp.where(mask, s, -math.inf)
+    s = last_axis(xp, s, axis)
+    wanted = _targets(xp, target, s.shape[:-1], s.dtype, place)
+    if s.shape[-1] == 0:
+        factor = xp.ones_like(xp.sum(s, axis=-1, keepdims=True))
+    else:
+        factor, slope = _solve(xp, without_gradient(xp, s), without_gradient(xp, wanted))
+        if is_differentiable(xp, s, wanted):
+            hidden = s == -math.inf
+            scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
+            _, _, normalizer, moment = partition(xp, scaled, 1.0)
+            factor = _with_gradient(xp, factor, slope, (normalizer, moment), wanted)
+    return xp.astype(factor[..., 0], logits.dtype)
+
+
+def match_attention_entropy(
+    query: Array,
+    key: Array,
+    target: float | Array,
+    *,
+    mask: Array | Mask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """The factor on the scale with which each query's attention has the entropy `target`.
+
+    What a law approximates as a function of n, exactly and for each query. Equivalent to
+    `match_entropy` of the logits ``scale · q·k``, without forming them for all queries at once.
+
+    Parameters
+    ----------
+    query : array (..., L, E)
+    key : array (..., S, E)
+    target : float or array broadcastable to (..., L)
+        The entropy to reach, in nats.
+    mask, is_causal, scale, enable_gqa
+        As in `attention`. There is no bias and no soft cap: with them the entropy need not fall as
+        the factor grows, and there may be no solution or several.
+
+    Returns
+    -------
+    array (..., L)
+        ≥ 0; see `match_entropy` for targets that no factor reaches. Multiply the queries by it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`, and for a target that does not broadcast.
+
+    Notes
+    -----
+    The logits of a block of queries are kept during the solution, in no more memory than the keys
+    take or a tile. Derivatives as in `match_entropy`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_entropy, match_attention_entropy
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 100, 16))
+    >>> factor = match_attention_entropy(q, k, 2.0)
+    >>> np.round(attention_entropy(factor[:, None] * q, k, law=None)[:3], 6)
+    array([2., 2., 2.])
+    """
+    problem = prepare(
+        query, key, None, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if is_array(target):
+        namespace(query=query, target=target)
+        device(query=query, target=target)
+    xp, shape = problem.xp, (*problem.batch, problem.n_queries)
+    wanted = _targets(xp, target, shape, problem.compute, problem.frame.device)
+    wanted = wanted if wanted.ndim > 1 else wanted[None, ...]
+    if 0 in (*shape, problem.n_keys):
+        return xp.ones_like(problem.zeros((problem.n_queries,)))
+
+    fixed = replace(
+        problem,
+        query=without_gradient(xp, problem.query),
+        key=without_gradient(xp, problem.key),
+    ).scale()
+    wanted_of_rows = without_gradient(xp, wanted)
+    row_size, column_size = problem.tile_shape
+    rows_at_once = max(1, row_size * min(column_size, problem.n_keys) // problem.n_keys)
+
+    def of_rows(rows: Block) -> tuple[Array, Array]:
+        return _solve(xp, fixed.logits(rows, fixed.reach(rows)), take(wanted_of_rows, rows, -2))
+
+    factor, slope = map_blocks(xp, of_rows, problem.n_queries, rows_at_once, in_threads=True)
+    if is_differentiable(xp, *problem.arrays, wanted):
+        held = replace(problem, multiplier=factor * problem.multiplier)
+        kernel = state_kernel(held, None)
+        state = held.scale().state(order=1.0) if kernel is None else kernel(held)
+        factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), wanted)
+    return xp.astype(factor[..., 0], problem.dtype)
+
+
+def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Array:
+    """The target as columns, (..., 1)."""
+    if not is_array(target):
+        check_real("target", target)
+        return xp.full((1,), float(target), dtype=dtype, device=device)
+    check_floating(xp, target=target)
+    check_broadcastable("target", target.shape, shape)
+    return xp.astype(target, dtype)[..., None]
+
+
+def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
+    """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
+    hidden = s == -math.inf
+    seen = xp.astype(~hidden, s.dtype)
+    x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True)))
+    spread = -xp.min(x, axis=-1, keepdims=True)
+    x = divide_or_zero(xp, x, spread)
+    n = xp.sum(seen, axis=-1, keepdims=True)
+    log_n = log_or(xp, n, 0.0)
+    eps, tiny = float(xp.finfo(s.dtype).eps), float(xp.finfo(s.dtype).smallest_normal)
+
+    def entropy_and_variance(u: Array) -> tuple[Array, Array]:
+        factor = xp.exp(u)
+        weight = xp.exp(factor * x) * seen
+        z = xp.sum(weight, axis=-1, keepdims=True)
+        mean = divide_or_zero(xp, xp.sum(weight * x, axis=-1, keepdims=True), z)
+        square = divide_or_zero(xp, xp.sum(weight * x * x, axis=-1, keepdims=True), z)
+        variance = xp.clip(square - mean * mean, min=0.0)
+        return log_or(xp, z, 0.0) - factor * mean, factor * factor * variance
+
+    deficit = log_n - wanted
+    is_below = deficit > 0
+    deficit = xp.where(is_below, deficit, 1.0)
+    highest = xp.zeros_like(deficit) + math.log(200 / eps)
+    at_highest, _ = entropy_and_variance(highest)
+    is_inside = is_below & (spread > 0) & (at_highest < wanted)
+    # As the deficit begins with λ²/2 times the variance of the scores themselves.
+    mean = divide_or_zero(xp, xp.sum(x, axis=-1, keepdims=True), n)
+    square = divide_or_zero(xp, xp.sum(x * x, axis=-1, keepdims=True), n)
+    variance = xp.clip(square - mean * mean, min=eps)
+    lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2, highest)
+    start = xp.log(deficit * 2.0 / variance) / 2
+    start = xp.minimum(xp.maximum(start, lowest), highest)
+    goal = xp.log(deficit) - xp.log(xp.clip(wanted, min=tiny))
+
+    def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        u, low, high, _ = carry
+        h, variance = entropy_and_variance(u)
+        is_above = h > wanted
+        low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
+        d, h = xp.clip(log_n - h, min=eps / 8), xp.clip(h, min=tiny)
+        slope = variance * (1 / d + 1 / h)
+        slope = xp.where(slope > 1e-30, slope, 0.0)  # or the step overflows
+        newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
+        new = u + newton
+        # At the solution rounding takes a step out of the bounds which it has made itself.
+        is_sound = (slope > 0) & (((new > low) & (new < high)) | (xp.abs(newton) < 1e3 * eps))
+        new = xp.where(is_sound, new, (low + high) / 2)
+        return new, low, high, new - u
+
+    carry = (start, lowest, highest, xp.zeros_like(start))
+    u, *_ = iterate(xp, step, carry, _STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
+    h, variance = entropy_and_variance(u)
+    factor = divide_or_zero(xp, xp.exp(xp.where(is_inside, u, highest)), spread)
+    factor = xp.where(is_below, factor, 0.0)
+    factor = xp.where(spread == 0, 1.0, factor)
+    is_number = (h == h) & (wanted == wanted)
+    return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
+
+
+def _with_gradient(
+    xp: ModuleType, factor: Array, slope: Array, state: tuple[Array, Any], wanted: Array
+) -> Array:
+    """The factor, with the derivatives of the solution of H = wanted.
+
+    They are those of one more step of Newton's method in which all but H and the target is constant.
+    """
+    h = entropy_of_moments(xp, *state, 1.0, "renyi")
+    step = divide_or_zero(xp, xp.where(slope > 0, h - wanted, 0.0), slope)
+    return factor + factor * (step - without_gradient(xp, step))
