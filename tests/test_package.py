@@ -7,19 +7,20 @@ import sys
 import pytest
 
 import isentropic as it
-from isentropic import laws, masks
+from isentropic import laws, masks, theory
 
 PUBLIC = [
-    "AttentionState", "CountSketch", "DenseProjection", "DistortionReport", "FailureRate",
-    "HadamardProjection", "LinearAttentionError", "LogLength", "PositiveFeatures",
+    "AttentionState", "CountSketch", "DenseProjection", "DistortionReport", "DriftReport",
+    "FailureRate", "HadamardProjection", "LinearAttentionError", "LogLength", "PositiveFeatures",
     "additive_attention", "attention", "attention_entropy", "attention_information",
-    "attention_state", "attention_weights", "count_sketch", "cross_entropy", "distortion",
-    "entropy", "entropy_criterion_dim", "entropy_from_logits", "entropy_penalty",
-    "gaussian_projection", "hadamard_projection", "hadamard_transform", "jl_distortion",
-    "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "kl_divergence", "laws",
-    "linear_attention", "linear_attention_error", "masks", "matched_key_dim", "merge",
-    "multi_head_attention", "orthogonal_projection", "positive_features", "rademacher_projection",
-    "rotary", "scale_queries", "sparse_projection",
+    "attention_state", "attention_weights", "calibrate", "count_sketch", "cross_entropy",
+    "distortion", "entropy", "entropy_criterion_dim", "entropy_drift", "entropy_from_logits",
+    "entropy_penalty", "gaussian_projection", "hadamard_projection", "hadamard_transform",
+    "jl_distortion", "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "kl_divergence",
+    "laws", "linear_attention", "linear_attention_error", "masks", "match_attention_entropy",
+    "match_entropy", "matched_key_dim", "merge", "multi_head_attention", "orthogonal_projection",
+    "positive_features", "rademacher_projection", "rotary", "scale_queries", "sparse_projection",
+    "theory",
 ]  # fmt: skip
 
 ATTENTION = (
@@ -29,7 +30,7 @@ ATTENTION = (
 
 
 def _functions():
-    for module in (it, laws, masks):
+    for module in (it, laws, masks, theory):
         for name in module.__all__:
             x = getattr(module, name)
             if not inspect.ismodule(x):
@@ -39,7 +40,7 @@ def _functions():
 class TestPackage:
     def test_exports(self):
         assert it.__all__ == PUBLIC == sorted(PUBLIC)
-        for module in (laws, masks):
+        for module in (laws, masks, theory):
             assert module.__all__ == sorted(module.__all__)
             assert all(hasattr(module, name) for name in module.__all__)
 

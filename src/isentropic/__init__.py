@@ -5,7 +5,7 @@ matrix, and Johnson–Lindenstrauss projections, for NumPy, CuPy, PyTorch, JAX a
 Python array API standard.
 """
 
-from isentropic import laws, masks
+from isentropic import laws, masks, theory
 from isentropic._attention import (
     additive_attention,
     attention,
@@ -25,6 +25,7 @@ from isentropic._bounds import (
     matched_key_dim,
 )
 from isentropic._distortion import DistortionReport, FailureRate, distortion
+from isentropic._drift import DriftReport, calibrate, entropy_drift
 from isentropic._entropy import (
     cross_entropy,
     entropy,
@@ -40,6 +41,7 @@ from isentropic._features import (
     positive_features,
 )
 from isentropic._hadamard import hadamard_transform
+from isentropic._invariance import match_attention_entropy, match_entropy
 from isentropic._maps import CountSketch, DenseProjection, HadamardProjection
 from isentropic._projections import (
     count_sketch,
@@ -60,6 +62,7 @@ __all__ = [
     "CountSketch",
     "DenseProjection",
     "DistortionReport",
+    "DriftReport",
     "FailureRate",
     "HadamardProjection",
     "LinearAttentionError",
@@ -71,11 +74,13 @@ __all__ = [
     "attention_information",
     "attention_state",
     "attention_weights",
+    "calibrate",
     "count_sketch",
     "cross_entropy",
     "distortion",
     "entropy",
     "entropy_criterion_dim",
+    "entropy_drift",
     "entropy_from_logits",
     "entropy_penalty",
     "gaussian_projection",
@@ -90,6 +95,8 @@ __all__ = [
     "linear_attention",
     "linear_attention_error",
     "masks",
+    "match_attention_entropy",
+    "match_entropy",
     "matched_key_dim",
     "merge",
     "multi_head_attention",
@@ -99,4 +106,5 @@ __all__ = [
     "rotary",
     "scale_queries",
     "sparse_projection",
+    "theory",
 ]

@@ -6,10 +6,12 @@ The argument of a singular function is guarded, not its result: the gradient of
 
 from __future__ import annotations
 
+import functools
 import math
 from types import ModuleType
+from typing import Any
 
-from isentropic._namespace import Array, is_jax
+from isentropic._namespace import Array, device, is_jax
 
 
 def log_or(xp: ModuleType, z: Array, default: float) -> Array:
@@ -46,3 +48,105 @@ def replace_infinite_minimum(xp: ModuleType, m: Array) -> Array:
 def product(xp: ModuleType, a: Array, b: Array) -> Array:
     """``a @ b`` to the full precision of the dtype: JAX would round float32 on a GPU to TF32."""
     return xp.matmul(a, b, precision="highest") if is_jax(xp) else xp.matmul(a, b)
+
+
+# How far an argument or an order is raised, to where its asymptotic series holds to 1e-12.
+_SHIFT = 16
+_DEBYE_TERMS = 10
+
+
+def log_gamma_step(xp: ModuleType, x: Array) -> Array:
+    """``log Γ(x + ½) − log Γ(x)`` for x > 0."""
+    z = x + (_SHIFT - 0.25)
+    r = 1 / (z * z)
+    series = xp.log(z) / 2 + r * (1 / 64 - r * (5 / 2048 - r * 61 / 49152))
+    below = x[..., None] + xp.arange(_SHIFT, dtype=x.dtype, device=device(x=x))
+    return series - xp.sum(xp.log1p(0.5 / below), axis=-1)
+
+
+def digamma_gap(xp: ModuleType, m: Array) -> Array:
+    """``ψ(1) − ψ(1 − m)`` for m in [0, 1)."""
+    x = _SHIFT + 1.0
+    y = x - m
+
+    def series(r: Any) -> Any:
+        return r * (1 / 12 - r * (1 / 120 - r * (1 / 252 - r / 240)))
+
+    tail = series(1 / (y * y)) - series(1 / (x * x)) + m / (2 * x * y) - xp.log1p(-m / x)
+    j = xp.arange(1, _SHIFT + 1, dtype=m.dtype, device=device(m=m))
+    return tail + m * xp.sum(1 / ((j - m[..., None]) * j), axis=-1)
+
+
+def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, Array, Array]:
+    """(log M, A, KL) of the density ∝ e^{κ cos θ} on the unit sphere in d ≥ 2 dimensions, κ ≥ 0.
+
+    M is the mean of e^{κ cos θ} over the sphere, A that of cos θ under the density, and KL the
+    divergence from the uniform density, κA − log M. With ν = d/2 − 1 they come from I_ν(κ) and
+    I_{ν+1}(κ). Debye's expansion, uniform in κ, gives them at an order higher by `_SHIFT`, from
+    where the recurrence leads down. No term cancels another, for small κ or for large, so that
+    the accuracy is that of the dtype, relative.
+    """
+    nu: Any = d / 2 + (_SHIFT - 1.0)
+    z = kappa / nu
+    w = xp.hypot(xp.ones_like(z), z)
+    p, half = 1 / w, z * (z / (1 + w)) / 2
+    slope, rise = _debye(xp, nu, p)
+    bend, rise = p * slope + 0.5, 2 * half * p * rise
+    squared = (z * p) * (z * p)  # 1 − p²
+    ratio = z / (1 + w) - z * p * (p / nu * bend)
+    gap = kappa * (1 + 1 / (w + z)) / (1 + w) + squared * bend  # κ (1 − ratio)
+    log_mgf = nu * (2 * half - xp.log1p(half)) - xp.log1p(2 * half) / 2 - rise
+    divergence = nu * xp.log1p(half) + xp.log1p(2 * half) / 2 - squared * bend + rise
+
+    for j in range(_SHIFT - 1, -1, -1):
+        b: Any = d + 2.0 * j
+        x = kappa * ratio / b
+        lower_ratio, lower_gap = kappa / b / (1 + x), kappa * ((b - gap) / b / (1 + x))
+        change = xp.where(kappa > b, gap - lower_gap, kappa * (lower_ratio - ratio))
+        divergence = divergence + change - xp.log1p(x)
+        log_mgf = log_mgf + xp.log1p(x)
+        ratio, gap = lower_ratio, lower_gap
+    return log_mgf, ratio, divergence
+
+
+def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
+    """Σ D'_k(p)/νᵏ and Σ (D_k(1) − D_k(p))/νᵏ/(1 − p), from k = 1 on; see `_debye_polynomials`."""
+    place = device(p=p)
+    slopes, rises = (xp.asarray(c, dtype=p.dtype, device=place) for c in _debye_polynomials())
+    size = slopes.shape[0]
+    powers = p[..., None] ** xp.arange(size, dtype=p.dtype, device=place)
+    orders = nu[..., None] ** -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=place)
+    return (
+        xp.sum(product(xp, powers, slopes) * orders, axis=-1),
+        xp.sum(product(xp, powers, rises) * orders, axis=-1),
+    )
+
+
+@functools.cache
+def _debye_polynomials() -> tuple[Any, Any]:
+    """Coefficients of D'_k and of (D_k(1) − D_k(p))/(1 − p), a column for each k.
+
+    ``exp Σ D_k(p)/νᵏ`` is the series of Debye's expansion of I_ν(νz) with p = 1/√(1 + z²)
+    (DLMF 10.41). The recurrence of its own polynomials there becomes, for the slopes G = D',
+
+        G_{k+1} = ½ [p²(1 − p²) G_k]' + ½ p²(1 − p²) Σ_{i+j=k} G_i G_j,     G_1 = (1 − 5p²)/8.
+    """
+    import numpy as np
+    from numpy.polynomial import polynomial
+
+    slopes = [np.asarray([1 / 8, 0.0, -5 / 8])]
+    weight = np.asarray([0.0, 0.0, 0.5, 0.0, -0.5])
+    for k in range(1, _DEBYE_TERMS):
+        following = polynomial.polyder(polynomial.polymul(weight, slopes[-1]))
+        for i in range(k - 1):
+            pair = polynomial.polymul(slopes[i], slopes[k - 2 - i])
+            following = polynomial.polyadd(following, polynomial.polymul(weight, pair))
+        slopes.append(following)
+
+    columns = np.zeros((2, 3 * _DEBYE_TERMS, _DEBYE_TERMS))
+    for k, slope in enumerate(slopes):
+        integral = polynomial.polyint(slope)
+        columns[0, : len(slope), k] = slope
+        # (1 − pⁱ)/(1 − p) = 1 + p + ... + p^{i−1}
+        columns[1, : len(slope), k] = np.cumsum(integral[::-1])[::-1][1:]
+    return columns[0], columns[1]

@@ -20,15 +20,15 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from numbers import Real
 from types import ModuleType
 from typing import Any
 
 from array_api_extra import default_dtype
 
-from isentropic._checks import check_choice, check_real, is_array, type_error
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._checks import check_choice, check_real, is_array, type_error, value_error
+from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 
 __all__ = [
     "AffineLog",
@@ -40,11 +40,13 @@ __all__ = [
     "PowerLog",
     "SqrtLogLength",
     "StepLog",
+    "from_dict",
     "from_kappa",
     "preset",
     "presets",
     "scaled",
     "shifted",
+    "to_dict",
 ]
 
 Parameter = float | Array
@@ -190,7 +192,7 @@ class AffineLog(Law):
     Parameters
     ----------
     slope, intercept : float or array
-    minimum : float, optional
+    minimum : float or array, optional
         The smallest factor.
 
     References
@@ -206,17 +208,20 @@ class AffineLog(Law):
 
     slope: Parameter
     intercept: Parameter = 0.0
-    minimum: float | None = None
+    minimum: Parameter | None = None
 
     def __post_init__(self) -> None:
         _check_parameter("slope", self.slope)
         _check_parameter("intercept", self.intercept)
-        _check_minimum(self.minimum)
+        if self.minimum is not None:
+            _check_parameter("minimum", self.minimum)
 
     def _factor(self, xp: ModuleType, n: Array) -> Array:
         factor = _log_length(xp, n) * _over_queries(xp, self.slope, n)
         factor = factor + _over_queries(xp, self.intercept, n)
-        return _at_least(xp, factor, self.minimum)
+        if not is_array(self.minimum):
+            return _at_least(xp, factor, self.minimum)  # type: ignore[arg-type]
+        return xp.maximum(factor, _over_queries(xp, self.minimum, n))
 
 
 @dataclass(frozen=True)
@@ -584,6 +589,161 @@ def preset(name: str, **parameters: Any) -> Law:
         got = ", ".join(sorted(parameters)) or "none"
         raise type_error("parameters", f"be those of {name!r} ({takes})", got) from None
     return make(*bound.args, **bound.kwargs)
+
+
+# What a dictionary may name, and the class it makes.
+_KINDS: dict[str, type[Law]] = {
+    "AffineLog": AffineLog,
+    "Constant": Constant,
+    "InfoScale": InfoScale,
+    "LogLength": LogLength,
+    "PowerLength": PowerLength,
+    "PowerLog": PowerLog,
+    "SqrtLogLength": SqrtLogLength,
+    "StepLog": StepLog,
+    "scaled": _Scaled,
+    "shifted": _Shifted,
+}
+# A dictionary may come from anywhere; deeper nesting means nothing and would end in a RecursionError.
+_MOST_NESTED = 32
+
+
+def to_dict(law: Law) -> dict[str, Any]:
+    """A law as a dictionary of plain values, as JSON and YAML hold them.
+
+    Parameters
+    ----------
+    law : Law
+        Arrays in it must be readable (not traced), and their numbers finite.
+
+    Returns
+    -------
+    dict
+        ``"law"`` names the class, or the function "scaled" or "shifted", whose law is under ``"of"``;
+        the parameters follow. Arrays are nested lists. `from_dict` makes the same law of it.
+
+    Raises
+    ------
+    TypeError
+        For what is no law of this module.
+    ValueError
+        For an array that is not finite.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.to_dict(laws.LogLength(512))
+    {'law': 'LogLength', 'base': 512, 'minimum': None}
+    """
+    kind = next((name for name, kind in _KINDS.items() if type(law) is kind), None)
+    if kind is None:
+        raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
+    data: dict[str, Any] = {"law": kind}
+    for name, x in vars(law).items():
+        if isinstance(x, Law):
+            data["of"] = to_dict(x)
+        elif x is None or isinstance(x, int):
+            data[name] = x
+        else:
+            data[name] = _plain_numbers(name, x) if is_array(x) else float(x)
+    return data
+
+
+def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
+    """The law that a dictionary of `to_dict` describes.
+
+    Nothing in the dictionary is executed or imported; what it may name is fixed.
+
+    Parameters
+    ----------
+    data : dict
+        As `to_dict` gives it. Parameters that have a default may be left out.
+    like : array, optional
+        An array whose library, device and dtype the arrays in the law take. The default is NumPy's
+        float64.
+
+    Returns
+    -------
+    Law
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a name that is not known, for parameters that are missing, that the law does not have or
+        that it does not take, naming them.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.from_dict({"law": "AffineLog", "slope": [0.25, 0.5]})(1).shape
+    (2,)
+    """
+    if like is not None and not is_array(like):
+        raise type_error("like", "be an array or None", type(like).__name__)
+    return _from_dict(data, like, depth=0)
+
+
+def _from_dict(data: Any, like: Array | None, depth: int) -> Law:
+    if not isinstance(data, dict):
+        raise type_error("data", "be a dictionary that describes a law", type(data).__name__)
+    if depth > _MOST_NESTED:
+        raise value_error("data", f"be nested at most {_MOST_NESTED} deep", "more")
+    if "law" not in data:
+        raise value_error("data", "name a law under 'law'", f"the keys {_listed(data)}")
+    check_choice("law", data["law"], tuple(_KINDS))
+    kind = _KINDS[data["law"]]
+    given = {"law" if key == "of" else key: x for key, x in data.items() if key != "law"}
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    required = {name for name, is_required in known.items() if is_required}
+    if not required <= given.keys() <= known.keys():
+        names = ["of" if name == "law" else name for name in known]
+        must = f"have the parameters of {data['law']!r} ({', '.join(names)})"
+        raise value_error("data", must, _listed(data.keys() - {"law"}))
+    arguments = {
+        name: _from_dict(x, like, depth + 1)
+        if name == "law"
+        else _placed(name, x, like)
+        if isinstance(x, list)
+        else x
+        for name, x in given.items()
+    }
+    return kind(**arguments)
+
+
+def _listed(keys: Any) -> str:
+    return ", ".join(sorted(map(str, keys))) or "none"
+
+
+def _plain_numbers(name: str, x: Array) -> Any:
+    """The numbers of an array as nested lists."""
+    import numpy as np
+
+    xp = namespace(**{name: x})
+    # NumPy knows no bfloat16.
+    numbers = to_numpy(xp.astype(x, accumulator(xp, x.dtype), copy=False))
+    if not np.isfinite(numbers).all():
+        raise value_error(name, "be finite", "an array that is not")
+    return numbers.tolist()
+
+
+def _placed(name: str, numbers: list[Any], like: Array | None) -> Any:
+    """Nested lists of numbers as an array."""
+    import numpy as np
+
+    try:
+        array = np.asarray(numbers)
+    except ValueError:  # ragged, or deeper than NumPy's arrays
+        raise value_error(name, "be nested lists of equal lengths", "others") from None
+    if array.dtype.kind not in "fiu":
+        raise type_error(name, "be lists of real numbers", f"{array.dtype} values")
+    if not np.isfinite(array).all():
+        raise value_error(name, "be finite", "lists that are not")
+    if like is None:
+        return array.astype(np.float64)
+    xp = namespace(like=like)
+    # Not float64 for others, of which JAX warns.
+    host = array.astype("float64" if like.dtype == xp.float64 else "float32")
+    return xp.astype(xp.asarray(host, device=device(like=like)), like.dtype)
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:

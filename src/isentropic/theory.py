@@ -1,0 +1,724 @@
+"""Theory: the mean entropy of attention under models of its scores, in closed form or by quadrature.
+
+All entropies are in nats, of the softmax over the n keys of one query, averaged over the model. The
+inverse temperature of a model is in units of its scores: β = factor · scale · (standard deviation of
+q·k), or κ = factor · scale · ‖q‖ ‖k‖ for directions on a sphere.
+
+Arguments are numbers or arrays, which broadcast. Numbers alone give a float, computed in float64.
+Arrays give an array of their library, device and promoted floating dtype (the default one where all
+are integers), computed in float64 wherever the library and the device have it; JAX without x64 has
+not, and computes in float32. The contents of arrays are never inspected, so that everything traces
+under ``jax.jit``: a number out of range raises, an array's entry out of range gives NaN.
+
+>>> from isentropic import theory
+>>> round(theory.gaussian_entropy(512, 1.0), 3)
+5.742
+>>> round(theory.sphere_entropy(512, 64, 8.0), 3)
+5.752
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from array_api_extra import default_dtype
+
+from isentropic._checks import check_choice, check_real, common_shape, is_array, type_error, value_error
+from isentropic._loops import scan_blocks
+from isentropic._namespace import device, namespace
+from isentropic._numerics import digamma_gap, divide_or_zero, log_or, von_mises_fisher
+from isentropic._scores import GaussianScores, SphereScores, mean_entropy
+
+__all__ = [
+    "frozen_entropy",
+    "gaussian_entropy",
+    "invariant_factor",
+    "needle_entropy",
+    "sphere_entropy",
+    "tied_entropy",
+    "vmf_kl_uniform",
+    "vmf_log_mgf",
+    "vmf_mean_cosine",
+]
+
+GAUSSIAN_METHODS = ("exact", "annealed", "first-order", "frozen")
+SPHERE_METHODS = ("exact", "annealed")
+
+# Where the quadrature has been verified.
+_MOST_KEYS = 1e15
+_MOST_DIMENSIONS = 1e6
+_HIGHEST = 1e7
+_LOWEST = 1e-8  # below it the entropy is log n, to double precision
+# An exponent that makes a correction to an entropy meaningless.
+_LARGE = 50.0
+
+
+def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
+    r"""Mean entropy of ``softmax(beta · s)`` over n independent standard normal scores s.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        How many keys; at most 10¹⁵ for ``"exact"``.
+    beta : number or array ≥ 0
+        Inverse temperature times the standard deviation of the scores; at most 10⁷ for ``"exact"``.
+    method : {"exact", "annealed", "first-order", "frozen"}
+        - ``"exact"``: for any n, by quadrature.
+        - ``"annealed"``: ``log n − β²/2``, the limit of many keys while ``β < √(2 log n)``. Beyond it
+          is wrong, and negative.
+        - ``"first-order"``: with the correction of the order 1/n, ``((2β² − 1) e^{β²} + 1)/(2n)``. An
+          asymptotic series: it helps where ``β² ≪ log n``.
+        - ``"frozen"``: ``frozen_entropy(β/√(2 log n))``, the limit for ``β > √(2 log n)``; ∞ elsewhere.
+
+    Returns
+    -------
+    float or array
+        Nats. ``"exact"`` is in [0, log n] and accurate to 1e-9; in float32 to 1e-4 up to β = 10⁵.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a real number nor an array of real numbers.
+    ValueError
+        For numbers out of range, shapes that do not broadcast, an unknown method.
+
+    Notes
+    -----
+    With :math:`L(t) = E\,e^{-te^{βs}}`,
+
+    .. math:: E \log Z = \int_0^\infty \left(e^{-t} - L(t)^n\right) \frac{dt}{t},
+        \qquad E H = (1 - β\,∂_β)\, E \log Z,
+
+    holds for any n. The derivative is taken under the integral and combined with it, so that nothing
+    cancels. The frozen limit is reached slowly, as in the random energy model, which this is.
+
+    References
+    ----------
+    Derrida 1981, Phys. Rev. B 24, 2613.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import theory
+    >>> theory.gaussian_entropy(np.asarray([64, 512, 4096]), 1.0).round(3)
+    array([3.685, 5.742, 7.818])
+    >>> round(theory.gaussian_entropy(4096, 1.0, method="annealed"), 4)
+    7.8178
+    """
+    check_choice("method", method, GAUSSIAN_METHODS)
+    exact = method == "exact"
+    xp, (n, beta), finish = _prepare(
+        n=(n, 1, _MOST_KEYS if exact else math.inf), beta=(beta, 0, _HIGHEST if exact else math.inf)
+    )
+    return finish(_GAUSSIAN[method](xp, n, beta))
+
+
+def frozen_entropy(beta_over_critical: Any) -> Any:
+    """Mean entropy of the frozen phase, ``ψ(1) − ψ(1 − β_c/β)``, as n → ∞.
+
+    Few keys have all the weight there, and the entropy does not grow with n any more.
+
+    Parameters
+    ----------
+    beta_over_critical : number or array ≥ 0
+        β/β_c, with ``β_c = √(2 log n)`` for n Gaussian scores.
+
+    Returns
+    -------
+    float or array
+        Nats, above 0, falling; ∞ up to β = β_c, where the entropy does grow with n.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is neither a number ≥ 0 nor an array of numbers.
+
+    Notes
+    -----
+    The weights follow the Poisson–Dirichlet law of the parameter ``β_c/β``.
+
+    References
+    ----------
+    Derrida 1981, Phys. Rev. B 24, 2613; Pitman & Yor 1997, Ann. Probab. 25, 855.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> round(theory.frozen_entropy(2.0), 6)  # 2 log 2
+    1.386294
+    """
+    xp, (ratio,), finish = _prepare(beta_over_critical=(beta_over_critical, 0, math.inf))
+    return finish(_frozen(xp, ratio))
+
+
+def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
+    """Mean entropy of ``softmax(kappa · cos θ)`` over n independent directions on a sphere.
+
+    Of queries and keys of the norms ‖q‖ and ‖k‖ whose directions are uniform, κ is the scale of the
+    attention times ‖q‖ ‖k‖: at the standard scale 1/√d, with norms √d, it is √d.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        How many keys; at most 10¹⁵ for ``"exact"``.
+    d : number or array ≥ 2
+        The dimension, that is the head size; at most 10⁶ for ``"exact"``.
+    kappa : number or array ≥ 0
+        Inverse temperature; at most 10⁷ for ``"exact"``.
+    method : {"exact", "annealed"}
+        - ``"exact"``: for any n, by quadrature, as `gaussian_entropy`.
+        - ``"annealed"``: ``log n − vmf_kl_uniform(d, κ)``, the limit of many keys. Wrong, and
+          negative in the end, where that is not well above 0.
+
+    Returns
+    -------
+    float or array
+        Nats. ``"exact"`` is in [0, log n] and accurate to 1e-8; in float32 to 1e-4, or 1e-8 d where
+        that is more.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a real number nor an array of real numbers.
+    ValueError
+        For numbers out of range, shapes that do not broadcast, an unknown method.
+
+    References
+    ----------
+    Mardia & Jupp 2000, Directional Statistics.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> round(theory.sphere_entropy(64, 64, 8.0), 3)
+    3.692
+    >>> round(theory.sphere_entropy(64, 64, 8.0, method="annealed"), 3)
+    3.67
+    """
+    check_choice("method", method, SPHERE_METHODS)
+    exact = method == "exact"
+    xp, (n, d, kappa), finish = _prepare(
+        n=(n, 1, _MOST_KEYS if exact else math.inf),
+        d=(d, 2, _MOST_DIMENSIONS if exact else math.inf),
+        kappa=(kappa, 0, _HIGHEST if exact else math.inf),
+    )
+    if exact:
+        return finish(_sphere_exact(xp, n, d, kappa))
+    return finish(xp.log(n) - von_mises_fisher(xp, d, kappa)[2])
+
+
+def vmf_log_mgf(d: Any, kappa: Any) -> Any:
+    r"""``log E exp(κ cos θ)`` for a direction uniform on the unit sphere in d dimensions.
+
+    Parameters
+    ----------
+    d : number or array ≥ 2
+        The dimension; not necessarily whole.
+    kappa : number or array ≥ 0
+        The concentration κ.
+
+    Returns
+    -------
+    float or array
+        At least 0, with a relative error below 1e-13 (in float32 1e-6) for all d and κ.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    .. math:: \log Γ(d/2) + (d/2 - 1) \log(2/κ) + \log I_{d/2-1}(κ),
+
+    by Debye's expansion at a higher order and the recurrence down from there.
+
+    References
+    ----------
+    DLMF 10.41; Mardia & Jupp 2000, Directional Statistics, 9.3.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> round(theory.vmf_log_mgf(64, 8.0), 6)
+    0.496284
+    """
+    return _vmf(0, d, kappa)
+
+
+def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
+    """``A_d(κ) = I_{d/2}(κ)/I_{d/2−1}(κ)``, the mean cosine of the von Mises–Fisher distribution.
+
+    Also the derivative of `vmf_log_mgf` with respect to κ.
+
+    Parameters
+    ----------
+    d : number or array ≥ 2
+        The dimension; not necessarily whole.
+    kappa : number or array ≥ 0
+        The concentration κ.
+
+    Returns
+    -------
+    float or array
+        In [0, 1], with a relative error below 1e-14 (in float32 1e-6) for all d and κ.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is neither a real number nor an array, and for numbers out of range.
+
+    References
+    ----------
+    Mardia & Jupp 2000, Directional Statistics, 9.3.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> round(theory.vmf_mean_cosine(3, 2.0), 6)  # coth κ − 1/κ
+    0.537315
+    """
+    return _vmf(1, d, kappa)
+
+
+def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
+    """Divergence of the von Mises–Fisher distribution from the uniform one, ``κA − log E e^{κ cos θ}``.
+
+    What attention at κ loses of the entropy log n of uniform attention, for many keys.
+
+    Parameters
+    ----------
+    d : number or array ≥ 2
+        The dimension; not necessarily whole.
+    kappa : number or array ≥ 0
+        The concentration κ.
+
+    Returns
+    -------
+    float or array
+        Nats, at least 0, with a relative error below 1e-12 (in float32 1e-5) for all d and κ.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    ``κ²/(2d)`` for small κ. For large d at a fixed λ = κ/d, ``−(d/2) log(1 − s²)`` with
+    ``s = (√(1 + 4λ²) − 1)/(2λ)``; at κ = d that is κ times ½ log of the golden ratio, 0.2406 κ.
+
+    References
+    ----------
+    Mardia & Jupp 2000, Directional Statistics. The figure 0.24: Su 2021,
+    https://spaces.ac.cn/archives/8823.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> round(theory.vmf_kl_uniform(64, 8.0), 3)  # at the standard scale 1/√d
+    0.489
+    >>> round(theory.vmf_kl_uniform(10**6, 1e6) / 1e6, 4)
+    0.2406
+    """
+    return _vmf(2, d, kappa)
+
+
+def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
+    """Entropy of attention to keys of which some are relevant by a logit `gap`, the rest alike.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        How many keys.
+    n_relevant : number or array in [1, n]
+        How many of them have the logit `gap`; the others have the logit 0.
+    gap : number or array
+        In nats. Times the factor of a law for attention with that law.
+
+    Returns
+    -------
+    float or array
+        Nats, in [0, log n]; for a gap ≥ 0 in [log n_relevant, log n]. Exact.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    With r = (n − k) e^{−Δ}/k for k relevant keys at the gap Δ,
+    ``H = log k + log(1 + r) + Δ r/(1 + r)``.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> [round(theory.needle_entropy(n, 8, 7.5), 2) for n in (64, 8192)]
+    [2.11, 5.24]
+    """
+    if not is_array(n) and not is_array(n_relevant):
+        check_real("n_relevant", n_relevant)
+        check_real("n", n)
+        if n_relevant > n:
+            raise value_error("n_relevant", "be at most `n`", f"{n_relevant} and {n}")
+    xp, (n, relevant, gap), finish = _prepare(
+        n=(n, 1, math.inf), n_relevant=(n_relevant, 1, math.inf), gap=(gap, -math.inf, math.inf)
+    )
+    return finish(xp.where(relevant > n, math.nan, _needle(xp, n, relevant, gap)))
+
+
+def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
+    """Mean entropy of attention with queries equal to keys, of norm √d and uniform directions.
+
+    Every query finds its own key, at the logit ``factor · √d``, among n − 1 others.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        How many keys, with the query's own.
+    d : number or array ≥ 2
+        The head size.
+    factor : number or array ≥ 0
+        On the standard scale 1/√d.
+
+    Returns
+    -------
+    float or array
+        Nats, in [0, log n], in the annealed approximation of the other keys.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    With κ = factor · √d the others weigh ``r = (n − 1) M e^{−κ}`` of the query's own key,
+    ``log M = vmf_log_mgf(d, κ)``, and
+
+        H = h(p) + p (log(n − 1) − KL),    p = r/(1 + r),    KL = vmf_kl_uniform(d, κ),
+
+    where h is the binary entropy. For d ≫ κ this is ``r = (n − 1) e^{c²/2 − c√d}`` and KL = c²/2, c
+    being the factor.
+
+    The weight of the others is replaced by its mean. That holds for n ≫ e^{KL} by the law of large
+    numbers, and in any n where their weight is small, r ≪ 1. Between, for some n and factors with
+    r of the order of 1 and log n below KL, it does not; that takes d below about 10.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> [round(theory.tied_entropy(n, 64, 1.0), 2) for n in (64, 8192)]
+    [0.27, 7.45]
+    """
+    xp, (n, d, factor), finish = _prepare(
+        n=(n, 1, math.inf), d=(d, 2, math.inf), factor=(factor, 0, math.inf)
+    )
+    return finish(_tied(xp, n, d, factor * xp.sqrt(d)))
+
+
+def invariant_factor(
+    n: Any,
+    target: Any,
+    *,
+    model: str = "gaussian",
+    std: Any = None,
+    d: Any = None,
+    n_relevant: Any = None,
+    gap: Any = None,
+) -> Any:
+    """The factor on the standard scale with which a model's mean entropy of n keys is `target`.
+
+    As a function of n this is the law that holds the entropy of the model exactly; compare it with
+    those of `isentropic.laws`.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        How many keys.
+    target : number or array
+        The mean entropy to have, in nats.
+    model : {"gaussian", "sphere", "needle", "tied"}
+        - ``"gaussian"``: `gaussian_entropy` at β = factor · `std`.
+        - ``"sphere"``: `sphere_entropy` in `d` dimensions at κ = factor · √d.
+        - ``"needle"``: `needle_entropy` with `n_relevant` keys at factor · `gap`.
+        - ``"tied"``: `tied_entropy` of the head size `d`.
+    std : number or array > 0, optional
+        For ``"gaussian"``: the standard deviation of the scores at the factor 1; 1 by default.
+    d : number or array ≥ 2
+        For ``"sphere"`` and ``"tied"``, and required there.
+    n_relevant, gap : numbers or arrays, ≥ 1 and > 0
+        For ``"needle"``, and required there; the gap is that at the factor 1.
+
+    Returns
+    -------
+    float or array
+        From 0 to ∞: 0 where the target is log n or more, and ∞ where no factor reaches it, that is
+        where it is 0 or less, for ``"needle"`` log `n_relevant` or less. For ``"gaussian"`` and
+        ``"sphere"`` also where it would take a β or κ above 10⁷ (8·10⁴ in float32); in two or three dimensions, where
+        the entropy falls with log κ, that may be at several nats. The accuracy is that of the
+        entropies: of a target within 1e-5 of log n the factor has five digits.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a real number nor an array; for a parameter of another model.
+    ValueError
+        For numbers out of range, shapes that do not broadcast, a parameter that is missing, an
+        unknown model.
+
+    Notes
+    -----
+    The entropy falls with the factor. The root is found by inverse quadratic interpolation, with
+    bisection where that does not serve, in a fixed number of steps (Chandrupatla 1997).
+
+    References
+    ----------
+    Chandrupatla 1997, Adv. Eng. Softw. 28, 145.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> round(theory.invariant_factor(4096, 3.0), 2)
+    3.98
+    >>> factors = [theory.invariant_factor(n, 2.3, model="needle", n_relevant=8, gap=7.5)
+    ...     for n in (64, 512, 4096)]
+    >>> [round(x, 2) for x in factors]  # nearly a line in log n
+    [0.7, 1.04, 1.35]
+    """
+    check_choice("model", model, tuple(_MODELS))
+    needs, strength_at_one, entropy, floor, highest, steps = _MODELS[model]
+    given = _model_parameters(model, needs, {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap})
+    xp, (n, target, *parameters), finish = _prepare(
+        n=(n, 1, math.inf), target=(target, -math.inf, math.inf), **given
+    )
+    shape = n.shape
+    n, target, *parameters = (xp.reshape(x, (1, -1)) for x in (n, target, *parameters))
+    log_n, bottom = xp.log(n), floor(xp, *parameters)
+    tiny = float(xp.finfo(n.dtype).smallest_normal)
+    highest = min(highest, 0.01 / float(xp.finfo(n.dtype).eps))  # float32 has no more to say
+
+    # Nearly linear in the logarithm of the strength, from the first to the last.
+    def transformed(h: Any) -> Any:
+        return xp.log(xp.clip(log_n - h, min=tiny)) - xp.log(xp.clip(h - bottom, min=tiny))
+
+    goal = transformed(target)
+
+    def surplus(x: Any) -> Any:
+        x, *others = xp.broadcast_arrays(x, n, *parameters)
+        return transformed(entropy(xp, *others, xp.exp(x))) - goal
+
+    low, high = (xp.full_like(n, math.log(x)) for x in (_LOWEST, highest))
+    ends = surplus(xp.concat((low, high), axis=0))
+    first, last = ends[:1, :], ends[1:, :]
+    factor = xp.exp(_root(xp, surplus, low, high, first, last, steps))
+    unit = strength_at_one(xp, *parameters)
+    factor = factor / xp.where(unit > 0, unit, 1.0)
+    factor = xp.where((last <= 0) | (target <= bottom), math.inf, factor)
+    factor = xp.where((first >= 0) | (target >= log_n), 0.0, factor)
+    return finish(xp.reshape(xp.where(unit > 0, factor, math.nan), shape))
+
+
+def _gaussian_exact(xp: ModuleType, n: Any, beta: Any) -> Any:
+    return _within(xp, n, mean_entropy(xp, GaussianScores, n, xp.clip(beta, min=_LOWEST)))
+
+
+def _sphere_exact(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
+    return _within(xp, n, mean_entropy(xp, SphereScores.of, n, d, xp.clip(kappa, min=_LOWEST)))
+
+
+def _within(xp: ModuleType, n: Any, entropy: Any) -> Any:
+    return xp.where(n == 1, 0.0, xp.clip(entropy, min=0.0))
+
+
+def _annealed(xp: ModuleType, n: Any, beta: Any) -> Any:
+    return xp.log(n) - beta * beta / 2
+
+
+def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
+    square = beta * beta
+    exponent = square - xp.log(2 * n)
+    huge = exponent > _LARGE
+    correction = (2 * square - 1) * xp.exp(xp.where(huge, 0.0, exponent)) + 1 / (2 * n)
+    return xp.where(huge, math.inf, _annealed(xp, n, beta) + correction)
+
+
+def _frozen(xp: ModuleType, ratio: Any) -> Any:
+    frozen = ratio > 1
+    return xp.where(frozen, digamma_gap(xp, 1 / xp.where(frozen, ratio, 2.0)), math.inf)
+
+
+def _frozen_gaussian(xp: ModuleType, n: Any, beta: Any) -> Any:
+    # β_c is 0 for one key, which has no entropy.
+    critical = xp.sqrt(2 * xp.log(n))
+    return xp.where(n == 1, 0.0, _frozen(xp, divide_or_zero(xp, beta, critical)))
+
+
+_GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
+    "exact": _gaussian_exact,
+    "annealed": _annealed,
+    "first-order": _first_order,
+    "frozen": _frozen_gaussian,
+}
+
+
+def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
+    # log r, far below all others where there are no others.
+    z = log_or(xp, xp.clip(n - relevant, min=0.0), -1e30) - xp.log(relevant) - gap
+    log_rest, share = _log1p_exp(xp, z)
+    return xp.log(relevant) + log_rest + gap * share
+
+
+def _tied(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
+    log_mgf, cosine, _ = von_mises_fisher(xp, d, kappa)
+    log_rest, share = _log1p_exp(xp, log_or(xp, n - 1, -1e30) + log_mgf - kappa)
+    # That is h(p) + p (log(n − 1) − KL).
+    return log_rest + share * (kappa * (1 - cosine))
+
+
+def _log1p_exp(xp: ModuleType, z: Any) -> tuple[Any, Any]:
+    """``log(1 + eᶻ)`` and its derivative."""
+    value = xp.logaddexp(z, xp.zeros_like(z))
+    return value, xp.exp(z - value)
+
+
+def _vmf(which: int, d: Any, kappa: Any) -> Any:
+    xp, (d, kappa), finish = _prepare(d=(d, 2, math.inf), kappa=(kappa, 0, math.inf))
+    return finish(von_mises_fisher(xp, d, kappa)[which])
+
+
+# For each model: its parameters and their least values; the strength (β, κ or gap) at the factor 1,
+# the entropy at a strength and its infimum, as functions of the parameters; the highest strength; and
+# how many steps a solution takes.
+_MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
+    "gaussian": (
+        {"std": 0.0},
+        lambda xp, std: std,
+        lambda xp, n, std, beta: _gaussian_exact(xp, n, beta),
+        lambda xp, std: xp.zeros_like(std),
+        _HIGHEST,
+        16,
+    ),
+    "sphere": (
+        {"d": 2.0},
+        lambda xp, d: xp.sqrt(d),
+        _sphere_exact,
+        lambda xp, d: xp.zeros_like(d),
+        _HIGHEST,
+        16,
+    ),
+    "needle": (
+        {"n_relevant": 1.0, "gap": 0.0},
+        lambda xp, relevant, gap: gap,
+        lambda xp, n, relevant, gap, strength: _needle(xp, n, relevant, strength),
+        lambda xp, relevant, gap: xp.log(relevant),
+        1e3,
+        60,
+    ),
+    "tied": (
+        {"d": 2.0},
+        lambda xp, d: xp.sqrt(d),
+        _tied,
+        lambda xp, d: xp.zeros_like(d),
+        1e30,
+        60,
+    ),
+}
+
+
+def _model_parameters(model: str, needs: dict[str, float], given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a model as arguments of `_prepare`; others must not be given."""
+    for name, x in given.items():
+        if name not in needs and x is not None:
+            raise type_error(name, f"be left out for the model {model!r}", type(x).__name__)
+    parameters = {}
+    for name, least in needs.items():
+        x = 1.0 if name == "std" and given[name] is None else given[name]
+        if x is None:
+            raise value_error(name, f"be given for the model {model!r}", None)
+        if least == 0 and not is_array(x):
+            check_real(name, x, above=0)
+        parameters[name] = (x, least, math.inf)
+    return parameters
+
+
+def _root(
+    xp: ModuleType, function: Callable[[Any], Any], a: Any, b: Any, fa: Any, fb: Any, steps: int
+) -> Any:
+    """The root of a function between a and b, of shape (1, m), where its signs differ."""
+
+    def step(state: Any, _: Any) -> tuple[Any, Any]:
+        a, b, fa, fb, t = state
+        x = a + t * (b - a)
+        fx = function(x)
+        same = (fx > 0) == (fa > 0)
+        c, fc = xp.where(same, a, b), xp.where(same, fa, fb)
+        b, fb = xp.where(same, b, a), xp.where(same, fb, fa)
+        a, fa = x, fx
+        # Of the three points the interpolation is monotone, or else the interval is halved.
+        xi, phi = divide_or_zero(xp, a - b, c - b), divide_or_zero(xp, fa - fb, fc - fb)
+        smooth = (phi * phi < xi) & ((1 - phi) * (1 - phi) < 1 - xi)
+        t = divide_or_zero(xp, fa, fb - fa) * divide_or_zero(xp, fc, fb - fc)
+        t = t + divide_or_zero(xp, c - a, b - a) * (
+            divide_or_zero(xp, fa, fc - fa) * divide_or_zero(xp, fb, fc - fb)
+        )
+        t = xp.where(smooth, xp.clip(t, min=0.0, max=1.0), 0.5)
+        return (a, b, fa, fb, t), xp.where(xp.abs(fa) < xp.abs(fb), a, b)
+
+    start = (a, b, fa, fb, xp.full_like(a, 0.5))
+    return scan_blocks(xp, step, start, steps, 1)[-1:, :]
+
+
+def _prepare(
+    **arguments: tuple[Any, float, float],
+) -> tuple[ModuleType, list[Any], Callable[[Any], Any]]:
+    """The namespace, the arguments (value, least, most) as arrays of one shape, and what ends a call.
+
+    Entries out of range are replaced by ones within, and their results by NaN at the end.
+    """
+    arrays = {name: x for name, (x, _, _) in arguments.items() if is_array(x)}
+    for name, (x, least, most) in arguments.items():
+        if name not in arrays:
+            check_real(name, x, least=least)
+            if x > most:
+                raise value_error(name, f"be at most {most:g}", x)
+    xp, place, dtype = _kind(arrays)
+    common_shape(xp, **{name: x.shape for name, x in arrays.items()} or {"": ()})
+
+    float64 = "float64" in xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
+    working = xp.float64 if float64 else xp.float32
+    valid: Any = True
+    values = []
+    for name, (x, least, most) in arguments.items():
+        if name in arrays:
+            x = xp.astype(x, working)
+        else:
+            x = xp.full((), float(x), dtype=working, device=place)
+        inside = (x >= least) & (x <= most) & (xp.abs(x) < math.inf)
+        valid = inside & valid
+        values.append(xp.where(inside, x, max(least, 1.0)))
+
+    def finish(result: Any) -> Any:
+        result = xp.where(valid, result, math.nan)
+        return xp.astype(result, dtype) if arrays else float(result)
+
+    return xp, list(xp.broadcast_arrays(*values)), finish
+
+
+def _kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
+    """The namespace, device and floating dtype of the result; NumPy's where there are no arrays."""
+    if not arrays:
+        import array_api_compat.numpy as xp
+
+        return xp, "cpu", xp.float64
+    xp, place = namespace(**arrays), device(**arrays)
+    for name, x in arrays.items():
+        if not xp.isdtype(x.dtype, ("integral", "real floating")):
+            raise type_error(name, "have an integer or floating-point dtype", x.dtype)
+    floating = [x.dtype for x in arrays.values() if xp.isdtype(x.dtype, "real floating")]
+    dtype = xp.result_type(*floating) if floating else default_dtype(xp, device=place)
+    return xp, place, dtype

@@ -1,0 +1,229 @@
+"""Reports of the drift of entropies, and laws fitted to it."""
+
+import json
+import math
+
+import numpy as np
+import oracles
+import pytest
+
+import isentropic as it
+from isentropic import laws, masks
+
+LENGTHS = (32, 64, 64, 128)
+
+
+def _pairs(rng, lengths=LENGTHS):
+    """Queries and keys (3, 2, n, 16): scores of standard deviation 2 in one head and 1 in the other."""
+    strength = np.asarray([2.0, 1.0])[:, None, None]
+    return [
+        ((strength * rng.normal(size=(3, 2, n, 16))).astype("float32"),
+         rng.normal(size=(3, 2, n, 16)).astype("float32"))
+        for n in lengths
+    ]  # fmt: skip
+
+
+def _mean_entropy(query, key, factor=1.0, visible=None):
+    attention = oracles.attention(query, key, factor=np.full(query.shape[:-1], factor), visible=visible)
+    return attention.entropy().mean(axis=(0, -1))
+
+
+class TestEntropyDrift:
+    def test_against_definition(self, backend, rng):
+        pairs = _pairs(rng)
+        report = it.entropy_drift([tuple(backend.array(x) for x in pair) for pair in pairs])
+        np.testing.assert_array_equal(report.lengths, [32, 64, 128])
+        np.testing.assert_array_equal(report.counts, [96, 384, 384])
+        by_pair = [_mean_entropy(*pair) for pair in pairs]
+        expected = [by_pair[0], (by_pair[1] + by_pair[2]) / 2, by_pair[3]]
+        assert report.entropy.shape == (3, 1, 2)
+        np.testing.assert_allclose(report.entropy[:, 0], expected, atol=2e-5)
+        slope = np.polyfit(np.log([32, 64, 128]), expected, 1)[0]
+        np.testing.assert_allclose(report.slope[0], slope, atol=2e-5)
+
+    def test_law(self, backend, rng):
+        pairs = _pairs(rng, (32, 128))
+        law = laws.AffineLog(backend.array([0.3, 0.0], "float32"), 1.0)
+        samples = [tuple(backend.array(x) for x in pair) for pair in pairs]
+        report = it.entropy_drift(samples, law=law)
+        for i, (query, key) in enumerate(pairs):
+            factor = 0.3 * math.log(query.shape[-2]) + 1
+            np.testing.assert_allclose(
+                report.entropy[i, 0, 0], _mean_entropy(query, key, factor)[0], atol=2e-5
+            )
+            np.testing.assert_allclose(report.entropy[i, 0, 1], _mean_entropy(query, key)[1], atol=2e-5)
+
+    def test_heads_behind_the_rows(self, backend, rng):
+        pairs = [tuple(backend.array(x) for x in pair) for pair in _pairs(rng)]
+        swapped = [
+            tuple(backend.array(np.swapaxes(x, -3, -2)) for x in pair)
+            for pair in _pairs(np.random.default_rng(20260718))
+        ]
+        np.testing.assert_allclose(
+            it.entropy_drift(swapped, head_axis=-2).entropy,
+            it.entropy_drift(pairs).entropy,
+            atol=1e-5,
+        )
+
+    def test_causal_queries_count_by_what_they_see(self, backend, rng):
+        ((query, key),) = _pairs(rng, (40,))
+        report = it.entropy_drift([(backend.array(query), backend.array(key))], is_causal=True)
+        n = np.arange(2, 41)
+        groups = np.rint(2 * np.log2(n))
+        expected = [math.exp(np.log(n[groups == g]).mean()) for g in np.unique(groups)]
+        np.testing.assert_allclose(report.lengths, expected, rtol=1e-12)
+        np.testing.assert_array_equal(
+            report.counts, [3 * (groups == g).sum() for g in np.unique(groups)]
+        )
+        entropy = oracles.attention(query, key, visible=np.tri(40, dtype=bool)).entropy()
+        last = entropy[:, :, 1:][:, :, groups == groups[-1]].mean(axis=(0, -1))
+        np.testing.assert_allclose(report.entropy[-1, 0], last, atol=2e-5)
+        by_mask = it.entropy_drift([(backend.array(query), backend.array(key), masks.causal())])
+        np.testing.assert_array_equal(by_mask.entropy, report.entropy)
+
+    def test_padding(self, backend, rng):
+        """Padded keys do not count; a padded row of keys is as if it were shorter."""
+        ((query, key),) = _pairs(rng, (32,))
+        lengths = backend.array([[20], [20], [20]])
+        padded = (backend.array(query), backend.array(key), masks.padding(lengths))
+        cut = (backend.array(query), backend.array(key[..., :20, :]))
+        a, b = it.entropy_drift([padded]), it.entropy_drift([cut])
+        np.testing.assert_allclose(a.lengths, [20])
+        np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-6)
+
+    def test_rows_alone_and_grouped_heads(self, backend, rng):
+        query, key = rng.normal(size=(2, 4, 24, 8)).astype("float32")
+        one = it.entropy_drift([(backend.array(query[0]), backend.array(key[0]))])
+        assert one.entropy.shape == (1, 1, 1)
+        args = (backend.array(query), backend.array(key[:2]))
+        grouped = it.entropy_drift([args], enable_gqa=True)
+        expected = oracles.attention(query, key[:2]).entropy().mean(axis=-1)
+        np.testing.assert_allclose(grouped.entropy[0, 0], expected, atol=2e-5)
+
+    @pytest.mark.host
+    def test_errors(self, rng):
+        (pair,) = _pairs(rng, (8,))
+        with pytest.raises(ValueError, match="`samples` must have one or more tuples"):
+            it.entropy_drift([])
+        with pytest.raises(TypeError, match=r"`samples\[0\]` must be a tuple \(query, key\)"):
+            it.entropy_drift([3])
+        with pytest.raises(ValueError, match=r"`samples\[1\]` must be a tuple .*, got 1 parts"):
+            it.entropy_drift([pair, pair[:1]])
+        with pytest.raises(ValueError, match="`head_axis` must be -3 or -2, got 0"):
+            it.entropy_drift([pair], head_axis=0)
+        with pytest.raises(TypeError, match="`law` must be a law"):
+            it.entropy_drift([pair], law=2.0)
+        by_head = np.ones((3, 2, 8, 8), bool)
+        with pytest.raises(ValueError, match="hide the same keys from all heads"):
+            it.entropy_drift([(*pair, by_head)])
+        with pytest.raises(ValueError, match="queries that see two keys or more"):
+            it.entropy_drift([tuple(x[..., :1, :] for x in pair)])
+
+
+@pytest.mark.host
+class TestDriftReport:
+    @pytest.fixture
+    def report(self):
+        entropy = np.asarray([[[1.0, 2.0], [1.0, 3.0]], [[2.0, 2.0], [np.nan, np.nan]]])
+        return it.DriftReport(np.asarray([10.0, 10 * math.e]), np.asarray([5, 7]), entropy)
+
+    def test_slope_of_layers_with_fewer_lengths(self, report):
+        np.testing.assert_allclose(report.slope, [[1.0, 0.0], [np.nan, np.nan]], atol=1e-12)
+
+    def test_at(self, report):
+        np.testing.assert_allclose(report.at(10 * math.sqrt(math.e))[0], [1.5, 2.0])
+        assert np.isnan(report.at(20)[1]).all()
+        assert np.isnan(report.at(9)).all()
+
+    def test_table(self, report):
+        lines = repr(report).splitlines()
+        assert lines[1].split()[:3] == ["n", "10", "27.183"]
+        assert lines[2].split() == ["all", "layers", "1.750", "2.000", "0.500", "0.000", "1.000"]
+        assert lines[3].split() == ["layer", "0", "1.500", "2.000", "0.500", "0.000", "1.000"]
+        assert lines[4].split() == ["layer", "1", "2.000", "–", "–", "–", "–"]
+        assert lines[5].split() == ["log", "n", "2.303", "3.303"]
+
+    def test_plain_values(self, report):
+        data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert data["counts"] == [5, 7]
+        assert data["entropy"][1] == [[2.0, 2.0], [None, None]]
+        assert data["slope"][1] == [None, None]
+
+
+class TestCalibrate:
+    def test_holds_the_entropy_of_other_samples(self, backend, rng):
+        lengths = (64, 128, 128, 256)
+        samples = [tuple(backend.array(x) for x in pair) for pair in _pairs(rng, lengths)]
+        law = it.calibrate(iter(samples), reference_length=128)
+        assert law.slope.shape == law.intercept.shape == law.minimum.shape == (2,)
+        backend.assert_close(law(128), np.ones(2), atol=1e-5)
+        others = _pairs(np.random.default_rng(5), (128, 512))
+        others = [tuple(backend.array(x) for x in pair) for pair in others]
+        held = it.entropy_drift(others, law=law).slope
+        standard = it.entropy_drift(others).slope
+        # The law is affine in log n, and random scores want its root: not exactly 0.
+        assert (abs(held) < 0.2 * standard).all()
+        assert standard.min() > 0.5
+
+    @pytest.mark.host
+    def test_factors_are_those_of_the_exact_solution(self, rng):
+        """Where n keys of two levels decide, the mean over queries is one query."""
+        samples = []
+        for n in (64, 128, 256):
+            key = np.zeros((1, n, 4))
+            key[0, :4, 0] = 6.0
+            query = np.zeros((1, 4, 4))
+            query[..., 0] = 2.0  # logits 6 and 0, scale 1/2
+            samples.append((query, key))
+        law = it.calibrate(samples, reference_length=64)
+        logits = np.where(np.arange(256) < 4, 6.0, 0.0)
+        exact = it.match_entropy(logits, it.entropy_from_logits(logits[:64]))
+        assert float(law(256)[0]) == pytest.approx(float(exact), abs=0.01)
+
+    @pytest.mark.host
+    def test_heads_that_do_not_answer_keep_the_factor_1(self, rng):
+        """A head that attends to one key whatever the factor, and one that attends to all alike."""
+        samples = []
+        for n in (32, 64, 128):
+            query = np.zeros((2, n, 4))
+            key = np.zeros((2, n, 4))
+            query[0, :, 0], key[0, 0, 0] = 40.0, 40.0
+            query[1], key[1] = 1e-3 * rng.normal(size=(2, n, 4))
+            samples.append((query, key))
+        law = it.calibrate(samples, reference_length=64)
+        np.testing.assert_allclose(law(4096), 1.0, atol=1e-6)
+
+    @pytest.mark.host
+    def test_short_lengths_that_cannot_hold_the_entropy_take_no_part(self, rng):
+        pairs = _pairs(rng, (4, 64, 128, 256))
+        law = it.calibrate(pairs, reference_length=128)
+        without = it.calibrate(pairs[1:], reference_length=128)
+        np.testing.assert_allclose(law.slope, without.slope, atol=1e-6)
+        # 3 nats among few keys: the law goes no lower than what was asked for at 64.
+        np.testing.assert_allclose(law(2), law(4), rtol=1e-6)
+        assert (law(2) > 0.5).all()
+
+    @pytest.mark.host
+    def test_causal(self, rng):
+        law = it.calibrate(_pairs(rng, (256, 256)), reference_length=64, is_causal=True)
+        held = it.entropy_drift(_pairs(rng, (400,)), law=law, is_causal=True)
+        standard = it.entropy_drift(_pairs(rng, (400,)), is_causal=True)
+        long = held.lengths > 40
+        spread = np.ptp(held.entropy[long, 0], axis=0), np.ptp(standard.entropy[long, 0], axis=0)
+        assert (spread[0] < spread[1] / 3).all()
+
+    @pytest.mark.host
+    def test_errors(self, rng):
+        pairs = _pairs(rng, (32, 64))
+        with pytest.raises(ValueError, match=r"`reference_length` must lie within .*32 to 64, got 65"):
+            it.calibrate(pairs, reference_length=65)
+        with pytest.raises(ValueError, match="`reference_length` must be at least 2, got 1"):
+            it.calibrate(pairs, reference_length=1)
+
+    def test_dtype(self, backend, rng):
+        pairs = _pairs(rng, (16, 32))
+        for dtype in backend.dtypes:
+            samples = [tuple(backend.array(x, dtype) for x in pair) for pair in pairs]
+            law = it.calibrate(samples, reference_length=32)
+            backend.assert_close(law.intercept, backend.numpy(law.intercept))
+            assert law.slope.dtype == samples[0][0].dtype
