@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over devices, in JAX and in PyTorch. Layer 5.
+"""Attention over a sequence that is spread over devices, in JAX and in PyTorch. Layer 8.
 
 Each device holds a shard: L of the queries, S of the keys, and their values; shards are contiguous,
 in the order of the devices, and of one shape. In a ring of P devices every block of keys meets every

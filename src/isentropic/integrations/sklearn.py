@@ -1,4 +1,4 @@
-"""A scikit-learn transformer for Johnson–Lindenstrauss maps (the extra ``sklearn``). Layer 5."""
+"""A scikit-learn transformer for Johnson–Lindenstrauss maps (the extra ``sklearn``). Layer 8."""
 
 from __future__ import annotations
 

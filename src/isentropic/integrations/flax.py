@@ -1,0 +1,149 @@
+"""Attention with a law for the modules of Flax, nnx and linen (the extra ``flax``). Layer 8."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from isentropic._attention import attention, attention_weights
+from isentropic._checks import check_ndim, value_error
+from isentropic._namespace import Array
+from isentropic.laws import Law, LogLength
+from isentropic.masks import Mask
+
+__all__ = ["attention_fn"]
+
+_DEFAULT_LAW = LogLength(512)
+
+
+def attention_fn(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | Mask | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    is_causal: bool = False,
+    *,
+    law: Law | None = _DEFAULT_LAW,
+) -> Array:
+    """The `attention_fn` of Flax's modules, with a scale that follows a law of the visible keys.
+
+    With ``law=None`` equivalent to ``flax.nnx.dot_product_attention``, and to the one of
+    ``flax.linen``. Another law: ``functools.partial(attention_fn, law=...)``.
+
+    Parameters
+    ----------
+    query : array (..., L, H, E)
+    key : array (..., S, G, E)
+    value : array (..., S, G, Ev)
+        H heads of queries, and G of keys and values, which divides H.
+    bias : array, optional
+        Added to the logits; broadcastable to (..., H, L, S).
+    mask : array or Mask, optional
+        Where it is 0 or False a key is hidden; broadcastable to (..., H, L, S). Or a mask of
+        `isentropic.masks`, which never becomes an L×S array.
+    broadcast_dropout, dropout_rng
+        Not used: there is no dropout.
+    dropout_rate : float
+        Has to be 0 where not `deterministic`: attention weights, of which some would be dropped, are
+        never formed.
+    deterministic : bool
+    dtype : dtype, optional
+        To which query, key and value are converted.
+    precision : str or jax.lax.Precision, optional
+        Of the products, as in ``jax.default_matmul_precision``.
+    module : flax.nnx.Module or flax.linen.Module, optional
+        Where to sow the weights, as "attention_weights", for which they are formed.
+    is_causal : bool
+        Also apply ``masks.causal()``, aligned bottom-right: the last query sees every key. Flax's is
+        aligned top-left, which is the same where L = S.
+    law : Law or None, default ``LogLength(512)``
+        Factor on the scale as a function of n, the number of keys that each query sees; None for the
+        standard attention.
+
+    Returns
+    -------
+    array (..., L, H, Ev)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `isentropic.attention`; also where dropout is active.
+
+    Notes
+    -----
+    Empty slots of a cache are masked by Flax and do not count, so that decoding equals prefill. A
+    query that sees no key gives 0, where Flax gives the mean of the values.
+
+    A law that learns has its parameters in a module, whose call is the `attention_fn`; see the second
+    example. Arrays in a ``functools.partial`` are constants.
+
+    References
+    ----------
+    Su 2021, https://spaces.ac.cn/archives/8823.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from isentropic import laws
+    >>> from isentropic.integrations.flax import attention_fn
+    >>> layer = nnx.MultiHeadAttention(
+    ...     num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0),
+    ...     attention_fn=partial(attention_fn, law=laws.LogLength(128)),
+    ... )
+    >>> layer(jnp.ones((2, 10, 32)), is_causal=True).shape
+    (2, 10, 32)
+
+    One slope per head, learnt:
+
+    >>> class Attend(nnx.Module):
+    ...     def __init__(self, num_heads):
+    ...         self.slope = nnx.Param(jnp.full(num_heads, 0.16))
+    ...
+    ...     def __call__(self, *args, **kwargs):
+    ...         return attention_fn(*args, law=laws.AffineLog(self.slope[...]), **kwargs)
+    >>> layer = nnx.MultiHeadAttention(
+    ...     num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), attention_fn=Attend(4)
+    ... )
+    >>> nnx.state(layer, nnx.Param)["attention_fn"]["slope"].shape
+    (4,)
+    """
+    if dropout_rate > 0 and not deterministic:
+        must = "be 0, or `deterministic` true: attention weights are never formed, nor dropped"
+        raise value_error("dropout_rate", must, dropout_rate)
+    check_ndim(3, query=query, key=key, value=value)
+    if mask is not None and not isinstance(mask, Mask):
+        mask = jnp.asarray(mask) != 0
+    # Heads before lengths.
+    q, k, v = (jnp.swapaxes(jnp.asarray(x, dtype), -2, -3) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "mask": mask, "bias": bias, "is_causal": is_causal, "law": law, "enable_gqa": True,
+    }  # fmt: skip
+
+    with _matmul_precision(precision):
+        if module is not None:
+            collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+            module.sow(collection, "attention_weights", attention_weights(q, k, **options))
+        return jnp.swapaxes(attention(q, k, v, **options), -2, -3)
+
+
+def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
+    if precision is None:
+        return contextlib.nullcontext()
+    name = getattr(precision, "name", precision)
+    return jax.default_matmul_precision(
+        name.lower() if isinstance(precision, jax.lax.Precision) else name
+    )

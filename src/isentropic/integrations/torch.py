@@ -1,0 +1,377 @@
+"""Modules for PyTorch: attention with a law, and laws that learn (the extra ``torch``). Layer 8.
+
+Shapes: N sequences, L queries, S keys, H heads, E features of queries and outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import linear, pad
+
+from isentropic._attention import attention, attention_entropy, attention_weights
+from isentropic._checks import is_array, type_error, value_error
+from isentropic.laws import Law, LogLength, check_law
+from isentropic.masks import Mask, as_mask, causal
+
+__all__ = ["LawModule", "MultiheadAttention"]
+
+_DEFAULT_LAW = LogLength(512)
+
+
+class LawModule(torch.nn.Module):
+    """A law whose tensors belong to a module: called without arguments it gives the law.
+
+    Parameters
+    ----------
+    law : Law
+        What is a `torch.nn.Parameter` in it becomes a parameter of the module, by the name of the
+        field. Other tensors are configuration as numbers are: buffers, which move with the module
+        and are left out of its state dict. A law inside it (`isentropic.laws.scaled` and ``shifted``)
+        is a module of the name ``law``.
+
+    Raises
+    ------
+    TypeError
+        For what is no law, or holds arrays that are no tensors.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from isentropic import laws
+    >>> from isentropic.integrations.torch import LawModule
+    >>> law = LawModule(laws.AffineLog(torch.nn.Parameter(torch.full((4,), 0.16))))
+    >>> [name for name, _ in law.named_parameters()]
+    ['slope']
+    >>> law()(torch.tensor([512])).shape
+    torch.Size([4, 1])
+    """
+
+    def __init__(self, law: Law) -> None:
+        super().__init__()
+        check_law(law)
+        self._kind, self._fields = type(law), tuple(vars(law))
+        for name, x in vars(law).items():
+            if isinstance(x, Law):
+                setattr(self, name, LawModule(x))
+            elif not isinstance(x, Tensor) and is_array(x):
+                raise type_error("law", "hold numbers and tensors", type(x).__name__)
+            elif isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter):
+                self.register_buffer(name, x, persistent=False)
+            else:
+                setattr(self, name, x)
+
+    def forward(self) -> Law:
+        """The law with the tensors as they are now.
+
+        Returns
+        -------
+        Law
+        """
+        fields = {name: getattr(self, name) for name in self._fields}
+        return self._kind(**{n: x() if isinstance(x, LawModule) else x for n, x in fields.items()})
+
+    def extra_repr(self) -> str:
+        own = {name: x for name in self._fields if not isinstance(x := getattr(self, name), LawModule)}
+        shown = (f"{n}={tuple(x.shape) if isinstance(x, Tensor) else x}" for n, x in own.items())
+        return ", ".join((self._kind.__name__.strip("_"), *shown))
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` whose scale follows a law of the number of visible keys.
+
+    With ``law=None`` equivalent to it. Parameters have the same names, shapes and initial values, so
+    that checkpoints load both ways.
+
+    Parameters
+    ----------
+    embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first
+        As in `torch.nn.MultiheadAttention`.
+    device, dtype
+        Of the parameters; a law keeps its own.
+    law : Law or None, default ``LogLength(512)``
+        Factor on the scale as a function of n. A `torch.nn.Parameter` in it is learnt, one number
+        or one per head, (H,): see `LawModule`.
+
+    Attributes
+    ----------
+    law : LawModule or None
+        ``law()`` is the law as it is now.
+
+    Raises
+    ------
+    TypeError
+        For what is no law, or a law of arrays that are no tensors.
+
+    Notes
+    -----
+    n is counted per query and head. Keys under True in a boolean mask do not count, nor do those
+    under −∞ in a mask of floats; the lowest finite number does not hide a key from the count. Keys
+    that `add_bias_kv` and `add_zero_attn` append are seen, and counted, by all queries.
+
+    A query that sees no key gets the weights 0, and the output is the bias of the output projection;
+    that of PyTorch is NaN where it forms the weights.
+
+    The hint `is_causal` lets PyTorch leave `attn_mask` aside where there are neither weights nor a
+    `key_padding_mask`, for the causal mask aligned top-left; and so it does here. But PyTorch then
+    hides the keys that are appended, while here `attn_mask` is taken where there are any.
+
+    Dropout is of the weights, as PyTorch's. While it is active (in training, with ``dropout > 0``)
+    the weights are formed as an L×S array, as they are for `need_weights`; otherwise they never are.
+
+    There is no fast path, neither of this module nor of the `torch.nn.TransformerEncoderLayer` that
+    it is put into: that would compute attention without the law. Nested tensors are refused: make
+    a `torch.nn.TransformerEncoder` with ``enable_nested_tensor=False``.
+
+    A checkpoint that holds nothing of a law leaves its parameters at their initial values, also where
+    ``strict=True``. PyTorch's module takes the checkpoints of this one where the law has no
+    parameters, and with ``strict=False`` all.
+
+    References
+    ----------
+    Su 2021, https://spaces.ac.cn/archives/8823; Vaswani et al. 2017, arXiv 1706.03762.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from isentropic import laws
+    >>> from isentropic.integrations.torch import MultiheadAttention
+    >>> slope = torch.nn.Parameter(torch.full((8,), 0.16))
+    >>> layer = MultiheadAttention(64, 8, batch_first=True, law=laws.AffineLog(slope))
+    >>> x = torch.randn(2, 10, 64)
+    >>> out, _ = layer(x, x, x, need_weights=False)
+    >>> out.shape, layer.entropy(x, x).shape
+    (torch.Size([2, 10, 64]), torch.Size([2, 8, 10]))
+    >>> list(layer.state_dict())[-1]
+    'law.slope'
+    """
+
+    law: LawModule | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        law: Law | None = _DEFAULT_LAW,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype,
+        )  # fmt: skip
+        self.law = None if law is None else LawModule(law)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Project, attend in each head, join, project.
+
+        Parameters
+        ----------
+        query : tensor (L, N, E), (N, L, E) with `batch_first`, or (L, E)
+        key : tensor (S, N, kdim), (N, S, kdim) or (S, kdim)
+        value : tensor (S, N, vdim), (N, S, vdim) or (S, vdim)
+        key_padding_mask : tensor (N, S) or (S), optional
+            True = ignore the key; or floats that are added to the logits.
+        need_weights : bool
+            Also return the weights, for which they have to be formed.
+        attn_mask : tensor (L, S) or (N · H, L, S), optional
+            Likewise, for each query.
+        average_attn_weights : bool
+            Return the mean of the weights over the heads.
+        is_causal : bool
+            A hint that `attn_mask`, which has to be there, is the causal mask.
+
+        Returns
+        -------
+        output : tensor of the shape of `query`
+        weights : tensor (N, L, S) or (L, S), or None
+            With ``average_attn_weights=False`` of each head, (N, H, L, S) or (H, L, S). Keys that are
+            appended are the last.
+
+        Raises
+        ------
+        TypeError
+            For what is no tensor, a nested one, or a mask of integers.
+        ValueError
+            For shapes that do not fit, or `is_causal` without `attn_mask`.
+        """
+        q, k, v = self._heads(query=query, key=key, value=value)
+        options = self._options(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
+
+        weights = None
+        if need_weights or (self.training and self.dropout > 0):
+            weights = drop(attention_weights(q, k, **options), self.dropout, self.training)
+            out = weights @ v
+        else:
+            out = attention(q, k, v, **options)
+        out = self.out_proj(out.transpose(1, 2).flatten(-2))
+
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if query.ndim == 2:
+            out, weights = out[0], None if weights is None else weights[0]
+        elif not self.batch_first:
+            out = out.transpose(0, 1)
+        return out, weights if need_weights else None
+
+    def entropy(
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        order: float = 1.0,
+        family: str = "renyi",
+        normalized: bool = False,
+    ) -> Tensor:
+        """The entropy of the attention weights of each query and head, without forming them.
+
+        Parameters
+        ----------
+        query, key, key_padding_mask, attn_mask, is_causal
+            As in `forward`.
+        order, family, normalized
+            As in `isentropic.attention_entropy`.
+
+        Returns
+        -------
+        tensor (N, H, L), or (H, L)
+            Nats, or in [0, 1] where normalized. Of the weights before dropout.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As in `forward` and `isentropic.attention_entropy`.
+        """
+        q, k = self._heads(query=query, key=key)
+        options = self._options(q, k, key_padding_mask, attn_mask, is_causal)
+
+        h = attention_entropy(q, k, order=order, family=family, normalized=normalized, **options)
+        return h if query.ndim == 3 else h[0]
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # Where this is true, PyTorch's layers compute attention themselves, without the law.
+        self._qkv_same_embed_dim = False
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        of_law = f"{prefix}law."
+        if self.law is not None and not any(name.startswith(of_law) for name in state_dict):
+            state_dict |= self.law.state_dict(prefix=of_law)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @property
+    def _appended(self) -> int:
+        return (self.bias_k is not None) + self.add_zero_attn
+
+    def _heads(self, **inputs: Tensor) -> list[Tensor]:
+        """Queries, keys and values as (N, H, length, head size), with the keys that are appended."""
+        self._check_inputs(inputs)
+        if self.in_proj_weight is None:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        rows = (None, self.bias_k, self.bias_v)
+        heads = []
+        for (name, x), w, b, row in zip(inputs.items(), weights, biases, rows, strict=False):
+            x = x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
+            y = linear(x, w, b)
+            if row is not None:
+                y = torch.cat((y, row.expand(len(y), 1, -1)), 1)
+            if self.add_zero_attn and name != "query":
+                y = pad(y, (0, 0, 0, 1))
+            heads.append(y.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2))
+        return heads
+
+    def _check_inputs(self, inputs: dict[str, Tensor]) -> None:
+        query = inputs["query"]
+        for (name, x), width in zip(
+            inputs.items(), (self.embed_dim, self.kdim, self.vdim), strict=False
+        ):
+            if not isinstance(x, Tensor):
+                raise type_error(name, "be a tensor", type(x).__name__)
+            if x.is_nested:
+                raise type_error(name, "be a dense tensor", "a nested one")
+            if x.ndim not in (2, 3) or x.ndim != query.ndim:
+                must = "have 2 dimensions, or 3 with a batch, as `query` has"
+                raise value_error(name, must, x.ndim)
+            if x.shape[-1] != width:
+                raise value_error(name, f"have a last dimension of {width}", x.shape[-1])
+            axis = 0 if self.batch_first else 1
+            if x.ndim == 3 and x.shape[axis] != query.shape[axis]:
+                must = f"have the batch size of `query` in axis {axis}, {query.shape[axis]}"
+                raise value_error(name, must, x.shape[axis])
+        lengths = [x.shape[1 if self.batch_first and x.ndim == 3 else 0] for x in inputs.values()]
+        if lengths[1] != lengths[-1]:
+            raise value_error("value", f"be as long as `key`, {lengths[1]}", lengths[-1])
+
+    def _options(
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool = False,
+    ) -> dict[str, Any]:
+        """The mask, the bias and the law of attention."""
+        if is_causal and attn_mask is None:
+            raise value_error("attn_mask", "be given with `is_causal`, which is a hint about it", None)
+        options: dict[str, Any] = {"law": None if self.law is None else self.law()}
+        if is_causal and key_padding_mask is None and not need_weights and not self._appended:
+            return options | {"mask": causal(offset=0)}
+        (n, heads, n_queries, _), n_keys = q.shape, k.shape[-2] - self._appended
+        masks = []
+        if (x := key_padding_mask) is not None:
+            _check_mask("key_padding_mask", x, (n, n_keys) if x.ndim == 2 or n > 1 else (n_keys,))
+            masks.append(x.reshape(n, 1, 1, n_keys))
+        if (x := attn_mask) is not None:
+            shape = (n_queries, n_keys)
+            _check_mask("attn_mask", x, shape if x.ndim == 2 else (n * heads, *shape))
+            masks.append(x if x.ndim == 2 else x.unflatten(0, (n, heads)))
+
+        visible: Mask | None = None
+        bias: Tensor | None = None
+        for x in masks:
+            seen = ~x if x.dtype == torch.bool else x != -math.inf
+            seen = pad(seen, (0, self._appended), value=True)
+            # Not as one array, which would have all the axes of both.
+            visible = as_mask(seen) if visible is None else visible & as_mask(seen)
+            if x.dtype != torch.bool:
+                bias = x if bias is None else bias + x
+        if bias is not None:
+            bias = pad(bias, (0, self._appended))
+        return options | {"mask": visible, "bias": bias}
+
+
+def _check_mask(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    if x.dtype != torch.bool and not x.is_floating_point():
+        raise type_error(name, "be boolean (True = ignore) or of floats to add to the logits", x.dtype)
+    if x.shape != shape:
+        raise value_error(name, f"have the shape {shape}", x.shape)
