@@ -5,7 +5,8 @@ from pathlib import Path
 
 from isentropic import __version__
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "asv_benchmarks"))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "asv_benchmarks"), str(ROOT / "tests")]
 
 project = "isentropic"
 author = "isentropic developers"
@@ -20,7 +21,7 @@ extensions = [
     "sphinx.ext.napoleon",
 ]
 exclude_patterns = ["_build", "generated"]
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 autosummary_generate = True
 autodoc_typehints = "none"
 napoleon_google_docstring = False
@@ -35,10 +36,22 @@ def write_figures(app):
     """The tables of the performance page, from the recorded benchmarks."""
     from report import report
 
-    figures = Path(app.srcdir, "generated", "figures.md")
-    figures.parent.mkdir(exist_ok=True)
-    figures.write_text(report())
+    write(app, "figures.md", report())
+
+
+def write_ledger(app):
+    """The rows of the ledger of claims, from its tests."""
+    from ledger_page import page
+
+    write(app, "ledger.md", page())
+
+
+def write(app, name, text):
+    path = Path(app.srcdir, "generated", name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 def setup(app):
     app.connect("builder-inited", write_figures)
+    app.connect("builder-inited", write_ledger)
