@@ -50,7 +50,7 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 
 
 # What the tests of a backend need beside the group of its name.
-PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"]}
+PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
 
 
 # Options of pytest. The tests of JAX mostly wait for its compiler, which uses one core.
@@ -114,7 +114,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def doctests(session: nox.Session) -> None:
     """Every example in a docstring, and in the README."""
-    install(session, "test", "sklearn", "torch", "jax")
+    install(session, "test", "flax", "sklearn", "torch", "transformers")
     session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", "README.md", "--no-cov")
 
 

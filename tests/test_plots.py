@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import isentropic as it
-from isentropic import plots
+from isentropic import laws, plots
 
 matplotlib.use("Agg")
 
@@ -39,3 +39,89 @@ class TestDistortion:
         _, ax = plt.subplots()
         x = rng.normal(size=(10, 5))
         assert plots.distortion(it.distortion(x, x[:, :2]), ax=ax) is ax
+
+
+def _report(*shape):
+    entropy = np.random.default_rng(1).uniform(1, 3, size=shape)
+    lengths = 2.0 ** np.arange(5, 5 + shape[0])
+    return it.DriftReport(lengths, np.full(shape[0], 10), entropy)
+
+
+@pytest.mark.host
+class TestEntropy:
+    def test_lines(self):
+        report = _report(4, 2, 3)
+        ax = plots.entropy(
+            {"a": report, "b": _report(3, 1, 2)}, curves={"half": lambda n: np.log(n) / 2}
+        )
+        lines = {line.get_label(): line.get_xydata() for line in ax.lines}
+        expected = report.entropy.reshape(4, -1).mean(axis=1)
+        np.testing.assert_allclose(lines["a"], np.stack([report.lengths, expected], axis=1))
+        n, half = lines["half"].T
+        np.testing.assert_allclose(half, np.log(n) / 2)
+        assert (n[0], n[-1]) == pytest.approx((32, 256))
+        assert "log n (uniform attention)" in lines
+        assert len(ax.collections) == 2  # the bands
+
+    def test_one_report_and_given_axes(self):
+        import matplotlib.pyplot as plt
+
+        _, ax = plt.subplots()
+        assert plots.entropy(_report(1, 1, 1), ax=ax) is ax
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="`reports` must have one report or more"):
+            plots.entropy({})
+        with pytest.raises(TypeError, match=r"`reports\['a'\]` must be a DriftReport, got int"):
+            plots.entropy({"a": 1})
+
+
+@pytest.mark.host
+class TestDrift:
+    def test_colors_are_slopes(self):
+        report = _report(4, 2, 30)
+        ax = plots.drift(report)
+        (image,) = ax.images
+        np.testing.assert_array_equal(image.get_array(), report.slope)
+        assert image.get_clim() == (-1, 1)  # white is 0
+        with pytest.raises(TypeError, match="`report` must be a DriftReport, got list"):
+            plots.drift([1])
+
+
+class TestAttention:
+    def test_map_and_entropies(self, backend, rng):
+        p = rng.dirichlet(np.ones(6), size=4).astype("float32")
+        p[0] = np.eye(6)[1]
+        ax = plots.attention(backend.array(p))
+        np.testing.assert_array_equal(ax.images[0].get_array(), p)
+        (side,) = ax.child_axes
+        h, uniform = (line.get_xdata() for line in side.lines)
+        np.testing.assert_allclose(h, it.entropy(p.astype(float)), atol=1e-6)
+        np.testing.assert_allclose(uniform, [0, *[np.log(6)] * 3])
+
+    @pytest.mark.host
+    def test_errors(self, rng):
+        with pytest.raises(ValueError, match="`weights` must have 2 dimensions"):
+            plots.attention(rng.random((2, 3, 3)))
+
+
+class TestLaws:
+    def test_factors(self, backend):
+        heads = laws.AffineLog(backend.array([0.5, 1.0], "float32"), 1.0)
+        ax = plots.laws({"su": laws.preset("su"), "heads": heads}, (16, 1024))
+        su, *others, one = ax.lines
+        n, factors = su.get_data()
+        assert (n[0], n[-1]) == pytest.approx((16, 1024))
+        np.testing.assert_allclose(factors, np.log(n) / np.log(512))
+        np.testing.assert_allclose(
+            [line.get_ydata()[0] for line in others], 1 + np.log(16) * np.asarray([0.5, 1]), rtol=1e-6
+        )
+        assert one.get_ydata()[0] == 1
+        assert [t.get_text() for t in ax.get_legend().get_texts()] == ["su", "heads"]
+
+    @pytest.mark.host
+    def test_errors(self):
+        with pytest.raises(ValueError, match="`lengths` must be two or more numbers of at least 1"):
+            plots.laws({"su": laws.preset("su")}, (16,))
+        with pytest.raises(TypeError, match="`law` must be a law"):
+            plots.laws({"su": 2}, (16, 32))

@@ -1,4 +1,4 @@
-"""Attention whose scale follows a law of the number of visible keys. Layer 4.
+"""Attention whose scale follows a law of the number of visible keys. Layer 6.
 
 Shapes: ``...`` batch and head axes (broadcast), L queries, S keys, E head size, Ev value size.
 """

@@ -1,4 +1,4 @@
-"""How well an embedding keeps distances, norms, inner products and angles, measured. Layer 3."""
+"""How well an embedding keeps distances, norms, inner products and angles, measured. Layer 2."""
 
 from __future__ import annotations
 

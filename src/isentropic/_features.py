@@ -1,4 +1,4 @@
-"""Positive random features of the softmax kernel, and attention in linear time with them. Layer 5.
+"""Positive random features of the softmax kernel, and attention in linear time with them. Layer 6.
 
 With ω normal, E[exp(ω·x − ‖x‖²/2) exp(ω·y − ‖y‖²/2)] = exp(x·y). Averaged over m features this turns
 attention into two attentions that never form L×S: with y the keys and x the queries,

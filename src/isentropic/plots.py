@@ -1,18 +1,206 @@
-"""Pictures, with matplotlib (the extra ``plots``); each function returns its Axes. Layer 5."""
+"""Pictures, with matplotlib (the extra ``plots``); each function returns its Axes. Layer 8."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from isentropic._bounds import jl_distortion
+from isentropic._checks import type_error, value_error
 from isentropic._distortion import DistortionReport
-from isentropic._namespace import to_numpy
+from isentropic._drift import DriftReport
+from isentropic._entropy import entropy as entropy_of
+from isentropic._namespace import Array, to_numpy
+from isentropic.laws import Law, check_law
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["distortion"]
+__all__ = ["attention", "distortion", "drift", "entropy", "laws"]
+
+
+def entropy(
+    reports: DriftReport | Mapping[str, DriftReport],
+    *,
+    curves: Mapping[str, Callable[[Any], Any]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Mean entropy against the number of keys, with the middle half of the heads as a band.
+
+    Parameters
+    ----------
+    reports : DriftReport, or mapping of names to them
+        From `isentropic.entropy_drift` or `integrations.huggingface.profile`.
+    curves : mapping of names to functions, optional
+        Theory to compare with: functions of an array of lengths, such as those of `isentropic.theory`
+        with the other parameters filled in. log n, the entropy of uniform attention, is always there.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; new by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import entropy_drift, plots, theory
+    >>> rng = np.random.default_rng(0)
+    >>> report = entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256, 1024))
+    >>> gaussian = {"Gaussian scores": lambda n: theory.gaussian_entropy(n, 1.0)}
+    >>> ax = plots.entropy({"1/√d": report}, curves=gaussian)
+    >>> ax.get_xlabel()
+    'number of keys n'
+    """
+    import numpy as np
+
+    ax = _axes(ax)
+    named = {"mean over heads": reports} if isinstance(reports, DriftReport) else dict(reports)
+    if not named:
+        raise value_error("reports", "have one report or more", "none")
+    for name, report in named.items():
+        if not isinstance(report, DriftReport):
+            raise type_error(f"reports[{name!r}]", "be a DriftReport", type(report).__name__)
+        heads = report.entropy.reshape(len(report.lengths), -1)
+        (line,) = ax.plot(report.lengths, np.nanmean(heads, axis=1), "o-", ms=4, label=name)
+        low, high = np.nanquantile(heads, (0.25, 0.75), axis=1)
+        ax.fill_between(report.lengths, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    lengths = np.concatenate([report.lengths for report in named.values()])
+    n = np.geomspace(lengths.min(), max(lengths.max(), lengths.min() * 1.01), 100)
+    for style, (name, curve) in enumerate((curves or {}).items()):
+        ax.plot(n, curve(n), color="black", ls=("--", "-.", (0, (1, 1)))[style % 3], lw=1.2, label=name)
+    ax.plot(n, np.log(n), color="0.6", ls=":", label="log n (uniform attention)")
+    _over_lengths(ax)
+    ax.set_ylabel("attention entropy in nats")
+    ax.legend(frameon=False)
+    return ax
+
+
+def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
+    """Heat map of the drift dH/d log n of every head: white where the entropy is held.
+
+    Parameters
+    ----------
+    report : DriftReport
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; new by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import entropy_drift, plots
+    >>> rng = np.random.default_rng(0)
+    >>> report = entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256))
+    >>> plots.drift(report).get_xlabel()
+    'head'
+    """
+    if not isinstance(report, DriftReport):
+        raise type_error("report", "be a DriftReport", type(report).__name__)
+    layers, heads = report.slope.shape
+    ax = _axes(ax, height=max(1.6, 1.2 + 0.3 * layers))
+    # Uniform attention has the drift 1; the same colors for every report make them comparable.
+    image = ax.imshow(report.slope, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
+    ax.figure.colorbar(image, ax=ax, label="dH/d log n")
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
+    _integer_ticks(ax.xaxis, heads)
+    _integer_ticks(ax.yaxis, layers)
+    return ax
+
+
+def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
+    """Map of attention weights, and beside it the entropy of each row.
+
+    Parameters
+    ----------
+    weights : array (L, S)
+        As from `isentropic.attention_weights`; of any library.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; new by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        That of the map; the entropies are in its first child axes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_weights, plots
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 20, 8))
+    >>> plots.attention(attention_weights(q, k, is_causal=True)).get_ylabel()
+    'query'
+    """
+    import numpy as np
+    from matplotlib.colors import PowerNorm
+
+    p = to_numpy(weights).astype(np.float64)
+    if p.ndim != 2:
+        raise value_error("weights", "have 2 dimensions, those of one head", p.ndim)
+    ax = _axes(ax, height=4.8)
+    # The root of a weight shows those that are small and many, which hold much of the entropy.
+    roots = PowerNorm(0.5, vmin=0)
+    image = ax.imshow(p, cmap="viridis", norm=roots, aspect="auto", interpolation="nearest")
+    ax.figure.colorbar(image, ax=ax, label="weight", location="left", pad=0.02)
+    ax.set_xlabel("key")
+    ax.set_ylabel("query")
+    side = ax.inset_axes((1.03, 0, 0.25, 1), sharey=ax)
+    rows: Any = entropy_of(p)
+    side.plot(rows, np.arange(len(p)), color="black", lw=1)
+    seen = np.maximum((p > 0).sum(axis=1), 1)
+    side.plot(np.log(seen), np.arange(len(p)), color="0.6", lw=1, ls=":")
+    side.set_xlim(left=0)
+    side.set_xlabel("entropy in nats\n(dotted: log n)")
+    side.tick_params(labelleft=False)
+    return ax
+
+
+def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None = None) -> Axes:
+    """Factors of laws against the number of keys.
+
+    Parameters
+    ----------
+    laws : mapping of names to laws
+        A law with parameters per head gives a line for each head, in one color.
+    lengths : sequence of float ≥ 1
+        The ends of the picture, or all lengths to compute.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; new by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Examples
+    --------
+    >>> from isentropic import laws, plots
+    >>> ax = plots.laws({name: laws.preset(name) for name in ("su", "su-decoder")}, (16, 8192))
+    >>> ax.get_ylabel()
+    'factor on the scale'
+    """
+    import numpy as np
+
+    ends = np.asarray(lengths, dtype=np.float64)
+    if ends.ndim != 1 or ends.size < 2 or not ends.min() >= 1:
+        raise value_error("lengths", "be two or more numbers of at least 1", lengths)
+    ax = _axes(ax)
+    n = np.geomspace(ends.min(), ends.max(), 400) if ends.size == 2 else np.sort(ends)
+    for i, (name, law) in enumerate(laws.items()):
+        check_law(law)
+        factors = [law(float(x)) for x in n]
+        rows = np.stack([np.ravel(to_numpy(x) if law.arrays else x) for x in factors])
+        lines = ax.plot(n, rows, color=f"C{i % 10}", lw=1.5)
+        lines[0].set_label(name)
+    ax.axhline(1, color="0.6", lw=0.8, ls=":")
+    _over_lengths(ax)
+    ax.set_ylabel("factor on the scale")
+    ax.legend(frameon=False)
+    return ax
 
 
 def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 100) -> Axes:
@@ -40,10 +228,9 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     >>> ax.get_xlabel()
     'relative error of squared distances'
     """
-    import matplotlib.pyplot as plt
     import numpy as np
 
-    ax = plt.figure(figsize=(6.4, 4), layout="constrained").subplots() if ax is None else ax
+    ax = _axes(ax)
     errors = to_numpy(report.distance)
     errors = errors[np.isfinite(errors)]
     ax.hist(errors, bins=bins, density=True, color="tab:blue", alpha=0.6, label="measured")
@@ -71,3 +258,23 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     ax.set_ylim(top=1.35 * ax.get_ylim()[1])  # room for the legend
     ax.legend(frameon=False, loc="upper center")
     return ax
+
+
+def _axes(ax: Axes | None, height: float = 4) -> Axes:
+    if ax is not None:
+        return ax
+    import matplotlib.pyplot as plt
+
+    return plt.figure(figsize=(6.4, height), layout="constrained").subplots()
+
+
+def _over_lengths(ax: Axes) -> None:
+    """A logarithmic axis of lengths, with ticks at powers of two."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda n, _: f"{n:g}")
+    ax.set_xlabel("number of keys n")
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _integer_ticks(axis: Any, count: int) -> None:
+    axis.set_ticks(range(0, count, max(1, count // 12)))

@@ -1,0 +1,169 @@
+"""The command line, in this process; the model is the real one."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("click")
+
+from click.testing import CliRunner
+
+import isentropic as it
+from isentropic import cli, laws
+
+
+@pytest.fixture
+def run():
+    def call(*arguments):
+        result = CliRunner().invoke(cli.main, [str(x) for x in arguments])
+        if not isinstance(result.exception, SystemExit | None):
+            raise result.exception
+        return result
+
+    return call
+
+
+@pytest.mark.host
+class TestLaws:
+    def test_table(self, run):
+        out = run("laws", "su", "qwen:length=100", "--lengths", "512,64").stdout.splitlines()
+        assert out[0].split() == ["n", "64", "512"]
+        assert out[1].split() == ["su", "0.6667", "1.0000"]
+        assert out[2].split() == ["qwen:length=100", "1.0000", f"{np.log(512) / np.log(100):.4f}"]
+
+    def test_json(self, run):
+        data = json.loads(run("laws", "--json").stdout)
+        assert data["lengths"] == [64, 512, 4096, 32768]
+        assert data["factors"]["llama-4"] == [laws.preset("llama-4")(n) for n in data["lengths"]]
+        assert "qwen" not in data["factors"]  # needs a length
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["none"], "`name` must be 'asentmax'"),
+            (["qwen"], "`parameters` must be those of 'qwen' (length), got none"),
+            (["qwen:length"], "'length' of 'qwen:length' is not PARAMETER=NUMBER"),
+            (["qwen:length=x"], "'length=x' of 'qwen:length=x' is not PARAMETER=NUMBER"),
+            (["su", "--lengths", "1,2"], "whole numbers of at least 2"),
+            (["su", "--lengths", "a"], "whole numbers of at least 2"),
+        ],
+    )
+    def test_errors(self, run, arguments, message):
+        result = run("laws", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+@pytest.mark.host
+class TestJL:
+    def test_dimensions(self, run):
+        data = json.loads(run("jl", 10_000, "--eps", 0.2, "--features", 5000, "--json").stdout)
+        for method, k in data["dimensions"].items():
+            assert k == it.jl_min_dim(10_000, eps=0.2, method=method, n_features=5000)
+        assert list(data["dimensions"]) == ["exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"]
+        assert data["entropy_criterion"] == it.entropy_criterion_dim(10_000)
+        table = run("jl", 10_000, "--eps", 0.2).stdout
+        assert "2206  exact" in table
+        assert "haar" not in table
+
+    def test_errors(self, run):
+        result = run("jl", 100, "--eps", -1)
+        assert result.exit_code == 2
+        assert "`eps` must be in (0, 1), got -1.0" in result.stderr
+
+
+@pytest.mark.host
+def test_command_is_installed():
+    program = [sys.executable, "-c", "from isentropic.cli import main; main()"]
+    out = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True).stdout
+    assert out == f"isentropic, version {it.__version__}\n"
+
+
+@pytest.mark.host
+def test_without_click():
+    program = "import sys; sys.modules['click'] = None; import isentropic.cli"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "isentropic: the command needs click: pip install 'isentropic[cli]'\n"
+
+
+@pytest.fixture(scope="module")
+def model():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    minilm = pytest.importorskip("minilm", reason="safetensors or tokenizers is not installed")
+    try:
+        return minilm.model_folder()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def texts():
+    import statistics
+    import textwrap
+
+    return [textwrap.__file__, statistics.__file__]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+class TestModel:
+    @pytest.fixture(autouse=True)
+    def _only_once(self, request):
+        if request.config.getoption("--backend") not in (None, "torch"):
+            pytest.skip("belongs to the backend torch")
+
+    def test_profile(self, run, model, texts, tmp_path):
+        options = ["--lengths", "32,64", "--plot", tmp_path / "drift.png"]
+        result = run("profile", model, *texts, *options, "--json")
+        data = json.loads(result.stdout)
+        np.testing.assert_allclose(data["lengths"], [32, 64])
+        assert data["counts"] == [64, 128]
+        assert np.shape(data["entropy"]) == (2, 6, 12)
+        assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+        assert "2/2" in result.stderr  # the progress bar
+        table = run("profile", model, *texts, "--lengths", "32,64").stdout
+        mean = np.mean(data["entropy"], axis=(1, 2))
+        assert f"all layers{mean[0]:8.3f}{mean[1]:8.3f}" in table
+
+    def test_calibrate(self, run, model, texts, tmp_path):
+        options = ["--lengths", "32,64,128", "--reference-length", 64, "-o", tmp_path / "laws.json"]
+        data = json.loads(run("calibrate", model, *texts, *options, "--json").stdout)
+        drift = {name: np.abs(report["slope"]).mean() for name, report in data.items()}
+        assert drift["calibrated"] < drift["standard"] / 3
+        again = run(
+            "profile",
+            model,
+            *texts,
+            "--lengths",
+            "32,64,128",
+            "--laws",
+            tmp_path / "laws.json",
+            "--json",
+        )
+        np.testing.assert_allclose(
+            json.loads(again.stdout)["entropy"], data["calibrated"]["entropy"], atol=1e-6
+        )
+
+    def test_errors(self, run, model, texts, tmp_path):
+        def refused(*arguments):
+            result = run(*arguments)
+            assert result.exit_code in (1, 2)
+            return result.stderr
+
+        assert "Directory '/no/model' does not exist" in refused("profile", "/no/model", texts[0])
+        assert "File '/no/text' does not exist" in refused("profile", model, "/no/text")
+        assert "Missing argument 'TEXT...'" in refused("profile", model)
+        assert f"{tmp_path} holds no model that loads" in refused("profile", tmp_path, texts[0])
+        assert "takes 512 tokens at most" in refused("profile", model, texts[0], "--lengths", "513")
+        (tmp_path / "short.txt").write_text("few words")
+        short = refused("profile", model, tmp_path / "short.txt", "--lengths", "64")
+        assert "none of the texts has 64 tokens" in short
+        (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+        assert "binary is no text in UTF-8" in refused("profile", model, tmp_path / "binary")
+        (tmp_path / "laws.json").write_text("[]")
+        wrong = refused("profile", model, texts[0], "--lengths", "32", "--laws", tmp_path / "laws.json")
+        assert "`path` must be a file of the format 'isentropic-laws'" in wrong

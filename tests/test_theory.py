@@ -1,0 +1,717 @@
+"""The laws of the mean entropy: against mpmath, plain quadrature, simulation, and their limits."""
+
+import inspect
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from scipy import special, stats
+
+import isentropic as it
+from isentropic import _scores, laws, theory
+
+LENGTHS = np.array([64, 128, 256, 512, 1024, 2048, 4096, 8192])
+VMF = (theory.vmf_log_mgf, theory.vmf_mean_cosine, theory.vmf_kl_uniform)
+
+
+def spread(entropies):
+    return np.max(entropies) - np.min(entropies)
+
+
+def on_sphere(rng, *shape):
+    """Directions times √d."""
+    x = rng.normal(size=shape)
+    return x * math.sqrt(shape[-1]) / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def assert_mean(samples, expected):
+    """The mean of independent samples is `expected`, within five standard errors."""
+    samples = np.ravel(samples)
+    assert abs(samples.mean() - expected) < 5 * samples.std() / math.sqrt(samples.size)
+
+
+def plain_entropy(n, scores, weights, factor, step=0.2):
+    """(1 − β ∂_β) ∫ (e^{−t} − Lⁿ) dt/t with t = e^{−y}, for scores `factor · scores` on a grid."""
+    s = factor * scores
+    low, high = s.min() - 4, special.logsumexp(s + np.log(weights)) + math.log(n) + 40
+    y = np.arange(low, high, step)
+    v = np.minimum(s - y[:, None], 100.0)
+    with np.errstate(under="ignore", over="ignore"):
+        tail = np.minimum(-np.expm1(-np.exp(v)) @ weights, 1.0)
+        slope = (-s * np.exp(v - np.exp(v))) @ weights
+        with np.errstate(divide="ignore"):
+            power = np.exp((n - 1) * np.log1p(-tail))
+        integrand = np.exp(-np.exp(-y)) - power * (1 - tail) + n * power * slope
+    return integrand.sum() * step
+
+
+def gaussian_grid(n, beta, step=0.2):
+    far = math.sqrt(2 * (math.log(n) + 40))
+    s = np.arange(-far, far, min(0.4, step / beta))
+    return s, stats.norm.pdf(s) * (s[1] - s[0])
+
+
+def angle_grid(d, points):
+    # For even d the integrand is periodic and smooth: the trapezoidal rule is exact.
+    theta = (np.arange(points) + 0.5) * math.pi / points
+    weight = np.exp((d - 2) * np.log(np.sin(theta)))
+    some = weight > 1e-290
+    return np.cos(theta[some]), weight[some] / weight.sum()
+
+
+@pytest.fixture
+def digits():
+    with mpmath.workdps(25):
+        yield
+
+
+def vmf_of_bessel(d, kappa):
+    d, kappa = mpmath.mpf(d), mpmath.mpf(kappa)
+    bessel = mpmath.besseli(d / 2 - 1, kappa)
+    cosine = mpmath.besseli(d / 2, kappa) / bessel
+    log_mgf = mpmath.loggamma(d / 2) + (d / 2 - 1) * mpmath.log(2 / kappa) + mpmath.log(bessel)
+    return log_mgf, cosine, kappa * cosine - log_mgf
+
+
+def vmf_of_integrals(d, kappa):
+    """For large d, where the angle's density is narrow."""
+    d, kappa = mpmath.mpf(d), mpmath.mpf(kappa)
+
+    def integral(kappa, moment):
+        x = 2 * kappa / (d - 2 + mpmath.sqrt((d - 2) ** 2 + 4 * kappa**2))
+        mode, far = mpmath.acos(x), 14 / mpmath.sqrt(kappa * x + (d - 2))
+
+        def f(theta):
+            exponent = kappa * (mpmath.cos(theta) - x) + (d - 2) * mpmath.log(
+                mpmath.sin(theta) / mpmath.sin(mode)
+            )
+            return mpmath.exp(exponent) * mpmath.cos(theta) ** moment
+
+        value = mpmath.quad(f, mpmath.linspace(mode - far, mode + far, 5))
+        return value, kappa * x + (d - 2) * mpmath.log(mpmath.sin(mode))
+
+    (one, at_one), (first, _), (zero, at_zero) = integral(kappa, 0), integral(kappa, 1), integral(0, 0)
+    log_mgf, cosine = mpmath.log(one / zero) + at_one - at_zero, first / one
+    return log_mgf, cosine, kappa * cosine - log_mgf
+
+
+class TestVonMisesFisher:
+    @pytest.mark.host
+    @pytest.mark.parametrize("d", [2, 2.5, 3, 4, 7, 12, 33, 64, 333, 1000])
+    def test_against_bessel_functions(self, d, rng):
+        kappas = [*10.0 ** np.arange(-6, 8), *10 ** rng.uniform(-6, 7, 10)]
+        with mpmath.workdps(60):
+            expected = [vmf_of_bessel(d, kappa) for kappa in kappas]
+        for function, column in zip(VMF, zip(*expected, strict=True), strict=True):
+            got = function(d, np.asarray(kappas))
+            np.testing.assert_allclose(got, np.asarray(column, float), rtol=5e-13)
+            assert function(d, kappas[-1]) == got[-1]
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("d", [10**4, 123_456, 10**6])
+    def test_against_integrals(self, d):
+        kappas = 10.0 ** np.asarray([-6, -2, 0.5, 2.5, 4, 5.2, 6, 7])
+        with mpmath.workdps(40):
+            expected = [vmf_of_integrals(d, kappa) for kappa in kappas]
+        for function, column in zip(VMF, zip(*expected, strict=True), strict=True):
+            np.testing.assert_allclose(function(d, kappas), np.asarray(column, float), rtol=5e-13)
+
+    @pytest.mark.host
+    def test_three_dimensions(self):
+        kappa = np.geomspace(0.1, 600, 40)
+        np.testing.assert_allclose(
+            theory.vmf_log_mgf(3, kappa), np.log(np.sinh(kappa) / kappa), rtol=1e-12
+        )
+        np.testing.assert_allclose(
+            theory.vmf_mean_cosine(3, kappa), 1 / np.tanh(kappa) - 1 / kappa, rtol=1e-12
+        )
+
+    @pytest.mark.host
+    def test_limits_of_the_concentration(self):
+        for d in (2, 3, 64, 1e6):
+            for function in VMF:
+                assert function(d, 0) == 0.0
+            for kappa in (1e-150, 1e-6):
+                assert theory.vmf_log_mgf(d, kappa) == pytest.approx(kappa**2 / (2 * d), rel=1e-11)
+                assert theory.vmf_mean_cosine(d, kappa) == pytest.approx(kappa / d, rel=1e-11)
+                assert theory.vmf_kl_uniform(d, kappa) == pytest.approx(kappa**2 / (2 * d), rel=1e-11)
+        # In two dimensions, log I₀ ~ κ − ½ log 2πκ.
+        for kappa in (1e12, 1e300):
+            expected = (math.log(2 * math.pi * kappa) - 1) / 2
+            assert theory.vmf_kl_uniform(2, kappa) == pytest.approx(expected, rel=1e-11)
+            assert theory.vmf_mean_cosine(2, kappa) == pytest.approx(1 - 0.5 / kappa, rel=1e-15)
+
+    @pytest.mark.host
+    def test_large_dimension(self):
+        rate = np.asarray([0.01, 0.5, 1.0, 3.0, 50.0])
+        s = (np.sqrt(1 + 4 * rate**2) - 1) / (2 * rate)
+        d = 10**6
+        np.testing.assert_allclose(
+            theory.vmf_kl_uniform(d, rate * d) / d, -np.log1p(-(s**2)) / 2, rtol=2e-6
+        )
+        np.testing.assert_allclose(theory.vmf_mean_cosine(d, rate * d), s, rtol=2e-6)
+
+    @pytest.mark.host
+    def test_stationary_point(self):
+        # Of (1 − s²)^{(d−3)/2} e^{κs}, to which the mean cosine tends as d grows.
+        for d, kappa in ((64, 8.0), (64, 300.0), (1000, 1000.0)):
+            m = d - 3
+            s = (-m + math.sqrt(m**2 + 4 * kappa**2)) / (2 * kappa)
+            assert m * s / (1 - s**2) == pytest.approx(kappa, rel=1e-11)
+            assert abs(theory.vmf_mean_cosine(d, kappa) - s) < 2 / d
+        assert s != 1
+        kappa = 1e9
+        s = (-m + math.sqrt(m**2 + 4 * kappa**2)) / (2 * kappa)
+        assert (1 - s) * 2 * kappa / m == pytest.approx(1, rel=1e-3)
+
+    @pytest.mark.host
+    def test_the_figure_0_24(self):
+        golden = (1 + math.sqrt(5)) / 2
+        assert math.log(golden) / 2 == pytest.approx(0.2406, abs=5e-5)
+        assert theory.vmf_kl_uniform(1e6, 1e6) / 1e6 == pytest.approx(math.log(golden) / 2, rel=1e-6)
+
+        # It is within 5 % only near κ = d.
+        rate = np.linspace(0.5, 3.5, 3001)
+        near = rate[np.abs(theory.vmf_kl_uniform(1e6, rate * 1e6) / (rate * 1e6) / 0.24 - 1) < 0.05]
+        assert (near[0], near[-1]) == pytest.approx((0.78, 2.30), abs=5e-3)
+        assert theory.vmf_kl_uniform(64, 8) == pytest.approx(0.489, abs=5e-4)
+
+    @pytest.mark.host
+    def test_derivatives(self):
+        d, kappa = 17, 30.0
+        e = 1e-4
+        slope = (theory.vmf_log_mgf(d, kappa + e) - theory.vmf_log_mgf(d, kappa - e)) / (2 * e)
+        assert theory.vmf_mean_cosine(d, kappa) == pytest.approx(slope, rel=1e-8)
+
+
+class TestGaussian:
+    @pytest.mark.host
+    @pytest.mark.parametrize("beta", [0.1, 1, 5, 20])
+    def test_two_keys(self, beta, digits):
+        def entropy(x):  # of two keys whose scores differ by √2 βx
+            z = mpmath.sqrt(2) * beta * x
+            return mpmath.log1p(mpmath.exp(-z)) + z / (1 + mpmath.exp(z))
+
+        expected = 2 * mpmath.quad(lambda x: mpmath.npdf(x) * entropy(x), [0, 0.2, 1, 2, 4, 8, 14])
+        assert theory.gaussian_entropy(2, beta) == pytest.approx(float(expected), abs=1e-10)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize(("n", "beta"), [(512, 0.7), (10**6, 2.0), (10**12, 3.0)])
+    def test_against_mpmath(self, n, beta, digits):
+        scores, _ = gaussian_grid(n, beta)
+        step = mpmath.mpf(1) / 4
+        inner = mpmath.mpf(1) / 3 / max(1, beta)
+        s = [inner * i for i in range(int(scores.min() / inner), int(scores.max() / inner) + 1)]
+        w = [inner * mpmath.npdf(x) for x in s]
+        e = [mpmath.exp(beta * x) for x in s]
+        total, low, high = mpmath.mpf(0), -beta * 2 - 4, math.log(n) + beta**2 / 2 + 28
+        for i in range(int(low / step), int(high / step)):
+            t = mpmath.exp(-step * i)
+            tail = slope = mpmath.mpf(0)
+            for score, weight, exponential in zip(s, w, e, strict=True):
+                v = t * exponential
+                if v > 1e-35:
+                    q = mpmath.exp(-v) if v < 80 else mpmath.mpf(0)
+                    tail += weight * (1 - q)
+                    slope -= weight * beta * score * v * q
+            power = (1 - tail) ** (n - 1)
+            total += mpmath.exp(-t) - power * (1 - tail) + n * power * slope
+        assert theory.gaussian_entropy(n, beta) == pytest.approx(float(total * step), abs=2e-9)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("n", [2, 3, 17, 512, 10**6, 10**12])
+    def test_against_plain_quadrature(self, n):
+        for beta in (0.1, 0.5, 1, 2, 4, 7, 12, 20):
+            expected = plain_entropy(n, *gaussian_grid(n, beta), beta)
+            assert theory.gaussian_entropy(n, beta) == pytest.approx(expected, abs=1e-9), beta
+
+    @pytest.mark.host
+    def test_more_nodes_change_nothing(self, rng, monkeypatch):
+        # Over the whole range, the sphere included.
+        m = 80
+        n = np.concatenate([[1, 2, 2, 3, 64], 10 ** rng.uniform(0, 15, m)])
+        d = np.concatenate([[2, 2, 3, 5, 64], 10 ** rng.uniform(math.log10(2), 6, m)])
+        kappa = np.concatenate([[3, 4.7, 6, 30, 8], 10 ** rng.uniform(-6, 7, m)])
+        got = theory.gaussian_entropy(n, kappa), theory.sphere_entropy(n, d, kappa)
+        assert (np.asarray(got) >= 0).all()
+        assert (np.asarray(got) <= np.log(n) + 1e-12).all()
+        for name, value in {
+            "_PANELS": 40, "_SCORE_NODES": 160, "_DEPTH": 40.0, "_LOWEST": 38.0, "_HIGHEST": 34.0,
+            "_ALLOWANCE": 6.0,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(_scores, name, value)
+        _scores._score_quadrature.cache_clear()
+        try:
+            better = theory.gaussian_entropy(n, kappa), theory.sphere_entropy(n, d, kappa)
+        finally:
+            _scores._score_quadrature.cache_clear()
+        np.testing.assert_allclose(got[0], better[0], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(got[1], better[1], rtol=0, atol=1e-8)
+
+    @pytest.mark.host
+    def test_many_keys(self):
+        for beta in (0.3, 1.0, 2.0):
+            error = [
+                theory.gaussian_entropy(n, beta) - theory.gaussian_entropy(n, beta, method="annealed")
+                for n in (1e4, 1e6)
+            ]
+            correction = ((2 * beta**2 - 1) * math.exp(beta**2) + 1) / 2
+            assert error[1] * 1e6 == pytest.approx(correction, rel=0.02, abs=1e-4)
+        for beta in (0.3, 1.0):
+            # The next term is of the order 1/n².
+            error = [
+                theory.gaussian_entropy(n, beta)
+                - theory.gaussian_entropy(n, beta, method="first-order")
+                for n in (500, 1000)
+            ]
+            assert error[0] / error[1] == pytest.approx(4, rel=0.1)
+        assert theory.gaussian_entropy(100, 40.0, method="first-order") == math.inf
+
+    @pytest.mark.host
+    def test_weak_scores(self):
+        # β²/2 times the variance 1 − 1/n of the scores among themselves.
+        for n in (1, 2, 100, 10**12):
+            for beta in (0, 1e-9, 1e-3):
+                expected = math.log(n) - beta**2 / 2 * (1 - 1 / n)
+                assert theory.gaussian_entropy(n, beta) == pytest.approx(expected, abs=2e-10)
+        assert theory.gaussian_entropy(1, 5.0) == 0.0
+
+    @pytest.mark.host
+    def test_strong_scores(self):
+        # H → (π²/6) · (density of the gap between the two largest at 0)/β: for two keys 1/√π.
+        assert 1e6 * theory.gaussian_entropy(2, 1e6) == pytest.approx(
+            math.pi**2 / 6 / math.sqrt(math.pi), rel=1e-5
+        )
+
+    @pytest.mark.host
+    def test_frozen_phase(self):
+        gap = []
+        for n in (1e3, 1e6, 1e9, 1e15):
+            beta = 2 * math.sqrt(2 * math.log(n))
+            frozen = theory.gaussian_entropy(n, beta, method="frozen")
+            assert frozen == pytest.approx(theory.frozen_entropy(2.0), rel=1e-14)
+            gap.append(frozen - theory.gaussian_entropy(n, beta))
+        assert 0 < gap[3] < gap[2] < gap[1] < gap[0]
+        assert theory.gaussian_entropy(512, 1.0, method="frozen") == math.inf
+        assert theory.gaussian_entropy(1, 1.0, method="frozen") == 0.0
+
+    @pytest.mark.host
+    def test_simulation(self, rng):
+        for n, beta in ((3, 2.0), (64, 1.0), (512, 4.0)):
+            logits = beta * rng.normal(size=(4000, n))
+            assert_mean(it.entropy_from_logits(logits), theory.gaussian_entropy(n, beta))
+
+    @pytest.mark.host
+    def test_normal_queries_and_keys(self, rng):
+        # Given the query, the scores are normal with the standard deviation ‖q‖/√d.
+        norm = np.sqrt(stats.chi2.ppf((np.arange(40) + 0.5) / 40, 64) / 64)[:, None]
+
+        def mean(law):
+            factor = np.asarray([law(int(n)) for n in LENGTHS])
+            return theory.gaussian_entropy(LENGTHS, norm * factor).mean(axis=0)
+
+        tables = {
+            laws.Constant(1.0): [3.681, 4.359, 5.054, 5.744, 6.432, 7.128, 7.818, 8.515],
+            laws.LogLength(512): [3.942, 4.551, 5.155, 5.744, 6.315, 6.885, 7.431, 7.978],
+            laws.LogLength(64): [3.681, 4.189, 4.690, 5.149, 5.573, 5.995, 6.368, 6.729],
+        }
+        for law, table in tables.items():
+            np.testing.assert_allclose(mean(law), table, atol=0.025)  # that of their sampling
+        q, k = rng.normal(size=(2000, 1, 64)), rng.normal(size=(2000, 128, 64))
+        assert_mean(it.attention_entropy(q, k, law=None), mean(laws.Constant(1.0))[1])
+
+    @pytest.mark.host
+    def test_focused_scores_keep_their_entropy_under_the_log_law(self):
+        factor = np.log(LENGTHS) / math.log(512)
+        for std in (3.0, 3.5, 4.0):
+            assert 0.15 < spread(theory.gaussian_entropy(LENGTHS, std * factor)) < 0.4
+            assert 2.0 < spread(theory.gaussian_entropy(LENGTHS, std)) < 3.2
+
+
+class TestFrozen:
+    @pytest.mark.host
+    def test_values(self):
+        ratio = np.concatenate([1 + np.geomspace(1e-9, 1, 30), np.geomspace(2, 1e8, 30)])
+        with mpmath.workdps(40):
+            expected = [mpmath.psi(0, 1) - mpmath.psi(0, 1 - 1 / mpmath.mpf(x)) for x in ratio]
+        np.testing.assert_allclose(
+            theory.frozen_entropy(ratio), np.asarray(expected, float), rtol=1e-11 / 1e-4, atol=0
+        )
+        smooth = ratio > 1.01
+        np.testing.assert_allclose(
+            theory.frozen_entropy(ratio[smooth]), np.asarray(expected, float)[smooth], rtol=1e-11
+        )
+        assert theory.frozen_entropy(1) == math.inf
+        assert theory.frozen_entropy(0) == math.inf
+
+    @pytest.mark.host
+    def test_weights_of_poisson_and_dirichlet(self, rng):
+        # Powers of the arrival times of a Poisson process are the weights, up to a factor.
+        arrivals = rng.exponential(size=(4000, 3000)).cumsum(axis=-1)
+        assert_mean(it.entropy_from_logits(-3.0 * np.log(arrivals)), theory.frozen_entropy(3.0))
+
+
+class TestSphere:
+    @pytest.mark.host
+    @pytest.mark.parametrize(
+        ("n", "kappa"), [(2, 0.5), (2, 10), (10, 3), (100, 30), (10**6, 8), (10**12, 20)]
+    )
+    def test_three_dimensions(self, n, kappa, digits):
+        # L(t) in closed form, by the exponential integral.
+        def integrand(y):
+            t = mpmath.exp(-y)
+            low, high = t * mpmath.exp(-kappa), t * mpmath.exp(kappa)
+            level = (mpmath.e1(low) - mpmath.e1(high)) / (2 * kappa)
+            slope = (mpmath.exp(-low) + mpmath.exp(-high)) / 2 - level
+            return mpmath.exp(-t) - level**n + n * level ** (n - 1) * slope
+
+        points = mpmath.linspace(-kappa - 4, kappa + math.log(n) + 40, 20)
+        expected = float(mpmath.quad(integrand, points))
+        assert theory.sphere_entropy(n, 3, kappa) == pytest.approx(expected, abs=1e-9)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("d", [2, 4, 6, 20, 64, 1000])
+    def test_against_plain_quadrature(self, d):
+        for n in (2, 5, 64, 10**4, 10**12):
+            for kappa in (0.1, 1, 4.7, 30, 200):
+                expected = plain_entropy(n, *angle_grid(d, 3000), kappa)
+                got = theory.sphere_entropy(n, d, kappa)
+                assert got == pytest.approx(expected, abs=3e-9), (n, kappa)
+
+    @pytest.mark.host
+    def test_large_dimension_is_gaussian(self):
+        for n in (2, 100, 1e12):
+            for beta in (0.5, 3.0, 20.0):
+                difference = [
+                    theory.sphere_entropy(n, d, beta * math.sqrt(d)) - theory.gaussian_entropy(n, beta)
+                    for d in (5e5, 1e6)
+                ]
+                assert abs(difference[1]) < 2e-3
+                assert difference[0] == pytest.approx(2 * difference[1], rel=0.02, abs=1e-9)
+
+    @pytest.mark.host
+    def test_limits(self):
+        for d in (2, 3, 64, 1e6):
+            for n in (1, 2, 1000):
+                assert theory.sphere_entropy(n, d, 0) == pytest.approx(math.log(n), abs=1e-10)
+                expected = math.log(n) - 1e-6 / (2 * d) * (1 - 1 / n)
+                assert theory.sphere_entropy(n, d, 1e-3) == pytest.approx(expected, abs=2e-10)
+            assert theory.sphere_entropy(1, d, 9.0) == 0.0
+        for d, kappa in ((2, 1e4), (3, 300.0), (64, 30.0)):
+            annealed = theory.sphere_entropy(1e15, d, kappa, method="annealed")
+            assert theory.sphere_entropy(1e15, d, kappa) == pytest.approx(annealed, abs=1e-7)
+            expected = math.log(1e15) - theory.vmf_kl_uniform(d, kappa)
+            assert annealed == pytest.approx(expected, rel=1e-14)
+
+    @pytest.mark.host
+    def test_simulation(self, rng):
+        for n, d, scale in ((2, 2, 5.0), (40, 3, 10.0), (64, 64, 1.0), (300, 8, 4.0)):
+            q, k = on_sphere(rng, 2000, 1, d), on_sphere(rng, 2000, n, d)
+            h = it.attention_entropy(q, k, law=laws.Constant(scale))
+            assert_mean(h, theory.sphere_entropy(n, d, scale * math.sqrt(d)))
+
+    @pytest.mark.host
+    def test_near_the_normal_queries_and_keys(self):
+        table = [3.681, 4.359, 5.054, 5.744, 6.432, 7.128, 7.818, 8.515]
+        np.testing.assert_allclose(theory.sphere_entropy(LENGTHS, 64, 8.0), table, atol=0.05)
+
+    @pytest.mark.host
+    def test_spreads_of_the_law(self):
+        log_n = np.log(LENGTHS)
+        for coefficient in (5.0, 5.5, 6.5):
+            assert spread(theory.sphere_entropy(LENGTHS, 64, coefficient * log_n)) < 0.18
+        wide = spread(theory.sphere_entropy(LENGTHS, 64, 1.282 * log_n))
+        assert wide == pytest.approx(4.07, abs=0.02)
+
+
+class TestNeedle:
+    def test_is_exact(self, backend):
+        n, relevant = [10, 10, 64, 64, 7, 7], [1, 3, 8, 64, 7, 1]
+        gap = [2.0, -3.0, 7.5, 4.0, -5.0, 800.0]
+        logits = [
+            [g] * k + [0.0] * (m - k) + [-np.inf] * (64 - m)
+            for m, k, g in zip(n, relevant, gap, strict=True)
+        ]
+        expected = it.entropy_from_logits(np.asarray(logits))
+        got = theory.needle_entropy(backend.array(n), backend.array(relevant), backend.array(gap))
+        backend.assert_close(got, expected, rtol=1e-12 if backend.float64 else 1e-5, atol=1e-6)
+        numbers = [theory.needle_entropy(*x) for x in zip(n, relevant, gap, strict=True)]
+        np.testing.assert_allclose(numbers, expected, rtol=1e-12, atol=1e-15)
+
+    @pytest.mark.host
+    def test_entropy_under_the_laws(self):
+        standard = theory.needle_entropy(LENGTHS, 8, 7.5)
+        assert standard[0] == pytest.approx(2.11, abs=5e-3)
+        assert standard[-1] == pytest.approx(5.24, abs=5e-3)
+        scaled = theory.needle_entropy(LENGTHS, 8, 7.5 * np.log(LENGTHS) / math.log(512))
+        assert scaled.min() == pytest.approx(2.31, abs=5e-3)
+        assert scaled.max() == pytest.approx(2.37, abs=6e-3)
+
+
+class TestTied:
+    @pytest.mark.host
+    def test_simulation(self, rng):
+        for n, d, factor in ((64, 64, 1.0), (256, 64, 0.5), (256, 64, 1.1)):
+            samples = []
+            for _ in range(40):
+                x = on_sphere(rng, n, d)
+                h = it.attention_entropy(x, x, law=laws.Constant(factor))
+                samples.append(h.mean())
+            error = abs(np.mean(samples) - theory.tied_entropy(n, d, factor))
+            assert error < 0.01 + 5 * np.std(samples) / math.sqrt(40)
+
+    @pytest.mark.host
+    def test_entropy_under_the_laws(self):
+        ends = np.asarray([64, 8192])
+        np.testing.assert_allclose(theory.tied_entropy(ends, 64, 1.0), [0.27, 7.45], atol=0.02)
+        factor = np.log(ends) / math.log(512)
+        np.testing.assert_allclose(theory.tied_entropy(ends, 64, factor), [1.67, 1.91], atol=0.03)
+
+    @pytest.mark.host
+    def test_closed_form_for_normal_scores(self):
+        # The limit of many dimensions at a given exponent.
+        n, d, c = 10**5, 10**6, 0.01
+        r = (n - 1) * math.exp(c**2 / 2 - c * math.sqrt(d))
+        p = r / (1 + r)
+        h = -p * math.log(p) - (1 - p) * math.log(1 - p)
+        expected = h + p * (math.log(n - 1) - c**2 / 2)
+        assert 1 < expected < 10
+        assert theory.tied_entropy(n, d, c) == pytest.approx(expected, rel=1e-8)
+
+    @pytest.mark.host
+    def test_limits(self):
+        assert theory.tied_entropy(1, 64, 3.0) == 0.0
+        for n in (2, 1000):
+            assert theory.tied_entropy(n, 64, 0) == pytest.approx(math.log(n), rel=1e-14)
+            assert 0 <= theory.tied_entropy(n, 64, 1e4) < 1e-100
+
+
+MODELS = {
+    "gaussian": ({"std": 1.7}, lambda n, f: theory.gaussian_entropy(n, 1.7 * f)),
+    "sphere": ({"d": 64}, lambda n, f: theory.sphere_entropy(n, 64, 8 * f)),
+    "needle": ({"n_relevant": 3, "gap": 5.0}, lambda n, f: theory.needle_entropy(n, 3, 5.0 * f)),
+    "tied": ({"d": 64}, lambda n, f: theory.tied_entropy(n, 64, f)),
+}
+
+
+class TestInvariantFactor:
+    @pytest.mark.host
+    @pytest.mark.parametrize("model", MODELS)
+    def test_round_trip(self, model):
+        parameters, entropy = MODELS[model]
+        n = np.asarray([4.0, 64.0, 8192.0, 1e12])[:, None]
+        low = math.log(3) if model == "needle" else 0.0
+        target = low + np.asarray([1e-5, 1e-3, 0.1, 0.5, 0.9, 0.999]) * (np.log(n) - low)
+        factor = theory.invariant_factor(n, target, model=model, **parameters)
+        assert np.isfinite(factor).all()
+        assert (np.diff(factor, axis=1) < 0).all()
+        np.testing.assert_allclose(entropy(n, factor), target, rtol=0, atol=1e-9)
+
+        one = theory.invariant_factor(8192, 3.0, model=model, **parameters)
+        assert type(one) is float
+        assert entropy(8192, one) == pytest.approx(3.0, abs=1e-10)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("model", ["gaussian", "sphere"])
+    def test_round_trip_in_all_ranges(self, model, rng):
+        n = 10 ** rng.uniform(0.4, 12, 60)
+        d = 10 ** rng.uniform(math.log10(8), 6, 60)
+        share = rng.uniform(0.001, 0.999, 60)
+        parameters = {"d": d} if model == "sphere" else {}
+        factor = theory.invariant_factor(n, share * np.log(n), model=model, **parameters)
+        if model == "sphere":
+            got = theory.sphere_entropy(n, d, np.minimum(factor * np.sqrt(d), 1e7))
+        else:
+            got = theory.gaussian_entropy(n, factor)
+        np.testing.assert_allclose(got, share * np.log(n), rtol=0, atol=1e-9)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("model", MODELS)
+    def test_out_of_reach(self, model):
+        parameters, _ = MODELS[model]
+        bottom = math.log(3) if model == "needle" else 0.0
+        assert theory.invariant_factor(100, math.log(100), model=model, **parameters) == 0.0
+        assert theory.invariant_factor(100, 9.0, model=model, **parameters) == 0.0
+        assert theory.invariant_factor(100, bottom, model=model, **parameters) == math.inf
+        assert theory.invariant_factor(100, -1.0, model=model, **parameters) == math.inf
+        # In two dimensions this would take κ above 10⁷.
+        assert theory.invariant_factor(1e6, 5.0, model="sphere", d=2) == math.inf
+
+    @pytest.mark.host
+    def test_gaussian_law_for_many_keys(self):
+        # β ≈ √(2(log n − H)), while that is well below √(2 log n).
+        n = np.asarray([1e6, 1e12])
+        factor = theory.invariant_factor(n, 0.9 * np.log(n), std=2.0)
+        np.testing.assert_allclose(factor, np.sqrt(0.2 * np.log(n)) / 2, rtol=1e-4)
+
+    @pytest.mark.host
+    def test_log_law_holds_the_needle(self):
+        n = np.asarray([64, 512, 4096])
+        factor = theory.invariant_factor(n, 2.3, model="needle", n_relevant=8, gap=7.5)
+        line = np.diff(factor) / np.diff(np.log(n))
+        assert line[1] == pytest.approx(line[0], rel=0.1)
+
+
+# One call of every function and method, of arrays n and x that broadcast.
+CALLS = {
+    "gaussian": lambda n, x: theory.gaussian_entropy(n, x),
+    "annealed": lambda n, x: theory.gaussian_entropy(n, x, method="annealed"),
+    "first-order": lambda n, x: theory.gaussian_entropy(n, x / 4, method="first-order"),
+    "frozen": lambda n, x: theory.gaussian_entropy(n, x * 4, method="frozen"),
+    "frozen_entropy": lambda n, x: theory.frozen_entropy(x),
+    "sphere": lambda n, x: theory.sphere_entropy(n, 64, x * 8),
+    "sphere-annealed": lambda n, x: theory.sphere_entropy(n, x + 1, x, method="annealed"),
+    "vmf_log_mgf": lambda n, x: theory.vmf_log_mgf(n, x),
+    "vmf_mean_cosine": lambda n, x: theory.vmf_mean_cosine(n, x),
+    "vmf_kl_uniform": lambda n, x: theory.vmf_kl_uniform(n, x),
+    "needle": lambda n, x: theory.needle_entropy(n, 2, x),
+    "tied": lambda n, x: theory.tied_entropy(n, 64, x),
+    "factor": lambda n, x: theory.invariant_factor(n, 0.5, std=x),
+    "factor-needle": lambda n, x: theory.invariant_factor(n, 0.5, model="needle", n_relevant=1, gap=x),
+    "factor-tied": lambda n, x: theory.invariant_factor(n, x / 10, model="tied", d=64),
+}
+
+
+def on(backend, call):
+    """The call; within a trace on JAX, which takes long over single operations."""
+    if backend.library != "jax":
+        return call
+    import jax
+
+    return jax.jit(call)
+
+
+class TestArrays:
+    @pytest.mark.parametrize("name", CALLS)
+    def test_values(self, backend, name):
+        n, x = np.asarray([2, 64, 4096]), np.asarray([[1.25], [4.0]])
+        expected = CALLS[name](n, x)
+        assert expected.dtype == np.float64
+        close = {"rtol": 1e-11, "atol": 1e-12} if backend.float64 else {"rtol": 1e-4, "atol": 1e-4}
+        got = on(backend, CALLS[name])(backend.array(n), backend.array(x))
+        backend.assert_close(got, expected, **close)
+        if backend.library == "jax":
+            return  # each dtype is a program of its own
+        got = on(backend, CALLS[name])(backend.array(n), backend.array(x, "float32"))
+        assert got.dtype == backend.xp.float32
+        rounded = {"rtol": 2e-7, "atol": 1e-30} if backend.float64 else close
+        backend.assert_close(got, expected, **rounded)
+
+    def test_integers_give_the_default_dtype(self, backend):
+        from array_api_extra import default_dtype
+
+        got = theory.tied_entropy(backend.array([10, 20]), backend.array([64]), 1)
+        assert got.dtype == default_dtype(backend.xp, device=backend.device)
+
+    def test_half_precision(self, backend):
+        if backend.half is None:
+            pytest.skip("no half precision here")
+        got = theory.vmf_kl_uniform(64, backend.array([8.0, 1000.0], backend.half))
+        assert got.dtype == getattr(backend.xp, backend.half)
+        np.testing.assert_allclose(
+            backend.numpy(got), theory.vmf_kl_uniform(64, np.asarray([8.0, 1000.0])), rtol=1e-3
+        )
+
+    def test_entries_out_of_range_give_nan(self, backend):
+        inf, nan = math.inf, math.nan
+        x = backend.array([-1.0, nan, inf, 2.0])
+        for call in (
+            lambda x: theory.gaussian_entropy(64, x, method="annealed"),
+            lambda x: theory.sphere_entropy(64, 8, x, method="annealed"),
+            lambda x: theory.sphere_entropy(x, 8, 3.0, method="annealed"),
+            theory.frozen_entropy,
+            lambda x: theory.vmf_log_mgf(x, 3.0),
+            lambda x: theory.vmf_mean_cosine(3.0, x),
+            lambda x: theory.needle_entropy(64, x, 3.0),
+            lambda x: theory.tied_entropy(x, 64, 1.0),
+            lambda x: theory.invariant_factor(64, 0.5, model="needle", n_relevant=1, gap=x),
+        ):
+            got = backend.numpy(on(backend, call)(x))
+            assert (np.isnan(got) == [True, True, True, False]).all()
+        got = theory.needle_entropy(backend.array([4.0, 4.0]), backend.array([4.0, 5.0]), 1.0)
+        assert (np.isnan(backend.numpy(got)) == [False, True]).all()
+
+    @pytest.mark.host
+    def test_entries_beyond_the_quadrature_give_nan(self):
+        got = theory.gaussian_entropy(
+            np.asarray([4.0, 2e15, 4.0, 0.5]), np.asarray([1.0, 1.0, 2e7, 1.0])
+        )
+        assert (np.isnan(got) == [False, True, True, True]).all()
+        got = theory.sphere_entropy(
+            4, np.asarray([3.0, 2e6, 3.0, 1.0]), np.asarray([1, 1, 2 * 10**7, 1])
+        )
+        assert (np.isnan(got) == [False, True, True, True]).all()
+
+    @pytest.mark.host
+    def test_numbers_give_floats(self):
+        for name, call in CALLS.items():
+            got = call(64, 2.5)
+            assert type(got) is float, name
+            assert got == pytest.approx(call(np.asarray([64.0]), np.asarray([2.5]))[0], rel=1e-14)
+            assert type(call(np.int64(64), np.float64(2.5))) is float
+
+    @pytest.mark.host
+    def test_many_and_none(self, rng):
+        beta = rng.uniform(0.1, 5, (7, 5))
+        got = theory.gaussian_entropy(512, beta)
+        expected = [[theory.gaussian_entropy(512, float(x)) for x in row] for row in beta]
+        np.testing.assert_allclose(got, expected, rtol=1e-13)
+        assert theory.gaussian_entropy(512, np.zeros((0, 3))).shape == (0, 3)
+        assert theory.invariant_factor(np.zeros((0,)), 1.0).shape == (0,)
+
+
+class TestErrors:
+    @pytest.mark.host
+    @pytest.mark.parametrize(
+        ("call", "error", "message"),
+        [
+            (lambda: theory.gaussian_entropy(0, 1.0), ValueError, r"`n` must be at least 1, got 0"),
+            (lambda: theory.gaussian_entropy(8, -1), ValueError, r"`beta` must be at least 0, got -1"),
+            (lambda: theory.gaussian_entropy(8, math.nan), ValueError, r"`beta` must be at least 0, got nan"),
+            (lambda: theory.gaussian_entropy(1e16, 1), ValueError, r"`n` must be at most 1e\+15, got 1e\+16"),
+            (lambda: theory.gaussian_entropy(8, 1e8), ValueError, r"`beta` must be at most 1e\+07"),
+            (lambda: theory.gaussian_entropy("8", 1), TypeError, r"`n` must be a real number, got str|be a real"),
+            (lambda: theory.gaussian_entropy(8, [1.0]), TypeError, r"`beta` must be a real number, got list"),
+            (lambda: theory.gaussian_entropy(True, 1), TypeError, r"`n` must be a real number, got bool"),
+            (lambda: theory.gaussian_entropy(8, 1, method="x"), ValueError, r"`method` must be 'exact' or "),
+            (lambda: theory.gaussian_entropy(8, np.ones(2, bool)), TypeError, r"`beta` must have an integer or"),
+            (lambda: theory.gaussian_entropy(8, np.ones(2, complex)), TypeError, r"`beta` must have an integer"),
+            (lambda: theory.gaussian_entropy(np.ones(2), np.ones(3)), ValueError, r"`beta` must broadcast"),
+            (lambda: theory.sphere_entropy(8, 1, 1.0), ValueError, r"`d` must be at least 2, got 1"),
+            (lambda: theory.sphere_entropy(8, 1e7, 1.0), ValueError, r"`d` must be at most 1e\+06"),
+            (lambda: theory.sphere_entropy(8, 3, 1.0, method="frozen"), ValueError, r"`method` must be"),
+            (lambda: theory.vmf_log_mgf(1.9, 1.0), ValueError, r"`d` must be at least 2, got 1.9"),
+            (lambda: theory.vmf_kl_uniform(3, -1e-9), ValueError, r"`kappa` must be at least 0"),
+            (lambda: theory.frozen_entropy(-1), ValueError, r"`beta_over_critical` must be at least 0"),
+            (lambda: theory.needle_entropy(8, 0, 1.0), ValueError, r"`n_relevant` must be at least 1, got 0"),
+            (lambda: theory.needle_entropy(8, 9, 1.0), ValueError, r"`n_relevant` must be at most `n`, got 9 and 8"),
+            (lambda: theory.needle_entropy(8, 2, math.inf), ValueError, r"`gap` must be finite, got inf"),
+            (lambda: theory.tied_entropy(8, 64, -1), ValueError, r"`factor` must be at least 0, got -1"),
+            (lambda: theory.invariant_factor(8, 1, model="x"), ValueError, r"`model` must be 'gaussian' or "),
+            (lambda: theory.invariant_factor(8, 1, std=0), ValueError, r"`std` must be above 0, got 0"),
+            (lambda: theory.invariant_factor(8, 1, d=64), TypeError, r"`d` must be left out for the model 'gaussian'"),
+            (lambda: theory.invariant_factor(8, 1, model="sphere"), ValueError, r"`d` must be given for the model 'sphere'"),
+            (lambda: theory.invariant_factor(8, 1, model="tied", d=64, std=1), TypeError, r"`std` must be left out"),
+            (lambda: theory.invariant_factor(8, 1, model="needle", gap=1), ValueError, r"`n_relevant` must be given"),
+            (lambda: theory.invariant_factor(8, 1, model="needle", n_relevant=1, gap=0), ValueError, r"`gap` must be above 0"),
+        ],
+    )  # fmt: skip
+    def test_messages(self, call, error, message):
+        with pytest.raises(error, match=message):
+            call()
+
+    def test_mixed_libraries(self, backend):
+        if backend.library == "numpy":
+            pytest.skip("needs two libraries")
+        with pytest.raises(TypeError, match="`beta` must be an array of the library of `n`"):
+            theory.gaussian_entropy(backend.array([8.0]), np.ones(1))
+
+    @pytest.mark.host
+    def test_all_functions_are_public_and_sorted(self):
+        names = [
+            name
+            for name, x in vars(theory).items()
+            if inspect.isfunction(x) and not name.startswith("_") and x.__module__ == theory.__name__
+        ]
+        assert sorted(names) == theory.__all__
