@@ -216,7 +216,7 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
 def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
     hidden = s == -math.inf
-    seen = xp.astype(~hidden, s.dtype)
+    seen = xp.astype(s != -math.inf, s.dtype)  # `~` of a fake CUDA tensor asks for the driver
     x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True)))
     spread = -xp.min(x, axis=-1, keepdims=True)
     x = divide_or_zero(xp, x, spread)

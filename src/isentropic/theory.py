@@ -405,9 +405,9 @@ def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     where h is the binary entropy. For d ≫ κ this is ``r = (n − 1) e^{c²/2 − c√d}`` and KL = c²/2, c
     being the factor.
 
-    The weight of the others is replaced by its mean. That holds for n ≫ e^{KL} by the law of large
-    numbers, and in any n where their weight is small, r ≪ 1. Between, for some n and factors with
-    r of the order of 1 and log n below KL, it does not; that takes d below about 10.
+    The weight of the others is replaced by its mean, which holds for n ≫ e^{KL} by the law of large
+    numbers, and for r ≪ 1 at any n. Between, the result is too large: by simulation with n = 16 to
+    512, by up to 0.09 nats for d ≤ 4, 0.03 for d = 8, 0.013 for d = 16 and 0.003 for d = 64.
 
     Examples
     --------
@@ -459,9 +459,9 @@ def invariant_factor(
     float or array
         From 0 to ∞: 0 where the target is log n or more, and ∞ where no factor reaches it, that is
         where it is 0 or less, for ``"needle"`` log `n_relevant` or less. For ``"gaussian"`` and
-        ``"sphere"`` also where it would take a β or κ above 10⁷ (8·10⁴ in float32); in two or three dimensions, where
-        the entropy falls with log κ, that may be at several nats. The accuracy is that of the
-        entropies: of a target within 1e-5 of log n the factor has five digits.
+        ``"sphere"`` also where it would take a β or κ above 10⁷ (8·10⁴ in float32); in two or three
+        dimensions, where the entropy falls with log κ, that may be at several nats. The accuracy is
+        that of the entropies: of a target within 1e-5 of log n the factor has five digits.
 
     Raises
     ------
