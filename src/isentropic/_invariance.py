@@ -41,6 +41,8 @@ from isentropic.masks import Mask
 
 # Enough for float64 and every case of the tests; most rows settle in 6 to 9 steps.
 _STEPS = 28
+# Of scores in units of their range: a place so low that it has no weight at any factor.
+_FAR = -1e20
 
 
 def match_entropy(
@@ -216,22 +218,25 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
 def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
     hidden = s == -math.inf
-    seen = xp.astype(s != -math.inf, s.dtype)  # `~` of a fake CUDA tensor asks for the driver
     x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True)))
     spread = -xp.min(x, axis=-1, keepdims=True)
     x = divide_or_zero(xp, x, spread)
-    n = xp.sum(seen, axis=-1, keepdims=True)
+    n = xp.sum(xp.astype(s != -math.inf, s.dtype), axis=-1, keepdims=True)
     log_n = log_or(xp, n, 0.0)
     eps, tiny = float(xp.finfo(s.dtype).eps), float(xp.finfo(s.dtype).smallest_normal)
+    first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (x, x * x))
+    of_scores = _variance(xp, first, second, n)
+    x = xp.where(hidden, _FAR, x)
 
     def entropy_and_variance(u: Array) -> tuple[Array, Array]:
         factor = xp.exp(u)
-        weight = xp.exp(factor * x) * seen
-        z = xp.sum(weight, axis=-1, keepdims=True)
-        mean = divide_or_zero(xp, xp.sum(weight * x, axis=-1, keepdims=True), z)
-        square = divide_or_zero(xp, xp.sum(weight * x * x, axis=-1, keepdims=True), z)
-        variance = xp.clip(square - mean * mean, min=0.0)
-        return log_or(xp, z, 0.0) - factor * mean, factor * factor * variance
+        weight = xp.exp(factor * x)
+        weighted = weight * x
+        z, first, second = (
+            xp.sum(y, axis=-1, keepdims=True) for y in (weight, weighted, weighted * x)
+        )
+        h = log_or(xp, z, 0.0) - factor * divide_or_zero(xp, first, z)
+        return h, factor * factor * _variance(xp, first, second, z)
 
     deficit = log_n - wanted
     is_below = deficit > 0
@@ -239,12 +244,9 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     highest = xp.zeros_like(deficit) + math.log(200 / eps)
     at_highest, _ = entropy_and_variance(highest)
     is_inside = is_below & (spread > 0) & (at_highest < wanted)
-    # As the deficit begins with λ²/2 times the variance of the scores themselves.
-    mean = divide_or_zero(xp, xp.sum(x, axis=-1, keepdims=True), n)
-    square = divide_or_zero(xp, xp.sum(x * x, axis=-1, keepdims=True), n)
-    variance = xp.clip(square - mean * mean, min=eps)
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2, highest)
-    start = xp.log(deficit * 2.0 / variance) / 2
+    # As the deficit begins, with λ²/2 times the variance of the scores themselves.
+    start = xp.log(deficit * 2.0 / xp.clip(of_scores, min=eps)) / 2
     start = xp.minimum(xp.maximum(start, lowest), highest)
     goal = xp.log(deficit) - xp.log(xp.clip(wanted, min=tiny))
 
@@ -271,6 +273,12 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     factor = xp.where(spread == 0, 1.0, factor)
     is_number = (h == h) & (wanted == wanted)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
+
+
+def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:
+    """From sums of weights z, of weighted scores, and of weighted squares."""
+    mean = divide_or_zero(xp, first, z)
+    return xp.clip(divide_or_zero(xp, second, z) - mean * mean, min=0.0)
 
 
 def _with_gradient(

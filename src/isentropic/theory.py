@@ -601,7 +601,7 @@ _MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
         lambda xp, n, std, beta: _gaussian_exact(xp, n, beta),
         lambda xp, std: xp.zeros_like(std),
         _HIGHEST,
-        16,
+        12,
     ),
     "sphere": (
         {"d": 2.0},
@@ -609,7 +609,7 @@ _MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
         _sphere_exact,
         lambda xp, d: xp.zeros_like(d),
         _HIGHEST,
-        16,
+        12,
     ),
     "needle": (
         {"n_relevant": 1.0, "gap": 0.0},
