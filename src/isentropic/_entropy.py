@@ -184,18 +184,24 @@ def entropy_from_logits(
     arrays = {"logits": logits} | present(mask=mask)
     xp = namespace(**arrays)
     device(**arrays)
-    _check_entropy(xp, order, family, axis, logits=logits)
+    check_order(order)
+    check_choice("family", family, FAMILIES)
+    s = rows_of_logits(xp, logits, axis, mask)
+
+    return xp.astype(_entropy(xp, s, float(order), family), logits.dtype)
+
+
+def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None) -> Array:
+    """Logits with their axis last, −∞ where they take no part, in the dtype to compute in."""
+    check_floating(xp, logits=logits)
+    check_axis(axis, logits.ndim)
+    s = xp.astype(logits, accumulator(xp, logits.dtype))
     if mask is not None:
         if not xp.isdtype(mask.dtype, "bool"):
             raise type_error("mask", "be boolean (True takes part)", mask.dtype)
         check_broadcastable("mask", mask.shape, logits.shape)
-
-    s = xp.astype(logits, accumulator(xp, logits.dtype))
-    if mask is not None:
         s = xp.where(mask, s, -math.inf)
-    s = last_axis(xp, s, axis)
-
-    return xp.astype(_entropy(xp, s, float(order), family), logits.dtype)
+    return last_axis(xp, s, axis)
 
 
 def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Array:
@@ -241,21 +247,16 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     array(0.69314718)
     """
     xp = namespace(p=p)
-    _check_entropy(xp, order, family, axis, p=p)
+    check_floating(xp, p=p)
+    check_order(order)
+    check_choice("family", family, FAMILIES)
+    check_axis(axis, p.ndim)
 
     # The distribution p is the softmax of log p.
     s = log_or(xp, xp.astype(p, accumulator(xp, p.dtype)), -math.inf)
     s = last_axis(xp, s, axis)
 
     return xp.astype(_entropy(xp, s, float(order), family), p.dtype)
-
-
-def _check_entropy(xp: ModuleType, order: float, family: str, axis: int, **array: Array) -> None:
-    ((_, x),) = array.items()
-    check_floating(xp, **array)
-    check_order(order)
-    check_choice("family", family, FAMILIES)
-    check_axis(axis, x.ndim)
 
 
 def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:

@@ -19,20 +19,17 @@ from types import ModuleType
 from typing import Any
 
 from isentropic._checks import (
-    check_axis,
     check_broadcastable,
     check_floating,
     check_real,
     is_array,
-    type_error,
 )
-from isentropic._entropy import entropy_of_moments, partition
+from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
 from isentropic._kernels import state_kernel
 from isentropic._loops import Block, is_differentiable, iterate, map_blocks, take, without_gradient
-from isentropic._namespace import Array, accumulator, device, namespace, present
+from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import (
     divide_or_zero,
-    last_axis,
     log_or,
     replace_infinite_minimum,
 )
@@ -99,17 +96,7 @@ def match_entropy(
     """
     arrays = {"logits": logits} | present(mask=mask, target=target if is_array(target) else None)
     xp, place = namespace(**arrays), device(**arrays)
-    check_floating(xp, logits=logits)
-    check_axis(axis, logits.ndim)
-    if mask is not None:
-        if not xp.isdtype(mask.dtype, "bool"):
-            raise type_error("mask", "be boolean (True takes part)", mask.dtype)
-        check_broadcastable("mask", mask.shape, logits.shape)
-
-    s = xp.astype(logits, accumulator(xp, logits.dtype))
-    if mask is not None:
-        s = xp.where(mask, s, -math.inf)
-    s = last_axis(xp, s, axis)
+    s = rows_of_logits(xp, logits, axis, mask)
     wanted = _targets(xp, target, s.shape[:-1], s.dtype, place)
     if s.shape[-1] == 0:
         factor = xp.ones_like(xp.sum(s, axis=-1, keepdims=True))
@@ -232,9 +219,7 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
         factor = xp.exp(u)
         weight = xp.exp(factor * x)
         weighted = weight * x
-        z, first, second = (
-            xp.sum(y, axis=-1, keepdims=True) for y in (weight, weighted, weighted * x)
-        )
+        z, first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (weight, weighted, weighted * x))
         h = log_or(xp, z, 0.0) - factor * divide_or_zero(xp, first, z)
         return h, factor * factor * _variance(xp, first, second, z)
 
