@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 import isentropic as it
-from isentropic import laws, masks
+from isentropic import laws, masks, theory
 
 
 def inputs(dtype="float32", n=7):
@@ -144,6 +144,8 @@ CASES = {
     "match_attention_entropy": lambda a: it.match_attention_entropy(
         a["q"], a["k2"], a["target"] * 0.1 + 1.0, mask=a["visible"], is_causal=True, enable_gqa=True
     ),
+    "theory-needle": lambda a: theory.needle_entropy(a["n_keys"], 1, a["target"] * 0.1 + 2.0),
+    "theory-sphere": lambda a: theory.vmf_kl_uniform(8, a["target"] * a["target"] + 0.5),
     "visible_count": lambda a: (
         masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
     ).visible_count(7, 7, like=a["q"]),

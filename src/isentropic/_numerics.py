@@ -6,7 +6,6 @@ The argument of a singular function is guarded, not its result: the gradient of
 
 from __future__ import annotations
 
-import functools
 import math
 from types import ModuleType
 from typing import Any
@@ -112,9 +111,8 @@ def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, Arr
 def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
     """Σ D'_k(p)/νᵏ and Σ (D_k(1) − D_k(p))/νᵏ/(1 − p), from k = 1 on; see `_debye_polynomials`."""
     place = device(p=p)
-    slopes, rises = (xp.asarray(c, dtype=p.dtype, device=place) for c in _debye_polynomials())
-    size = slopes.shape[0]
-    powers = p[..., None] ** xp.arange(size, dtype=p.dtype, device=place)
+    slopes, rises = (xp.asarray(c, dtype=p.dtype, device=place) for c in _DEBYE)
+    powers = p[..., None] ** xp.arange(slopes.shape[0], dtype=p.dtype, device=place)
     orders = nu[..., None] ** -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=place)
     return (
         xp.sum(product(xp, powers, slopes) * orders, axis=-1),
@@ -122,8 +120,7 @@ def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
     )
 
 
-@functools.cache
-def _debye_polynomials() -> tuple[Any, Any]:
+def _debye_polynomials() -> tuple[list[list[float]], list[list[float]]]:
     """Coefficients of D'_k and of (D_k(1) − D_k(p))/(1 − p), a column for each k.
 
     ``exp Σ D_k(p)/νᵏ`` is the series of Debye's expansion of I_ν(νz) with p = 1/√(1 + z²)
@@ -131,22 +128,28 @@ def _debye_polynomials() -> tuple[Any, Any]:
 
         G_{k+1} = ½ [p²(1 − p²) G_k]' + ½ p²(1 − p²) Σ_{i+j=k} G_i G_j,     G_1 = (1 − 5p²)/8.
     """
-    import numpy as np
-    from numpy.polynomial import polynomial
+    size = 3 * _DEBYE_TERMS + 1  # one more than the last has, for what is differentiated
 
-    slopes = [np.asarray([1 / 8, 0.0, -5 / 8])]
-    weight = np.asarray([0.0, 0.0, 0.5, 0.0, -0.5])
+    def times(a: list[float], b: list[float]) -> list[float]:
+        return [sum(a[i] * b[k - i] for i in range(k + 1)) for k in range(size)]
+
+    def padded(*coefficients: float) -> list[float]:
+        return [*coefficients, *[0.0] * (size - len(coefficients))]
+
+    slopes, weight = [padded(1 / 8, 0, -5 / 8)], padded(0, 0, 1 / 2, 0, -1 / 2)
     for k in range(1, _DEBYE_TERMS):
-        following = polynomial.polyder(polynomial.polymul(weight, slopes[-1]))
+        whole = times(weight, slopes[-1])
+        following = padded(*[i * c for i, c in enumerate(whole)][1:])
         for i in range(k - 1):
-            pair = polynomial.polymul(slopes[i], slopes[k - 2 - i])
-            following = polynomial.polyadd(following, polynomial.polymul(weight, pair))
+            pair = times(weight, times(slopes[i], slopes[k - 2 - i]))
+            following = [a + b for a, b in zip(following, pair, strict=True)]
         slopes.append(following)
 
-    columns = np.zeros((2, 3 * _DEBYE_TERMS, _DEBYE_TERMS))
-    for k, slope in enumerate(slopes):
-        integral = polynomial.polyint(slope)
-        columns[0, : len(slope), k] = slope
-        # (1 − pⁱ)/(1 − p) = 1 + p + ... + p^{i−1}
-        columns[1, : len(slope), k] = np.cumsum(integral[::-1])[::-1][1:]
-    return columns[0], columns[1]
+    # (1 − pⁱ)/(1 − p) = 1 + p + ... + p^{i−1}
+    rises = [[sum(g[j] / (j + 1) for j in range(i, size)) for i in range(size)] for g in slopes]
+    return [list(row) for row in zip(*slopes, strict=True)], [
+        list(row) for row in zip(*rises, strict=True)
+    ]
+
+
+_DEBYE = _debye_polynomials()
