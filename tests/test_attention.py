@@ -475,6 +475,13 @@ class TestEdges:
         backend.assert_close(it.attention(q, q, q, bias=bias), np.zeros((2, 4)))
 
 
+def test_empty_batch_with_a_mask(backend):
+    x = backend.array(np.ones((0, 2, 6, 4), "float32"))
+    mask = backend.array(np.tri(6, dtype=bool))
+    assert it.attention(x, x, x, mask=mask).shape == (0, 2, 6, 4)
+    assert it.attention_entropy(x, x, mask=mask).shape == (0, 2, 6)
+
+
 class TestErrors:
     """Each message names the argument, says what it must be and what came."""
 

@@ -69,7 +69,7 @@ class TestEntropyDrift:
         ((query, key),) = _pairs(rng, (40,))
         report = it.entropy_drift([(backend.array(query), backend.array(key))], is_causal=True)
         n = np.arange(2, 41)
-        groups = np.rint(2 * np.log2(n))
+        groups = np.where(n > 4, np.rint(2 * np.log2(n)), n / 10)
         expected = [math.exp(np.log(n[groups == g]).mean()) for g in np.unique(groups)]
         np.testing.assert_allclose(report.lengths, expected, rtol=1e-12)
         np.testing.assert_array_equal(
@@ -90,6 +90,22 @@ class TestEntropyDrift:
         a, b = it.entropy_drift([padded]), it.entropy_drift([cut])
         np.testing.assert_allclose(a.lengths, [20])
         np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-6)
+
+    @pytest.mark.host
+    def test_many_lengths_are_joined(self, rng):
+        """Each sequence counts by its own n; of more than 16 those within a half octave are one group."""
+        query, key = rng.normal(size=(2, 20, 1, 40, 8)).astype("float32")
+        lengths = np.arange(21, 41)[:, None]
+        few = it.entropy_drift([(query[:3], key[:3], masks.padding(lengths[:3]))])
+        np.testing.assert_array_equal(few.lengths, [21, 22, 23])
+        many = it.entropy_drift([(query, key, masks.padding(lengths))])
+        groups = np.rint(2 * np.log2(lengths[:, 0]))
+        assert len(many.lengths) == len(np.unique(groups)) < 4
+        last = groups == groups[-1]
+        assert many.lengths[-1] == pytest.approx(np.exp(np.log(lengths[last]).mean()))
+        visible = np.arange(40) < lengths[:, :, None, None]
+        entropy = oracles.attention(query, key, visible=visible).entropy()
+        np.testing.assert_allclose(many.entropy[-1, 0, 0], entropy[last].mean(), atol=2e-5)
 
     def test_rows_alone_and_grouped_heads(self, backend, rng):
         query, key = rng.normal(size=(2, 4, 24, 8)).astype("float32")
@@ -116,6 +132,14 @@ class TestEntropyDrift:
         by_head = np.ones((3, 2, 8, 8), bool)
         with pytest.raises(ValueError, match="hide the same keys from all heads"):
             it.entropy_drift([(*pair, by_head)])
+        with pytest.raises(ValueError, match="`samples` must have as many heads all of them, 2, got 1"):
+            it.entropy_drift([pair, tuple(x[:, :1] for x in pair)])
+        with pytest.raises(
+            ValueError, match="`samples` must have finite entropies, got NaN in layer 0"
+        ):
+            it.entropy_drift([(np.nan * pair[0], pair[1])])
+        with pytest.raises(TypeError, match="`samples` must be an iterable of tuples"):
+            it.entropy_drift(3)
         with pytest.raises(ValueError, match="queries that see two keys or more"):
             it.entropy_drift([tuple(x[..., :1, :] for x in pair)])
 
@@ -215,10 +239,35 @@ class TestCalibrate:
     @pytest.mark.host
     def test_errors(self, rng):
         pairs = _pairs(rng, (32, 64))
-        with pytest.raises(ValueError, match=r"`reference_length` must lie within .*32 to 64, got 65"):
+        with pytest.raises(
+            ValueError, match=r"`reference_length` must lie within .*32.0 to 64.0, got 65"
+        ):
             it.calibrate(pairs, reference_length=65)
         with pytest.raises(ValueError, match="`reference_length` must be at least 2, got 1"):
             it.calibrate(pairs, reference_length=1)
+
+    @pytest.mark.host
+    def test_steep_growth(self, rng):
+        """Heads that need large factors."""
+        samples = [
+            (4 * rng.normal(size=(4, n, 32)) * (n / 64) ** -0.35, rng.normal(size=(4, n, 32)))
+            for n in (64, 128, 256)
+        ]
+        law = it.calibrate(samples, reference_length=64)
+        assert (law(256) > 1.8).all()
+        held, standard = (it.entropy_drift(samples, law=x).slope for x in (law, None))
+        assert (abs(held) < 0.1 * standard).all()
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_half_precision(self, backend, rng, dtype):
+        if backend.half is None or not hasattr(backend.xp, dtype):
+            pytest.skip(f"has no {dtype}")
+        pairs = _pairs(rng, (16, 32))
+        kind = getattr(backend.xp, dtype)
+        samples = [tuple(backend.xp.astype(backend.array(x), kind) for x in p) for p in pairs]
+        expected = it.entropy_drift(pairs).entropy
+        np.testing.assert_allclose(it.entropy_drift(samples).entropy, expected, atol=0.02)
+        assert it.calibrate(samples, reference_length=16).slope.dtype == backend.xp.float32
 
     def test_dtype(self, backend, rng):
         pairs = _pairs(rng, (16, 32))

@@ -74,6 +74,8 @@ class TestEntropy:
             plots.entropy({})
         with pytest.raises(TypeError, match=r"`reports\['a'\]` must be a DriftReport, got int"):
             plots.entropy({"a": 1})
+        with pytest.raises(TypeError, match="`reports` must be a DriftReport or a mapping to them"):
+            plots.entropy([1])
 
 
 @pytest.mark.host
@@ -121,7 +123,11 @@ class TestLaws:
 
     @pytest.mark.host
     def test_errors(self):
-        with pytest.raises(ValueError, match="`lengths` must be two or more numbers of at least 1"):
+        with pytest.raises(
+            ValueError, match="`lengths` must be two or more finite numbers of at least 1"
+        ):
             plots.laws({"su": laws.preset("su")}, (16,))
         with pytest.raises(TypeError, match="`law` must be a law"):
             plots.laws({"su": 2}, (16, 32))
+        with pytest.raises(TypeError, match="`laws` must be a mapping of names to laws, got LogLength"):
+            plots.laws(laws.LogLength(), (16, 32))

@@ -448,8 +448,27 @@ class TestNeedle:
         assert scaled.min() == pytest.approx(2.31, abs=5e-3)
         assert scaled.max() == pytest.approx(2.37, abs=6e-3)
 
+    @pytest.mark.host
+    @pytest.mark.parametrize("gap", [-1e3, -1e9, -1e16, -1e308])
+    def test_needles_below_the_rest(self, gap):
+        """Then the others are what is attended to."""
+        assert theory.needle_entropy(5, 1, gap) == pytest.approx(math.log(4), rel=1e-14)
+        assert theory.needle_entropy(5, 5, gap) == pytest.approx(math.log(5), rel=1e-14)
+
 
 class TestTied:
+    @pytest.mark.host
+    def test_strong_scores(self):
+        """Against mpmath, where differences of the size of κ would cancel."""
+        with mpmath.workdps(50):
+            n, kappa = mpmath.mpf(10) ** 12, mpmath.mpf(10) ** 10 * mpmath.sqrt(2)
+            i0, i1 = mpmath.besseli(0, kappa), mpmath.besseli(1, kappa)
+            r = (n - 1) * i0 * mpmath.exp(-kappa)
+            p = r / (1 + r)
+            expected = mpmath.log1p(r) + p * kappa * (1 - i1 / i0)
+        assert theory.tied_entropy(1e12, 2, 1e10) == pytest.approx(float(expected), rel=1e-12)
+        assert theory.tied_entropy(1, 2, 1e308) == 0
+
     @pytest.mark.host
     def test_simulation(self, rng):
         for n, d, factor in ((64, 64, 1.0), (256, 64, 0.5), (256, 64, 1.1), (64, 8, 2.7)):
@@ -497,6 +516,20 @@ MODELS = {
 
 
 class TestInvariantFactor:
+    @pytest.mark.host
+    def test_limits_are_those_of_the_entropies(self):
+        with pytest.raises(ValueError, match=r"`n` must be at most 1e\+15"):
+            theory.invariant_factor(1e300, 5.0)
+        with pytest.raises(ValueError, match=r"`d` must be at most 1e\+06"):
+            theory.invariant_factor(100, 2.0, model="sphere", d=1e7)
+        with pytest.raises(ValueError, match="`n_relevant` must be at most `n`, got 8 and 5"):
+            theory.invariant_factor(5, 1.0, model="needle", n_relevant=8, gap=1.0)
+        many = theory.invariant_factor(
+            np.asarray([5.0, 9.0]), 2.1, model="needle", n_relevant=8, gap=1.0
+        )
+        assert np.isnan(many[0])
+        assert many[1] > 0
+
     @pytest.mark.host
     @pytest.mark.parametrize("model", MODELS)
     def test_round_trip(self, model):

@@ -38,8 +38,10 @@ from isentropic.masks import Mask
 
 # Enough for float64 and every case of the tests; most rows settle in 6 to 9 steps.
 _STEPS = 28
-# Of scores in units of their range: a place so low that it has no weight at any factor.
-_FAR = -1e20
+# The highest factor, times the smallest distance from the maximum: e⁻²⁰⁰ is no weight.
+_HIGHEST = 200.0
+# Scores that are farther from the maximum than this many times the smallest distance are hidden.
+_DEEPEST = 1e25
 
 
 def match_entropy(
@@ -50,7 +52,8 @@ def match_entropy(
     Parameters
     ----------
     logits : array of floats
-        Logits of −∞ have probability 0 at every factor and take no part.
+        Logits of −∞ have probability 0 at every factor and take no part; nor do those whose distance
+        from the maximum is more than 10²⁵ times the smallest.
     target : float or array
         The entropy to reach, in nats; broadcastable to `logits` without `axis`.
     axis : int
@@ -66,8 +69,8 @@ def match_entropy(
 
         - 0 where the target is log n or more, n being how many logits take part;
         - at the other end, where the target is not above the logarithm of the number of ties at the
-          maximum, a factor so large (10⁹ in float32, 10¹⁸ in float64, over the range of the logits)
-          that the rest has no weight;
+          maximum, 200 over the distance from the maximum to the next logit, where nothing but the
+          maximum has a weight;
         - 1 where the factor makes no difference: all logits are equal, or none takes part.
 
         NaN where a logit that takes part is NaN or +∞, or the target is NaN.
@@ -107,7 +110,7 @@ def match_entropy(
             scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
             _, _, normalizer, moment = partition(xp, scaled, 1.0)
             factor = _with_gradient(xp, factor, slope, (normalizer, moment), wanted)
-    return xp.astype(factor[..., 0], logits.dtype)
+    return _rounded(xp, factor, logits.dtype)
 
 
 def match_attention_entropy(
@@ -147,8 +150,8 @@ def match_attention_entropy(
 
     Notes
     -----
-    The logits of a block of queries are kept during the solution, in no more memory than the keys
-    take or a tile. Derivatives as in `match_entropy`.
+    The logits of a block of queries are kept during the solution: of one query of each head against
+    all keys at least, else of about as many as a tile has. Derivatives as in `match_entropy`.
 
     Examples
     --------
@@ -189,7 +192,7 @@ def match_attention_entropy(
         kernel = state_kernel(held, None)
         state = held.scale().state(order=1.0) if kernel is None else kernel(held)
         factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), wanted)
-    return xp.astype(factor[..., 0], problem.dtype)
+    return _rounded(xp, factor, problem.dtype)
 
 
 def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Array:
@@ -204,34 +207,41 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
 
 def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
+    dtype = xp.finfo(s.dtype)
+    eps, tiny, largest = float(dtype.eps), float(dtype.smallest_normal), float(dtype.max)
     hidden = s == -math.inf
-    x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True)))
+    top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
+    x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
+    gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
+    # The unit is the smallest distance from the maximum: at 200 over it nothing else has a weight.
+    unit = xp.clip(xp.where(gap < math.inf, gap, 1.0), min=2 * _HIGHEST / largest)
+    hidden = hidden | (x * (1 / _DEEPEST) < -unit)
+    x = xp.where(hidden, 0.0, x) / unit
     spread = -xp.min(x, axis=-1, keepdims=True)
-    x = divide_or_zero(xp, x, spread)
-    n = xp.sum(xp.astype(s != -math.inf, s.dtype), axis=-1, keepdims=True)
+    n = x.shape[-1] - xp.sum(xp.astype(hidden, s.dtype), axis=-1, keepdims=True)
     log_n = log_or(xp, n, 0.0)
-    eps, tiny = float(xp.finfo(s.dtype).eps), float(xp.finfo(s.dtype).smallest_normal)
-    first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (x, x * x))
+    share = divide_or_zero(xp, x, spread)
+    first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
     of_scores = _variance(xp, first, second, n)
-    x = xp.where(hidden, _FAR, x)
+    x = xp.where(hidden, -_DEEPEST * 1e11, x)
 
     def entropy_and_variance(u: Array) -> tuple[Array, Array]:
-        factor = xp.exp(u)
-        weight = xp.exp(factor * x)
-        weighted = weight * x
-        z, first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (weight, weighted, weighted * x))
-        h = log_or(xp, z, 0.0) - factor * divide_or_zero(xp, first, z)
-        return h, factor * factor * _variance(xp, first, second, z)
+        y = xp.clip(xp.exp(u) * x, min=-1e4)  # of no weight there, and no square overflows
+        weight = xp.exp(y)
+        weighted = weight * y
+        z, first, second = (xp.sum(w, axis=-1, keepdims=True) for w in (weight, weighted, weighted * y))
+        return log_or(xp, z, 0.0) - divide_or_zero(xp, first, z), _variance(xp, first, second, z)
 
     deficit = log_n - wanted
     is_below = deficit > 0
     deficit = xp.where(is_below, deficit, 1.0)
-    highest = xp.zeros_like(deficit) + math.log(200 / eps)
+    highest = xp.zeros_like(deficit) + math.log(_HIGHEST)
     at_highest, _ = entropy_and_variance(highest)
     is_inside = is_below & (spread > 0) & (at_highest < wanted)
-    lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2, highest)
+    log_spread = log_or(xp, spread, 0.0)
+    lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
     # As the deficit begins, with λ²/2 times the variance of the scores themselves.
-    start = xp.log(deficit * 2.0 / xp.clip(of_scores, min=eps)) / 2
+    start = xp.log(deficit * 2.0 / xp.clip(of_scores, min=eps)) / 2 - log_spread
     start = xp.minimum(xp.maximum(start, lowest), highest)
     goal = xp.log(deficit) - xp.log(xp.clip(wanted, min=tiny))
 
@@ -253,11 +263,16 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     carry = (start, lowest, highest, xp.zeros_like(start))
     u, *_ = iterate(xp, step, carry, _STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
     h, variance = entropy_and_variance(u)
-    factor = divide_or_zero(xp, xp.exp(xp.where(is_inside, u, highest)), spread)
+    factor = xp.exp(xp.where(is_inside, u, highest)) / (unit * 2)
     factor = xp.where(is_below, factor, 0.0)
     factor = xp.where(spread == 0, 1.0, factor)
     is_number = (h == h) & (wanted == wanted)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
+
+
+def _rounded(xp: ModuleType, factor: Array, dtype: Any) -> Array:
+    """Without the last axis, in a dtype that may have a smaller range."""
+    return xp.astype(xp.clip(factor[..., 0], max=float(xp.finfo(dtype).max)), dtype)
 
 
 def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:

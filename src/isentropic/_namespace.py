@@ -166,6 +166,9 @@ def to_numpy(x: Array) -> Any:
     """An array on the host, where a person is to see it."""
     import numpy as np
 
+    if "bfloat16" in str(x.dtype):  # which NumPy does not know
+        xp = array_api_compat.array_namespace(x)
+        x = xp.astype(x, xp.float32)
     if _is_torch_array(x):
         x = x.detach()  # type: ignore[attr-defined]
     if array_api_compat.is_cupy_array(x):

@@ -76,12 +76,12 @@ def digamma_gap(xp: ModuleType, m: Array) -> Array:
     return tail + m * xp.sum(1 / ((j - m[..., None]) * j), axis=-1)
 
 
-def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, Array, Array]:
-    """(log M, A, KL) of the density ∝ e^{κ cos θ} on the unit sphere in d ≥ 2 dimensions, κ ≥ 0.
+def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, ...]:
+    """(log M, A, KL, κ(1 − A)) of the density ∝ e^{κ cos θ} on the unit sphere, κ ≥ 0, d ≥ 2.
 
-    M is the mean of e^{κ cos θ} over the sphere, A that of cos θ under the density, and KL the
-    divergence from the uniform density, κA − log M. With ν = d/2 − 1 they come from I_ν(κ) and
-    I_{ν+1}(κ). Debye's expansion, uniform in κ, gives them at an order higher by `_SHIFT`, from
+    M is the mean of e^{κ cos θ} over the sphere in d dimensions, A that of cos θ under the density,
+    and KL the divergence from the uniform density, κA − log M. With ν = d/2 − 1 they come from I_ν(κ)
+    and I_{ν+1}(κ). Debye's expansion, uniform in κ, gives them at an order higher by `_SHIFT`, from
     where the recurrence leads down. No term cancels another, for small κ or for large, so that
     the accuracy is that of the dtype, relative.
     """
@@ -105,7 +105,7 @@ def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, Arr
         divergence = divergence + change - xp.log1p(x)
         log_mgf = log_mgf + xp.log1p(x)
         ratio, gap = lower_ratio, lower_gap
-    return log_mgf, ratio, divergence
+    return log_mgf, ratio, divergence, gap
 
 
 def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:

@@ -126,7 +126,7 @@ def _rows_of_masks(problem: Problem) -> int:
     if problem.frame.whole:
         return problem.n_queries
     alike = problem.bias is None and not (problem.mask and problem.mask.arrays)
-    elements = 1 if alike else math.prod(problem.batch)
+    elements = 1 if alike else max(1, math.prod(problem.batch))
     return max(16, _MASK_SIZE // (elements * problem.n_keys))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,9 @@ class _Numbers(click.ParamType):
             numbers = tuple(int(part) for part in value.split(","))
         except ValueError:
             numbers = ()
-        if not numbers or min(numbers) < 2:
-            self.fail(
-                f"{value!r}: give whole numbers of at least 2 with commas between them", param, ctx
-            )
+        if not numbers or min(numbers) < 2 or max(numbers) > 10**15:
+            must = "give whole numbers from 2 to 10¹⁵ with commas between them"
+            self.fail(f"{value!r}: {must}", param, ctx)
         return tuple(sorted(set(numbers)))
 
 
@@ -174,8 +174,9 @@ def profile(
     MODEL is a folder with a model and tokenizer of Hugging Face transformers, TEXT a file in UTF-8.
     Each text is cut at each of the lengths; texts that are shorter take no part.
     """
+    _check_outputs(plot)
     huggingface, network, batches = _opened(model, texts, lengths)
-    with _as_usage_errors():
+    with _without_traceback():
         chosen = None if laws_file is None else huggingface.load_laws(laws_file)
         report = huggingface.profile(network, batches, laws=chosen, progress=True)
     click.echo(json.dumps(report.to_dict()) if as_json else report)
@@ -208,8 +209,9 @@ def calibrate(
     MODEL and TEXT are those of `profile`. The laws are for
     `isentropic.integrations.huggingface.use(model, load_laws(FILE))`.
     """
+    _check_outputs(plot, output)
     huggingface, network, batches = _opened(model, texts, lengths)
-    with _as_usage_errors():
+    with _without_traceback():
         fitted = huggingface.calibrate(
             network, batches, reference_length=reference_length, progress=True
         )
@@ -228,12 +230,28 @@ def calibrate(
 
 
 @contextlib.contextmanager
-def _as_usage_errors() -> Iterator[None]:
-    """What the library refuses, without a traceback."""
+def _without_traceback() -> Iterator[None]:
+    """What the library, the model or the file system refuses, in a line."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise click.ClickException(str(error).partition("\n")[0]) from None
+
+
+def _check_outputs(plot: Path | None, *others: Path) -> None:
+    """Refuse, before the work, what could not be written after it."""
+    for path in (plot, *others):
+        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise click.ClickException(f"{path} cannot be written")
+    if plot is None:
+        return
+    try:
+        figure = importlib.import_module("matplotlib.figure").Figure()
+    except ModuleNotFoundError:
+        raise click.ClickException("--plot needs matplotlib: pip install 'isentropic[plots]'") from None
+    kinds = figure.canvas.get_supported_filetypes()
+    if plot.suffix[1:] not in kinds:
+        raise click.UsageError(f"--plot: {plot} must end in one of {', '.join(sorted(kinds))}")
 
 
 def _opened(
@@ -251,7 +269,7 @@ def _opened(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the many kinds that the loaders raise
         reason = str(error).partition("\n")[0]
         raise click.ClickException(f"{folder} holds no model that loads: {reason}") from None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -264,6 +282,7 @@ def _opened(
 
 def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> Iterator[Any]:
     """The beginnings of the texts, of each length those that are as long."""
+    tensor = importlib.import_module("torch").tensor
     contents = []
     for path in texts:
         try:
@@ -277,18 +296,14 @@ def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> I
             raise click.ClickException(f"none of the texts has {n} tokens; see --lengths")
         size = max(1, _BATCH_TOKENS // n)
         for start in range(0, len(ids), size):
-            yield tokenizer.pad({"input_ids": ids[start : start + size]}, return_tensors="pt")
+            yield tensor(ids[start : start + size])
 
 
 def _draw(path: Path | None, reports: dict[str, Any]) -> None:
     """Entropies against the length, and the drift of each head by each report."""
     if path is None:
         return
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ModuleNotFoundError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'isentropic[plots]'") from None
-    matplotlib.use("Agg")
+    importlib.import_module("matplotlib").use("Agg")
     plt = importlib.import_module("matplotlib.pyplot")
     plots = importlib.import_module("isentropic.plots")
     width = 5.5 * (1 + len(reports))

@@ -718,9 +718,7 @@ def _plain_numbers(name: str, x: Array) -> Any:
     """The numbers of an array as nested lists."""
     import numpy as np
 
-    xp = namespace(**{name: x})
-    # NumPy knows no bfloat16.
-    numbers = to_numpy(xp.astype(x, accumulator(xp, x.dtype), copy=False))
+    numbers = to_numpy(x)
     if not np.isfinite(numbers).all():
         raise value_error(name, "be finite", "an array that is not")
     return numbers.tolist()

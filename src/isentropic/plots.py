@@ -56,7 +56,9 @@ def entropy(
     import numpy as np
 
     ax = _axes(ax)
-    named = {"mean over heads": reports} if isinstance(reports, DriftReport) else dict(reports)
+    named = {"mean over heads": reports} if isinstance(reports, DriftReport) else reports
+    if not isinstance(named, Mapping):
+        raise type_error("reports", "be a DriftReport or a mapping to them", type(reports).__name__)
     if not named:
         raise value_error("reports", "have one report or more", "none")
     for name, report in named.items():
@@ -186,8 +188,10 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     import numpy as np
 
     ends = np.asarray(lengths, dtype=np.float64)
-    if ends.ndim != 1 or ends.size < 2 or not ends.min() >= 1:
-        raise value_error("lengths", "be two or more numbers of at least 1", lengths)
+    if ends.ndim != 1 or ends.size < 2 or not (ends.min() >= 1 and ends.max() < math.inf):
+        raise value_error("lengths", "be two or more finite numbers of at least 1", lengths)
+    if not isinstance(laws, Mapping):
+        raise type_error("laws", "be a mapping of names to laws", type(laws).__name__)
     ax = _axes(ax)
     n = np.geomspace(ends.min(), ends.max(), 400) if ends.size == 2 else np.sort(ends)
     for i, (name, law) in enumerate(laws.items()):

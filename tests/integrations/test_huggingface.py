@@ -705,6 +705,17 @@ class TestReports:
         np.testing.assert_allclose(report.entropy, expected, atol=1e-6)
         np.testing.assert_allclose(report.slope, 1, atol=1e-6)
 
+    def test_padded_batches_are_as_single_texts(self):
+        model = pretrained()
+        ids = torch.randint(1000, 2000, (2, 12), generator=torch.Generator().manual_seed(1))
+        mask = torch.arange(12) < torch.tensor([[7], [12]])
+        one = huggingface.profile(model, [ids[:1, :7], ids[1:]])
+        padded = huggingface.profile(model, [{"input_ids": ids * mask, "attention_mask": mask.long()}])
+        np.testing.assert_array_equal(one.lengths, [7, 12])
+        np.testing.assert_array_equal(padded.lengths, one.lengths)
+        np.testing.assert_array_equal(padded.counts, one.counts)
+        np.testing.assert_allclose(padded.entropy, one.entropy, atol=1e-5)
+
     def test_windows(self):
         report = huggingface.profile(decoder("Gemma3"), [batch("left")], laws=laws.Constant(0.0))
         behind = report.lengths > WINDOW + 1
@@ -745,7 +756,9 @@ class TestReports:
 
     def test_reference_length(self):
         model, batches = decoder("Llama"), [batch()]
-        with pytest.raises(ValueError, match=r"`reference_length` must lie within .* 2 to .*, got 13"):
+        with pytest.raises(
+            ValueError, match=r"`reference_length` must lie within .* 2.0 to .*, got 13"
+        ):
             huggingface.calibrate(model, batches, reference_length=13)
         with pytest.raises(TypeError, match=r"`reference_length` must be a real number, got str"):
             huggingface.calibrate(model, batches, reference_length="5")
@@ -753,6 +766,33 @@ class TestReports:
         middle = math.sqrt(lengths[0] * lengths[-1])
         for law in huggingface.calibrate(model, batches):
             np.testing.assert_allclose(law(middle), np.ones(4), atol=1e-6)
+
+
+class TestParameters:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_what_learns_is_no_copy(self, dtype):
+        model, inputs = decoder("Llama"), batch()
+        slope = nn.Parameter(torch.full((4,), 0.3, dtype=dtype))
+        huggingface.use(model, laws.AffineLog(slope, 0.5))
+        before = model(**inputs).logits
+        before.sum().backward()
+        assert slope.grad.abs().max() > 0
+        with torch.no_grad():
+            slope += 1
+        assert not torch.equal(model(**inputs).logits, before)
+
+    def test_what_learns_stays_on_its_device(self):
+        slope = nn.Parameter(torch.ones(4, device="meta"))
+        with pytest.raises(
+            ValueError, match=r"`laws\[0\]` must be on the device of the layer \(cpu\), got meta"
+        ):
+            huggingface.use(decoder("Llama"), laws.AffineLog(slope))
+
+    def test_nothing_is_left_behind(self):
+        model = decoder("Llama")
+        with huggingface.use(model, laws.LogLength()):
+            pass
+        assert not any("_isentropic_law" in vars(module) for module in model.modules())
 
 
 class TestArguments:

@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ _RECORD = "_isentropic_record"
 # Arguments of some models that mean another attention than the mask and the logits do.
 _REFUSED = ("cache", "indices", "block_indices", "sinks")
 _FORMAT, _VERSION = "isentropic-laws", 1
+_LAYER = re.compile("0|[1-9][0-9]{0,5}")
 
 
 def register(name: str = _NAME) -> None:
@@ -96,12 +98,14 @@ def use(model: Any, laws: Laws) -> contextlib.ExitStack:
         a layer to its law, where the others have none. None is the standard attention. Array
         parameters have the shape (H,), one number per head. They are moved to the device of the
         layer, in float32 (float64 where the model is): move the model before. Tensors that need
-        gradients get them.
+        gradients are taken as they are, and have to be on that device; they are no parameters of the
+        model, so an optimizer is to be given them apart.
 
     Returns
     -------
     contextlib.ExitStack
-        Its ``close()``, or the end of its ``with`` block, restores the former laws and attention.
+        Its ``close()``, or the end of its ``with`` block, restores the former laws and attention: of
+        several, the last one first.
 
     Raises
     ------
@@ -117,6 +121,9 @@ def use(model: Any, laws: Laws) -> contextlib.ExitStack:
     what lies outside a sliding window do not count. So decoding with a cache equals prefill. Sinks
     are no keys. The law acts on the products of queries and keys, before a soft cap and position
     biases.
+
+    Gradient checkpointing computes attention again in the backward pass, with the laws that the model
+    has then: do that within the ``with`` block too.
 
     Examples
     --------
@@ -181,7 +188,8 @@ def profile(
     Notes
     -----
     The entropies are exact, without L×S arrays beyond the masks of transformers, at the cost of one
-    more attention. The model runs without gradients, in evaluation mode.
+    more attention. The model runs without gradients, in evaluation mode. Queries are grouped as in
+    `isentropic.entropy_drift`.
     """
     return _measure(model, batches, Recorder(), laws, progress).report()
 
@@ -194,7 +202,8 @@ def calibrate(
     Parameters
     ----------
     model, batches, progress
-        As in `profile`; the batches are run twice. The lengths should reach as far as possible.
+        As in `profile`; the batches are run twice (those of an iterator are kept). The lengths should
+        reach as far as possible.
     reference_length : float, optional
         The number of keys at which the laws are 1, and whose entropies are held; by default the
         geometric mean of the fewest and the most that queries see.
@@ -214,18 +223,19 @@ def calibrate(
     -----
     The fit is that of `isentropic.calibrate`. The entropies to hold are those of the standard
     attention, whatever laws the model has; the second run is with the laws of the first, since layers
-    feel the laws of those before them. Each attention is measured at a dozen factors on its logits,
+    feel the laws of those before them. Each attention is measured at fifteen factors on its logits,
     which costs as many more of it.
     """
+    if reference_length is not None:
+        check_real("reference_length", reference_length, least=2)
     if isinstance(batches, Iterator):
         batches = list(batches)
     standard = _measure(model, batches, Recorder(FACTORS), {}, progress)
     lengths, _, _ = standard.means()
     if reference_length is None:
         reference_length = math.sqrt(lengths[0] * lengths[-1])
-    check_real("reference_length", reference_length)
     if not lengths[0] <= reference_length <= lengths[-1]:
-        must = f"lie within the lengths of the batches, {lengths[0]:.5g} to {lengths[-1]:.5g}"
+        must = f"lie within the lengths of the batches, {lengths[0]} to {lengths[-1]}"
         raise value_error("reference_length", must, reference_length)
     target = standard.report().at(reference_length)
     first = standard.laws(reference_length, target)
@@ -297,7 +307,7 @@ def load_laws(path: str | os.PathLike[str]) -> Laws:
         raise value_error("path", "be a JSON file", f"{path} ({error})") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise value_error("path", f"be a file of the format {_FORMAT!r}", path)
-    if content.get("version") != _VERSION:
+    if type(content.get("version")) is not int or content["version"] != _VERSION:
         must = f"be a file of version {_VERSION} of the format"
         raise value_error("path", must, repr(content.get("version")))
     if "law" in content:
@@ -305,7 +315,7 @@ def load_laws(path: str | os.PathLike[str]) -> Laws:
     layers = content.get("layers")
     if isinstance(layers, list):
         return [_law_from_json(x) for x in layers]
-    if not isinstance(layers, dict) or not all(key.isdecimal() for key in layers):
+    if not isinstance(layers, dict) or not all(_LAYER.fullmatch(key) for key in layers):
         raise value_error("path", "be a file with a 'law' or with 'layers'", path)
     return {int(key): _law_from_json(x) for key, x in layers.items()}
 
@@ -374,8 +384,14 @@ def _placed(law: Law, name: str, module: Any, model: Any) -> Law:
         if n_heads is not None and tuple(x.shape) not in ((), (1,), (n_heads,)):
             must = f"have numbers as parameters, or one per head, ({n_heads},)"
             raise value_error(name, must, tuple(x.shape))
-        x = x if isinstance(x, torch.Tensor) else torch.as_tensor(to_numpy(x))
-        return x.to(device, dtype)
+        if not isinstance(x, torch.Tensor):
+            x = torch.as_tensor(to_numpy(x))
+        if not x.requires_grad:
+            return x.to(device, dtype)
+        # A copy would not learn.
+        if x.device != device:
+            raise value_error(name, f"be on the device of the layer ({device})", x.device)
+        return x
 
     return _with_arrays(law, place)
 
@@ -421,6 +437,8 @@ def _restore(implementations: list[tuple[Any, str | None]], laws: list[tuple[Any
         config._attn_implementation = implementation
     for module, law in laws:
         setattr(module, _LAW, law)
+        if law is None:
+            delattr(module, _LAW)
 
 
 # The attention itself
@@ -586,7 +604,7 @@ def _recording(
     """
     try:
         for layer, module in enumerate(modules):
-            setattr(module, _RECORD, partial(_record, factors, partial(add, layer)))
+            setattr(module, _RECORD, partial(_hand_over, factors, partial(add, layer)))
         with torch.no_grad():
             yield
     finally:
@@ -594,7 +612,7 @@ def _recording(
             vars(module).pop(_RECORD, None)
 
 
-def _record(
+def _hand_over(
     factors: Sequence[float], add: _Record, query: Any, key: Any, sink: Any, law: Law | None, call: Any
 ) -> None:
     n_queries, mask = query.shape[2], call["mask"]
