@@ -240,7 +240,7 @@ class TestCalibrate:
     def test_errors(self, rng):
         pairs = _pairs(rng, (32, 64))
         with pytest.raises(
-            ValueError, match=r"`reference_length` must lie within .*32.0 to 64.0, got 65"
+            ValueError, match=r"`reference_length` must lie within .*`samples`, 32.0 to 64.0, got 65"
         ):
             it.calibrate(pairs, reference_length=65)
         with pytest.raises(ValueError, match="`reference_length` must be at least 2, got 1"):

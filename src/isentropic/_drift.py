@@ -142,7 +142,8 @@ def _half_octave(n: Any) -> Any:
 class Recorder:
     """Sums of entropies by number of keys, layer and head, at several factors on the scale."""
 
-    def __init__(self, factors: Sequence[float] = (1.0,)) -> None:
+    def __init__(self, argument: str, factors: Sequence[float] = (1.0,)) -> None:
+        self.argument = argument  # whose fault it is if the entropies will not do
         self.factors = tuple(factors)
         # By group and layer: how many queries, the sum of log n, and those of the entropies. A group is
         # an n, or −i for the half octave around 2^{i/2}.
@@ -162,7 +163,7 @@ class Recorder:
         h = np.moveaxis(h, -2, 0)  # (heads, factors, ..., L)
         heads = next(iter(self._sums.values()))[2].shape[-1] if self._sums else h.shape[0]
         if h.shape[0] != heads:
-            raise value_error("samples", f"have as many heads all of them, {heads}", h.shape[0])
+            raise value_error(self.argument, f"have as many heads all of them, {heads}", h.shape[0])
         shape = h.shape[2:]
         n = np.broadcast_to(n if isinstance(n, int) else to_numpy(n), shape)
         taken = n >= 2
@@ -175,7 +176,7 @@ class Recorder:
         groups = np.where(is_alike, n, _half_octave(n))[taken]
         n, h = n[taken].astype(np.float64), h[:, :, taken]
         if not np.isfinite(h).all():
-            raise value_error("samples", "have finite entropies", f"NaN in layer {layer}")
+            raise value_error(self.argument, "have finite entropies", f"NaN in layer {layer}")
         for group in np.unique(groups):
             own = groups == group
             count, log_n, total = self._sums.get((int(group), layer), (0, 0.0, 0.0))
@@ -190,7 +191,7 @@ class Recorder:
         import numpy as np
 
         if not self._sums:
-            raise value_error("samples", "have queries that see two keys or more", "none")
+            raise value_error(self.argument, "have queries that see two keys or more", "none")
         if len({group for group, _ in self._sums if group > 0}) > _MOST_LENGTHS:
             self._join()
         layers = sorted({layer for _, layer in self._sums})
@@ -221,21 +222,28 @@ class Recorder:
         lengths, counts, entropy = self.means()
         return DriftReport(lengths, counts, entropy[self.factors.index(1.0)])
 
+    def target(self, reference_length: float) -> np.ndarray:
+        """The mean entropies at the reference length, (layers, heads)."""
+        report = self.report()
+        first, last = report.lengths[[0, -1]].tolist()
+        if not first <= reference_length <= last:
+            must = f"lie within the lengths of `{self.argument}`, {first} to {last}"
+            raise value_error("reference_length", must, reference_length)
+        return report.at(reference_length)
+
     def laws(
         self,
         reference_length: float,
-        target: np.ndarray | None = None,
+        target: np.ndarray,
         current: Sequence[AffineLog] | None = None,
     ) -> list[AffineLog]:
-        """For each layer the law whose heads keep their mean entropy, with parameters (heads,).
+        """For each layer the law whose heads have the target entropies, with parameters (heads,).
 
-        The target (layers, heads) is by default the entropy at the reference length. If the entropies
-        are of a model with `current` laws, their factors are on top of those.
+        If the entropies are of a model with `current` laws, their factors are on top of those.
         """
         import numpy as np
 
         lengths, counts, entropy = self.means()
-        target = self.report().at(reference_length) if target is None else target
         layers, heads = entropy.shape[2:]
         found = []
         for layer in range(layers):
@@ -412,12 +420,8 @@ def calibrate(
     check_real("reference_length", reference_length, least=2)
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
     recorder, like = _recorded(samples, FACTORS, None, head_axis, options)
-    lengths, _, _ = recorder.means()
-    if not lengths[0] <= reference_length <= lengths[-1]:
-        must = f"lie within the lengths of the samples, {lengths[0]} to {lengths[-1]}"
-        raise value_error("reference_length", must, reference_length)
 
-    (law,) = recorder.laws(reference_length)
+    (law,) = recorder.laws(reference_length, recorder.target(reference_length))
     xp = namespace(samples=like)
     kind = {"dtype": accumulator(xp, like.dtype), "device": device(samples=like)}
     return AffineLog(*(xp.asarray(x, **kind) for x in law.arrays))
@@ -435,7 +439,7 @@ def _recorded(
         raise value_error("head_axis", "be -3 or -2", head_axis)
     if not isinstance(samples, Iterable):
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
-    recorder = Recorder(factors)
+    recorder = Recorder("samples", factors)
     like = None
     for i, sample in enumerate(samples):
         query, key, mask = _parts(f"samples[{i}]", sample)

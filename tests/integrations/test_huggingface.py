@@ -565,7 +565,7 @@ def entropy(p):
 class Collector:
     """In the place of the recorder of means: what it is handed."""
 
-    def __init__(self, factors=(0.5, 1.0, 2.0)):
+    def __init__(self, argument, factors=(0.5, 1.0, 2.0)):
         self.factors, self.rows = factors, []
 
     def add(self, *row):

@@ -191,7 +191,7 @@ def profile(
     more attention. The model runs without gradients, in evaluation mode. Queries are grouped as in
     `isentropic.entropy_drift`.
     """
-    return _measure(model, batches, Recorder(), laws, progress).report()
+    return _measure(model, batches, Recorder("batches"), laws, progress).report()
 
 
 def calibrate(
@@ -230,18 +230,14 @@ def calibrate(
         check_real("reference_length", reference_length, least=2)
     if isinstance(batches, Iterator):
         batches = list(batches)
-    standard = _measure(model, batches, Recorder(FACTORS), {}, progress)
-    lengths, _, _ = standard.means()
+    standard = _measure(model, batches, Recorder("batches", FACTORS), {}, progress)
     if reference_length is None:
+        lengths = standard.report().lengths
         reference_length = math.sqrt(lengths[0] * lengths[-1])
-    if not lengths[0] <= reference_length <= lengths[-1]:
-        must = f"lie within the lengths of the batches, {lengths[0]} to {lengths[-1]}"
-        raise value_error("reference_length", must, reference_length)
-    target = standard.report().at(reference_length)
+    target = standard.target(reference_length)
     first = standard.laws(reference_length, target)
-    return _measure(model, batches, Recorder(FACTORS), first, progress).laws(
-        reference_length, target, first
-    )
+    second = _measure(model, batches, Recorder("batches", FACTORS), first, progress)
+    return second.laws(reference_length, target, first)
 
 
 def save_laws(laws: Laws, path: str | os.PathLike[str]) -> None:
