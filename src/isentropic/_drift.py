@@ -165,7 +165,8 @@ class Recorder:
         if h.shape[0] != heads:
             raise value_error(self.argument, f"have as many heads all of them, {heads}", h.shape[0])
         shape = h.shape[2:]
-        n = np.broadcast_to(n if isinstance(n, int) else to_numpy(n), shape)
+        n = np.asarray(n if isinstance(n, int) else to_numpy(n), dtype=np.int64)
+        n = np.broadcast_to(n, shape)
         taken = n >= 2
         if counted is not None:
             taken = taken & np.broadcast_to(to_numpy(counted), shape)
