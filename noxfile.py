@@ -53,8 +53,8 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
 
 
-# Two processes, where much of the time goes to compilers, which use one core.
-OPTIONS = {"torch": ["-n", "2"], "jax": ["-n", "2"]}
+# Options of pytest. The tests of JAX mostly wait for its compiler, which uses one core.
+OPTIONS = {"jax": ["-n", "2"]}
 
 
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
