@@ -136,6 +136,17 @@ def search(session: nox.Session) -> None:
     session.run("python", "docs/examples/source_search.py", *session.posargs)
 
 
+EXPERIMENTS = ["first", "masked_language", "entropies", "dimension", "recall"]
+
+
+@nox.session
+@nox.parametrize("experiment", EXPERIMENTS, ids=EXPERIMENTS)
+def experiments(session: nox.Session, experiment: str) -> None:
+    """An experiment of the documentation, anew. Arguments: options (--help)."""
+    install(session, "demo", "torch", model=True)
+    session.run("python", f"docs/examples/{experiment}.py", *session.posargs)
+
+
 BENCHMARKS = ROOT / "asv_benchmarks"
 MACHINE = f"{platform.machine()}-{os.cpu_count()}-cores"  # what figures depend on, and no host name
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from isentropic import __version__
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "asv_benchmarks"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/examples", "asv_benchmarks", "tests")]
 
 project = "isentropic"
 author = "isentropic developers"
@@ -46,6 +46,16 @@ def write_ledger(app):
     write(app, "ledger.md", page())
 
 
+def write_experiments(app):
+    """Tables, verdicts and pictures of the experiments, from their committed results."""
+    from experiments_page import pictures, texts
+
+    for name, text in texts().items():
+        write(app, name, text)
+    for name, figure in pictures().items():
+        figure.savefig(Path(app.srcdir, "generated", name))
+
+
 def write(app, name, text):
     path = Path(app.srcdir, "generated", name)
     path.parent.mkdir(exist_ok=True)
@@ -55,3 +65,4 @@ def write(app, name, text):
 def setup(app):
     app.connect("builder-inited", write_figures)
     app.connect("builder-inited", write_ledger)
+    app.connect("builder-inited", write_experiments)

@@ -36,15 +36,17 @@ LENGTHS = (32, 64, 128, 256, 512)
 LAWS = {"O: 1/√d": None, "E: log n/(log 128 · √d)": laws.LogLength(128)}
 
 
-def measure(backend: str, lengths: tuple[int, ...], count: int) -> dict[str, it.DriftReport]:
+def measure(
+    backend: str, lengths: tuple[int, ...], count: int, scales: dict[str, it.laws.Law | None] = LAWS
+) -> dict[str, it.DriftReport]:
     """Mean entropies of all heads at every length, for each law."""
     xp = importlib.import_module(NAMESPACES[backend])
     model, tokens = minilm.load(xp), minilm.tokenizer()
     # The same texts at every length, from their beginning on.
     longest = np.asarray(list(minilm.texts(max(lengths), count, tokens)))
-    steps = tqdm(total=len(LAWS) * sum(lengths) * count, unit=" tokens", desc=backend)
+    steps = tqdm(total=len(scales) * sum(lengths) * count, unit=" tokens", desc=backend)
     reports = {}
-    for name, law in LAWS.items():
+    for name, law in scales.items():
         result = np.zeros((len(lengths), model.layers, model.heads))
         for entropy, n in zip(result, lengths, strict=True):
             for piece in longest:

@@ -1,0 +1,165 @@
+"""What the experiments share: their runs in processes, their results as JSON, tables and verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import matplotlib
+from tqdm import tqdm
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results"
+
+Verdict = Literal["reproduced", "not reproduced", "not tested"]
+
+
+class Claim(NamedTuple):
+    """What a document says about an experiment, and what came of it."""
+
+    source: str
+    says: str
+    found: str
+    verdict: Verdict
+
+
+def verdict(reproduced: bool) -> Verdict:
+    return "reproduced" if reproduced else "not reproduced"
+
+
+# ------------------------------------------------------------------------------------------ runs
+
+
+def run(
+    work: Callable[[Any], Any], jobs: Sequence[Any], steps: int, workers: int | None = None
+) -> list:
+    """``[work(job) for job in jobs]`` in processes of one thread each, with a bar of `steps` steps.
+
+    One thread each, so that the results do not depend on the number of processes. The work says
+    `advance` as it goes on.
+    """
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("q", 0)
+    workers = min(workers or len(os.sched_getaffinity(0)), len(jobs))
+    with (
+        tqdm(total=steps, unit=" steps", smoothing=0.05) as bar,
+        context.Pool(workers, _start, (done,)) as pool,
+    ):
+        results = pool.map_async(work, jobs, chunksize=1)
+        while not results.ready():
+            results.wait(0.2)
+            bar.update(done.value - bar.n)
+        return results.get()
+
+
+def _start(done: Any) -> None:
+    import torch
+
+    global _done
+    _done = done
+    torch.set_num_threads(1)
+
+
+_done: Any = None
+
+
+def advance(steps: int = 1) -> None:
+    """Moves the bar of `run` on."""
+    if _done is not None:
+        with _done.get_lock():
+            _done.value += steps
+
+
+# --------------------------------------------------------------------------------------- results
+
+
+def parser(name: str, description: str, seeds: int | None = None) -> argparse.ArgumentParser:
+    """The options that every experiment has."""
+    result = argparse.ArgumentParser(prog=f"{name}.py", description=description.partition("\n")[0])
+    if seeds is not None:
+        result.add_argument(
+            "--seeds", type=positive, default=seeds, metavar="COUNT", help=f"how many ({seeds})"
+        )
+    result.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="FOLDER", help=f"for {name}.json and {name}.png"
+    )
+    return result
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def finish(
+    name: str,
+    results: dict[str, Any],
+    report: Callable[[dict], str],
+    picture: Callable[[dict], Figure],
+    folder: Path,
+) -> None:
+    """Write the results and their picture, and print what the documentation says of them."""
+    import torch
+
+    import isentropic
+
+    results["versions"] = {
+        "isentropic": isentropic.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
+    figure = picture(results)
+    figure.savefig(folder / f"{name}.png", dpi=120)
+    plt.close(figure)
+    print(report(results))
+    print(f"written: {folder / name}.json and .png")
+
+
+def load(name: str) -> dict[str, Any]:
+    """The committed results of an experiment."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rounded(x: Any, digits: int = 5) -> Any:
+    """Nested lists and dictionaries with floats of so many significant digits."""
+    if isinstance(x, dict):
+        return {key: rounded(value, digits) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [rounded(value, digits) for value in x]
+    return float(f"{x:.{digits}g}") if isinstance(x, float) else x
+
+
+# ---------------------------------------------------------------------------------------- tables
+
+
+def table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right."""
+    head = [str(cell) for cell in header]
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *([str(c) for c in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def spread(values: Sequence[float], form: str = ".1f") -> str:
+    """Mean ± standard deviation of some seeds."""
+    mean = statistics.fmean(values)
+    return f"{mean:{form}} ± {statistics.stdev(values):{form}}" if len(values) > 1 else f"{mean:{form}}"
+
+
+def slope(lengths: Sequence[float], values: Sequence[float]) -> float:
+    """Of the straight line of least squares through the values over log n."""
+    return statistics.linear_regression([math.log(n) for n in lengths], values).slope

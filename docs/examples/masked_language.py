@@ -1,0 +1,434 @@
+"""Masked language models with rotary positions: what breaks in contexts longer than those of training?
+
+    python masked_language.py            # O and its controls, 3 seeds
+    python masked_language.py --e --seeds 5
+
+The experiment of Su 2021 (archives/8823) in small: bytes of the sources of Python's standard library,
+15 % of them masked, models trained at n = 64 and run at up to 1024. The same bytes are masked at every
+length; only the context grows.
+
+- O: the standard scale 1/√d;
+- O + law: the same weights, with log n/(log 64 · √d) at test time. At one length of training the law
+  is a constant, so this is also the model trained with the law of base 64;
+- O + calibrated: the same weights, with a law per head fitted by `isentropic.calibrate` on texts of 64
+  to 256 bytes;
+- ReRoPE: the same weights, with relative positions clamped to ±48 (Su 2023, archives/9708): no position
+  is out of the range of training, while the attention is spread over as many keys. This tells the two
+  causes apart;
+- E (with --e): trained and run with the law of base 512.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import experiment
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from experiment import Claim, slope, spread, table, verdict
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from transformer import Attend, Encoder, Laws
+
+import isentropic as it
+
+NAME = "masked_language"
+TRAINED = 64
+LENGTHS = (64, 128, 256, 512, 1024)
+CALIBRATED = (64, 128, 256)
+CLAMP = 48
+MASK = 256  # the token after the bytes
+MASKED = 0.15
+BLOCKS = 64  # of the longest length, for the tests
+SAMPLES = 8  # pieces of each length for the calibration
+TOGETHER = 8192  # bytes in a batch of the tests; the entropies are those of the first batch
+CONTROLS = ("O", "O + law", "O + calibrated", "O, ReRoPE", "O + law, ReRoPE")
+PUBLISHED = {  # RoFormer-small on Chinese text, 004 §7.1: accuracy in %
+    "O": (43.27, 36.53, 23.02, 15.12, 11.54),
+    "E": (43.11, 41.17, 34.04, 20.15, 13.58),
+}
+
+
+class Size(NamedTuple):
+    width: int
+    layers: int
+    heads: int
+    steps: int
+    batch: int
+    rate: float
+
+
+SIZES = {
+    "tiny": Size(16, 2, 2, 20, 4, 1e-3),
+    "small": Size(128, 3, 4, 700, 32, 1e-3),
+    "roformer-small": Size(384, 6, 6, 30_000, 256, 5e-4),  # for a GPU
+}
+
+
+class Model(nn.Module):
+    """Bytes to logits of bytes, with tied embeddings; positions come in by the attention."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(MASK + 1, size.width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.encoder = Encoder(size.width, size.layers, size.heads)
+        self.bias = nn.Parameter(torch.zeros(MASK))
+
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+        x = self.encoder(self.tokens(tokens), attend)
+        return x @ self.tokens.weight[:MASK].T + self.bias
+
+
+def rotary_attention(laws: Laws, entropies: list[Tensor] | None = None) -> Attend:
+    """Attention between rotated queries and keys; the entropies go to the list, if there is one."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = it.rotary(q), it.rotary(k)
+        if entropies is not None:
+            entropies.append(it.attention_entropy(q, k, law=laws[layer]))
+        return it.attention(q, k, v, law=laws[layer])
+
+    return attend
+
+
+def clamped_attention(laws: Laws, entropies: list[Tensor] | None = None) -> Attend:
+    """The same with relative positions clamped to ±CLAMP."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = clamped_logits(q, k)
+        law = laws[layer]
+        if law is not None:
+            logits = logits * law(torch.tensor(float(k.shape[-2])))
+        if entropies is not None:
+            entropies.append(it.entropy_from_logits(logits))
+        return torch.softmax(logits, dim=-1) @ v
+
+    return attend
+
+
+def clamped_logits(q: Tensor, k: Tensor) -> Tensor:
+    """⟨q, k⟩/√d at relative positions clamped to ±CLAMP, (..., L, S)."""
+    n = k.shape[-2]
+    position = torch.arange(n, device=q.device)
+    apart = position[:, None] - position
+    far = torch.full((n,), float(CLAMP), device=q.device)
+    logits = torch.where(
+        apart.abs() <= CLAMP,
+        it.rotary(q) @ it.rotary(k).mT,
+        torch.where(apart > 0, it.rotary(q, far) @ k.mT, it.rotary(q, -far) @ k.mT),
+    )
+    return logits / math.sqrt(q.shape[-1])
+
+
+@functools.cache
+def corpus() -> tuple[Tensor, Tensor]:
+    """Bytes of the modules of the standard library, for training and for tests: every eighth module."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    parts = ([p for i, p in enumerate(paths) if i % 8], paths[::8])
+    return tuple(
+        torch.from_numpy(
+            np.frombuffer(b"".join(p.read_bytes() for p in part), np.uint8).astype(np.int64)
+        )
+        for part in parts
+    )
+
+
+def pieces(text: Tensor, count: int, n: int, generator: torch.Generator) -> Tensor:
+    """`count` pieces of n bytes from random places."""
+    start = torch.randint(len(text) - n, (count, 1), generator=generator)
+    return text[start + torch.arange(n)]
+
+
+def train(laws: Laws, size: Size, seed: int, device: str) -> Model:
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = Model(size).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate)
+    warm = max(1, size.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warm, max(0.1, 1 - i / size.steps))
+    )
+    text, _ = corpus()
+    for _ in range(size.steps):
+        tokens = pieces(text, size.batch, TRAINED, generator)
+        hidden = torch.rand(tokens.shape, generator=generator) < MASKED
+        tokens, hidden = tokens.to(device), hidden.to(device)
+        logits = model(tokens.masked_fill(hidden, MASK), rotary_attention(laws))
+        loss = nn.functional.cross_entropy(logits[hidden], tokens[hidden])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        experiment.advance()
+    return model.eval()
+
+
+@torch.no_grad()
+def calibrate(model: Model, size: Size, seed: int, device: str) -> Laws:
+    """A law per head, which holds the entropy at the length of training; layer by layer."""
+    text, _ = corpus()
+    laws: list = [None] * size.layers
+    for layer in range(size.layers):
+        samples = []
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k = it.rotary(q), it.rotary(k)
+            if i == layer:  # noqa: B023
+                samples.append((q, k))  # noqa: B023
+            return it.attention(q, k, v, law=laws[i])
+
+        generator = torch.Generator().manual_seed(seed)
+        for n in CALIBRATED:
+            tokens = pieces(text, SAMPLES, n, generator)
+            hidden = torch.rand(tokens.shape, generator=generator) < MASKED
+            model(tokens.masked_fill(hidden, MASK).to(device), attend)
+        laws[layer] = it.calibrate(samples, reference_length=TRAINED)
+    return laws
+
+
+def held_out() -> tuple[Tensor, Tensor]:
+    """Blocks of text that no model was trained on, and which bytes of them are masked."""
+    _, text = corpus()
+    generator = torch.Generator().manual_seed(0)
+    blocks = pieces(text, BLOCKS, max(LENGTHS), generator)
+    return blocks, torch.rand(blocks.shape, generator=generator) < MASKED
+
+
+@torch.no_grad()
+def evaluate(model: Model, attention: Any, laws: Laws, device: str) -> dict[str, list]:
+    """Accuracy in % and loss per length, and entropy per length and layer."""
+    blocks, masked = held_out()
+    result: dict[str, list] = {"accuracy": [], "loss": [], "entropy": []}
+    for n in LENGTHS:
+        right, loss = 0, 0.0
+        tokens, hidden = blocks.reshape(-1, n), masked.reshape(-1, n)
+        for part, mask in zip(tokens.split(TOGETHER // n), hidden.split(TOGETHER // n), strict=True):
+            part, mask = part.to(device), mask.to(device)
+            logits = model(part.masked_fill(mask, MASK), attention(laws))[mask]
+            right += (logits.argmax(-1) == part[mask]).sum().item()
+            loss += nn.functional.cross_entropy(logits, part[mask], reduction="sum").item()
+            experiment.advance()
+        entropies: list[Tensor] = []
+        part, mask = tokens[: TOGETHER // n].to(device), hidden[: TOGETHER // n].to(device)
+        model(part.masked_fill(mask, MASK), attention(laws, entropies))
+        result["accuracy"].append(100 * right / masked.sum().item())
+        result["loss"].append(loss / masked.sum().item())
+        result["entropy"].append([h.mean().item() for h in entropies])
+    return result
+
+
+def work(job: tuple[str, Size, int, str]) -> dict[str, dict]:
+    """The arms of one model and one seed."""
+    kind, size, seed, device = job
+    if kind == "E":
+        laws = [it.LogLength(512)] * size.layers
+        return {"E": evaluate(train(laws, size, seed, device), rotary_attention, laws, device)}
+    standard = [None] * size.layers
+    law = [it.LogLength(TRAINED)] * size.layers
+    model = train(standard, size, seed, device)
+    calibrated = calibrate(model, size, seed, device)
+    arms = {
+        "O": (rotary_attention, standard),
+        "O + law": (rotary_attention, law),
+        "O + calibrated": (rotary_attention, calibrated),
+        "O, ReRoPE": (clamped_attention, standard),
+        "O + law, ReRoPE": (clamped_attention, law),
+    }
+    found = {name: evaluate(model, attention, laws, device) for name, (attention, laws) in arms.items()}
+    found["O + calibrated"]["slope"] = [law.slope.tolist() for law in calibrated]
+    return found
+
+
+def run(size: str, seeds: int, kinds: Sequence[str], device: str) -> dict[str, Any]:
+    jobs = [(kind, SIZES[size], seed, device) for seed in range(seeds) for kind in kinds]
+    tests = len(LENGTHS) * BLOCKS * max(LENGTHS) // TOGETHER
+    arms = {"O": len(CONTROLS), "E": 1}
+    steps = sum(SIZES[size].steps + arms[kind] * tests for kind, *_ in jobs)
+    found = experiment.run(work, jobs, steps, workers=1 if device != "cpu" else None)
+    results: dict[str, list] = {}
+    for part in found:
+        for name, result in part.items():
+            results.setdefault(name, []).append(result)
+    return {
+        "size": size,
+        **SIZES[size]._asdict(),
+        "lengths": list(LENGTHS),
+        "seeds": seeds,
+        "predictions": int(held_out()[1].sum()),
+        "arms": results,
+    }
+
+
+def seeds_of(results: dict[str, Any], arm: str, what: str) -> list[tuple[float, ...]]:
+    """Per length, the values of the seeds."""
+    return list(zip(*(seed[what] for seed in results["arms"][arm]), strict=True))
+
+
+def layers_of(results: dict[str, Any], arm: str) -> np.ndarray:
+    """Entropies (length, layer), mean over heads and seeds."""
+    return np.mean([seed["entropy"] for seed in results["arms"][arm]], axis=0)
+
+
+def growth(results: dict[str, Any], arm: str) -> float:
+    """DH/d log n of the mean over layers."""
+    return slope(results["lengths"], layers_of(results, arm).mean(axis=1).tolist())
+
+
+def report(results: dict[str, Any]) -> str:
+    lengths, arms = results["lengths"], results["arms"]
+    accuracy = table(
+        ["accuracy in %", *lengths],
+        [
+            *([arm, *map(spread, seeds_of(results, arm, "accuracy"))] for arm in arms),
+            *([f"*Su 2021: {arm}*", *values] for arm, values in PUBLISHED.items()),
+        ],
+    )
+    loss = table(
+        ["loss in nats", *lengths],
+        [[arm, *(spread(x, ".2f") for x in seeds_of(results, arm, "loss"))] for arm in arms],
+    )
+    entropy = table(
+        ["entropy in nats by layer", *lengths],
+        [
+            [arm, *(" · ".join(f"{h:.2f}" for h in row) for row in layers_of(results, arm))]
+            for arm in arms
+        ],
+    )
+    each = table(
+        [f"n = {lengths[-1]}, accuracy in % by seed", *range(results["seeds"])],
+        [[arm, *(f"{x:.1f}" for x in seeds_of(results, arm, "accuracy")[-1])] for arm in arms],
+    )
+    first, last = (np.mean(seeds_of(results, "O", "accuracy")[i]) for i in (0, -1))
+    clamped, both, law = (
+        np.mean(seeds_of(results, arm, "accuracy")[-1])
+        for arm in ("O, ReRoPE", "O + law, ReRoPE", "O + law")
+    )
+    return f"""\
+{results["layers"]} layers, d = {results["width"]}, {results["heads"]} heads, {results["steps"]} steps \
+of {results["batch"]} × {TRAINED} bytes, {results["seeds"]} seeds, {results["predictions"]} predictions.
+
+{accuracy}
+
+{each}
+
+{loss}
+
+{entropy}
+
+From n = {lengths[0]} to {lengths[-1]} the standard scale falls from {first:.1f} to {last:.1f} %, as in
+Su's table. With the law it is {law:.1f} %. With relative positions clamped to ±{CLAMP} it is
+{clamped:.1f} % without any law, and {both:.1f} % with it: the attention is spread over as many keys,
+and that does no harm. So what breaks these models is positions out of the range of training, not
+dilution.
+"""
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    lengths = results["lengths"]
+    middle = lengths.index(256)
+    plain, law = seeds_of(results, "O", "accuracy"), seeds_of(results, "O + law", "accuracy")
+    gain = [b - a for a, b in zip(plain[middle], law[middle], strict=True)]
+    end = [b - a for a, b in zip(plain[-1], law[-1], strict=True)]
+    clamped = seeds_of(results, "O, ReRoPE", "accuracy")[-1]
+    over = [
+        b - a
+        for a, b in zip(clamped, seeds_of(results, "O + law, ReRoPE", "accuracy")[-1], strict=True)
+    ]
+    fall = [a - b for a, b in zip(plain[0], plain[-1], strict=True)]
+    found = [
+        Claim(
+            "004 §7.1",
+            "Accuracy of O falls as the context grows beyond the length of training.",
+            f"Masked bytes: {min(fall):.1f} to {max(fall):.1f} points less at n = {lengths[-1]}.",
+            verdict(min(fall) > 10),
+        ),
+        Claim(
+            "004 §7.1",
+            "At n = 256 the law gains more than 10 points.",
+            f"Masked bytes: {min(gain):+.1f} to {max(gain):+.1f} points by seed with base 64.",
+            verdict(min(gain) > 10),
+        ),
+        Claim(
+            "004",
+            "Holding the entropy is what repairs extrapolation.",
+            f"Masked bytes, n = {lengths[-1]}: the law changes O by {min(end):+.1f} to {max(end):+.1f} "
+            f"points; clamped positions alone by {min(clamped) - max(plain[-1]):+.1f} or more, and the "
+            f"law adds {min(over):+.1f} to {max(over):+.1f} to that.",
+            verdict(min(over) > 1),
+        ),
+        Claim(
+            "004 §7.1",
+            "The same for RoFormer-small (6 layers, d = 384) on Chinese text.",
+            "Not run: `--size roformer-small --device cuda` trains a model of that size on bytes.",
+            "not tested" if results["size"] != "roformer-small" else verdict(min(gain) > 10),
+        ),
+    ]
+    if "E" in results["arms"]:
+        e = seeds_of(results, "E", "accuracy")
+        cost = [a - b for a, b in zip(plain[0], e[0], strict=True)]
+        gain = [b - a for a, b in zip(plain[middle], e[middle], strict=True)]
+        found += [
+            Claim(
+                "004 §7.1",
+                "E of base 512 costs nothing at the length of training (0.16 points).",
+                f"Masked bytes: {np.mean(cost):+.2f} points on average, {min(cost):+.1f} to "
+                f"{max(cost):+.1f} by seed.",
+                verdict(abs(np.mean(cost)) < 0.5),
+            ),
+            Claim(
+                "004 §7.1",
+                "At n = 256 E of base 512 gains 11 points.",
+                f"Masked bytes: {np.mean(gain):+.1f} points on average, {min(gain):+.1f} to "
+                f"{max(gain):+.1f} by seed.",
+                verdict(min(gain) > 10),
+            ),
+        ]
+    return found
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Accuracy and mean entropy over the length."""
+    lengths = results["lengths"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for i, arm in enumerate(results["arms"]):
+        values = np.asarray(seeds_of(results, arm, "accuracy"))
+        style = "--" if "ReRoPE" in arm else "-"
+        left.plot(lengths, values.mean(axis=1), "o" + style, color=f"C{i}", label=arm)
+        left.fill_between(lengths, values.min(axis=1), values.max(axis=1), color=f"C{i}", alpha=0.15)
+        entropy = layers_of(results, arm).mean(axis=1)
+        right.plot(lengths, entropy, "o" + style, color=f"C{i}")
+    for (arm, values), style in zip(PUBLISHED.items(), ("s:", "D:"), strict=True):
+        left.plot(LENGTHS, values, style, color="gray", label=f"Su 2021: {arm}", markersize=4)
+    right.plot(lengths, np.log(lengths), color="gray", linewidth=0.8, label="log n")
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [str(n) for n in lengths])
+        ax.set_xlabel("bytes of context")
+    left.set_ylabel("accuracy in % (band: all seeds)")
+    right.set_ylabel("mean attention entropy in nats")
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = experiment.parser(NAME, __doc__, seeds=3)
+    parser.add_argument("--e", action="store_true", help="also train with the law of base 512")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--device", default="cpu", help="of PyTorch (cpu)")
+    options = parser.parse_args(arguments)
+    kinds = ("O", "E") if options.e else ("O",)
+    results = run(options.size, options.seeds, kinds, options.device)
+    experiment.finish(NAME, results, report, picture, options.output)
+
+
+if __name__ == "__main__":
+    main()

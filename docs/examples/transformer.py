@@ -1,0 +1,68 @@
+"""A small pre-norm Transformer encoder in PyTorch that is handed its attention.
+
+``encoder(x, attend)`` calls ``attend(layer, query, key, value)`` in every layer: the law, rotary
+positions, measurements and controls of an experiment live in that function, and one trained model runs
+with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+import isentropic as it
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Laws = Sequence[it.laws.Law | None]
+
+
+class Block(nn.Module):
+    """Self-attention and a two-layer perceptron, each behind a layer norm and beside a residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention = nn.LayerNorm(width)
+        self.split = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.before_perceptron = nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        heads = self.split(self.before_attention(x)).unflatten(-1, (3 * self.heads, -1))
+        attended = attend(*heads.transpose(1, 2).chunk(3, dim=1))
+        x = x + self.join(attended.transpose(1, 2).flatten(-2))
+        return x + self.perceptron(self.before_perceptron(x))
+
+
+class Encoder(nn.Module):
+    """`layers` blocks and a last layer norm; (batch, n, width) to the same."""
+
+    def __init__(self, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, lambda *heads, i=i: attend(i, *heads))
+        return self.norm(x)
+
+
+def attention_with(laws: Laws) -> Attend:
+    """Attention with a law per layer."""
+    return lambda layer, q, k, v: it.attention(q, k, v, law=laws[layer])
+
+
+def recorded(laws: Laws, entropies: list[Tensor]) -> Attend:
+    """The same, which appends the entropies (batch, heads, n) of each layer to `entropies`."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state = it.attention_state(q, k, v, law=laws[layer])
+        entropies.append(state.entropy())
+        return state.output()
+
+    return attend

@@ -1,0 +1,37 @@
+"""The generated parts of the page "Experiments", from the committed results."""
+
+from importlib import import_module
+
+import experiment
+
+EXPERIMENTS = ("first", "masked_language", "entropies", "dimension", "recall")
+
+
+def texts() -> dict[str, str]:
+    """Markdown by file name: a report per experiment, and the table of verdicts."""
+    reports = {f"{name}.md": report(name) for name in EXPERIMENTS}
+    return {**reports, "verdicts.md": verdicts()}
+
+
+def report(name: str) -> str:
+    return import_module(name).report(experiment.load(name))
+
+
+def verdicts() -> str:
+    """What the documents claim about experiments, row by row."""
+    rows = [
+        [f"**{claim.verdict}**" if claim.verdict == "not reproduced" else claim.verdict]
+        + [f"{claim.says} *({claim.source})*", claim.found]
+        for name in EXPERIMENTS
+        for claim in import_module(name).claims(experiment.load(name))
+    ]
+    lines = ["```{list-table}", ":header-rows: 1", ":widths: 14 40 46", ""]
+    for cells in [["", "claim", "found"], *rows]:
+        first, *others = cells
+        lines += [f"* - {first}", *(f"  - {cell}" for cell in others)]
+    return "\n".join([*lines, "```", ""])
+
+
+def pictures() -> dict:
+    """Figures by file name."""
+    return {f"{name}.svg": import_module(name).picture(experiment.load(name)) for name in EXPERIMENTS}

@@ -1,0 +1,181 @@
+"""The experiments of the documentation: that they run, and what their committed results show."""
+
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("tqdm")
+
+import entropies  # noqa: E402
+import experiment  # noqa: E402
+import first  # noqa: E402
+import masked_language  # noqa: E402
+import transformer  # noqa: E402
+
+import isentropic as it  # noqa: E402
+
+
+class TestEncoder:
+    def test_against_torch(self):
+        torch.manual_seed(0)
+        ours = transformer.Encoder(16, 2, 4)
+        layer = torch.nn.TransformerEncoderLayer(
+            16, 4, 64, dropout=0, activation="gelu", batch_first=True, norm_first=True
+        )
+        theirs = torch.nn.TransformerEncoder(
+            layer, 2, norm=torch.nn.LayerNorm(16), enable_nested_tensor=False
+        )
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.copy_(torch.randn(parameter.shape) / 4)
+        theirs.norm.load_state_dict(ours.norm.state_dict())
+        for block, other in zip(ours.blocks, theirs.layers, strict=True):
+            other.self_attn.in_proj_weight.data = block.split.weight.data
+            other.self_attn.in_proj_bias.data = block.split.bias.data
+            parts = {
+                other.self_attn.out_proj: block.join,
+                other.norm1: block.before_attention,
+                other.norm2: block.before_perceptron,
+                other.linear1: block.perceptron[0],
+                other.linear2: block.perceptron[2],
+            }
+            for part, source in parts.items():
+                part.load_state_dict(source.state_dict())
+        x = torch.randn(3, 10, 16)
+        expected = theirs(x)
+        torch.testing.assert_close(ours(x, transformer.attention_with([None, None])), expected)
+
+    def test_recorded_entropies(self):
+        model = transformer.Encoder(16, 2, 4)
+        x, laws = torch.randn(3, 10, 16), [None, it.LogLength(4)]
+        entropies_of: list = []
+        plain = model(x, transformer.attention_with(laws))
+        torch.testing.assert_close(model(x, transformer.recorded(laws, entropies_of)), plain)
+        assert [h.shape for h in entropies_of] == [(3, 4, 10)] * 2
+        assert all((h > 0).all() and (h <= math.log(10) + 1e-5).all() for h in entropies_of)
+
+
+class TestFirst:
+    def test_strings(self):
+        tokens, answers = first.strings(5, 7, torch.Generator().manual_seed(0))
+        assert tokens.shape == (5, 7)
+        assert (tokens[:, 0] == first.CLS).all()
+        assert (tokens[:, 1] == answers).all()
+
+    @pytest.mark.parametrize("kind", ["O", "E"])
+    def test_runs(self, monkeypatch, kind):
+        for name, value in {"STEPS": 2, "LENGTHS": (64, 96), "TESTS": 4, "SAMPLES": 2}.items():
+            monkeypatch.setattr(first, name, value)
+        found = first.work((kind, 0))
+        assert set(found) == ({"E"} if kind == "E" else set(first.ARMS) - {"E"})
+        assert all(len(arm["accuracy"]) == len(arm["entropy"]) == 2 for arm in found.values())
+        again = first.work((kind, 0))
+        assert again == found
+
+    def test_what_holds_for_every_seed(self):
+        results = experiment.load("first")
+        plain, law, e = (np.asarray(first.accuracies(results, arm)) for arm in ("O", "O + law", "E"))
+        assert plain.shape == (8, 6)
+        assert (plain[:, 0] == 100).all()  # at the length of training
+        assert (plain[:, -1] < 75).any()
+        assert (law >= plain).all()
+        assert law.min() > 99
+        assert e.min() > 99
+
+
+class TestMaskedLanguage:
+    def test_clamped_logits(self, monkeypatch):
+        monkeypatch.setattr(masked_language, "CLAMP", 3)
+        q, k = torch.randn(2, 3, 9, 8).double(), torch.randn(2, 3, 9, 8).double()
+        got = masked_language.clamped_logits(q, k)
+        zero = torch.zeros(1, dtype=torch.float64)
+        for i in range(9):
+            for j in range(9):
+                apart = torch.tensor([max(-3.0, min(3.0, i - j))], dtype=torch.float64)
+                expected = (
+                    it.rotary(q[..., i : i + 1, :], apart) @ it.rotary(k[..., j : j + 1, :], zero).mT
+                )
+                torch.testing.assert_close(got[..., i, j], expected[..., 0, 0] / math.sqrt(8))
+
+    @pytest.mark.parametrize("law", [None, it.LogLength(4)])
+    def test_clamp_beyond_the_context_changes_nothing(self, law):
+        q, k, v = torch.randn(3, 1, 2, 20, 8)
+        plain, clamped = [], []
+        a = masked_language.rotary_attention([law], plain)(0, q, k, v)
+        b = masked_language.clamped_attention([law], clamped)(0, q, k, v)
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(plain, clamped)
+
+    def test_texts_are_apart(self):
+        train, held_out = masked_language.corpus()
+        assert len(train) > 4 * len(held_out) > 4e5
+        blocks, masked = masked_language.held_out()
+        assert blocks.shape == (masked_language.BLOCKS, 1024)
+        assert 0.14 < masked.double().mean() < 0.16
+
+    @pytest.mark.parametrize("kind", ["O", "E"])
+    def test_runs(self, monkeypatch, kind):
+        for name, value in {"LENGTHS": (64, 128), "BLOCKS": 4, "TOGETHER": 256, "SAMPLES": 1}.items():
+            monkeypatch.setattr(masked_language, name, value)
+        size = masked_language.SIZES["tiny"]._replace(steps=2)
+        found = masked_language.work((kind, size, 0, "cpu"))
+        assert set(found) == ({"E"} if kind == "E" else set(masked_language.CONTROLS))
+        for arm in found.values():
+            assert np.asarray(arm["entropy"]).shape == (2, size.layers)
+            assert arm["loss"][0] == pytest.approx(math.log(256), abs=0.3)  # hardly trained
+
+    def test_what_holds_for_every_seed(self):
+        results = experiment.load("masked_language")
+        plain, clamped = (
+            np.asarray(masked_language.seeds_of(results, arm, "accuracy")) for arm in ("O", "O, ReRoPE")
+        )
+        assert plain.shape[1] >= 5
+        assert (plain[0] - plain[-1]).min() > 10  # out of the range of training
+        assert (clamped[0] - clamped[-1]).max() < 3  # as spread, and within the range
+
+
+class TestEntropies:
+    def test_theory(self):
+        results = experiment.load("entropies")
+        for name in entropies.LAWS:
+            measured = results["start"]["normal"][name]
+            np.testing.assert_allclose(measured, results["gaussian"][name], atol=0.05)
+        measured = results["start"]["new layer"]["O"]
+        np.testing.assert_allclose(measured, results["new layer, gaussian"], atol=0.05)
+
+    def test_measures(self, monkeypatch):
+        for name, value in {"LENGTHS": (64, 512), "DRAWS": 2, "QUERIES": 96}.items():
+            monkeypatch.setattr(entropies, name, value)
+        from tqdm import tqdm
+
+        found = entropies.at_start(1, tqdm(disable=True))
+        for name in entropies.LAWS:
+            np.testing.assert_allclose(found["normal"][name], entropies.predicted(name), atol=0.15)
+        assert entropies.predicted("O", 0.5)[0] == pytest.approx(found["new layer"]["O"][0], abs=0.1)
+
+    def test_needles(self):
+        found = entropies.needles()
+        assert found["error"] < 0.5
+        assert found["O"][0] == pytest.approx(2.34, abs=1e-6)
+        assert found["E"][0] == found["O"][0]
+
+
+class TestHarness:
+    def test_runs_in_processes(self, capsys):
+        assert experiment.run(math.sqrt, [4, 9], 2, workers=2) == [2, 3]
+
+    def test_rounded(self):
+        assert experiment.rounded({"a": [1.23456789, 3, "b"]}) == {"a": [1.2346, 3, "b"]}
+
+    def test_tables(self):
+        assert experiment.table(["a", 1], [["b", 2]]) == "| a | 1 |\n| --- | --: |\n| b | 2 |"
+        assert experiment.spread([1.0, 3.0]) == "2.0 ± 1.4"
+        assert experiment.spread([1.0]) == "1.0"
+        assert experiment.slope([2, 4, 8], [1.0, 2.0, 3.0]) == pytest.approx(1 / math.log(2))
+
+    def test_needs_seeds(self, capsys):
+        with pytest.raises(SystemExit):
+            first.main(["--seeds", "0"])
+        assert "must be at least 1, got 0" in capsys.readouterr().err
