@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,8 +63,17 @@ def tokenizer() -> Tokenizer:
     return tokens
 
 
-def encode(model: Model, ids: Any, *, law: it.laws.Law | None = None) -> Encoding:
-    """The last hidden state of token `ids` (batch, n), and the attention entropy of every layer."""
+def encode(
+    model: Model,
+    ids: Any,
+    *,
+    law: it.laws.Law | None = None,
+    attend: Callable[..., it.AttentionState] = it.attention_state,
+) -> Encoding:
+    """The last hidden state of token `ids` (batch, n), and the attention entropy of every layer.
+
+    Every layer calls ``attend(q, k, v, law=law)`` with (batch, heads, n, head_dim).
+    """
     xp = array_api_compat.array_namespace(ids)
     w = model.weights
 
@@ -101,7 +110,7 @@ def encode(model: Model, ids: Any, *, law: it.laws.Law | None = None) -> Encodin
             split_heads(linear(f"{layer}.attention.self.{part}", x))
             for part in ("query", "key", "value")
         )
-        state = it.attention_state(q, k, v, law=law)
+        state = attend(q, k, v, law=law)
         entropy.append(state.entropy())
         attended = linear(f"{layer}.attention.output.dense", join_heads(state.output()))
         x = normalize(f"{layer}.attention.output.LayerNorm", x + attended)

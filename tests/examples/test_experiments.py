@@ -128,12 +128,18 @@ class TestMaskedLanguage:
 
     def test_what_holds_for_every_seed(self):
         results = experiment.load("masked_language")
-        plain, clamped = (
-            np.asarray(masked_language.seeds_of(results, arm, "accuracy")) for arm in ("O", "O, ReRoPE")
+        plain, law, clamped, both = (
+            np.asarray(masked_language.seeds_of(results, arm, "accuracy"))
+            for arm in ("O", "O + law", "O, ReRoPE", "O + law, ReRoPE")
         )
         assert plain.shape[1] >= 5
-        assert (plain[0] - plain[-1]).min() > 10  # out of the range of training
-        assert (clamped[0] - clamped[-1]).max() < 3  # as spread, and within the range
+        fall = plain[0] - plain[-1]
+        assert fall.min() > 10
+        assert ((clamped[0] - clamped[-1]) < fall / 4).all()  # as spread, and within the range
+        assert (law[2:] > plain[2:]).all()
+        assert (both[-1] > clamped[-1]).all()
+        held = masked_language.layers_of(results, "O + calibrated")
+        assert np.abs(held - held[0]).max() < 0.15
 
 
 class TestEntropies:
