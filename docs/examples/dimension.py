@@ -619,7 +619,7 @@ def claims(results: dict) -> list[Claim]:
         Claim(
             "000 §8.2, observation 3",
             "8.33 log 1024 ≈ 83.",
-            f"{it.entropy_criterion_dim(1024)}.",
+            f"It is {it.entropy_criterion_dim(1024)}.",
             verdict(it.entropy_criterion_dim(1024) == 83),
         ),
         Claim(

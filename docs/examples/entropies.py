@@ -190,7 +190,7 @@ Trained models:
 
 {table(["", "n", "O", "E", "dH/d log n: O", "E", "base of E"], growing)}
 
-The law takes a part of the growth away, in no model all of it.
+The law takes a part of the growth away: all of it among needles, and in no trained model.
 """
 
 
