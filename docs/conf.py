@@ -14,22 +14,48 @@ project_copyright = f"2026, {author}"
 release = version = __version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build", "generated"]
+exclude_patterns = ["_build", "_templates", "generated"]
+templates_path = ["_templates"]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
 autosummary_generate = True
 autodoc_typehints = "none"
 napoleon_google_docstring = False
+napoleon_use_param = napoleon_use_rtype = False  # types are prose: their words are no links
 default_role = "py:obj"
+nitpicky = True
+# Words of types, names of parameters, and other libraries; what names isentropic has to exist.
+nitpick_ignore_regex = [("py:.*", r"(?!isentropic\b).*")]
+
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_output_stderr = "remove"  # progress bars
+nb_merge_streams = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = "isentropic"
-html_theme_options = {"navigation_with_keys": False}
+html_theme_options = {
+    "navigation_with_keys": False,
+    "navbar_center": [],
+    # Elsewhere the width is better used for code.
+    "secondary_sidebar_items": {
+        "**": [],
+        "reference/index": ["page-toc"],
+        "explanation/ledger": ["page-toc"],
+        "explanation/experiments": ["page-toc"],
+    },
+}
+html_sidebars = {"**": ["sidebars/pages.html"]}
+html_show_sourcelink = False
+highlight_options = {"python": {"stripnl": True}}  # doctests end with an empty line
 
 
 def write_figures(app):
@@ -62,7 +88,13 @@ def write(app, name, text):
     path.write_text(text)
 
 
+def skip_fields(app, what, name, obj, skip, options):
+    """Fields of named tuples, which the docstrings describe under Attributes."""
+    return skip or type(obj).__name__ == "_tuplegetter"
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("builder-inited", write_figures)
     app.connect("builder-inited", write_ledger)
     app.connect("builder-inited", write_experiments)

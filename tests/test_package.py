@@ -62,6 +62,7 @@ class TestPackage:
     def test_documented_with_an_example(self, x):
         doc = inspect.getdoc(x)
         assert doc
+        assert ">>>" in doc
         if inspect.isfunction(x):
             for section in ("Parameters", "Returns", "Examples"):
                 if section != "Parameters" or inspect.signature(x).parameters:
