@@ -19,6 +19,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent
 
@@ -43,9 +44,9 @@ nox.needs_version = ">=2025.5.1"
 # pip everywhere: it finds the same builds for everyone.
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "types", "tests", "doctests"]
-nox.options.error_on_missing_interpreters = True
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+PYTHONS = nox.project.python_versions(PYPROJECT)
 BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 
 
@@ -80,7 +81,14 @@ def tests(session: nox.Session, backend: str) -> None:
     session.run(
         "pytest", f"--backend={backend}", "--cov", "--cov-report=", "--cov-fail-under=0",
         *OPTIONS.get(backend, []), *session.posargs,
-        env={"COVERAGE_FILE": str(ROOT / f".coverage.{backend}"), "COVERAGE_CORE": "ctrace"},
+        env={
+            "COVERAGE_FILE": str(ROOT / f".coverage.{backend}"),
+            "COVERAGE_CORE": "ctrace",
+            # The two processes share what they compile.
+            "JAX_COMPILATION_CACHE_DIR": str(session.cache_dir / "jax"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        },
     )  # fmt: skip
     session.notify("coverage")
 
@@ -93,6 +101,86 @@ def coverage(session: nox.Session) -> None:
     session.install(*(p for p in nox.project.dependency_groups(PYPROJECT, "test") if "coverage" in p))
     session.run("coverage", "combine", "--keep", "--quiet")
     session.run("coverage", "report")
+
+
+@nox.session(python=PYTHONS)
+def pythons(session: nox.Session) -> None:
+    """The tests with NumPy on each Python that is promised and found here; arguments go to pytest."""
+    install(session, "test", "numpy", *PARTNERS["numpy"], model=True)
+    session.run("pytest", "--backend=numpy", *session.posargs)
+
+
+# The extras whose lowest versions are tested with each backend.
+EXTRAS = {
+    "numpy": ["sklearn", "dask", "cli", "plots"],
+    "torch": ["torch", "sklearn", "huggingface"],
+    "jax": ["jax", "flax"],
+}
+
+
+@nox.session(python=PYTHONS[0])
+@nox.parametrize("backend", list(EXTRAS), ids=list(EXTRAS))
+def minimum(session: nox.Session, backend: str) -> None:
+    """A backend's tests with the lowest versions that are promised; arguments go to pytest."""
+    project = PYPROJECT["project"]
+    promised = [
+        requirement.replace(">=", "==")
+        for requirements in (
+            project["dependencies"],
+            *(project["optional-dependencies"][extra] for extra in EXTRAS[backend]),
+        )
+        for requirement in requirements
+    ]
+    names = {requirement.partition("==")[0] for requirement in promised}
+    others = nox.project.dependency_groups(PYPROJECT, "test")
+    # Not in one call, as the pins of the others need not go with what the lowest versions need.
+    session.install(*(package for package in others if package.partition("==")[0] not in names))
+    session.install(*promised, "-e", ".")
+    session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "model"))
+    # Old versions warn of the new ones beside them.
+    lenient = ("-W", "default::DeprecationWarning", "-W", "default::FutureWarning")
+    session.run("pytest", f"--backend={backend}", *lenient, *session.posargs)
+
+
+SMOKE = """
+import importlib.metadata, importlib.resources
+import numpy as np, isentropic as it
+x = np.ones((3, 2))
+assert np.all(it.attention(x, x, x, is_causal=True) == x)
+assert importlib.metadata.version("isentropic") == it.__version__
+assert importlib.resources.files(it).joinpath("py.typed").is_file()
+"""
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the wheel and the sdist into dist/, use the wheel alone, test from the sdist."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "package"))
+    dist, away = ROOT / "dist", Path(session.create_tmp())
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", dist)
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    session.run("twine", "check", "--strict", wheel, sdist)
+    session.run("check-wheel-contents", wheel)
+    venv.create(away / "venv", with_pip=True, clear=True)
+    scripts = away / "venv" / ("Scripts" if os.name == "nt" else "bin")
+
+    def run(program: str, *arguments: object, **options: Any) -> Any:
+        return session.run(scripts / program, *arguments, external=True, **options)
+
+    session.chdir(away)  # where no source can be imported
+    run("python", "-m", "pip", "install", "--quiet", wheel)
+    run("python", "-c", SMOKE)
+    if "isentropic[cli]" not in run("isentropic", silent=True, success_codes=[1]):
+        session.error("without its extra the command must say what is missing")
+    run("python", "-m", "pip", "install", "--quiet", f"{wheel}[cli]")
+    run("isentropic", "jl", "100")
+
+    shutil.unpack_archive(sdist, away, filter="data")
+    session.chdir(away / sdist.name.removesuffix(".tar.gz"))
+    run("python", "-m", "pip", "install", "--quiet", *nox.project.dependency_groups(PYPROJECT, "test"))
+    some = ["tests/test_package.py", "tests/test_laws.py"]
+    run("pytest", "--backend=numpy", *(session.posargs or some))
 
 
 @nox.session
@@ -113,9 +201,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def doctests(session: nox.Session) -> None:
-    """Every example in a docstring, and in the README."""
-    install(session, "test", "flax", "sklearn", "torch", "transformers")
-    session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", "README.md", "--no-cov")
+    """Every example in a docstring, in the README and in the guides. (The docs run the tutorial.)"""
+    install(session, "test", "dask", "flax", "sklearn", "torch", "transformers")
+    pages = ("README.md", "docs/index.md", "docs/how-to")
+    session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", *pages, "--no-cov")
 
 
 @nox.session
@@ -232,8 +321,8 @@ def pinned_asv_configuration() -> str:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation as HTML in docs/_build; warnings are errors."""
-    install(session, "docs")
+    """The documentation as HTML in docs/_build, with its tutorial run; warnings are errors."""
+    install(session, "docs", model=True)
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
 
 

@@ -48,7 +48,7 @@ def attention(
 
 def softmax(s):
     with np.errstate(invalid="ignore"):
-        e = np.exp(s - s.max(axis=-1, keepdims=True))
+        e = np.exp(s - s.max(axis=-1, keepdims=True, initial=-np.inf))
         p = e / e.sum(axis=-1, keepdims=True)
     return np.where(np.isneginf(s).all(axis=-1, keepdims=True), 0.0, p)
 
@@ -70,7 +70,7 @@ def entropy(p, order=1.0, family="renyi"):
         h = (
             np.zeros_like(empty, float)
             if family == "tsallis"
-            else -np.log(np.where(empty, 1, p.max(-1)))
+            else -np.log(np.where(empty, 1, p.max(-1, initial=0)))
         )
     else:
         power = np.where(p > 0, positive**order, 0.0).sum(axis=-1)

@@ -61,6 +61,23 @@ def test_exception_reaches_the_caller_and_leaves_nothing_behind(four_threads):
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 
 
+def test_interrupt_before_the_first_item_lifts_the_limit(monkeypatch):
+    before, available = blas_threads(), _threads._available
+
+    def interrupted():
+        if blas_threads() != before:
+            raise KeyboardInterrupt
+        return available()
+
+    if max(before) == 1:
+        pytest.skip("there is no limit to lift")
+    monkeypatch.setattr(_threads, "_available", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _threads.run(print, range(4))
+    assert blas_threads() == before
+    assert _threads._blas.calls == 0
+
+
 def test_errstate_of_the_caller_holds(four_threads):
     def work(i):
         np.log(np.zeros(3))

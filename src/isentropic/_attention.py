@@ -11,6 +11,7 @@ from types import ModuleType
 from isentropic._checks import (
     check_choice,
     check_count,
+    check_flag,
     check_floating,
     check_ndim,
     check_order,
@@ -249,6 +250,7 @@ def attention_entropy(
     """
     check_order(order)
     check_choice("family", family, FAMILIES)
+    check_flag(normalized=normalized)
     problem = prepare(
         query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
@@ -506,6 +508,7 @@ def multi_head_attention(
     check_floating(xp, **inputs, **weights, **shifts)
     check_ndim(2, **inputs, **weights)
     check_count("num_heads", num_heads)
+    check_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     num_heads = plain_integer(num_heads)
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
     for (name, w), width in zip(weights.items(), widths, strict=False):

@@ -116,7 +116,8 @@ def jl_min_dim(
     log_delta = np.log(level)
     closed = method if method in _CLOSED else "dasgupta-gupta"
     count, rate = _CLOSED[closed]
-    k = np.ceil((count(np.log(n), np.log(n - 1)) - log_delta) / rate(e))
+    with np.errstate(divide="ignore", over="ignore"):  # where the square of eps is none
+        k = np.ceil((count(np.log(n), np.log(n - 1)) - log_delta) / rate(e))
     if np.any(k > 2.0**53):
         raise value_error("eps", "be large enough for a dimension below 2**53", eps)
     if closed == method:
@@ -258,7 +259,9 @@ def jl_lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
     import numpy as np
 
     (n, e), scalar = _broadcast(n_samples=n_samples, eps=eps)
-    return _result(np.maximum(np.log(e**2 * n), 0.0) / e**2, scalar)
+    growth = np.maximum(2 * np.log(e) + np.log(n), 0.0)
+    # Where the square of eps is no float, the growth is 0.
+    return _result(growth / np.where(growth > 0, e**2, 1.0), scalar)
 
 
 def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
@@ -299,7 +302,10 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
 
     check_real("coefficient", coefficient, above=0)
     (values,), scalar = _broadcast(n=n)
-    return _result(np.ceil(coefficient * np.log(values)).astype(np.int64), scalar)
+    k = np.ceil(float(coefficient) * np.log(values))
+    if np.any(k > 2.0**53):
+        raise value_error("coefficient", "be small enough for a dimension below 2**53", coefficient)
+    return _result(k.astype(np.int64), scalar)
 
 
 def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
@@ -358,10 +364,15 @@ def _log_failure(method: str, n: Any, k: Any, eps: Any, d: Any = None) -> Any:
     return np.where(complete, -math.inf, pairs + tails)
 
 
+def _is_size(x: Any) -> Any:
+    # Beyond 2**53 not all whole numbers are floats.
+    return (x >= 1) & (x % 1 == 0) & (x <= 2.0**53)
+
+
 _RANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "n_samples": (lambda x: (x >= 2) & (x % 1 == 0), "be at least 2, and whole"),
-    "n_components": (lambda x: (x >= 1) & (x % 1 == 0), "be at least 1, and whole"),
-    "n_features": (lambda x: (x >= 1) & (x % 1 == 0), "be at least 1, and whole"),
+    "n_components": (_is_size, "be at least 1, whole, and at most 2**53"),
+    "n_features": (_is_size, "be at least 1, whole, and at most 2**53"),
     "n": (lambda x: x >= 1, "be at least 1"),
     "eps": (lambda x: (x > 0) & (x < 1), "be in (0, 1)"),
     "delta": (lambda x: (x > 0) & (x < 1), "be in (0, 1)"),

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
+
+# More than any memory holds; NumPy answers with an OverflowError where it is far more.
+_TOO_MANY = 2**48
 
 
 def value_error(name: str, must: str, got: Any) -> ValueError:
     if isinstance(got, tuple):
         got = tuple(got)  # PyTorch's shapes print as torch.Size([...])
-    return ValueError(f"`{name}` must {must}, got {got}.")
+    return ValueError(f"`{name}` must {must}, got {_printed(got)}.")
 
 
 def type_error(name: str, must: str, got: Any) -> TypeError:
     return TypeError(f"`{name}` must {must}, got {got}.")
+
+
+def _printed(x: Any, form: Callable[[Any], str] = str) -> str:
+    try:
+        return form(x)
+    except ValueError:
+        return "an integer of more digits than Python prints"
 
 
 def check_floating(xp: ModuleType, **arrays: Any) -> None:
@@ -88,13 +98,23 @@ def counts(**values: Any) -> tuple[int, ...]:
     """Integers of at least 1, NumPy's among them, as Python's, whose products cannot overflow."""
     for name, x in values.items():
         check_count(name, x)
+        if x >= _TOO_MANY:
+            raise value_error(name, "be below 2**48", x)
     return tuple(plain_integer(x) for x in values.values())
 
 
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
     if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)
-        raise value_error(name, f"be {options}", repr(x))
+        raise value_error(name, f"be {options}", _printed(x, repr))
+
+
+def check_flag(**flags: Any) -> None:
+    """Refuse what is neither True nor False: a string "False" would be true."""
+    for name, x in flags.items():
+        is_numpy = type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
+        if not isinstance(x, bool) and not is_numpy:
+            raise type_error(name, "be True or False", type(x).__name__)
 
 
 def check_axis(axis: Any, ndim: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._bounds import jl_distortion
 from isentropic._checks import check_floating, check_real, counts, value_error
+from isentropic._draws import generator_of
 from isentropic._loops import Block, map_blocks, take
 from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 from isentropic._numerics import divide_or_zero, root_or_zero
@@ -35,6 +36,14 @@ class FailureRate(NamedTuple):
     low, high : float
         The Clopper–Pearson interval for the share in all pairs; the rate itself where all were
         compared.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import distortion
+    >>> x = np.eye(3)
+    >>> distortion(x, x[:, :2]).failure_rate(0.6)  # no pair is off by more than half
+    FailureRate(rate=0.0, low=0.0, high=0.0)
     """
 
     rate: float
@@ -66,6 +75,15 @@ class DistortionReport:
     -----
     For a Gaussian map to k dimensions the standard deviations are √(2/k) for squared distances and
     norms, √((1 + cos²)/k) for inner products, and about sin(angle)/√k for angles.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import distortion
+    >>> x = np.eye(3)
+    >>> report = distortion(x, x[:, :2])  # the last feature left away
+    >>> report.norm, report.worst
+    (array([ 0.,  0., -1.]), 0.5)
     """
 
     distance: Array
@@ -265,7 +283,7 @@ def _choose(n_pairs: int, chosen: int, rng: Any) -> tuple[np.ndarray, np.ndarray
     if chosen == n_pairs:
         index = np.arange(n_pairs)
     else:
-        index = np.random.default_rng(rng).choice(n_pairs, chosen, replace=False, shuffle=False)
+        index = generator_of(rng).choice(n_pairs, chosen, replace=False, shuffle=False)
     # Pair (i, j) has the number i(i − 1)/2 + j.
     i = ((1 + np.sqrt(1 + 8 * index.astype(np.float64))) / 2).astype(np.int64)
     i -= i * (i - 1) // 2 > index  # where the root was rounded

@@ -8,14 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from isentropic._checks import check_floating
-from isentropic._namespace import Array, device, is_dask, namespace
+from isentropic._checks import check_floating, is_integer, type_error, value_error
+from isentropic._namespace import Array, accumulator, device, is_dask, namespace
 
 if TYPE_CHECKING:
     import numpy as np
 
 # Numbers drawn at a time: what is drawn in float64 and stored in less does not double the memory.
 _DRAWN = 2**18
+
+
+def generator_of(rng: Any) -> np.random.Generator:
+    """The generator that `rng` is, or a new one from that seed."""
+    import numpy as np
+
+    try:
+        return np.random.default_rng(rng)
+    except (TypeError, ValueError):
+        must = "be None, an integer of at least 0, or a numpy.random.Generator"
+        got = rng if is_integer(rng) else type(rng).__name__
+        raise (value_error if is_integer(rng) else type_error)("rng", must, got) from None
 
 
 def draw_matrix(
@@ -28,7 +40,7 @@ def draw_matrix(
     """A matrix (rows, columns) of independent entries that `draw` gives for a generator and a shape."""
     import numpy as np
 
-    generator = np.random.default_rng(rng)
+    generator = generator_of(rng)
     values = np.empty((rows, columns), _host_dtype(like))
     some = max(1, _DRAWN // columns)
     for start in range(0, rows, some):
@@ -68,7 +80,7 @@ def _host_dtype(like: Array | None) -> str:
     like = _in_memory(like)
     xp = namespace(like=like)
     check_floating(xp, like=like)
-    return "float64" if like.dtype == xp.float64 else "float32"
+    return "float64" if accumulator(xp, like.dtype) == xp.float64 else "float32"
 
 
 def _in_memory(like: Array) -> Array:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isentropic._attention import attention_state
-from isentropic._checks import check_ndim, check_real, is_integer, type_error, value_error
+from isentropic._checks import check_flag, check_ndim, check_real, is_integer, type_error, value_error
 from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 from isentropic.laws import AffineLog, Constant, Law, check_law, scaled
 from isentropic.masks import Mask, as_mask, causal
@@ -39,6 +39,16 @@ class DriftReport:
         How many queries there were, in the layer that has most.
     entropy : NumPy array (lengths, layers, heads)
         Their mean entropy in nats; NaN where a layer has no query of a group, as behind a window.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import entropy_drift
+    >>> entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64, 256))  # uniform attention
+    Attention entropy in nats, mean over 4 heads a layer
+    n               16      64     256   dH/dlog n: mean, lowest, highest
+    all layers   2.773   4.159   5.545      1.000   1.000   1.000
+    log n        2.773   4.159   5.545
     """
 
     lengths: np.ndarray
@@ -438,6 +448,7 @@ def _recorded(
     """The entropies of all samples at all factors, and an array of the samples' kind."""
     if not is_integer(head_axis) or head_axis not in (-3, -2):
         raise value_error("head_axis", "be -3 or -2", head_axis)
+    check_flag(is_causal=options["is_causal"])
     if not isinstance(samples, Iterable):
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
     recorder = Recorder("samples", factors)

@@ -31,6 +31,7 @@ from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import (
     divide_or_zero,
     log_or,
+    quiet,
     replace_infinite_minimum,
 )
 from isentropic._tiles import prepare
@@ -211,7 +212,8 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     eps, tiny, largest = float(dtype.eps), float(dtype.smallest_normal), float(dtype.max)
     hidden = s == -math.inf
     top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
-    x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
+    with quiet(xp):  # NaN where a score is infinite
+        x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
     gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
     # The unit is the smallest distance from the maximum: at 200 over it nothing else has a weight.
     unit = xp.clip(xp.where(gap < math.inf, gap, 1.0), min=2 * _HIGHEST / largest)

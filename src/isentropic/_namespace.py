@@ -45,9 +45,11 @@ def namespace(*groups: Group, **arrays: Any) -> ModuleType:
     """The one array namespace of all arrays, in messages by the names of their arguments."""
     xp, first, kind = None, "", None
     for name, x in _named(groups, arrays):
-        if type(x) is kind:
+        # Tensors of one type may be dense or not.
+        its_kind = (type(x), x.layout) if _is_torch_array(x) else type(x)
+        if its_kind == kind:
             continue
-        own, kind = _namespace_of(name, x), type(x)
+        own, kind = _namespace_of(name, x), its_kind
         if xp is None:
             xp, first = own, name
         elif own is not xp:
@@ -98,6 +100,8 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
     if _is_torch_array(x):
         import array_api_compat.torch as xp
 
+        if x.layout is not xp.strided:
+            raise TypeError(f"`{name}` must be a dense tensor, got one of the layout {x.layout}.")
         return xp
     kind = type(x).__name__
     if is_dask(x):
@@ -159,7 +163,10 @@ def promoted(xp: ModuleType, *arrays: Array) -> Any:
 
 def accumulator(xp: ModuleType, dtype: Any) -> Any:
     """The dtype to compute in: float64 for float64, else float32."""
-    return dtype if dtype == xp.float64 else xp.float32
+    if dtype == xp.float64:
+        return dtype
+    # NumPy alone has floats of the other byte order, which are equal to none, and longer ones.
+    return xp.float64 if is_numpy(xp) and dtype.itemsize > 4 else xp.float32
 
 
 def to_numpy(x: Array) -> Any:

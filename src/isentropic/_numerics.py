@@ -6,17 +6,28 @@ The argument of a singular function is guarded, not its result: the gradient of
 
 from __future__ import annotations
 
+import contextlib
 import math
 from types import ModuleType
 from typing import Any
 
-from isentropic._namespace import Array, device, is_jax
+from isentropic._namespace import Array, device, is_jax, is_numpy
+
+
+def quiet(xp: ModuleType) -> contextlib.AbstractContextManager[Any]:
+    """NumPy's warning left out, where it is documented that the result is NaN."""
+    if not is_numpy(xp):
+        return contextlib.nullcontext()
+    import numpy as np
+
+    return np.errstate(invalid="ignore")
 
 
 def log_or(xp: ModuleType, z: Array, default: float) -> Array:
     """``log z``, and `default` where z = 0. Negative z gives NaN."""
     empty = z == 0
-    return xp.where(empty, default, xp.log(xp.where(empty, 1.0, z)))
+    with quiet(xp):
+        return xp.where(empty, default, xp.log(xp.where(empty, 1.0, z)))
 
 
 def divide_or_zero(xp: ModuleType, a: Array, z: Array) -> Array:

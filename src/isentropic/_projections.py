@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_real, counts, value_error
-from isentropic._draws import draw_matrix, place_draw, random_orthonormal, random_signs
+from isentropic._draws import draw_matrix, generator_of, place_draw, random_orthonormal, random_signs
 from isentropic._hadamard import hadamard_order
 from isentropic._maps import CountSketch, DenseProjection, HadamardProjection
 from isentropic._namespace import Array, accumulator, device, namespace
@@ -201,10 +201,8 @@ def orthogonal_projection(
     >>> bool(np.allclose(f.weights @ f.weights.T, np.eye(30)))
     True
     """
-    import numpy as np
-
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
-    generator = np.random.default_rng(rng)
+    generator = generator_of(rng)
     short, long = sorted((n_components, n_features))
     weights = random_orthonormal(generator, short, long)
     weights = weights if n_components <= n_features else weights.T
@@ -270,7 +268,7 @@ def hadamard_projection(
     (rounds,) = counts(rounds=rounds)
     base, doublings = hadamard_order(max(n_features, n_components))
     size = base << doublings
-    generator = np.random.default_rng(rng)
+    generator = generator_of(rng)
     signs = [random_signs(generator, (n_features if i == 0 else size,)) for i in range(rounds)]
     rows = np.sort(generator.choice(size, n_components, replace=False))
     return HadamardProjection(
@@ -327,7 +325,7 @@ def count_sketch(
     (nonzeros,) = counts(nonzeros=nonzeros)
     if n_components % nonzeros:
         raise value_error("nonzeros", f"divide `n_components` ({n_components})", nonzeros)
-    generator = np.random.default_rng(rng)
+    generator = generator_of(rng)
     block = n_components // nonzeros
     depth = -(-n_features // block)
     signs = random_signs(generator, (nonzeros, n_features))

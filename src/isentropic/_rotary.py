@@ -6,6 +6,7 @@ import math
 
 from isentropic._checks import (
     check_broadcastable,
+    check_flag,
     check_floating,
     check_ndim,
     check_real,
@@ -73,6 +74,7 @@ def rotary(
     check_floating(xp, x=x)
     check_ndim(2, x=x)
     check_real("base", base, above=1)
+    check_flag(interleaved=interleaved)
     length, size = x.shape[-2:]
     if size % 2:
         raise value_error("x", "have an even last dimension", size)

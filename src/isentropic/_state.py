@@ -33,6 +33,16 @@ class AttentionState(NamedTuple):
     -----
     Being a NamedTuple it is a pytree in JAX and PyTorch. Half-precision inputs give float32 states.
     `merge` combines states of disjoint sets of keys. See `attention_state`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_state
+    >>> state = attention_state(np.zeros((1, 2)), np.zeros((4, 2)), np.eye(4))
+    >>> state.normalizer, state.output()
+    (array([4.]), array([[0.25, 0.25, 0.25, 0.25]]))
+    >>> np.allclose(state.entropy(), np.log(4))
+    True
     """
 
     maximum: Array

@@ -72,22 +72,27 @@ class _Blas:
     @contextlib.contextmanager
     def held(self) -> Iterator[int]:
         """Gives the threads that fall to this call, 1 where the limit is in other hands."""
-        with self.lock:
-            limit = None
-            if not self.is_held:
-                self.threads = _available()
-                limit = _controller().limit(limits=1)
-                # threadpoolctl lets one thread of the process change it, and ignores the others.
-                self.is_held = _available() == 1
-            self.calls += 1
-            share = max(1, self.threads // self.calls) if self.is_held else 1
+        former: list[tuple[Any, int]] = []
+        is_counted = False
+        # All within the `try`: an interrupt may come after any step, the first limit among them.
         try:
+            with self.lock:
+                if not self.is_held:
+                    self.threads = _available()
+                    former += [(x, x.num_threads) for x in _controller().lib_controllers]
+                    for library, _ in former:
+                        library.set_num_threads(1)
+                    # It lets one thread of the process change it, and ignores the others.
+                    self.is_held = _available() == 1
+                self.calls += 1
+                is_counted = True
+                share = max(1, self.threads // self.calls) if self.is_held else 1
             yield share
         finally:
             with self.lock:
-                self.calls -= 1
-                if limit is not None:
-                    limit.restore_original_limits()
+                self.calls -= is_counted
+                for library, n in former:
+                    library.set_num_threads(n)
                     self.is_held = False
 
 

@@ -12,6 +12,7 @@ from isentropic._checks import (
     check_broadcastable,
     check_choice,
     check_count,
+    check_flag,
     check_floating,
     check_ndim,
     check_real,
@@ -283,6 +284,7 @@ def prepare(
 
     `score_width` is how many numbers a score needs on the way, where it is no product of features.
     """
+    check_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     visible = None if mask is None else as_mask(mask)
     if is_causal:
         visible = causal() if visible is None else visible & causal()
@@ -446,6 +448,8 @@ def check_length(n_keys: Any) -> int:
         raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
     if n_keys < 0:
         raise value_error("n_keys", "be at least 0", n_keys)
+    if n_keys >= 2**63:
+        raise value_error("n_keys", "be below 2**63", n_keys)
     return plain_integer(n_keys)
 
 

@@ -1,4 +1,12 @@
-"""The command ``isentropic``: laws, dimensions, and the entropies of a Hugging Face model. Layer 9."""
+"""The command ``isentropic``: laws, dimensions, and the entropies of a Hugging Face model. Layer 9.
+
+>>> from click.testing import CliRunner
+>>> from isentropic.cli import main
+>>> print(CliRunner().invoke(main, ["laws", "su", "--lengths", "64,512,4096"]).output)
+n          64      512     4096
+su     0.6667   1.0000   1.3333
+<BLANKLINE>
+"""
 
 from __future__ import annotations
 

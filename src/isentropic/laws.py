@@ -27,7 +27,14 @@ from typing import Any
 
 from array_api_extra import default_dtype
 
-from isentropic._checks import check_choice, check_real, is_array, type_error, value_error
+from isentropic._checks import (
+    check_choice,
+    check_real,
+    common_shape,
+    is_array,
+    type_error,
+    value_error,
+)
 from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 
 __all__ = [
@@ -57,6 +64,16 @@ class Law(ABC):
     """A function from the number of visible keys to a factor on the scale.
 
     Call it with an integer (the result is a float) or with an array of lengths.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import laws
+    >>> law = laws.LogLength(16)
+    >>> isinstance(law, laws.Law), law(256), law(np.asarray([16, 256]))
+    (True, 2.0, array([1., 2.]))
+    >>> laws.AffineLog(np.asarray([0.0, 0.5]), 1.0)(np.asarray([1])).shape  # two heads
+    (2, 1)
     """
 
     def __call__(self, n: Any) -> Any:
@@ -65,16 +82,22 @@ class Law(ABC):
             xp, place = namespace(("law", parameters), n=n), device(("law", parameters), n=n)
             if not xp.isdtype(n.dtype, ("integral", "real floating")):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
+            self._check_shapes(xp, n.shape)
             floating = xp.isdtype(n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, device=place)
             return self._factor(xp, xp.astype(n, _compute_dtype(xp, dtype, parameters)))
 
         if isinstance(n, bool) or not isinstance(n, (int, float, Real)):
             raise type_error("n", "be a number or an array", type(n).__name__)
+        try:
+            n = float(n)
+        except OverflowError:
+            raise value_error("n", "be within the range of a float", n) from None
         if parameters:
             xp, place = namespace(("law", parameters)), device(("law", parameters))
+            self._check_shapes(xp, ())
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
-            return self._factor(xp, xp.full((), float(n), dtype=dtype, device=place))
+            return self._factor(xp, xp.full((), n, dtype=dtype, device=place))
         import numpy as np
 
         return float(self._factor(np, np.float64(n)))  # type: ignore[arg-type]
@@ -82,13 +105,23 @@ class Law(ABC):
     @property
     def arrays(self) -> tuple[Array, ...]:
         """The parameters that are arrays."""
-        found: tuple[Array, ...] = ()
-        for x in vars(self).values():
+        return tuple(x for _, x in self._named_arrays())
+
+    def _named_arrays(self) -> list[tuple[str, Array]]:
+        found = []
+        for name, x in vars(self).items():
             if isinstance(x, Law):
-                found += x.arrays
+                found += x._named_arrays()
             elif x is not None and is_array(x):
-                found += (x,)
+                found.append((name, x))
         return found
+
+    def _check_shapes(self, xp: ModuleType, shape: tuple[int, ...]) -> None:
+        """Refuse parameters that do not broadcast with lengths of a shape, or with one another."""
+        last = (1,) if shape else ()
+        for name, x in self._named_arrays():
+            own = (*x.shape, *last) if x.ndim else x.shape
+            shape = common_shape(xp, **{"n": shape, name: own})
 
     @abstractmethod
     def _factor(self, xp: ModuleType, n: Array) -> Array:
@@ -181,7 +214,7 @@ class SqrtLogLength(Law):
     def _factor(self, xp: ModuleType, n: Array) -> Array:
         # Two roots, not one of the quotient: at n = 1 its gradient for the base would be 0 · ∞.
         base = _log(xp, self.base, n)
-        root = xp.sqrt(base) if is_array(base) else math.sqrt(base)
+        root = xp.sqrt(base) if is_array(self.base) else math.sqrt(base)
         return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(xp, root, n), self.minimum)
 
 
@@ -347,7 +380,7 @@ class InfoScale(Law):
         rate = -2.0 / float(self.head_dim)
         gain = -xp.expm1(_log_length(xp, n) * rate)
         base = _log(xp, self.base, n)
-        if is_array(base):
+        if is_array(self.base):
             return xp.sqrt(gain) / _over_queries(xp, xp.sqrt(-xp.expm1(base * rate)), n)
         return xp.sqrt(gain) / math.sqrt(-math.expm1(base * rate))
 

@@ -41,12 +41,22 @@ from isentropic._namespace import Array, device, namespace
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
 _COUNT_BLOCK = 1024
+# Beyond any number of keys; offset, window and position together stay within int32.
+_FARTHEST = 2**29
 _Interval = tuple[Array, Array]
 Span = tuple[Any, Any]
 
 
 class Mask(ABC):
-    """Which of S keys each of L queries sees. Made by the functions of this module."""
+    """Which of S keys each of L queries sees. Made by the functions of this module.
+
+    Examples
+    --------
+    >>> from isentropic import masks
+    >>> mask = masks.causal() & masks.padding(3)
+    >>> isinstance(mask, masks.Mask), mask.visible_count(5, 5)
+    (True, array([1, 2, 3, 3, 3]))
+    """
 
     __array_ufunc__ = None  # NumPy arrays leave `array & mask` to the mask
 
@@ -245,8 +255,7 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     for name, x in (("left", left), ("right", right)):
         if x is not None:
             check_count(name, x, least=0)
-    # Beyond any number of keys, and far enough from the ends of int32 to be added to a position.
-    left, right = (None if x is None else min(plain_integer(x), 2**30) for x in (left, right))
+    left, right = (None if x is None else min(plain_integer(x), 2 * _FARTHEST) for x in (left, right))
     return _Band(left, right, _integers("offset", offset, optional=True))
 
 
@@ -533,6 +542,8 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
     if is_integer(x):
         if name == "lengths":
             check_count(name, x, least=0)
+        if not -_FARTHEST <= x <= _FARTHEST:
+            raise value_error(name, "be within 2**29 of 0", x)
         return plain_integer(x)
     if not hasattr(x, "dtype") or not namespace(**{name: x}).isdtype(x.dtype, "integral"):
         got = getattr(x, "dtype", type(x).__name__)

@@ -47,6 +47,7 @@ _RECORD = "_isentropic_record"
 # Arguments of some models that mean another attention than the mask and the logits do.
 _REFUSED = ("cache", "indices", "block_indices", "sinks")
 _FORMAT, _VERSION = "isentropic-laws", 1
+_KEYS = {"format", "version", "law", "layers"}
 _LAYER = re.compile("0|[1-9][0-9]{0,5}")
 
 
@@ -190,6 +191,18 @@ def profile(
     The entropies are exact, without L×S arrays beyond the masks of transformers, at the cost of one
     more attention. The model runs without gradients, in evaluation mode. Queries are grouped as in
     `isentropic.entropy_drift`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(**size, num_hidden_layers=3))
+    >>> batches = [torch.randint(8, (4, n)) for n in (16, 32, 64)]
+    >>> report = huggingface.profile(model, batches)
+    >>> report.lengths, report.slope.shape  # layers, heads
+    (array([16., 32., 64.]), (3, 2))
     """
     return _measure(model, batches, Recorder("batches"), laws, progress).report()
 
@@ -225,6 +238,18 @@ def calibrate(
     attention, whatever laws the model has; the second run is with the laws of the first, since layers
     feel the laws of those before them. Each attention is measured at fifteen factors on its logits,
     which costs as many more of it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(**size, num_hidden_layers=3))
+    >>> batches = [torch.randint(8, (4, n)) for n in (16, 32, 64)]
+    >>> laws = huggingface.calibrate(model, batches, reference_length=32)
+    >>> len(laws), laws[0].slope.shape
+    (3, (2,))
     """
     if reference_length is not None:
         check_real("reference_length", reference_length, least=2)
@@ -252,6 +277,16 @@ def save_laws(laws: Laws, path: str | os.PathLike[str]) -> None:
     ------
     TypeError, ValueError
         For what are no laws, or arrays that are not finite.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from isentropic import laws
+    >>> from isentropic.integrations import huggingface
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     huggingface.save_laws(laws.LogLength(128), f"{folder}/law.json")
+    ...     huggingface.load_laws(f"{folder}/law.json")(128)
+    1.0
     """
     if isinstance(laws, Law):
         content: dict[str, Any] = {"law": laws_module.to_dict(laws)}
@@ -298,7 +333,7 @@ def load_laws(path: str | os.PathLike[str]) -> Laws:
     [None, LogLength(base=512, minimum=None)]
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise value_error("path", "be a JSON file", f"{path} ({error})") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -306,6 +341,9 @@ def load_laws(path: str | os.PathLike[str]) -> Laws:
     if type(content.get("version")) is not int or content["version"] != _VERSION:
         must = f"be a file of version {_VERSION} of the format"
         raise value_error("path", must, repr(content.get("version")))
+    if content.keys() >= {"law", "layers"} or not content.keys() <= _KEYS:
+        must = "be a file with a 'law' or with 'layers', and nothing else"
+        raise value_error("path", must, ", ".join(content))
     if "law" in content:
         return laws_module.from_dict(content["law"])
     layers = content.get("layers")
@@ -314,6 +352,15 @@ def load_laws(path: str | os.PathLike[str]) -> Laws:
     if not isinstance(layers, dict) or not all(_LAYER.fullmatch(key) for key in layers):
         raise value_error("path", "be a file with a 'law' or with 'layers'", path)
     return {int(key): _law_from_json(x) for key, x in layers.items()}
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose names may not repeat: Python would take the last and say nothing."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"repeated names among {', '.join(names)}")
+    return found
 
 
 def _law_to_json(law: Law | None) -> Any:

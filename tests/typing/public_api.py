@@ -1,0 +1,63 @@
+"""What mypy makes of calls of the public API: types that a user sees, and mistakes that it finds.
+
+It is checked and not run. An `ignore` that ignores nothing is an error, so each mistake is a test too.
+"""
+
+from typing import Any, assert_type
+
+import numpy as np
+
+import isentropic as it
+from isentropic import laws, masks
+from isentropic._namespace import Array
+
+
+def calls(x: np.ndarray, ids: np.ndarray) -> None:
+    assert_type(it.attention(x, x, x, is_causal=True), Array)
+    assert_type(it.attention(x, x, x, mask=x > 0, law=None, scale=0.1, n_keys=ids), Array)
+    assert_type(
+        it.attention(x, x, x, mask=masks.causal() & masks.window(8) | masks.segments(ids)), Array
+    )
+    assert_type(it.attention_entropy(x, x, order=2.0, family="tsallis"), Array)
+    assert_type(masks.causal() & (x > 0), masks.Mask)
+    assert_type(masks.padding(ids).visible_count(4, 4, like=x), Array)
+
+    state = it.merge(it.attention_state(x, x, x), it.attention_state(x, x))
+    assert_type(state, it.AttentionState)
+    assert_type(state.output(), Array)
+    assert_type(state.weighted_value, Array | None)
+
+    assert_type(laws.preset("su"), laws.Law)
+    assert_type(it.LogLength(512), laws.LogLength)
+    assert_type(laws.scaled(it.LogLength(), x), laws.Law)
+    assert_type(it.calibrate([(x, x)], reference_length=128), laws.AffineLog)
+    assert_type(it.entropy_drift([(x, x)]).slope, np.ndarray)
+
+    projection = it.hadamard_projection(100, 10, rng=0, like=x)
+    assert_type(projection(x), Array)
+    assert_type(projection.n_components, int)
+    assert_type(it.distortion(x, projection(x)).failure_rate(0.1), it.FailureRate)
+    assert_type(it.jl_min_dim(100), Any)  # an int, or an array of them
+
+
+def results(x: np.ndarray) -> None:
+    """What comes back goes in again, into NumPy, and into arithmetic."""
+    out = it.attention(x, x, x)
+    it.attention_entropy(out, out)
+    np.testing.assert_array_equal(out, out)
+    assert_type(2 * out, Any)
+    assert_type(out.shape, tuple[int, ...])
+
+
+def mistakes(x: np.ndarray) -> None:
+    it.attention(x, x)  # type: ignore[call-arg]
+    it.attention(x, x, x, None)  # type: ignore[call-arg]
+    it.attention([1.0], x, x)  # type: ignore[arg-type]
+    it.attention(x, x, x, mask="causal")  # type: ignore[arg-type]
+    it.attention(x, x, x, law="log")  # type: ignore[arg-type]
+    it.attention(x, x, x, law=laws.LogLength)  # type: ignore[arg-type]
+    it.attention(x, x, x, causal=True)  # type: ignore[call-arg]
+    it.merge(x)  # type: ignore[arg-type]
+    it.hadamard_projection("100", 10)  # type: ignore[arg-type]
+    masks.window("8")  # type: ignore[arg-type]
+    masks.causal() and masks.window(8)  # type: ignore[truthy-bool]
