@@ -1,7 +1,12 @@
-"""The latest recorded figures as Markdown tables: what the performance page of the docs shows."""
+"""The latest recorded figures: as Markdown tables, or the speeds as a picture.
+
+python asv_benchmarks/report.py             # what the performance page of the docs shows
+python asv_benchmarks/report.py speed.png
+"""
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,6 +89,28 @@ TABLES = [
     ),
 ]
 
+# What is timed and what it is relative to, benchmark, choices of its parameters.
+BARS = [
+    *(
+        (
+            f"{call}: {library} / PyTorch's kernel",
+            "attention.AgainstTorch.track_ratio",
+            (library, call, "4096"),
+        )
+        for call in ("attention", "causal", "output and entropy", "entropy")
+        for library in ("numpy", "torch", "jax")
+    ),
+    ("attention: jax / jax.nn", "attention.AgainstOwnLibrary.track_jax", ()),
+    *(
+        (
+            f"Fast JL: {library} / scikit-learn's Gaussian",
+            "projections.ProjectionsAgainstPeers.track_draw_and_apply_sklearn_gaussian",
+            (library, "hadamard"),
+        )
+        for library in ("numpy", "torch", "jax")
+    ),
+]
+
 
 def report() -> str:
     """Markdown, one section per table."""
@@ -111,12 +138,10 @@ def newest_first() -> list[tuple[Path, dict]]:
 
 def table(benchmark: dict, result: list) -> list[str]:
     """Rows of a Markdown table: the first parameter across, the others down."""
-    values, params = result[:2]
     unit = benchmark["unit"]
-    if not params:
-        return [f"**{shown(values[0], unit)}**"]
-    names = [[text.strip("'") for text in choices] for choices in params]
-    cells = dict(zip(itertools.product(*names), values, strict=True))
+    names, cells = by_choices(result)
+    if not names:
+        return [f"**{shown(cells[()], unit)}**"]
     across, *down = names
     varying = [i for i, choices in enumerate(down) if len(choices) > 1]
     header = [benchmark["param_names"][i + 1] for i in varying] or [""]
@@ -131,6 +156,33 @@ def table(benchmark: dict, result: list) -> list[str]:
     return ["| " + " | ".join(line[i] for i in kept) + " |" for line in lines]
 
 
+def by_choices(result: list) -> tuple[list[list[str]], dict[tuple[str, ...], float | None]]:
+    """The choices of each parameter, and the values by choices."""
+    values, params = result[:2]
+    names = [[text.strip("'") for text in choices] for choices in params]
+    return names, dict(zip(itertools.product(*names), values, strict=True))
+
+
+def picture(path: str) -> None:
+    """Times relative to those of others, as bars."""
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    for i, (label, name, choices) in enumerate(BARS):
+        results = next(run["results"] for _, run in newest_first() if name in run["results"])
+        value = by_choices(results[name])[1][choices]
+        color = {"numpy": "C0", "torch": "C1", "jax": "C2"}[label.split(": ")[1].split(" ")[0]]
+        ax.barh(i, value, color=color)
+        ax.text(value * 1.05, i, shown(value, "ratio"), va="center", fontsize=8)
+    ax.set_yticks(range(len(BARS)), [label for label, *_ in BARS], fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xscale("log")
+    ax.axvline(1, color="gray", linewidth=0.8)
+    ax.set_xlabel("time / time of the other, same process (left of the line: faster)", fontsize=9)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 def shown(value: float | None, unit: str) -> str:
     if value is None or value != value:
         return ""
@@ -142,4 +194,7 @@ def shown(value: float | None, unit: str) -> str:
 
 
 if __name__ == "__main__":
-    print(report())
+    if len(sys.argv) > 1:
+        picture(sys.argv[1])
+    else:
+        print(report())
