@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 
-Verdict = Literal["reproduced", "not reproduced", "not tested"]
+Verdict = Literal["reproduced", "in part", "not reproduced", "not decided", "not tested"]
 
 
 class Claim(NamedTuple):
@@ -60,7 +60,9 @@ def run(
         while not results.ready():
             results.wait(0.2)
             bar.update(done.value - bar.n)
-        return results.get()
+        found = results.get()
+        bar.update(done.value - bar.n)
+        return found
 
 
 def _start(done: Any) -> None:

@@ -14,10 +14,10 @@ up to 2048. The tasks:
 
 All arms use the same weights. O is the standard scale; O + law has the factor log n/log 64 at test
 time; O + calibrated is the law that `isentropic.calibrate` fits without answers; O + held gives each
-query the factor with which its entropy is O's mean entropy at 64 keys; O + best has the constant that
-is best at each n on the test itself. Ideal is Bayes' rule, which in `average` is told the groups. There
-is no Attention-E to train: at one length of training the law is a constant, which the learned maps take
-up, so that O + law is E with any base.
+query the factor with which its entropy is O's mean entropy at 64 keys, which makes the queries alike
+too; O + best has the constant that is best at each n on the test itself. Ideal is Bayes' rule, which in
+`average` is told the groups. There is no Attention-E to train: at one length of training the law is a
+constant, which the learned maps take up, so that O + law is E with any base (if trained to the end).
 """
 
 from __future__ import annotations
@@ -380,30 +380,29 @@ def claims(results: dict[str, Any]) -> list[Claim]:
         return "; ".join(f"{task}: {say(task)}" for task in of) + "."
 
     held, groups = ("O + calibrated", "O + held"), list(KEY_NOISE)
+    law = means(results, tasks[0], "O + law", "factor")[-1]
     is_worse = {task: beats(results, task, "O", "O + law") == seeds for task in tasks}
-    worse = [
-        Claim(
-            "001, comments",
-            "On a graph, where new nodes were like the old ones, the law made the results worse.",
-            f"Loss at n = {last}: {each(lambda x: losses(x, 'O', 'O + law'), [task])}",
-            verdict(is_worse[task]),
-        )
-        for task in tasks
-    ]
     return [
-        *worse,
         Claim(
             "001, comments",
+            "Where new keys are like the old ones (on a graph), the law makes results worse.",
+            f"No graph. Loss at n = {last}: {each(lambda x: losses(x, 'O', 'O + law'))}",
+            "in part"
+            if any(is_worse.values()) and not all(is_worse.values())
+            else verdict(any(is_worse.values())),
+        ),
+        Claim(
+            "001, reply to it",
             "With keys that are alike, of which many are averaged, no scaling by log n may be better.",
-            f"Best factor at n = {last}: "
+            f"Best factor at n = {last}, where the law has {law:.2f}: "
             + each(lambda x: f"{means(results, x, 'O + best', 'factor')[-1]:.2f}", groups),
-            verdict(all(is_worse[task] for task in groups)),
+            "in part" if len({is_worse[task] for task in groups}) > 1 else verdict(is_worse[groups[0]]),
         ),
         Claim(
             "004, Entropy invariance",
             "For lengths beyond those of training the entropy should not depend on n.",
             f"Loss at n = {last}: {each(lambda x: losses(x, 'O', *held))}",
-            verdict(all(beats(results, task, arm) == seeds for task in tasks for arm in held)),
+            verdict(all(beats(results, task, "O + calibrated") == seeds for task in tasks)),
         ),
         Claim(
             "001, Entropy invariance",
@@ -443,7 +442,7 @@ def picture(results: dict[str, Any]) -> Figure:
         below.set_ylim(0.8, 9)
     axes[0, 0].set_ylabel("loss")
     axes[1, 0].set_ylabel("factor on the scale")
-    axes[0, 0].legend(fontsize=8)
+    axes[0, 0].legend(fontsize=8, loc="upper left")
     return figure
 
 

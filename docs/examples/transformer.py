@@ -57,12 +57,29 @@ def attention_with(laws: Laws) -> Attend:
     return lambda layer, q, k, v: it.attention(q, k, v, law=laws[layer])
 
 
-def recorded(laws: Laws, entropies: list[Tensor]) -> Attend:
-    """The same, which appends the entropies (batch, heads, n) of each layer to `entropies`."""
+def calibrate(
+    forward: Callable[[Attend], object],
+    layers: int,
+    reference_length: int,
+    *,
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda q, k: (q, k),
+    rows: slice = slice(None),
+) -> Laws:
+    """A law per layer that holds its entropy at a length, fitted with those before it in force.
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        state = it.attention_state(q, k, v, law=laws[layer])
-        entropies.append(state.entropy())
-        return state.output()
+    ``forward(attend)`` runs the model on samples of several lengths, `prepare` makes what the logits
+    are the products of, and `rows` are the queries whose entropy is held.
+    """
+    laws: list = [None] * layers
+    for layer in range(layers):
+        samples: list = []
 
-    return attend
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k = prepare(q, k)
+            if i == layer:  # noqa: B023
+                samples.append((q[..., rows, :], k))  # noqa: B023
+            return it.attention(q, k, v, law=laws[i])
+
+        forward(attend)
+        laws[layer] = it.calibrate(samples, reference_length=reference_length)
+    return laws

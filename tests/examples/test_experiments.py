@@ -1,6 +1,7 @@
 """The experiments of the documentation: that they run, and what their committed results show."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -47,14 +48,31 @@ class TestEncoder:
         expected = theirs(x)
         torch.testing.assert_close(ours(x, transformer.attention_with([None, None])), expected)
 
-    def test_recorded_entropies(self):
-        model = transformer.Encoder(16, 2, 4)
-        x, laws = torch.randn(3, 10, 16), [None, it.LogLength(4)]
-        entropies_of: list = []
-        plain = model(x, transformer.attention_with(laws))
-        torch.testing.assert_close(model(x, transformer.recorded(laws, entropies_of)), plain)
-        assert [h.shape for h in entropies_of] == [(3, 4, 10)] * 2
-        assert all((h > 0).all() and (h <= math.log(10) + 1e-5).all() for h in entropies_of)
+    def test_calibrated_layers_hold_their_entropy(self):
+        torch.manual_seed(0)
+        model = transformer.Encoder(16, 2, 2)
+        for block in model.blocks:
+            torch.nn.init.normal_(block.split.weight, std=0.4)
+        x = torch.randn(8, 128, 16)
+
+        @torch.no_grad()
+        def entropies_of(laws, n):
+            found = []
+
+            def attend(i, q, k, v):
+                found.append(it.attention_entropy(q, k, law=laws[i]).mean((0, -1)))
+                return it.attention(q, k, v, law=laws[i])
+
+            model(x[:, :n], attend)
+            return torch.stack(found)
+
+        with torch.no_grad():
+            laws = transformer.calibrate(
+                lambda attend: [model(x[:, :n], attend) for n in (32, 64, 128)], 2, 64
+            )
+        wanted = entropies_of([None, None], 64)
+        assert (entropies_of([None, None], 128) - wanted).min() > 0.3
+        torch.testing.assert_close(entropies_of(laws, 128), wanted, atol=0.1, rtol=0)
 
 
 class TestFirst:
@@ -109,8 +127,10 @@ class TestMaskedLanguage:
         torch.testing.assert_close(plain, clamped)
 
     def test_texts_are_apart(self):
+        parts = masked_language.sources()
+        assert not set(parts[0]) & set(parts[1])
         train, held_out = masked_language.corpus()
-        assert len(train) > 4 * len(held_out) > 4e5
+        assert len(train) == sum(p.stat().st_size for p in parts[0]) > 4 * len(held_out) > 4e5
         blocks, masked = masked_language.held_out()
         assert blocks.shape == (masked_language.BLOCKS, 1024)
         assert 0.14 < masked.double().mean() < 0.16
@@ -138,6 +158,7 @@ class TestMaskedLanguage:
         assert ((clamped[0] - clamped[-1]) < fall / 4).all()  # as spread, and within the range
         assert (law[2:] > plain[2:]).all()
         assert (both[-1] > clamped[-1]).all()
+        assert np.asarray(masked_language.seeds_of(results, "E", "accuracy")).shape == plain.shape
         held = masked_language.layers_of(results, "O + calibrated")
         assert np.abs(held - held[0]).max() < 0.15
 
@@ -166,6 +187,20 @@ class TestEntropies:
         assert found["error"] < 0.5
         assert found["O"][0] == pytest.approx(2.34, abs=1e-6)
         assert found["E"][0] == found["O"][0]
+
+
+@pytest.mark.parametrize("module", [first, masked_language, entropies], ids=lambda m: m.NAME)
+def test_committed_results_are_reported(module):
+    results = experiment.load(module.NAME)
+    text = module.report(results)
+    assert text.count("\n| ") > 10
+    assert "nan" not in text
+    found = module.claims(results)
+    assert found
+    assert {claim.verdict for claim in found} <= set(get_args(experiment.Verdict))
+    figure = module.picture(results)
+    assert all(ax.lines for ax in figure.axes)
+    experiment.plt.close(figure)
 
 
 class TestHarness:
