@@ -428,7 +428,7 @@ def _placed(law: Law, name: str, module: Any, model: Any) -> Law:
             must = f"have numbers as parameters, or one per head, ({n_heads},)"
             raise value_error(name, must, tuple(x.shape))
         if not isinstance(x, torch.Tensor):
-            x = torch.as_tensor(to_numpy(x))
+            x = torch.tensor(to_numpy(x))  # may be read-only
         if not x.requires_grad:
             return x.to(device, dtype)
         # A copy would not learn.
