@@ -204,3 +204,9 @@ class TestErrors:
             ValueError, match=r"`query_ids` must be given where .* \(3\) than keys \(2\)"
         ):
             mask.check((), 3, 2)
+
+
+@pytest.mark.host
+def test_masks_are_neither_true_nor_false():
+    with pytest.raises(TypeError, match="neither true nor false"):
+        masks.causal() and masks.window(8)

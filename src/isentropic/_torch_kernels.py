@@ -125,7 +125,7 @@ def _with_nan(problem: Problem, out: Any, query: Any, key: Any) -> Any:
 def _rows_of_masks(problem: Problem) -> int:
     if problem.frame.whole:
         return problem.n_queries
-    alike = problem.bias is None and not (problem.mask and problem.mask.arrays)
+    alike = problem.bias is None and (problem.mask is None or not problem.mask.arrays)
     elements = 1 if alike else max(1, math.prod(problem.batch))
     return max(16, _MASK_SIZE // (elements * problem.n_keys))
 

@@ -155,6 +155,11 @@ class Mask(ABC):
         (counts,) = map_blocks(xp, count_rows, n_queries, row_size)
         return counts[..., 0]
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "A mask is neither true nor false: combine masks by & and |, not `and` and `or`."
+        )
+
     def __and__(self, other: Mask | Array) -> Mask:
         return _Both(self, as_mask(other))
 

@@ -60,4 +60,3 @@ def mistakes(x: np.ndarray) -> None:
     it.merge(x)  # type: ignore[arg-type]
     it.hadamard_projection("100", 10)  # type: ignore[arg-type]
     masks.window("8")  # type: ignore[arg-type]
-    masks.causal() and masks.window(8)  # type: ignore[truthy-bool]
