@@ -144,9 +144,14 @@ def accuracies(results: dict[str, Any], arm: str) -> list[list[float]]:
     return [seed["accuracy"] for seed in results["arms"][arm]]
 
 
+def guesses(seed: dict[str, list]) -> bool:
+    """Whether a seed guesses at the longest length; the others are right nearly always."""
+    return seed["accuracy"][-1] < 75
+
+
 def at_chance(results: dict[str, Any], arm: str) -> int:
-    """How many seeds guess at the longest length."""
-    return sum(seed[-1] < 75 for seed in accuracies(results, arm))
+    """How many seeds guess."""
+    return sum(map(guesses, results["arms"][arm]))
 
 
 def growth(results: dict[str, Any], arm: str) -> float:
@@ -164,7 +169,7 @@ def losses(results: dict[str, Any]) -> list[tuple]:
     for seed, (plain, law) in enumerate(
         zip(results["arms"]["O"], results["arms"]["O + law"], strict=True)
     ):
-        if plain["accuracy"][-1] < 75:
+        if guesses(plain):
             drops = [a - b for a, b in zip(plain["weight"][0], plain["weight"][-1], strict=True)]
             i = drops.index(max(drops))
             found.append((seed, i, plain["weight"][0][i], plain["weight"][-1][i], law["weight"][-1][i]))
