@@ -107,6 +107,8 @@ class TestAgainstGeneric:
         x = backend.array(rng.normal(size=(5, 4)))
         with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
             it.attention_entropy(x, x, softcap=3.0, implementation="native")
+        with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
+            it.attention_weights(x, x, implementation="native")
 
 
 class TestBound:

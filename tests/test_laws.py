@@ -268,9 +268,9 @@ class TestDictionaries:
         with pytest.raises(ValueError, match=r"`slope` must be finite, got an array that is not"):
             laws.to_dict(laws.AffineLog(np.array([1.0, math.nan])))
         data = {"law": "Constant", "value": [1.0]}
-        with pytest.raises(TypeError, match=r"`like` must be an array or None, got str"):
+        with pytest.raises(TypeError, match=r"`like` must be an array .*, got str"):
             laws.from_dict(data, like="numpy")
-        with pytest.raises(TypeError, match=r"`value` must have a real floating-point dtype, got int"):
+        with pytest.raises(TypeError, match=r"`like` must have a real floating-point dtype, got int"):
             laws.from_dict(data, like=np.array([1]))
 
 

@@ -7,46 +7,45 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Any
 
 from isentropic._checks import (
     check_choice,
     check_count,
     check_flag,
     check_floating,
+    check_given,
     check_ndim,
     check_order,
     plain_integer,
-    type_error,
     value_error,
 )
 from isentropic._entropy import FAMILIES, convert_family, entropy, entropy_of_moments, partition
-from isentropic._kernels import output_kernel, state_kernel
+from isentropic._kernels import output_kernel, require, state_kernel
 from isentropic._loops import Block, take
-from isentropic._namespace import Array, accumulator, device, namespace, present
+from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
 from isentropic._numerics import divide_or_zero
 from isentropic._state import AttentionState, as_rows
 from isentropic._tiles import array_or_none, factor, given_lengths, prepare, visible_lengths
-from isentropic.laws import Law, LogLength, check_law
+from isentropic.laws import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask
-
-_DEFAULT_LAW = LogLength(512)
 
 
 def attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> Array:
+) -> ArrayT:
     """Scaled dot-product attention whose scale follows a law of the number of visible keys.
 
     With ``law=None`` equivalent to `torch.nn.functional.scaled_dot_product_attention` (whose causal
@@ -122,8 +121,7 @@ def attention(
     >>> attention(q, k, v, is_causal=True).shape
     (8, 128, 64)
     """
-    if value is None:
-        raise type_error("value", "be an array", "NoneType")
+    check_given(value=value)
     problem = prepare(
         query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
@@ -143,7 +141,7 @@ def attention_state(
     bias: Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
@@ -194,8 +192,8 @@ def attention_state(
 
 
 def attention_entropy(
-    query: Array,
-    key: Array,
+    query: ArrayT,
+    key: ArrayT,
     *,
     order: float = 1.0,
     family: str = "renyi",
@@ -204,12 +202,12 @@ def attention_entropy(
     bias: Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> Array:
+) -> ArrayT:
     """Entropy of the attention weights of each query, without forming them.
 
     Parameters
@@ -269,19 +267,19 @@ def attention_entropy(
 
 
 def attention_weights(
-    query: Array,
-    key: Array,
+    query: ArrayT,
+    key: ArrayT,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> Array:
+) -> ArrayT:
     """The attention weights as an L×S array: for looking at.
 
     Parameters
@@ -313,6 +311,7 @@ def attention_weights(
         query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
     ).scale()  # fmt: skip
+    require(None, implementation)
     xp = problem.xp
 
     if problem.n_keys == 0:
@@ -323,19 +322,19 @@ def attention_weights(
 
 
 def attention_information(
-    query: Array,
-    key: Array,
+    query: ArrayT,
+    key: ArrayT,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> Array:
+) -> ArrayT:
     """How much the choice of the query tells about the key attended to: I(Q;K).
 
     Parameters
@@ -389,7 +388,7 @@ def attention_information(
     return xp.astype(information[..., 0], problem.dtype)
 
 
-def scale_queries(query: Array, n_keys: int | Array, *, law: Law = _DEFAULT_LAW) -> Array:
+def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW) -> ArrayT:
     """Queries multiplied by ``law(n)``: brings a law to any attention kernel.
 
     Parameters
@@ -423,8 +422,7 @@ def scale_queries(query: Array, n_keys: int | Array, *, law: Law = _DEFAULT_LAW)
     array([[2., 2.]])
     """
     check_law(law)
-    n_array = array_or_none(n_keys)
-    arrays = {"query": query} | present(n_keys=n_array)
+    arrays = {"query": query} | present(n_keys=array_or_none(n_keys))
     xp = namespace(("law", law.arrays), **arrays)
     place = device(("law", law.arrays), **arrays)
     check_floating(xp, query=query)
@@ -436,13 +434,13 @@ def scale_queries(query: Array, n_keys: int | Array, *, law: Law = _DEFAULT_LAW)
 
 
 def multi_head_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    w_q: Array,
-    w_k: Array,
-    w_v: Array,
-    w_o: Array,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
+    w_q: ArrayT,
+    w_k: ArrayT,
+    w_v: ArrayT,
+    w_o: ArrayT,
     *,
     num_heads: int,
     b_q: Array | None = None,
@@ -453,12 +451,12 @@ def multi_head_attention(
     bias: Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> Array:
+) -> ArrayT:
     """Attention in `num_heads` subspaces: project, attend in each head, join, project.
 
     Parameters
@@ -543,15 +541,15 @@ def multi_head_attention(
 
 
 def additive_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    w_q: Array,
-    w_k: Array,
-    v: Array,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
+    w_q: ArrayT,
+    w_k: ArrayT,
+    v: ArrayT,
     *,
     mask: Array | Mask | None = None,
-) -> Array:
+) -> ArrayT:
     """Attention by a small network instead of a product: ``vᵀ tanh(q W_q + k W_k)``.
 
     Parameters
@@ -627,7 +625,7 @@ def _divided(name: str, width: int, parts: int) -> int:
     return width // parts
 
 
-def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: bool = False) -> Array:
+def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: bool = False) -> Any:
     """``x w + b``. Where rows may be hidden, those that are not finite do not reach w's gradient."""
     dtype = xp.result_type(x, w)
     x = xp.astype(x, dtype)

@@ -86,6 +86,13 @@ def plain_integer(x: Any) -> int:
     return x if isinstance(x, int) else int(x)
 
 
+def check_given(**arrays: Any) -> None:
+    """Refuse None, which other functions take for these arguments."""
+    for name, x in arrays.items():
+        if x is None:
+            raise type_error(name, "be an array", "NoneType")
+
+
 def check_count(name: str, x: Any, *, least: int = 1) -> None:
     """Refuse what is no integer of at least `least`."""
     if not is_integer(x):

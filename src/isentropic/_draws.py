@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_floating, is_integer, type_error, value_error
-from isentropic._namespace import Array, accumulator, device, is_dask, namespace
+from isentropic._namespace import Array, accumulator, from_numpy, is_dask, namespace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,13 +65,12 @@ def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) 
 
 def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False) -> Any:
     """Host numbers as an array of the library, device and (but for integers) dtype of `like`."""
-    dtype = "int32" if integer else _host_dtype(like)
     if like is None:
         return values
     like = _in_memory(like)
-    xp, place = namespace(like=like), device(like=like)
-    moved = xp.asarray(values.astype(dtype), device=place)
-    return moved if integer else xp.astype(moved, like.dtype, copy=False)
+    xp = namespace(like=like)
+    check_floating(xp, like=like)
+    return from_numpy(values, like, xp.int32 if integer else None)
 
 
 def _host_dtype(like: Array | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isentropic._attention import attention_state
 from isentropic._checks import check_flag, check_ndim, check_real, is_integer, type_error, value_error
-from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
+from isentropic._namespace import Array, accumulator, from_numpy, namespace, to_numpy
 from isentropic.laws import AffineLog, Constant, Law, check_law, scaled
 from isentropic.masks import Mask, as_mask, causal
 
@@ -366,8 +366,7 @@ def entropy_drift(
     >>> np.round(report.slope, 1)  # random scores: the entropy grows like log n
     array([[1., 1., 1., 1.]])
     """
-    if law is not None:
-        check_law(law)
+    check_law(law, optional=True)
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
     return _recorded(samples, (1.0,), law, head_axis, options)[0].report()
 
@@ -433,9 +432,8 @@ def calibrate(
     recorder, like = _recorded(samples, FACTORS, None, head_axis, options)
 
     (law,) = recorder.laws(reference_length, recorder.target(reference_length))
-    xp = namespace(samples=like)
-    kind = {"dtype": accumulator(xp, like.dtype), "device": device(samples=like)}
-    return AffineLog(*(xp.asarray(x, **kind) for x in law.arrays))
+    dtype = accumulator(namespace(samples=like), like.dtype)
+    return AffineLog(*(from_numpy(x, like, dtype) for x in law.arrays))
 
 
 def _recorded(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Any
 
 from isentropic._checks import (
     check_axis,
@@ -29,7 +30,16 @@ from isentropic._checks import (
     is_array,
     type_error,
 )
-from isentropic._namespace import Array, accumulator, device, is_cupy, is_numpy, namespace, present
+from isentropic._namespace import (
+    Array,
+    ArrayT,
+    accumulator,
+    device,
+    is_cupy,
+    is_numpy,
+    namespace,
+    present,
+)
 from isentropic._numerics import divide_or_zero, last_axis, log_or, replace_infinite_minimum
 
 FAMILIES = ("renyi", "tsallis")
@@ -130,13 +140,13 @@ def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> A
 
 
 def entropy_from_logits(
-    logits: Array,
+    logits: ArrayT,
     *,
     order: float = 1.0,
     family: str = "renyi",
     axis: int = -1,
     mask: Array | None = None,
-) -> Array:
+) -> ArrayT:
     """Entropy of ``softmax(logits)`` along an axis.
 
     Parameters
@@ -204,7 +214,7 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
     return last_axis(xp, s, axis)
 
 
-def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Array:
+def entropy(p: ArrayT, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> ArrayT:
     """Entropy of the distribution `p` along an axis.
 
     Equivalent to `scipy.stats.entropy` at order 1: `p` is normalized to sum 1.
@@ -267,7 +277,7 @@ def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
     return entropy_of_moments(xp, normalizer, moment, order, family)[..., 0]
 
 
-def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Array:
+def cross_entropy(p: ArrayT, q: ArrayT, *, axis: int = -1) -> ArrayT:
     """Cross-entropy ``−Σ p log q`` of two distributions along an axis.
 
     Parameters
@@ -298,7 +308,7 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Array:
     return xp.astype(_expected_surprise(xp, p, q), dtype)
 
 
-def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Array:
+def kl_divergence(p: ArrayT, q: ArrayT, *, axis: int = -1) -> ArrayT:
     """Kullback–Leibler divergence ``Σ p log(p/q)`` along an axis.
 
     Equivalent to ``scipy.stats.entropy(p, q)``.
@@ -331,7 +341,7 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Array:
     return xp.astype(_expected_surprise(xp, p, q, relative=True), dtype)
 
 
-def _distributions(p: Array, q: Array, axis: int) -> tuple[ModuleType, Array, Array, object]:
+def _distributions(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
     """Both normalized, with their axis last, in the dtype to compute in; and the dtype to return."""
     xp = namespace(p=p, q=q)
     device(p=p, q=q)
@@ -355,7 +365,7 @@ def _expected_surprise(xp: ModuleType, p: Array, q: Array, *, relative: bool = F
     return xp.sum(terms, axis=-1, keepdims=True)[..., 0]
 
 
-def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.0) -> Array:
+def entropy_penalty(entropy: ArrayT, target: float | Array, *, weight: float = 1.0) -> ArrayT:
     """Soft constraint ``weight · mean|H − target|²`` for a training loss.
 
     Parameters
@@ -384,7 +394,7 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     >>> entropy_penalty(np.asarray([2.0, 4.0]), 3.0, weight=0.5)
     array(0.5)
     """
-    arrays = {"entropy": entropy} | ({"target": target} if is_array(target) else {})
+    arrays = {"entropy": entropy} | present(target=target if is_array(target) else None)
     xp = namespace(**arrays)
     device(**arrays)
     check_floating(xp, **arrays)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from isentropic._checks import (
     check_flag,
     check_floating,
+    check_given,
     check_ndim,
     check_real,
     counts,
@@ -27,14 +28,13 @@ from isentropic._checks import (
 )
 from isentropic._draws import draw_matrix, generator_of, place_draw, random_orthonormal
 from isentropic._loops import Block, map_blocks, scan_blocks, take, traces_lengths
-from isentropic._namespace import Array, accumulator, device, namespace, present
-from isentropic._numerics import log_or, product, replace_infinite_minimum
+from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
+from isentropic._numerics import log_or, product
 from isentropic._state import AttentionState, merge_columns, output_of_columns, tile_state
 from isentropic._tiles import Problem, array_or_none, factor, prepare, visible_lengths
-from isentropic.laws import Law, LogLength, check_law
+from isentropic.laws import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
-_DEFAULT_LAW = LogLength(512)
 # Queries and keys whose products are formed at a time under causality; and rows of an error.
 _CHUNK = 128
 
@@ -72,7 +72,7 @@ class PositiveFeatures(NamedTuple):
         """The number m of features."""
         return self.weights.shape[-2]
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: ArrayT) -> ArrayT:
         """``exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m), which overflows for long x."""
         xp = namespace(("features", (self.weights,)), x=x)
         device(("features", (self.weights,)), x=x)
@@ -174,16 +174,16 @@ def positive_features(
 
 
 def linear_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
     features: PositiveFeatures,
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
-) -> Array:
+) -> ArrayT:
     """Softmax attention estimated by random features, in time and memory linear in L and S.
 
     Tends to `attention` of the same arguments as the number m of features grows.
@@ -235,8 +235,7 @@ def linear_attention(
     >>> bool(abs(out - attention(q, k, v, is_causal=True)).max() < 0.05)
     True
     """
-    if value is None:
-        raise type_error("value", "be an array", "NoneType")
+    check_given(value=value)
     problem, queries, keys, weights = _prepare(
         query, key, value, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
@@ -279,7 +278,7 @@ def linear_attention_error(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
 ) -> LinearAttentionError:
     r"""How far the kernel of `linear_attention` is from the exact one, measured and predicted.
@@ -355,8 +354,7 @@ def _prepare(
     if not isinstance(features, PositiveFeatures):
         raise type_error("features", "be PositiveFeatures", type(features).__name__)
     check_flag(is_causal=is_causal)
-    if law is not None:
-        check_law(law)
+    check_law(law, optional=True)
     if scale is not None:
         check_real("scale", scale, above=0)
     problem = prepare(query, key, value, scale=1.0)
@@ -395,7 +393,9 @@ def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> Attention
 def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:
     """The state of queries over all keys whose sums the features hold."""
     xp = namespace(queries=queries)
-    return _attend(queries, weights, output_of_columns(xp, sums), xp.matrix_transpose(_log(xp, sums)))
+    return _attend(
+        queries, weights, output_of_columns(xp, sums), xp.matrix_transpose(sums.log_normalizer())
+    )
 
 
 def _attend_chunk(
@@ -425,12 +425,6 @@ def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, weights: Array)
     return log_or(xp, kernel, -math.inf) + of_x + xp.matrix_transpose(of_y)
 
 
-def _log(xp: ModuleType, state: AttentionState) -> Array:
-    """The log-normalizers, as columns."""
-    log_z = replace_infinite_minimum(xp, state.maximum) + log_or(xp, state.normalizer, 0.0)
-    return xp.where(state.normalizer == 0, -math.inf, log_z)
-
-
 def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:
     """√ of the mean of eˣ over the visible entries of the last axis, (..., 1)."""
     if visible is not None:
@@ -438,6 +432,6 @@ def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:
     state = tile_state(xp, x, None, None)
     ones = xp.ones_like(x) if visible is None else xp.astype(visible, x.dtype)
     count = xp.clip(xp.sum(ones, axis=-1, keepdims=True), min=1)
-    log_root = (_log(xp, state) - xp.log(count)) / 2
+    log_root = (state.log_normalizer() - xp.log(count)) / 2
     largest = 0.999 * math.log(float(xp.finfo(x.dtype).max))
     return xp.where(log_root > largest, math.inf, xp.exp(xp.clip(log_root, max=largest)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
 from isentropic._loops import map_chunks, map_rows
-from isentropic._namespace import Array, accumulator, device, is_dask, namespace
+from isentropic._namespace import Array, ArrayT, accumulator, device, is_dask, namespace
 from isentropic._numerics import product
 
 # Orders of Paley's matrices, from the primes q. With the powers of two, times powers of two, they
@@ -25,7 +25,7 @@ _FACTOR_BITS = 5
 Order = tuple[int, int]
 
 
-def hadamard_transform(x: Array, *, axis: int = -1, norm: str = "ortho") -> Array:
+def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> ArrayT:
     """Walsh–Hadamard transform along an axis, in Sylvester's (natural) order.
 
     Equivalent to ``x @ scipy.linalg.hadamard(n)``, scaled, along the last axis, without the matrix.

@@ -46,7 +46,7 @@ def output_kernel(problem: Problem, implementation: str | None) -> Callable[[Pro
             kernel = _jax_output
         elif is_torch(problem.xp) and means_state(problem):
             kernel = _output_of_torch_state
-    _require(kernel is not None, implementation)
+    require(kernel, implementation)
     return kernel
 
 
@@ -63,7 +63,7 @@ def state_kernel(
             kernel = partial(_numpy_state, maximum=maximum)
         elif is_torch(problem.xp) and means_state(problem):
             kernel = partial(torch_state, order=order)
-    _require(kernel is not None, implementation)
+    require(kernel, implementation)
     return kernel
 
 
@@ -71,8 +71,9 @@ def _is_wanted(problem: Problem, implementation: str | None) -> bool:
     return implementation != "generic" and problem.n_keys > 0 and problem.score_width is None
 
 
-def _require(found: bool, implementation: str | None) -> None:
-    if implementation == "native" and not found:
+def require(kernel: Callable | None, implementation: str | None) -> None:
+    """Refuse "native" where there is no such kernel."""
+    if implementation == "native" and kernel is None:
         must = "be None or 'generic', since no native kernel means the same as this call"
         raise value_error("implementation", must, "'native'")
 

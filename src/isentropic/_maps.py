@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from isentropic._checks import check_axis, check_floating, value_error
 from isentropic._hadamard import apply_kronecker, hadamard_factors, hadamard_order
 from isentropic._loops import map_chunks, map_rows
-from isentropic._namespace import Array, accumulator, device, is_dask, namespace
+from isentropic._namespace import Array, ArrayT, accumulator, device, is_dask, namespace
 from isentropic._numerics import product
 
 
@@ -55,14 +55,14 @@ class DenseProjection(NamedTuple):
         """The dimension k that the map gives."""
         return self.weights.shape[0]
 
-    def __call__(self, x: Array, axis: int = -1) -> Array:
+    def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the map along an axis of n_features entries, which becomes one of n_components.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
         return _along("x", x, axis, self, self.n_features, self.n_components, self._rows)
 
-    def adjoint(self, y: Array, axis: int = -1) -> Array:
+    def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
         return _along("y", y, axis, self, self.n_components, self.n_features, self._adjoint_rows)
 
@@ -126,14 +126,14 @@ class HadamardProjection(NamedTuple):
         """The dimension k that the map gives."""
         return self.rows.shape[0]
 
-    def __call__(self, x: Array, axis: int = -1) -> Array:
+    def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the map along an axis of n_features entries, which becomes one of n_components.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
         return _along("x", x, axis, self, self.n_features, self.n_components, self._rows)
 
-    def adjoint(self, y: Array, axis: int = -1) -> Array:
+    def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
         return _along("y", y, axis, self, self.n_components, self.n_features, self._adjoint_rows)
 
@@ -234,14 +234,14 @@ class CountSketch(NamedTuple):
         """The dimension k that the map gives."""
         return self.features.shape[0]
 
-    def __call__(self, x: Array, axis: int = -1) -> Array:
+    def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the map along an axis of n_features entries, which becomes one of n_components.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
         return _along("x", x, axis, self, self.n_features, self.n_components, self._rows)
 
-    def adjoint(self, y: Array, axis: int = -1) -> Array:
+    def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
         return _along("y", y, axis, self, self.n_components, self.n_features, self._adjoint_rows)
 
@@ -290,7 +290,7 @@ def _along(
     size: int,
     out: int,
     function: Callable[[ModuleType, Array, int], Array],
-) -> Array:
+) -> Any:
     """A projection's `function` of rows, along an axis of `size` entries that becomes one of `out`."""
     lazy = is_dask(x)
     arrays = ("projection", tuple(_leaves(projection)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import array_api_compat
 
@@ -36,6 +36,9 @@ class Array(Protocol):
     def __ge__(self, other: Any, /) -> Any: ...
     def __lt__(self, other: Any, /) -> Any: ...
 
+
+# What a function gives back is of the type of the arrays it was given.
+ArrayT = TypeVar("ArrayT", bound=Array)
 
 # Arrays that belong to one argument, such as those inside a mask.
 Group = tuple[str, tuple[Array, ...]]
@@ -167,6 +170,12 @@ def accumulator(xp: ModuleType, dtype: Any) -> Any:
         return dtype
     # NumPy alone has floats of the other byte order, which are equal to none, and longer ones.
     return xp.float64 if is_numpy(xp) and dtype.itemsize > 4 else xp.float32
+
+
+def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:
+    """Numbers on the host as an array of the library and device of `like`, by default of its dtype."""
+    xp, place = namespace(like=like), device(like=like)
+    return xp.asarray(values, dtype=like.dtype if dtype is None else dtype, device=place)
 
 
 def to_numpy(x: Array) -> Any:

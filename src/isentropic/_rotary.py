@@ -13,16 +13,16 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._namespace import Array, accumulator, device, namespace, present
+from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
 
 
 def rotary(
-    x: Array,
+    x: ArrayT,
     positions: Array | None = None,
     *,
     base: float = 10000.0,
     interleaved: bool = False,
-) -> Array:
+) -> ArrayT:
     """Rotate pairs of features by an angle that grows with the position.
 
     The product of a query at position i and a key at position j, both rotated, depends on the

@@ -43,7 +43,7 @@ from isentropic._namespace import (
     promoted,
 )
 from isentropic._state import AttentionState, empty_state, merge_columns, output_of_columns, tile_state
-from isentropic.laws import Law
+from isentropic.laws import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # Keys of a tile; and numbers in it, over all batch and head axes, which bounds the memory of a call.
@@ -86,7 +86,7 @@ class Problem:
     def n_keys(self) -> int:
         return self.frame.n_keys
 
-    def zeros(self, shape: tuple[int, ...]) -> Array:
+    def zeros(self, shape: tuple[int, ...]) -> Any:
         """What is returned where there is nothing to attend to."""
         return self.xp.zeros((*self.batch, *shape), dtype=self.dtype, device=self.frame.device)
 
@@ -127,18 +127,17 @@ class Problem:
         if self.softcap is not None:
             s = xp.tanh(s / self.softcap) * self.softcap
         s = s if self.bias is None and self.poison is None else s + self._shift(rows, columns)
-        return (
-            s
-            if self.mask is None
-            else xp.where(self.mask.block(self.frame, rows, columns), s, -math.inf)
-        )
+        return self._hidden(s, rows, columns)
 
     def added(self, rows: Block, columns: Block) -> Array:
         """What is added to the products of a tile: the bias, −∞ where a key is hidden."""
-        shift = self._shift(rows, columns)
+        return self._hidden(self._shift(rows, columns), rows, columns)
+
+    def _hidden(self, s: Array, rows: Block, columns: Block) -> Array:
+        """`s`, but −∞ where a key is hidden."""
         if self.mask is None:
-            return shift
-        return self.xp.where(self.mask.block(self.frame, rows, columns), shift, -math.inf)
+            return s
+        return self.xp.where(self.mask.block(self.frame, rows, columns), s, -math.inf)
 
     def _shift(self, rows: Block, columns: Block) -> Array:
         xp = self.xp
@@ -288,8 +287,7 @@ def prepare(
     visible = None if mask is None else as_mask(mask)
     if is_causal:
         visible = causal() if visible is None else visible & causal()
-    if law is not None and not isinstance(law, Law):
-        raise type_error("law", "be a law of isentropic.laws or None", type(law).__name__)
+    check_law(law, optional=True)
     arrays = {"query": query, "key": key} | present(value=value)
     optional = present(bias=bias, n_keys=array_or_none(n_keys))
     of_law = () if law is None else law.arrays
@@ -409,6 +407,7 @@ def _widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def array_or_none(n_keys: Any) -> Array | None:
+    # Floating scalars of NumPy are arrays too: its reductions give them where others give 0-d arrays.
     return None if is_integer(n_keys) or not hasattr(n_keys, "ndim") else n_keys
 
 

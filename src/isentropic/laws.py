@@ -29,13 +29,14 @@ from array_api_extra import default_dtype
 
 from isentropic._checks import (
     check_choice,
+    check_floating,
     check_real,
     common_shape,
     is_array,
     type_error,
     value_error,
 )
-from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
+from isentropic._namespace import Array, accumulator, device, from_numpy, namespace, to_numpy
 
 __all__ = [
     "AffineLog",
@@ -711,8 +712,8 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
     >>> laws.from_dict({"law": "AffineLog", "slope": [0.25, 0.5]})(1).shape
     (2,)
     """
-    if like is not None and not is_array(like):
-        raise type_error("like", "be an array or None", type(like).__name__)
+    if like is not None:
+        check_floating(namespace(like=like), like=like)
     return _from_dict(data, like, depth=0)
 
 
@@ -769,12 +770,7 @@ def _placed(name: str, numbers: list[Any], like: Array | None) -> Any:
         raise type_error(name, "be lists of real numbers", f"{array.dtype} values")
     if not np.isfinite(array).all():
         raise value_error(name, "be finite", "lists that are not")
-    if like is None:
-        return array.astype(np.float64)
-    xp = namespace(like=like)
-    # Not float64 for others, of which JAX warns.
-    host = array.astype("float64" if like.dtype == xp.float64 else "float32")
-    return xp.astype(xp.asarray(host, device=device(like=like)), like.dtype)
+    return array.astype(np.float64) if like is None else from_numpy(array, like)
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
@@ -817,6 +813,12 @@ def _check_minimum(minimum: Any) -> None:
         check_real("minimum", minimum)
 
 
-def check_law(law: Any) -> None:
-    if not isinstance(law, Law):
-        raise type_error("law", "be a law of isentropic.laws", type(law).__name__)
+def check_law(law: Any, *, optional: bool = False) -> None:
+    """Refuse what is no law, nor None where that is the standard attention."""
+    if not isinstance(law, Law) and not (optional and law is None):
+        must = "be a law of isentropic.laws" + " or None" * optional
+        raise type_error("law", must, type(law).__name__)
+
+
+# The law of attention where none is named.
+DEFAULT_LAW = LogLength(512)

@@ -578,7 +578,6 @@ _GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
 
 
 def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    # log r, far below all others where there are no others.
     log_others = log_or(xp, xp.clip(n - relevant, min=0.0), 0.0)
     # log r, far below where there are no others.
     z = xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)

@@ -6,6 +6,7 @@ It is checked and not run. An `ignore` that ignores nothing is an error, so each
 from typing import Any, assert_type
 
 import numpy as np
+from numpy.typing import NDArray
 
 import isentropic as it
 from isentropic import laws, masks
@@ -13,12 +14,15 @@ from isentropic._namespace import Array
 
 
 def calls(x: np.ndarray, ids: np.ndarray) -> None:
-    assert_type(it.attention(x, x, x, is_causal=True), Array)
-    assert_type(it.attention(x, x, x, mask=x > 0, law=None, scale=0.1, n_keys=ids), Array)
-    assert_type(
-        it.attention(x, x, x, mask=masks.causal() & masks.window(8) | masks.segments(ids)), Array
-    )
-    assert_type(it.attention_entropy(x, x, order=2.0, family="tsallis"), Array)
+    # What comes back is of the type that went in.
+    assert_type(it.attention(x, x, x, is_causal=True), np.ndarray)
+    assert_type(it.attention(x, x, x, mask=x > 0, law=None, scale=0.1, n_keys=ids), np.ndarray)
+    packed = masks.causal() & masks.window(8) | masks.segments(ids)
+    assert_type(it.attention(x, x, x, mask=packed), np.ndarray)
+    assert_type(it.attention_entropy(x, x, order=2.0, family="tsallis"), np.ndarray)
+    assert_type(it.linear_attention(x, x, x, it.positive_features(8, 64, like=x)), np.ndarray)
+    assert_type(it.rotary(it.hadamard_transform(x)), np.ndarray)
+    assert_type(it.match_entropy(x, 2.0), np.ndarray)
     assert_type(masks.causal() & (x > 0), masks.Mask)
     assert_type(masks.padding(ids).visible_count(4, 4, like=x), Array)
 
@@ -34,7 +38,7 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
     assert_type(it.entropy_drift([(x, x)]).slope, np.ndarray)
 
     projection = it.hadamard_projection(100, 10, rng=0, like=x)
-    assert_type(projection(x), Array)
+    assert_type(projection(x), np.ndarray)
     assert_type(projection.n_components, int)
     assert_type(it.distortion(x, projection(x)).failure_rate(0.1), it.FailureRate)
     assert_type(it.jl_min_dim(100), Any)  # an int, or an array of them
@@ -45,14 +49,20 @@ def results(x: np.ndarray) -> None:
     out = it.attention(x, x, x)
     it.attention_entropy(out, out)
     np.testing.assert_array_equal(out, out)
-    assert_type(2 * out, Any)
-    assert_type(out.shape, tuple[int, ...])
+    assert_type(2 * out, np.ndarray)
+    out.sum()
+
+
+def several_types(y: NDArray[np.float32], z: NDArray[np.float64]) -> None:
+    assert_type(it.entropy(y), NDArray[np.float32])
+    assert_type(it.kl_divergence(y, y), NDArray[np.float32])
+    assert_type(it.kl_divergence(y, z), Array)
 
 
 def mistakes(x: np.ndarray) -> None:
     it.attention(x, x)  # type: ignore[call-arg]
     it.attention(x, x, x, None)  # type: ignore[call-arg]
-    it.attention([1.0], x, x)  # type: ignore[arg-type]
+    it.attention([1.0], x, x)  # type: ignore[type-var]
     it.attention(x, x, x, mask="causal")  # type: ignore[arg-type]
     it.attention(x, x, x, law="log")  # type: ignore[arg-type]
     it.attention(x, x, x, law=laws.LogLength)  # type: ignore[arg-type]

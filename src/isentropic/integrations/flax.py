@@ -11,19 +11,17 @@ from flax import nnx
 
 from isentropic._attention import attention, attention_weights
 from isentropic._checks import check_ndim, value_error
-from isentropic._namespace import Array
-from isentropic.laws import Law, LogLength
+from isentropic._namespace import Array, ArrayT
+from isentropic.laws import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
 __all__ = ["attention_fn"]
 
-_DEFAULT_LAW = LogLength(512)
-
 
 def attention_fn(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
     bias: Array | None = None,
     mask: Array | Mask | None = None,
     broadcast_dropout: bool = True,
@@ -35,8 +33,8 @@ def attention_fn(
     module: Any = None,
     is_causal: bool = False,
     *,
-    law: Law | None = _DEFAULT_LAW,
-) -> Array:
+    law: Law | None = DEFAULT_LAW,
+) -> ArrayT:
     """The `attention_fn` of Flax's modules, with a scale that follows a law of the visible keys.
 
     With ``law=None`` equivalent to ``flax.nnx.dot_product_attention``, and to the one of

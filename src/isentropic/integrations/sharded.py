@@ -20,12 +20,12 @@ from types import ModuleType
 from typing import Any
 
 from isentropic._attention import attention_state, scale_queries
-from isentropic._checks import check_floating, check_ndim, type_error, value_error
+from isentropic._checks import check_floating, check_given, check_ndim, type_error, value_error
 from isentropic._entropy import shift_moment
-from isentropic._namespace import Array, accumulator, is_jax, is_torch, namespace, present
+from isentropic._namespace import Array, ArrayT, accumulator, is_jax, is_torch, namespace, present
 from isentropic._numerics import replace_infinite_minimum
 from isentropic._state import AttentionState, merge
-from isentropic.laws import Constant, Law, LogLength
+from isentropic.laws import DEFAULT_LAW, Constant, Law
 from isentropic.masks import causal
 
 __all__ = [
@@ -35,22 +35,20 @@ __all__ = [
     "ring_attention_state",
 ]
 
-_DEFAULT_LAW = LogLength(512)
-
 
 def ring_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
     *,
     axis_name: Hashable,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-) -> Array:
+) -> ArrayT:
     """Attention inside `jax.shard_map`, where each device holds a shard of the sequence.
 
     Equivalent to `isentropic.attention` of the whole sequence. Keys and values travel.
@@ -116,7 +114,7 @@ def ring_attention(
     >>> jax.jit(ring)(q, k, v).shape
     (8, 128, 64)
     """
-    _check_value(value)
+    check_given(value=value)
     state = ring_attention_state(
         query, key, value, axis_name=axis_name, is_causal=is_causal, scale=scale, law=law,
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa,
@@ -132,7 +130,7 @@ def ring_attention_state(
     axis_name: Hashable,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
@@ -188,18 +186,18 @@ def ring_attention_state(
 
 
 def distributed_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
     *,
     group: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-) -> Array:
+) -> ArrayT:
     """Attention over `torch.distributed`, where each process holds a shard of the sequence.
 
     Equivalent to `isentropic.attention` of the whole sequence. Keys and values stay where they are;
@@ -253,7 +251,7 @@ def distributed_attention(
     torch.Size([8, 128, 64])
     >>> dist.destroy_process_group()
     """
-    _check_value(value)
+    check_given(value=value)
     state = distributed_attention_state(
         query, key, value, group=group, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys,
         softcap=softcap, enable_gqa=enable_gqa,
@@ -269,7 +267,7 @@ def distributed_attention_state(
     group: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
-    law: Law | None = _DEFAULT_LAW,
+    law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
@@ -597,14 +595,9 @@ def _block(key: Array, value: Array | None) -> tuple[Array, ...]:
     return (key,) if value is None else (key, value)
 
 
-def _output(state: AttentionState, query: Array, key: Array, value: Array) -> Array:
+def _output(state: AttentionState, query: Array, key: Array, value: Array) -> Any:
     xp = namespace(query=query)
     return xp.astype(state.output(), xp.result_type(query, key, value))
-
-
-def _check_value(value: Any) -> None:
-    if value is None:
-        raise type_error("value", "be an array", "NoneType")
 
 
 def _check_library(

@@ -15,12 +15,10 @@ from torch.nn.functional import linear, pad
 
 from isentropic._attention import attention, attention_entropy, attention_weights
 from isentropic._checks import is_array, type_error, value_error
-from isentropic.laws import Law, LogLength, check_law
+from isentropic.laws import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
 __all__ = ["LawModule", "MultiheadAttention"]
-
-_DEFAULT_LAW = LogLength(512)
 
 
 class LawModule(torch.nn.Module):
@@ -166,7 +164,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         device: Any = None,
         dtype: Any = None,
         *,
-        law: Law | None = _DEFAULT_LAW,
+        law: Law | None = DEFAULT_LAW,
     ) -> None:
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
