@@ -204,7 +204,7 @@ def types(session: nox.Session) -> None:
 def doctests(session: nox.Session) -> None:
     """Every example in a docstring, in the README and in the guides. (The docs run the tutorial.)"""
     install(session, "test", "dask", "flax", "sklearn", "torch", "transformers")
-    pages = ("README.md", "docs/index.md", "docs/how-to")
+    pages = ("README.md", "docs/index.md", "docs/how-to", "docs/explanation")
     session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", *pages, "--no-cov")
 
 
