@@ -90,7 +90,8 @@ def tests(session: nox.Session, backend: str) -> None:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         },
     )  # fmt: skip
-    session.notify("coverage")
+    if not session.posargs:  # which choose some of the tests
+        session.notify("coverage")
 
 
 @nox.session
@@ -243,9 +244,9 @@ MACHINE = f"{platform.machine()}-{os.cpu_count()}-cores"  # what figures depend 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks by asv. Arguments, `quick` if none:
+    """Benchmarks by asv. Arguments:
 
-    quick [PATTERN]        this working tree, each benchmark once, nothing kept
+    quick [PATTERN]        (if none) this working tree, each benchmark once, nothing kept
     gpu                    those for a GPU, likewise
     check                  only that none is broken, at tiny sizes
     compare [REVISION ...] this commit against another, what became faster or slower

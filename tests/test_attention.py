@@ -496,11 +496,17 @@ class TestErrors:
             ({"scale": float("nan")}, ValueError, r"`scale` must be finite, got nan\."),
             ({"softcap": 0.0}, ValueError, r"`softcap` must be above 0, got 0\.0\."),
             ({"law": 512}, TypeError, r"`law` must be a law of isentropic\.laws or None, got int\."),
+            ({"law": "su"}, TypeError, r"`law` must be .* or None \(`laws.preset` .*\), got str\."),
+            (
+                {"mask": masks.causal},
+                TypeError,
+                r"`mask` must be .* such as masks.causal\(\), got causal\.",
+            ),
             ({"n_keys": -1}, ValueError, r"`n_keys` must be at least 0, got -1\."),
             ({"n_keys": 1.5}, TypeError, r"`n_keys` must be an integer or an array, got float\."),
             ({"implementation": "fast"}, ValueError, r"`implementation` must be None or 'generic' or"),
             ({"implementation": "native", "softcap": 9.0}, ValueError, "no native kernel"),
-            ({"mask": [True]}, TypeError, r"`mask` must be an array .* got list\."),
+            ({"mask": [True]}, TypeError, r"`mask` must be a boolean array or a mask .* got list\."),
         ],
     )
     def test_options(self, a, options, error, message):
@@ -513,13 +519,18 @@ class TestErrors:
             (
                 ((3, 4), (5, 6), (5, 2)),
                 {},
-                r"`key` must have the last dimension of `query`, got 4 and 6",
+                r"`key` must have the last dimension of `query`, 4, got 6",
             ),
-            (((3, 4), (5, 4), (6, 2)), {}, r"`value` must have as many rows as `key`, got 5 and 6"),
+            (((3, 4), (5, 4), (6, 2)), {}, r"`value` must have as many rows as `key`, 5, got 6"),
             (((4,), (5, 4), (5, 2)), {}, r"`query` must have at least 2 dimensions, got 1"),
             (((2, 3, 4), (3, 5, 4), (3, 5, 2)), {}, r"`key` must broadcast with \(2,\) .* got \(3,\)"),
             (((4, 3, 4), (3, 5, 4), (3, 5, 2)), {"enable_gqa": True}, r"`key` .* divides the 4"),
             (((0, 3, 4), (2, 5, 4), (2, 5, 2)), {"enable_gqa": True}, r"`key` .* divides the 0"),
+            (
+                ((4, 3, 4), (2, 5, 4), (2, 5, 2)),
+                {},
+                r"`key` must have the 4 heads .* or `enable_gqa` be true, got 2",
+            ),
             (((4, 3, 4), (2, 5, 4), (4, 5, 2)), {"enable_gqa": True}, r"`value` must have the 2 heads"),
             (
                 ((3, 4), (5, 4), (5, 2)),
@@ -620,7 +631,7 @@ class TestErrors:
             "ids": lambda: masks.segments(None),
             "mask": lambda: masks.causal() & None,
         }.items():
-            with pytest.raises(TypeError, match=f"`{name}` must be an array"):
+            with pytest.raises(TypeError, match=f"`{name}` must be an? (boolean )?array"):
                 call()
         with pytest.raises(TypeError, match=r"`query` must be an array .* got MaskedArray"):
             it.attention(np.ma.ones((3, 4)), k, v)

@@ -140,6 +140,14 @@ class TestEntropyDrift:
             it.entropy_drift([(np.nan * pair[0], pair[1])])
         with pytest.raises(TypeError, match="`samples` must be an iterable of tuples"):
             it.entropy_drift(3)
+        with pytest.raises(
+            TypeError, match=r"`samples` must be an iterable .*, got one tuple of arrays"
+        ):
+            it.entropy_drift(pair)
+        with pytest.raises(
+            ValueError, match=r"`samples` must .* see several numbers of keys, got 8 alone"
+        ):
+            it.calibrate([pair], reference_length=8)
         with pytest.raises(ValueError, match="queries that see two keys or more"):
             it.entropy_drift([tuple(x[..., :1, :] for x in pair)])
 
@@ -161,11 +169,20 @@ class TestDriftReport:
 
     def test_table(self, report):
         lines = repr(report).splitlines()
-        assert lines[1].split()[:3] == ["n", "10", "27.183"]
+        assert lines[1].split()[:3] == ["n", "10", "27.2"]
         assert lines[2].split() == ["all", "layers", "1.750", "2.000", "0.500", "0.000", "1.000"]
         assert lines[3].split() == ["layer", "0", "1.500", "2.000", "0.500", "0.000", "1.000"]
         assert lines[4].split() == ["layer", "1", "2.000", "–", "–", "–", "–"]
         assert lines[5].split() == ["log", "n", "2.303", "3.303"]
+
+    def test_table_of_many_lengths(self):
+        n = np.geomspace(4, 2**17, 31)
+        report = it.DriftReport(n, np.ones(31, int), np.log(n)[:, None, None])
+        first, header, *_ = repr(report).splitlines()
+        assert first.endswith(", 8 of 31 lengths")
+        assert header.split()[1] == "4"
+        assert header.split()[8] == "131072"
+        assert len(header) < 110
 
     def test_plain_values(self, report):
         data = json.loads(json.dumps(report.to_dict(), allow_nan=False))

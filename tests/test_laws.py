@@ -2,10 +2,13 @@
 
 import json
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
+import isentropic as it
 from isentropic import laws
 
 NS = np.array([0, 1, 2, 15, 16, 17, 511, 512, 513, 4096, 8191, 8192, 20000, 100000])
@@ -120,7 +123,7 @@ class TestErrors:
             (lambda: laws.SqrtLogLength(0.5), ValueError, r"`base` must be above 1, got 0.5"),
             (lambda: laws.InfoScale(1, 64), ValueError, r"`base` must be above 1"),
             (lambda: laws.LogLength(math.nan), ValueError, r"`base` must be above 1, got nan"),
-            (lambda: laws.LogLength("512"), TypeError, r"`base` must be a real number, got str"),
+            (lambda: laws.LogLength("512"), TypeError, r"`base` must be a real number or an array of them, got str"),
             (lambda: laws.LogLength(True), TypeError, r"`base` must be a real number, got bool"),
             (lambda: laws.LogLength(np.array([2, 3])), TypeError, r"`base` must have a real floating"),
             (lambda: laws.InfoScale(512, 0), ValueError, r"`head_dim` must be above 0, got 0"),
@@ -227,9 +230,9 @@ class TestDictionaries:
                 r"`data` must have the parameters of 'scaled' \(of, factor\), got factor, law_",
             ),
             ({"law": "scaled", "of": 3, "factor": 1.0}, TypeError, r"`data` must be a dictionary .* got int"),
-            ({"law": "LogLength", "base": "2"}, TypeError, r"`base` must be a real number, got str"),
-            ({"law": "LogLength", "base": None}, TypeError, r"`base` must be a real number, got NoneType"),
-            ({"law": "LogLength", "base": {"law": "LogLength"}}, TypeError, r"`base` must be a real number, got dict"),
+            ({"law": "LogLength", "base": "2"}, TypeError, r"`base` must be a real number or an array of them, got str"),
+            ({"law": "LogLength", "base": None}, TypeError, r"`base` must be a real number or an array of them, got NoneType"),
+            ({"law": "LogLength", "base": {"law": "LogLength"}}, TypeError, r"`base` must be a real number or an array of them, got dict"),
             ({"law": "LogLength", "base": 0.5}, ValueError, r"`base` must be above 1, got 0.5"),
             ({"law": "LogLength", "base": math.nan}, ValueError, r"`base` must be above 1, got nan"),
             ({"law": "LogLength", "minimum": [1.0]}, TypeError, r"`minimum` must be a real number, got ndarray"),
@@ -254,7 +257,7 @@ class TestDictionaries:
 
     def test_arguments(self):
         class Own(laws.Law):
-            def _factor(self, xp, n):
+            def evaluate(self, xp, n):
                 return n
 
         with pytest.raises(
@@ -272,6 +275,47 @@ class TestDictionaries:
             laws.from_dict(data, like="numpy")
         with pytest.raises(TypeError, match=r"`like` must have a real floating-point dtype, got int"):
             laws.from_dict(data, like=np.array([1]))
+
+
+class TestValues:
+    def test_equal_by_parameters(self, backend):
+        slope = backend.array([0.25, 0.5], "float32")
+        law = laws.AffineLog(slope, 1.0)
+        assert law == laws.AffineLog(backend.array([0.25, 0.5], "float32"), 1.0)
+        assert law == laws.from_dict(laws.to_dict(law))  # in NumPy's arrays
+        assert law != laws.AffineLog(slope, 2.0)
+        assert law != laws.AffineLog(0.25, 1.0)
+        assert law != laws.AffineLog(slope[:1], 1.0)
+        assert law != laws.PowerLog(1.0, slope, 1.0)
+        assert laws.scaled(law, 2.0) == laws.scaled(laws.AffineLog(slope, 1.0), 2.0)
+        assert laws.shifted(law, 1) != laws.shifted(law, 2)
+        assert law in [laws.LogLength(512), law]
+        assert law != "law"
+
+    def test_hash(self):
+        assert {laws.LogLength(512): 1}[laws.LogLength(512)] == 1
+        assert hash(laws.LogLength(2.0)) != hash(laws.SqrtLogLength(2.0))
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(laws.AffineLog(np.ones(2)))
+
+    def test_a_law_of_ones_own(self, backend, rng):
+        @dataclass(frozen=True)
+        class Power(laws.Law):
+            exponent: Any
+
+            def evaluate(self, xp, n):
+                return (n / 8) ** self.exponent[..., None]
+
+        law = Power(backend.array([0.0, 0.5], "float32"))
+        q, k = (backend.array(x, "float32") for x in rng.normal(size=(2, 2, 8, 4)))
+        h = it.attention_entropy(q, k, law=law, n_keys=32)
+        for head, factor in enumerate((1.0, 2.0)):
+            expected = it.attention_entropy(q[head, ...], k[head, ...], law=laws.Constant(factor))
+            backend.assert_close(h[head, ...], expected, rtol=1e-5)
+        with pytest.raises(
+            TypeError, match=r"`law` must be a law that isentropic.laws defines, got Power"
+        ):
+            laws.to_dict(law)
 
 
 POSITION = np.arange(0, 40000, 7)

@@ -1,8 +1,8 @@
-"""Constant-entropy attention for every array library.
+"""Attention that keeps its entropy as the context grows, for every array library.
 
-Attention whose entropy does not depend on the context length, exact attention entropy without the L×S
-matrix, and Johnson–Lindenstrauss projections, for NumPy, CuPy, PyTorch, JAX and other libraries of the
-Python array API standard.
+Attention whose scale follows the number of keys, exact attention entropy without the L×S matrix, and
+Johnson–Lindenstrauss projections, for NumPy, CuPy, PyTorch, JAX and other libraries of the Python
+array API standard.
 """
 
 from isentropic import laws, masks, theory

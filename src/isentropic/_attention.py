@@ -133,9 +133,9 @@ def attention(
 
 
 def attention_state(
-    query: Array,
-    key: Array,
-    value: Array | None = None,
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT | None = None,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
@@ -147,7 +147,7 @@ def attention_state(
     enable_gqa: bool = False,
     implementation: str | None = None,
     block_size: int | None = None,
-) -> AttentionState:
+) -> AttentionState[ArrayT]:
     """Output, log-normalizer and entropy of attention in one pass, in a form that can be merged.
 
     Parameters

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isentropic._attention import attention_state
-from isentropic._checks import check_flag, check_ndim, check_real, is_integer, type_error, value_error
+from isentropic._checks import (
+    check_flag,
+    check_ndim,
+    check_real,
+    is_array,
+    is_integer,
+    type_error,
+    value_error,
+)
 from isentropic._namespace import Array, accumulator, from_numpy, namespace, to_numpy
 from isentropic.laws import AffineLog, Constant, Law, check_law, scaled
 from isentropic.masks import Mask, as_mask, causal
@@ -22,6 +30,8 @@ FACTORS = tuple(2.0 ** (i / 4) for i in range(-6, 9))
 _MOST_LENGTHS = 16
 # Nats that a doubling of a factor must be worth, about: heads whose entropy hardly moves stay at 1.
 _INDIFFERENCE = 0.02
+# Lengths in a table, which is to fit into a terminal; the report has them all.
+_MOST_COLUMNS = 8
 # Nats by which a length may miss the target and still tell something of the law.
 _MISS = 0.05
 
@@ -113,26 +123,32 @@ class DriftReport:
         return {name: x.tolist() for name, x in fields.items()}
 
     def __repr__(self) -> str:
-        _, layers, heads = self.entropy.shape
+        import numpy as np
+
+        groups, layers, heads = self.entropy.shape
+        shown = np.linspace(0, groups - 1, min(groups, _MOST_COLUMNS)).round().astype(int)
+        lengths, entropies, slope = self.lengths[shown], self.entropy[shown], self.slope
+        of = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
         lines = [
-            f"Attention entropy in nats, mean over {heads} heads a layer",
-            "n".ljust(10) + _cells(self.lengths, ".5g") + "   dH/dlog n: mean, lowest, highest",
+            f"Attention entropy in nats, mean over {heads} heads a layer{of}",
+            "n".ljust(10)
+            + "".join(format(n, ".0f" if n >= 100 else ".3g").rjust(8) for n in lengths)
+            + "   dH/dlog n: mean, lowest, highest",
         ]
-        slope = self.slope
-        rows = [("all layers", self.entropy.reshape(len(self.lengths), -1), slope)]
+        rows = [("all layers", entropies.reshape(len(shown), -1), slope)]
         if layers > 1:
-            rows += [(f"layer {i}", self.entropy[:, i], slope[i]) for i in range(layers)]
+            rows += [(f"layer {i}", entropies[:, i], slope[i]) for i in range(layers)]
         for name, entropy, slope in rows:
             known = slope[slope == slope]
             drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
             means = [_mean(h) for h in entropy]
             lines.append(name.ljust(10) + _cells(means) + "   " + _cells(drift))
-        lines.append("log n".ljust(10) + _cells(math.log(n) for n in self.lengths))
+        lines.append("log n".ljust(10) + _cells(math.log(n) for n in lengths))
         return "\n".join(lines)
 
 
-def _cells(values: Iterable[float], form: str = "z.3f") -> str:
-    return "".join(("–" if x != x else format(x, form)).rjust(8) for x in values)
+def _cells(values: Iterable[float]) -> str:
+    return "".join(("–" if x != x else format(x, "z.3f")).rjust(8) for x in values)
 
 
 def _mean(x: np.ndarray) -> float:
@@ -237,6 +253,9 @@ class Recorder:
         """The mean entropies at the reference length, (layers, heads)."""
         report = self.report()
         first, last = report.lengths[[0, -1]].tolist()
+        if first == last:
+            must = "have queries that see several numbers of keys"
+            raise value_error(self.argument, must, f"{first:.5g} alone")
         if not first <= reference_length <= last:
             must = f"lie within the lengths of `{self.argument}`, {first} to {last}"
             raise value_error("reference_length", must, reference_length)
@@ -321,7 +340,7 @@ def _fitted(
 
 
 def entropy_drift(
-    samples: Iterable[tuple[Array, ...]],
+    samples: Iterable[Array | tuple[Any, ...]],
     *,
     law: Law | None = None,
     head_axis: int = -3,
@@ -372,7 +391,7 @@ def entropy_drift(
 
 
 def calibrate(
-    samples: Iterable[tuple[Array, ...]],
+    samples: Iterable[Array | tuple[Any, ...]],
     *,
     reference_length: float,
     head_axis: int = -3,
@@ -437,7 +456,7 @@ def calibrate(
 
 
 def _recorded(
-    samples: Iterable[tuple[Array, ...]],
+    samples: Iterable[Array | tuple[Any, ...]],
     factors: Sequence[float],
     law: Law | None,
     head_axis: int,
@@ -449,6 +468,8 @@ def _recorded(
     check_flag(is_causal=options["is_causal"])
     if not isinstance(samples, Iterable):
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
+    if isinstance(samples, tuple) and all(is_array(x) for x in samples):
+        raise type_error("samples", "be an iterable of tuples (query, key)", "one tuple of arrays")
     recorder = Recorder("samples", factors)
     like = None
     for i, sample in enumerate(samples):

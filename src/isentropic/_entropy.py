@@ -114,7 +114,7 @@ def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array,
 
 def entropy_of_moments(
     xp: ModuleType, normalizer: Array, moment: Array, order: float, family: str
-) -> Array:
+) -> Any:
     """The entropy, 0 where the normalizer is 0."""
     t = order - 1
     log_z = log_or(xp, normalizer, 0.0)

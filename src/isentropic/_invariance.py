@@ -74,7 +74,7 @@ def match_entropy(
           maximum has a weight;
         - 1 where the factor makes no difference: all logits are equal, or none takes part.
 
-        NaN where a logit that takes part is NaN or +∞, or the target is NaN.
+        NaN where a logit that takes part is NaN or +∞, or an entry of the target is NaN.
 
     Raises
     ------

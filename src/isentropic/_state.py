@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from functools import reduce
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 from isentropic._checks import common_shape, type_error, value_error
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
-from isentropic._namespace import Array, device, namespace, present
+from isentropic._namespace import Array, ArrayT, device, namespace, present
 from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
 
 
-class AttentionState(NamedTuple):
+class AttentionState(NamedTuple, Generic[ArrayT]):
     """What attention over some keys needs to remember of them: enough for output and entropy.
 
     With logits s, m = max s and x = s − m, for each query:
@@ -45,12 +45,12 @@ class AttentionState(NamedTuple):
     True
     """
 
-    maximum: Array
-    normalizer: Array
-    weighted_value: Array | None
-    weighted_score: Array | None
+    maximum: ArrayT
+    normalizer: ArrayT
+    weighted_value: ArrayT | None
+    weighted_score: ArrayT | None
 
-    def output(self) -> Array:
+    def output(self) -> ArrayT:
         """The attention output Σ p v, (..., L, Ev); 0 where no key is seen.
 
         Returns
@@ -67,18 +67,18 @@ class AttentionState(NamedTuple):
         xp = namespace(state=self.normalizer)
         return divide_or_zero(xp, self.weighted_value, self.normalizer[..., None])
 
-    def log_normalizer(self) -> Array:
+    def log_normalizer(self) -> ArrayT:
         """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ where no key is seen.
 
         Returns
         -------
         array
         """
-        xp = namespace(state=self.normalizer)
-        finite = replace_infinite_minimum(xp, self.maximum) + log_or(xp, self.normalizer, 0.0)
-        return xp.where(self.normalizer == 0, -math.inf, finite)
+        xp, normalizer = namespace(state=self.normalizer), cast(Any, self.normalizer)
+        finite = replace_infinite_minimum(xp, self.maximum) + log_or(xp, normalizer, 0.0)
+        return xp.where(normalizer == 0, -math.inf, finite)
 
-    def entropy(self) -> Array:
+    def entropy(self) -> ArrayT:
         """The Shannon entropy of the attention weights in nats, (..., L); 0 where no key is seen.
 
         Returns
@@ -91,7 +91,7 @@ class AttentionState(NamedTuple):
         return entropy_of_moments(xp, self.normalizer, self.weighted_score, 1.0, "renyi")
 
 
-def merge(*states: AttentionState) -> AttentionState:
+def merge(*states: AttentionState[ArrayT]) -> AttentionState[ArrayT]:
     """The state of the union of disjoint sets of keys.
 
     Associative and commutative; a state of no keys, (−∞, 0, 0, 0), is its identity. So keys may be
@@ -211,9 +211,9 @@ def merge_columns(
             moment = moment + shift_moment(xp, state.weighted_score, state.normalizer, shift, order)
     return AttentionState(
         maximum,
-        normalizer,  # type: ignore[arg-type]
-        None if a.weighted_value is None else value,  # type: ignore[arg-type]
-        None if a.weighted_score is None else moment,  # type: ignore[arg-type]
+        normalizer,
+        None if a.weighted_value is None else value,
+        None if a.weighted_score is None else moment,
     )
 
 

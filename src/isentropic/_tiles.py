@@ -298,11 +298,11 @@ def prepare(
     check_floating(xp, **arrays, **present(bias=bias))
     check_ndim(3 if enable_gqa else 2, **arrays)
     if score_width is None and key.shape[-1] != query.shape[-1]:
-        must = "have the last dimension of `query`"
-        raise value_error("key", must, f"{query.shape[-1]} and {key.shape[-1]}")
+        raise value_error(
+            "key", f"have the last dimension of `query`, {query.shape[-1]}", key.shape[-1]
+        )
     if value is not None and value.shape[-2] != key.shape[-2]:
-        must = "have as many rows as `key`"
-        raise value_error("value", must, f"{key.shape[-2]} and {value.shape[-2]}")
+        raise value_error("value", f"have as many rows as `key`, {key.shape[-2]}", value.shape[-2])
     batch = _batch_shape(xp, arrays, enable_gqa)
     n_queries, total = query.shape[-2], key.shape[-2]
     if visible is not None:
@@ -350,7 +350,15 @@ def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> 
             must = f"have the {groups} heads (axis -3) of `key`"
             raise value_error("value", must, shapes["value"][-1])
         shapes = {name: (*shape[:-1], heads) for name, shape in shapes.items()}
+    elif _has_fewer_heads(shapes["key"], shapes["query"]):
+        must = f"have the {shapes['query'][-1]} heads (axis -3) of `query`, or `enable_gqa` be true"
+        raise value_error("key", must, shapes["key"][-1])
     return common_shape(xp, **shapes)
+
+
+def _has_fewer_heads(groups: tuple[int, ...], heads: tuple[int, ...]) -> bool:
+    """Whether shapes that do not broadcast are those of grouped heads."""
+    return bool(groups and heads) and 1 < groups[-1] < heads[-1] and heads[-1] % groups[-1] == 0
 
 
 def _shield(

@@ -52,13 +52,13 @@ class _Numbers(click.ParamType):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(isentropic.__version__, prog_name="isentropic")
 def main() -> None:
-    """Attention whose entropy does not depend on the context length."""
+    """Laws that hold the entropy of attention as contexts grow; dimensions that keep distances."""
 
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-@main.command()
+@main.command(epilog=f"Presets: {', '.join(laws_module.presets())}.")
 @click.argument("names", nargs=-1, metavar="[NAME[:PARAMETER=VALUE,...]]...")
 @click.option(
     "--lengths", type=_Numbers(), default=(64, 512, 4096, 32768), show_default="64,512,4096,32768",

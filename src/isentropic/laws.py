@@ -60,11 +60,15 @@ __all__ = [
 Parameter = float | Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Law(ABC):
     """A function from the number of visible keys to a factor on the scale.
 
-    Call it with an integer (the result is a float) or with an array of lengths.
+    Call it with an integer (the result is a float) or with an array of lengths. Laws are equal if they
+    are of one class and their parameters are equal, whatever library holds them.
+
+    A law of your own is a subclass, best a frozen dataclass, that defines `evaluate`. Its attributes
+    that are arrays, of shape () or (H,), are its parameters.
 
     Examples
     --------
@@ -75,6 +79,16 @@ class Law(ABC):
     (True, 2.0, array([1., 2.]))
     >>> laws.AffineLog(np.asarray([0.0, 0.5]), 1.0)(np.asarray([1])).shape  # two heads
     (2, 1)
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Saturating(laws.Law):
+    ...     half: float
+    ...
+    ...     def evaluate(self, xp, n):
+    ...         return 2 * n / (n + self.half)
+    >>> Saturating(512)(512)
+    1.0
     """
 
     def __call__(self, n: Any) -> Any:
@@ -86,7 +100,7 @@ class Law(ABC):
             self._check_shapes(xp, n.shape)
             floating = xp.isdtype(n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, device=place)
-            return self._factor(xp, xp.astype(n, _compute_dtype(xp, dtype, parameters)))
+            return self.evaluate(xp, xp.astype(n, _compute_dtype(xp, dtype, parameters)))
 
         if isinstance(n, bool) or not isinstance(n, (int, float, Real)):
             raise type_error("n", "be a number or an array", type(n).__name__)
@@ -98,10 +112,19 @@ class Law(ABC):
             xp, place = namespace(("law", parameters)), device(("law", parameters))
             self._check_shapes(xp, ())
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
-            return self._factor(xp, xp.full((), n, dtype=dtype, device=place))
+            return self.evaluate(xp, xp.full((), n, dtype=dtype, device=place))
         import numpy as np
 
-        return float(self._factor(np, np.float64(n)))  # type: ignore[arg-type]
+        return float(self.evaluate(np, np.float64(n)))  # type: ignore[arg-type]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(_is_same(a, b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -125,11 +148,23 @@ class Law(ABC):
             shape = common_shape(xp, **{"n": shape, name: own})
 
     @abstractmethod
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
-        """The factor for an array of floating-point lengths."""
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        """The factor for an array of lengths.
+
+        Parameters
+        ----------
+        xp : module
+            The array namespace of `n`; NumPy for a number.
+        n : array (..., L)
+            Lengths as floats; 0 for a query that sees no key.
+
+        Returns
+        -------
+        array broadcastable to (..., L), in the dtype of `n`
+        """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Constant(Law):
     """The factor does not depend on n. ``Constant(1)`` is the standard attention.
 
@@ -145,11 +180,11 @@ class Constant(Law):
     def __post_init__(self) -> None:
         _check_parameter("value", self.value)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return xp.ones_like(n) * _over_queries(xp, self.value, n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LogLength(Law):
     """``ln n / ln base``: Su's law, which holds the entropy of focused attention nearly constant.
 
@@ -178,12 +213,12 @@ class LogLength(Law):
         _check_parameter("base", self.base, above=1)
         _check_minimum(self.minimum)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = _log_length(xp, n) / _over_queries(xp, _log(xp, self.base, n), n)
         return _at_least(xp, factor, self.minimum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SqrtLogLength(Law):
     """``√(ln n / ln base)``: the growth that holds the entropy of Gaussian scores as n → ∞.
 
@@ -212,14 +247,14 @@ class SqrtLogLength(Law):
         _check_parameter("base", self.base, above=1)
         _check_minimum(self.minimum)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         # Two roots, not one of the quotient: at n = 1 its gradient for the base would be 0 · ∞.
         base = _log(xp, self.base, n)
         root = xp.sqrt(base) if is_array(self.base) else math.sqrt(base)
         return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(xp, root, n), self.minimum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AffineLog(Law):
     """``slope · ln n + intercept``: SSMax, Chiang–Cholak (slope 1), heads calibrated one by one.
 
@@ -250,7 +285,7 @@ class AffineLog(Law):
         if self.minimum is not None:
             _check_parameter("minimum", self.minimum)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = _log_length(xp, n) * _over_queries(xp, self.slope, n)
         factor = factor + _over_queries(xp, self.intercept, n)
         if not is_array(self.minimum):
@@ -258,7 +293,7 @@ class AffineLog(Law):
         return xp.maximum(factor, _over_queries(xp, self.minimum, n))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PowerLog(Law):
     """``offset + coefficient · (ln n)^exponent`` (ASEntmax).
 
@@ -287,12 +322,12 @@ class PowerLog(Law):
         _check_parameter("coefficient", self.coefficient)
         _check_parameter("exponent", self.exponent, least=0)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         power = _log_length(xp, n) ** _over_queries(xp, self.exponent, n)
         return _over_queries(xp, self.offset, n) + power * _over_queries(xp, self.coefficient, n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepLog(Law):
     """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 up to the period, then rising in steps (Llama 4).
 
@@ -315,12 +350,12 @@ class StepLog(Law):
         _check_parameter("coefficient", self.coefficient)
         _check_parameter("period", self.period, above=0)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         steps = xp.floor(n / _over_queries(xp, self.period, n))
         return xp.log1p(xp.clip(steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PowerLength(Law):
     """``(1 + n / period)^exponent``.
 
@@ -343,12 +378,12 @@ class PowerLength(Law):
         _check_parameter("period", self.period, above=0)
         _check_parameter("exponent", self.exponent)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         growth = xp.clip(n, min=0.0) / _over_queries(xp, self.period, n) + 1.0
         return growth ** _over_queries(xp, self.exponent, n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InfoScale(Law):
     """``√((1 − n^(−2/d)) / (1 − base^(−2/d)))`` with the head size d.
 
@@ -377,7 +412,7 @@ class InfoScale(Law):
         _check_parameter("base", self.base, above=1)
         check_real("head_dim", self.head_dim, above=0)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
         rate = -2.0 / float(self.head_dim)
         gain = -xp.expm1(_log_length(xp, n) * rate)
         base = _log(xp, self.base, n)
@@ -386,7 +421,7 @@ class InfoScale(Law):
         return xp.sqrt(gain) / math.sqrt(-math.expm1(base * rate))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Scaled(Law):
     law: Law
     factor: Parameter
@@ -395,11 +430,11 @@ class _Scaled(Law):
         check_law(self.law)
         _check_parameter("factor", self.factor)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
-        return self.law._factor(xp, n) * _over_queries(xp, self.factor, n)
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        return self.law.evaluate(xp, n) * _over_queries(xp, self.factor, n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Shifted(Law):
     law: Law
     shift: float
@@ -408,8 +443,8 @@ class _Shifted(Law):
         check_law(self.law)
         check_real("shift", self.shift)
 
-    def _factor(self, xp: ModuleType, n: Array) -> Array:
-        return self.law._factor(xp, n + float(self.shift))
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        return self.law.evaluate(xp, n + float(self.shift))
 
 
 def scaled(law: Law, factor: Parameter) -> Law:
@@ -744,6 +779,13 @@ def _from_dict(data: Any, like: Array | None, depth: int) -> Law:
     return kind(**arguments)
 
 
+def _is_same(a: Any, b: Any) -> bool:
+    if not (is_array(a) and is_array(b)):
+        return not (is_array(a) or is_array(b)) and a == b
+    a, b = to_numpy(a), to_numpy(b)
+    return a.shape == b.shape and bool((a == b).all())
+
+
 def _listed(keys: Any) -> str:
     return ", ".join(sorted(map(str, keys))) or "none"
 
@@ -804,8 +846,10 @@ def _check_parameter(name: str, x: Any, *, above: float = -math.inf, least: floa
         xp = namespace(**{name: x})
         if not xp.isdtype(x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
-    else:
+    elif isinstance(x, Real):
         check_real(name, x, above=above, least=least)
+    else:
+        raise type_error(name, "be a real number or an array of them", type(x).__name__)
 
 
 def _check_minimum(minimum: Any) -> None:
@@ -817,6 +861,8 @@ def check_law(law: Any, *, optional: bool = False) -> None:
     """Refuse what is no law, nor None where that is the standard attention."""
     if not isinstance(law, Law) and not (optional and law is None):
         must = "be a law of isentropic.laws" + " or None" * optional
+        if isinstance(law, str):
+            must += " (`laws.preset` has those with a name)"
         raise type_error("law", must, type(law).__name__)
 
 

@@ -30,6 +30,7 @@ from isentropic._checks import (
     check_choice,
     check_count,
     check_ndim,
+    is_array,
     is_integer,
     plain_integer,
     type_error,
@@ -95,7 +96,7 @@ class Mask(ABC):
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
         """The mask of one element of the batch and head axes, its arrays as those of NumPy."""
 
-    def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Array:
+    def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:
         """How many keys each query sees.
 
         Parameters
@@ -270,7 +271,7 @@ def padding(lengths: int | Array, *, side: str = "right") -> Mask:
     Parameters
     ----------
     lengths : int or array of int over the batch and head axes
-        Number of keys that are no padding, from 0 to S.
+        Number of keys that are no padding, at least 0; more than S are all.
     side : {"right", "left"}
         Where the padding is.
 
@@ -324,6 +325,9 @@ def as_mask(x: Any, name: str = "mask") -> Mask:
     """`x` itself, or the mask of a boolean array."""
     if isinstance(x, Mask):
         return x
+    if not is_array(x):
+        must = "be a boolean array or a mask of isentropic.masks, such as masks.causal()"
+        raise type_error(name, must, getattr(x, "__name__", type(x).__name__))
     xp = namespace(**{name: x})
     if not xp.isdtype(x.dtype, "bool"):
         must = "be boolean (True = attend; numbers to add to the logits are a `bias`) or a Mask"

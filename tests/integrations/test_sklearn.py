@@ -162,7 +162,11 @@ class TestConventions:
         ("options", "error", "message"),
         [
             ({"n_components": 0}, ValueError, "`n_components` must be at least 1, got 0"),
-            ({"n_components": "best"}, TypeError, "`n_components` must be an integer"),
+            (
+                {"n_components": "best"},
+                ValueError,
+                "`n_components` must be an integer of at least 1 or 'auto', got 'best'",
+            ),
             ({"n_components": 2.5}, TypeError, "`n_components` must be an integer"),
             ({"kind": "fast"}, ValueError, "`kind` must be 'hadamard' or 'gaussian'"),
             ({"eps": 1.5}, ValueError, r"`eps` must be in \(0, 1\)"),

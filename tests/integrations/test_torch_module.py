@@ -553,6 +553,8 @@ class TestErrors:
             ({"key": torch.zeros(S, 1, E)}, ValueError, "`key` must have the batch size of `query` in axis 1, 2"),
             ({"value": torch.zeros(L, N, E)}, ValueError, "`value` must be as long as `key`, 6, got 4"),
             ({"attn_mask": torch.zeros(L, S, dtype=torch.int64)}, TypeError, "`attn_mask` must be boolean"),
+            ({"attn_mask": it.masks.causal()}, TypeError, "`attn_mask` must be a tensor, got _Band"),
+            ({"key_padding_mask": [True]}, TypeError, "`key_padding_mask` must be a tensor, got list"),
             ({"attn_mask": torch.zeros(S, S)}, ValueError, r"`attn_mask` must have the shape \(4, 6\), got \(6, 6\)"),
             ({"attn_mask": torch.zeros(H, L, S)}, ValueError, r"`attn_mask` must have the shape \(6, 4, 6\)"),
             ({"key_padding_mask": torch.zeros(S)}, ValueError, r"`key_padding_mask` must have the shape \(2, 6\)"),

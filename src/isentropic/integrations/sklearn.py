@@ -136,6 +136,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                     stacklevel=2,
                 )
                 k = None
+        elif isinstance(self.n_components, str):
+            must = "be an integer of at least 1 or 'auto'"
+            raise value_error("n_components", must, repr(self.n_components))
         else:
             (k,) = counts(n_components=self.n_components)
             if k > n_features:

@@ -15,6 +15,7 @@ from torch.nn.functional import linear, pad
 
 from isentropic._attention import attention, attention_entropy, attention_weights
 from isentropic._checks import is_array, type_error, value_error
+from isentropic._namespace import present
 from isentropic.laws import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
@@ -315,7 +316,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if not isinstance(x, Tensor):
                 raise type_error(name, "be a tensor", type(x).__name__)
             if x.is_nested:
-                raise type_error(name, "be a dense tensor", "a nested one")
+                raise type_error(name, "be a dense tensor", "a nested one (see `enable_nested_tensor`)")
             if x.ndim not in (2, 3) or x.ndim != query.ndim:
                 must = "have 2 dimensions, or 3 with a batch, as `query` has"
                 raise value_error(name, must, x.ndim)
@@ -341,6 +342,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """The mask, the bias and the law of attention."""
         if is_causal and attn_mask is None:
             raise value_error("attn_mask", "be given with `is_causal`, which is a hint about it", None)
+        for name, x in present(key_padding_mask=key_padding_mask, attn_mask=attn_mask).items():
+            if not isinstance(x, Tensor):
+                raise type_error(name, "be a tensor", type(x).__name__)
         options: dict[str, Any] = {"law": None if self.law is None else self.law()}
         if is_causal and key_padding_mask is None and not need_weights and not self._appended:
             return options | {"mask": causal(offset=0)}
