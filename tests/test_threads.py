@@ -122,7 +122,7 @@ def test_a_thread_that_may_not_change_the_limit_leaves_the_work_to_the_blas(four
     caller.start()
     caller.join(timeout=30)
     assert who
-    assert who == {caller.ident} or len(who) > 1
+    assert who == {caller.ident} or caller.ident not in who  # in turn, or in threads of the pool
     assert blas_threads() == before
     assert not _threads._blas.is_held
 
