@@ -292,11 +292,11 @@ class TestValues:
         assert law in [laws.LogLength(512), law]
         assert law != "law"
 
-    def test_hash(self):
+    def test_hash(self, backend):
         assert {laws.LogLength(512): 1}[laws.LogLength(512)] == 1
         assert hash(laws.LogLength(2.0)) != hash(laws.SqrtLogLength(2.0))
         with pytest.raises(TypeError, match="unhashable"):
-            hash(laws.AffineLog(np.ones(2)))
+            hash(laws.AffineLog(backend.array(np.ones(2))))
 
     def test_a_law_of_ones_own(self, backend, rng):
         @dataclass(frozen=True)
