@@ -210,3 +210,20 @@ class TestErrors:
 def test_masks_are_neither_true_nor_false():
     with pytest.raises(TypeError, match="neither true nor false"):
         masks.causal() and masks.window(8)
+
+
+@pytest.mark.host
+def test_repr_is_the_call():
+    ids = np.asarray([0, 0, 1])
+    for shown in (
+        "causal()",
+        "causal(offset=3)",
+        "window(4, 0)",
+        "window(None, None, offset=2)",
+        "padding(3, side='left')",
+        "causal() & padding(2, side='right')",
+        "(causal() | window(1, 1)) & padding(2, side='right')",
+    ):
+        assert repr(eval(shown, vars(masks))) == shown
+    assert repr(masks.causal() & masks.segments(ids)) == "causal() & segments(<array (3,)>)"
+    assert repr(masks.causal() & (ids > 0)) == "causal() & <array (3,)>"

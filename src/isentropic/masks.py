@@ -357,6 +357,11 @@ class _Band(_Contiguous):
     right: int | None
     offset: int | Array | None
 
+    def __repr__(self) -> str:
+        is_causal = self.left is None and self.right == 0
+        sides = () if is_causal else (self.left, self.right)
+        return _call("causal" if is_causal else "window", *sides, offset=self.offset)
+
     @property
     def arrays(self) -> tuple[Array, ...]:
         return () if self.offset is None or isinstance(self.offset, int) else (self.offset,)
@@ -396,6 +401,9 @@ class _Padding(_Contiguous):
     lengths: int | Array
     side: str
 
+    def __repr__(self) -> str:
+        return _call("padding", self.lengths, side=self.side)
+
     @property
     def arrays(self) -> tuple[Array, ...]:
         return () if isinstance(self.lengths, int) else (self.lengths,)
@@ -430,6 +438,9 @@ class _Segments(Mask):
     ids: Array
     query_ids: Array | None
 
+    def __repr__(self) -> str:
+        return _call("segments", self.ids, query_ids=self.query_ids)
+
     @property
     def arrays(self) -> tuple[Array, ...]:
         return (self.ids,) if self.query_ids is None else (self.ids, self.query_ids)
@@ -461,6 +472,9 @@ class _Segments(Mask):
 @dataclass(frozen=True, eq=False)
 class _Explicit(Mask):
     visible: Array
+
+    def __repr__(self) -> str:
+        return _shown(self.visible)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -497,6 +511,9 @@ class _Pair(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Both(_Pair):
+    def __repr__(self) -> str:
+        return f"{self.first} & {self.second}"
+
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         return self.first.block(frame, rows, columns) & self.second.block(frame, rows, columns)
 
@@ -515,12 +532,25 @@ class _Both(_Pair):
 
 @dataclass(frozen=True, eq=False)
 class _Either(_Pair):
+    def __repr__(self) -> str:
+        return f"({self.first} | {self.second})"
+
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         return self.first.block(frame, rows, columns) | self.second.block(frame, rows, columns)
 
     def reach(self, frame: Frame, rows: Block) -> Span:
         a, b = self.first.reach(frame, rows), self.second.reach(frame, rows)
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
+
+
+def _call(name: str, *arguments: Any, **options: Any) -> str:
+    """The call that makes a mask, for its `repr`."""
+    given = [f"{key}={_shown(x)}" for key, x in options.items() if x is not None]
+    return f"{name}({', '.join([*map(_shown, arguments), *given])})"
+
+
+def _shown(x: Any) -> str:
+    return f"<array {tuple(x.shape)}>" if is_array(x) else repr(x)
 
 
 def _common(frame: Frame, a: Span, b: Span) -> Span:
