@@ -54,8 +54,8 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
 
 
-# Options of pytest. The tests of JAX mostly wait for its compiler, which uses one core.
-OPTIONS = {"jax": ["-n", "2"]}
+# Options of pytest. Tests of these mostly wait for their compilers, which use one core.
+OPTIONS = {"torch": ["-n", "2"], "jax": ["-n", "2"]}
 
 
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
@@ -158,7 +158,7 @@ assert importlib.resources.files(it).joinpath("py.typed").is_file()
 def package(session: nox.Session) -> None:
     """Build the wheel and the sdist into dist/, use the wheel alone, test from the sdist."""
     session.install(*nox.project.dependency_groups(PYPROJECT, "package"))
-    dist, away = ROOT / "dist", Path(session.create_tmp())
+    dist, away = ROOT / "dist", Path(session.create_tmp()).resolve()
     shutil.rmtree(dist, ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", dist)
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
