@@ -32,7 +32,6 @@ default_role = "py:obj"
 nitpicky = True
 # Words of types, names of parameters, and other libraries; what names isentropic has to exist.
 nitpick_ignore_regex = [("py:.*", r"(?!isentropic\b).*")]
-nitpick_ignore = [("py:obj", "isentropic._namespace.ArrayT")]  # the base Generic[ArrayT] of a class
 
 nb_execution_mode = "force"
 nb_execution_in_temp = True

@@ -140,10 +140,10 @@ class TestEntropyDrift:
             it.entropy_drift([(np.nan * pair[0], pair[1])])
         with pytest.raises(TypeError, match="`samples` must be an iterable of tuples"):
             it.entropy_drift(3)
-        with pytest.raises(
-            TypeError, match=r"`samples` must be an iterable .*, got one tuple of arrays"
-        ):
+        with pytest.raises(TypeError, match=r"`samples` must be an iterable .*, got one such tuple"):
             it.entropy_drift(pair)
+        both = tuple(np.stack(two) for two in _pairs(rng, (8, 16)))  # two samples
+        np.testing.assert_array_equal(it.entropy_drift(both).lengths, [8, 16])
         with pytest.raises(
             ValueError, match=r"`samples` must .* see several numbers of keys, got 8 alone"
         ):

@@ -316,6 +316,38 @@ class TestValues:
             TypeError, match=r"`law` must be a law that isentropic.laws defines, got Power"
         ):
             laws.to_dict(law)
+        assert law == Power(backend.array([0.0, 0.5], "float32"))
+        assert law != Power(backend.array([0.0, 1.0], "float32"))
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(law)
+        assert hash(Power(2.0)) == hash(Power(2.0))
+
+    def test_tracers_are_equal_to_themselves(self):
+        jax = pytest.importorskip("jax")
+
+        @jax.jit
+        def is_same(slope):
+            law = laws.AffineLog(slope)
+            return (law == law) & (law == laws.AffineLog(slope))
+
+        assert is_same(np.ones(2))
+
+    def test_what_a_law_must_be(self):
+        with pytest.raises(TypeError, match="Slotted, a law, must have no __slots__"):
+
+            @dataclass(frozen=True, slots=True)
+            class Slotted(laws.Law):
+                exponent: float
+
+                def evaluate(self, xp, n):
+                    return n**self.exponent
+
+        class Number(laws.Law):
+            def evaluate(self, xp, n):
+                return 1.0
+
+        with pytest.raises(TypeError, match="`law` must evaluate to an array, got float"):
+            Number()(np.ones(3))
 
 
 POSITION = np.arange(0, 40000, 7)

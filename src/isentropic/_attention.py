@@ -133,9 +133,9 @@ def attention(
 
 
 def attention_state(
-    query: ArrayT,
-    key: ArrayT,
-    value: ArrayT | None = None,
+    query: Array,
+    key: Array,
+    value: Array | None = None,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
@@ -147,7 +147,7 @@ def attention_state(
     enable_gqa: bool = False,
     implementation: str | None = None,
     block_size: int | None = None,
-) -> AttentionState[ArrayT]:
+) -> AttentionState:
     """Output, log-normalizer and entropy of attention in one pass, in a form that can be merged.
 
     Parameters
@@ -192,8 +192,8 @@ def attention_state(
 
 
 def attention_entropy(
-    query: ArrayT,
-    key: ArrayT,
+    query: Array,
+    key: Array,
     *,
     order: float = 1.0,
     family: str = "renyi",
@@ -207,7 +207,7 @@ def attention_entropy(
     softcap: float | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> ArrayT:
+) -> Any:
     """Entropy of the attention weights of each query, without forming them.
 
     Parameters
@@ -322,8 +322,8 @@ def attention_weights(
 
 
 def attention_information(
-    query: ArrayT,
-    key: ArrayT,
+    query: Array,
+    key: Array,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
@@ -334,7 +334,7 @@ def attention_information(
     softcap: float | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> ArrayT:
+) -> Any:
     """How much the choice of the query tells about the key attended to: I(Q;K).
 
     Parameters

@@ -468,8 +468,8 @@ def _recorded(
     check_flag(is_causal=options["is_causal"])
     if not isinstance(samples, Iterable):
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
-    if isinstance(samples, tuple) and all(is_array(x) for x in samples):
-        raise type_error("samples", "be an iterable of tuples (query, key)", "one tuple of arrays")
+    if _is_pair(samples):
+        raise type_error("samples", "be an iterable of tuples (query, key)", "one such tuple")
     recorder = Recorder("samples", factors)
     like = None
     for i, sample in enumerate(samples):
@@ -490,6 +490,13 @@ def _recorded(
     if like is None:
         raise value_error("samples", "have one or more tuples (query, key)", "none")
     return recorder, like
+
+
+def _is_pair(samples: Any) -> bool:
+    """Whether a tuple is a query and a key, and not two samples, which would be of two lengths."""
+    if not (isinstance(samples, tuple) and len(samples) == 2 and all(is_array(x) for x in samples)):
+        return False
+    return bool(samples[0].shape == samples[1].shape)
 
 
 def _parts(name: str, sample: Any) -> tuple[Array, Array, Array | Mask | None]:

@@ -32,7 +32,6 @@ from isentropic._checks import (
 )
 from isentropic._namespace import (
     Array,
-    ArrayT,
     accumulator,
     device,
     is_cupy,
@@ -140,13 +139,13 @@ def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> A
 
 
 def entropy_from_logits(
-    logits: ArrayT,
+    logits: Array,
     *,
     order: float = 1.0,
     family: str = "renyi",
     axis: int = -1,
     mask: Array | None = None,
-) -> ArrayT:
+) -> Any:
     """Entropy of ``softmax(logits)`` along an axis.
 
     Parameters
@@ -214,7 +213,7 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
     return last_axis(xp, s, axis)
 
 
-def entropy(p: ArrayT, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> ArrayT:
+def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Any:
     """Entropy of the distribution `p` along an axis.
 
     Equivalent to `scipy.stats.entropy` at order 1: `p` is normalized to sum 1.
@@ -277,7 +276,7 @@ def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
     return entropy_of_moments(xp, normalizer, moment, order, family)[..., 0]
 
 
-def cross_entropy(p: ArrayT, q: ArrayT, *, axis: int = -1) -> ArrayT:
+def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     """Cross-entropy ``−Σ p log q`` of two distributions along an axis.
 
     Parameters
@@ -308,7 +307,7 @@ def cross_entropy(p: ArrayT, q: ArrayT, *, axis: int = -1) -> ArrayT:
     return xp.astype(_expected_surprise(xp, p, q), dtype)
 
 
-def kl_divergence(p: ArrayT, q: ArrayT, *, axis: int = -1) -> ArrayT:
+def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     """Kullback–Leibler divergence ``Σ p log(p/q)`` along an axis.
 
     Equivalent to ``scipy.stats.entropy(p, q)``.
@@ -365,7 +364,7 @@ def _expected_surprise(xp: ModuleType, p: Array, q: Array, *, relative: bool = F
     return xp.sum(terms, axis=-1, keepdims=True)[..., 0]
 
 
-def entropy_penalty(entropy: ArrayT, target: float | Array, *, weight: float = 1.0) -> ArrayT:
+def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.0) -> Any:
     """Soft constraint ``weight · mean|H − target|²`` for a training loss.
 
     Parameters

@@ -27,7 +27,7 @@ from isentropic._checks import (
 from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
 from isentropic._kernels import state_kernel
 from isentropic._loops import Block, is_differentiable, iterate, map_blocks, take, without_gradient
-from isentropic._namespace import Array, ArrayT, device, namespace, present
+from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import (
     divide_or_zero,
     log_or,
@@ -46,8 +46,8 @@ _DEEPEST = 1e25
 
 
 def match_entropy(
-    logits: ArrayT, target: float | Array, *, axis: int = -1, mask: Array | None = None
-) -> ArrayT:
+    logits: Array, target: float | Array, *, axis: int = -1, mask: Array | None = None
+) -> Any:
     """The factor λ ≥ 0 with which ``softmax(λ · logits)`` has the entropy `target`.
 
     Parameters
@@ -115,15 +115,15 @@ def match_entropy(
 
 
 def match_attention_entropy(
-    query: ArrayT,
-    key: ArrayT,
+    query: Array,
+    key: Array,
     target: float | Array,
     *,
     mask: Array | Mask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> ArrayT:
+) -> Any:
     """The factor on the scale with which each query's attention has the entropy `target`.
 
     What a law approximates as a function of n, exactly and for each query. Equivalent to

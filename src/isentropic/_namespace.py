@@ -37,7 +37,7 @@ class Array(Protocol):
     def __lt__(self, other: Any, /) -> Any: ...
 
 
-# What a function gives back is of the type of the arrays it was given.
+# What a function gives back, where it has their dimensions, is of the type of the arrays it was given.
 ArrayT = TypeVar("ArrayT", bound=Array)
 
 # Arrays that belong to one argument, such as those inside a mask.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from functools import reduce
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from isentropic._checks import common_shape, type_error, value_error
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
-from isentropic._namespace import Array, ArrayT, device, namespace, present
+from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
 
 
-class AttentionState(NamedTuple, Generic[ArrayT]):
+class AttentionState(NamedTuple):
     """What attention over some keys needs to remember of them: enough for output and entropy.
 
     With logits s, m = max s and x = s − m, for each query:
@@ -45,12 +45,12 @@ class AttentionState(NamedTuple, Generic[ArrayT]):
     True
     """
 
-    maximum: ArrayT
-    normalizer: ArrayT
-    weighted_value: ArrayT | None
-    weighted_score: ArrayT | None
+    maximum: Any
+    normalizer: Any
+    weighted_value: Any
+    weighted_score: Any
 
-    def output(self) -> ArrayT:
+    def output(self) -> Any:
         """The attention output Σ p v, (..., L, Ev); 0 where no key is seen.
 
         Returns
@@ -67,18 +67,18 @@ class AttentionState(NamedTuple, Generic[ArrayT]):
         xp = namespace(state=self.normalizer)
         return divide_or_zero(xp, self.weighted_value, self.normalizer[..., None])
 
-    def log_normalizer(self) -> ArrayT:
+    def log_normalizer(self) -> Any:
         """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ where no key is seen.
 
         Returns
         -------
         array
         """
-        xp, normalizer = namespace(state=self.normalizer), cast(Any, self.normalizer)
-        finite = replace_infinite_minimum(xp, self.maximum) + log_or(xp, normalizer, 0.0)
-        return xp.where(normalizer == 0, -math.inf, finite)
+        xp = namespace(state=self.normalizer)
+        finite = replace_infinite_minimum(xp, self.maximum) + log_or(xp, self.normalizer, 0.0)
+        return xp.where(self.normalizer == 0, -math.inf, finite)
 
-    def entropy(self) -> ArrayT:
+    def entropy(self) -> Any:
         """The Shannon entropy of the attention weights in nats, (..., L); 0 where no key is seen.
 
         Returns
@@ -91,7 +91,7 @@ class AttentionState(NamedTuple, Generic[ArrayT]):
         return entropy_of_moments(xp, self.normalizer, self.weighted_score, 1.0, "renyi")
 
 
-def merge(*states: AttentionState[ArrayT]) -> AttentionState[ArrayT]:
+def merge(*states: AttentionState) -> AttentionState:
     """The state of the union of disjoint sets of keys.
 
     Associative and commutative; a state of no keys, (−∞, 0, 0, 0), is its identity. So keys may be

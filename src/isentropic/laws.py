@@ -60,15 +60,15 @@ __all__ = [
 Parameter = float | Array
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Law(ABC):
     """A function from the number of visible keys to a factor on the scale.
 
     Call it with an integer (the result is a float) or with an array of lengths. Laws are equal if they
     are of one class and their parameters are equal, whatever library holds them.
 
-    A law of your own is a subclass, best a frozen dataclass, that defines `evaluate`. Its attributes
-    that are arrays, of shape () or (H,), are its parameters.
+    A law of your own is a subclass, a frozen dataclass, that defines `evaluate`. Fields that are
+    arrays, of shape () or (H,), are its parameters.
 
     Examples
     --------
@@ -100,7 +100,10 @@ class Law(ABC):
             self._check_shapes(xp, n.shape)
             floating = xp.isdtype(n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, device=place)
-            return self.evaluate(xp, xp.astype(n, _compute_dtype(xp, dtype, parameters)))
+            factor = self.evaluate(xp, xp.astype(n, _compute_dtype(xp, dtype, parameters)))
+            if not is_array(factor):
+                raise type_error("law", "evaluate to an array", type(factor).__name__)
+            return factor
 
         if isinstance(n, bool) or not isinstance(n, (int, float, Real)):
             raise type_error("n", "be a number or an array", type(n).__name__)
@@ -117,11 +120,22 @@ class Law(ABC):
 
         return float(self.evaluate(np, np.float64(n)))  # type: ignore[arg-type]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__slots__" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}, a law, must have no __slots__: its fields are its __dict__."
+            )
+        # Those that a dataclass would get compare arrays as numbers.
+        for method in (Law.__eq__, Law.__hash__):
+            if method.__name__ not in vars(cls):
+                setattr(cls, method.__name__, method)
+
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return all(_is_same(a, b) for a, b in pairs)
+        own, others = vars(self), vars(other)
+        return own.keys() == others.keys() and all(_is_same(own[name], others[name]) for name in own)
 
     def __hash__(self) -> int:
         if self.arrays:  # those of PyTorch would give a hash, another one for an equal law
@@ -166,7 +180,7 @@ class Law(ABC):
         """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Constant(Law):
     """The factor does not depend on n. ``Constant(1)`` is the standard attention.
 
@@ -186,7 +200,7 @@ class Constant(Law):
         return xp.ones_like(n) * _over_queries(xp, self.value, n)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LogLength(Law):
     """``ln n / ln base``: Su's law, which holds the entropy of focused attention nearly constant.
 
@@ -220,7 +234,7 @@ class LogLength(Law):
         return _at_least(xp, factor, self.minimum)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SqrtLogLength(Law):
     """``√(ln n / ln base)``: the growth that holds the entropy of Gaussian scores as n → ∞.
 
@@ -256,7 +270,7 @@ class SqrtLogLength(Law):
         return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(xp, root, n), self.minimum)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AffineLog(Law):
     """``slope · ln n + intercept``: SSMax, Chiang–Cholak (slope 1), heads calibrated one by one.
 
@@ -295,7 +309,7 @@ class AffineLog(Law):
         return xp.maximum(factor, _over_queries(xp, self.minimum, n))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PowerLog(Law):
     """``offset + coefficient · (ln n)^exponent`` (ASEntmax).
 
@@ -329,7 +343,7 @@ class PowerLog(Law):
         return _over_queries(xp, self.offset, n) + power * _over_queries(xp, self.coefficient, n)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StepLog(Law):
     """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 up to the period, then rising in steps (Llama 4).
 
@@ -357,7 +371,7 @@ class StepLog(Law):
         return xp.log1p(xp.clip(steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PowerLength(Law):
     """``(1 + n / period)^exponent``.
 
@@ -385,7 +399,7 @@ class PowerLength(Law):
         return growth ** _over_queries(xp, self.exponent, n)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class InfoScale(Law):
     """``√((1 − n^(−2/d)) / (1 − base^(−2/d)))`` with the head size d.
 
@@ -423,7 +437,7 @@ class InfoScale(Law):
         return xp.sqrt(gain) / math.sqrt(-math.expm1(base * rate))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Scaled(Law):
     law: Law
     factor: Parameter
@@ -436,7 +450,7 @@ class _Scaled(Law):
         return self.law.evaluate(xp, n) * _over_queries(xp, self.factor, n)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Shifted(Law):
     law: Law
     shift: float
@@ -782,6 +796,8 @@ def _from_dict(data: Any, like: Array | None, depth: int) -> Law:
 
 
 def _is_same(a: Any, b: Any) -> bool:
+    if a is b:  # tracers too, which cannot be read
+        return True
     if not (is_array(a) and is_array(b)):
         return not (is_array(a) or is_array(b)) and a == b
     a, b = to_numpy(a), to_numpy(b)

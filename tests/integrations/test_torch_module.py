@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -532,6 +533,25 @@ class TestCompile:
             q, k, v = (torch.cat([x.detach()] * n) for x in inputs(module))
             torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
         assert counter.frame_count <= 2
+
+
+def test_fields_with_the_names_of_methods_and_attributes_of_modules():
+    @dataclass(frozen=True)
+    class Own(laws.Law):
+        half: torch.Tensor
+        training: float
+        forward: torch.Tensor
+
+        def evaluate(self, xp, n):
+            return self.training * n / (n + self.half[..., None]) + self.forward[..., None]
+
+    parameter = torch.nn.Parameter(torch.ones(H))
+    module = LawModule(Own(parameter, 3.0, torch.zeros(H))).eval()
+    assert module.state_dict().keys() == {"half"}
+    law = module.double()()
+    assert law.training == 3.0
+    assert law.half.dtype == law.forward.dtype == torch.float64
+    torch.testing.assert_close(law(torch.tensor([2.0])), torch.full((H, 1), 2.0, dtype=torch.float64))
 
 
 class TestErrors:

@@ -123,9 +123,9 @@ def ring_attention(
 
 
 def ring_attention_state(
-    query: ArrayT,
-    key: ArrayT,
-    value: ArrayT | None = None,
+    query: Array,
+    key: Array,
+    value: Array | None = None,
     *,
     axis_name: Hashable,
     is_causal: bool = False,
@@ -134,7 +134,7 @@ def ring_attention_state(
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-) -> AttentionState[ArrayT]:
+) -> AttentionState:
     """Output, log-normalizer and entropy of attention inside `jax.shard_map`.
 
     Equivalent to `isentropic.attention_state` of the whole sequence.
@@ -260,9 +260,9 @@ def distributed_attention(
 
 
 def distributed_attention_state(
-    query: ArrayT,
-    key: ArrayT,
-    value: ArrayT | None = None,
+    query: Array,
+    key: Array,
+    value: Array | None = None,
     *,
     group: Any = None,
     is_causal: bool = False,
@@ -271,7 +271,7 @@ def distributed_attention_state(
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-) -> AttentionState[ArrayT]:
+) -> AttentionState:
     """Output, log-normalizer and entropy of attention over `torch.distributed`.
 
     Equivalent to `isentropic.attention_state` of the whole sequence.

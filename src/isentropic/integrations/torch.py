@@ -53,16 +53,20 @@ class LawModule(torch.nn.Module):
     def __init__(self, law: Law) -> None:
         super().__init__()
         check_law(law)
-        self._kind, self._fields = type(law), tuple(vars(law))
+        self._kind, self._numbers = type(law), {}
         for name, x in vars(law).items():
+            # Not by attributes: a field may have the name of a method of modules, such as `half`.
             if isinstance(x, Law):
-                setattr(self, name, LawModule(x))
-            elif not isinstance(x, Tensor) and is_array(x):
+                self._modules[name] = LawModule(x)
+            elif isinstance(x, torch.nn.Parameter):
+                self._parameters[name] = x
+            elif isinstance(x, Tensor):
+                self._buffers[name] = x
+                self._non_persistent_buffers_set.add(name)
+            elif is_array(x):
                 raise type_error("law", "hold numbers and tensors", type(x).__name__)
-            elif isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter):
-                self.register_buffer(name, x, persistent=False)
             else:
-                setattr(self, name, x)
+                self._numbers[name] = x
 
     def forward(self) -> Law:
         """The law with the tensors as they are now.
@@ -71,12 +75,12 @@ class LawModule(torch.nn.Module):
         -------
         Law
         """
-        fields = {name: getattr(self, name) for name in self._fields}
-        return self._kind(**{n: x() if isinstance(x, LawModule) else x for n, x in fields.items()})
+        inner = {name: module() for name, module in self._modules.items()}
+        return self._kind(**inner, **self._numbers, **self._parameters, **self._buffers)
 
     def extra_repr(self) -> str:
-        own = {name: x for name in self._fields if not isinstance(x := getattr(self, name), LawModule)}
-        shown = (f"{n}={tuple(x.shape) if isinstance(x, Tensor) else x}" for n, x in own.items())
+        tensors = {name: tuple(x.shape) for name, x in (self._parameters | self._buffers).items()}
+        shown = (f"{name}={x}" for name, x in (tensors | self._numbers).items())
         return ", ".join((self._kind.__name__.strip("_"), *shown))
 
 
