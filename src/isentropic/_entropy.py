@@ -30,15 +30,7 @@ from isentropic._checks import (
     is_array,
     type_error,
 )
-from isentropic._namespace import (
-    Array,
-    accumulator,
-    device,
-    is_cupy,
-    is_numpy,
-    namespace,
-    present,
-)
+from isentropic._namespace import Array, accumulator, device, is_cupy, is_numpy, namespace, present
 from isentropic._numerics import divide_or_zero, last_axis, log_or, replace_infinite_minimum
 
 FAMILIES = ("renyi", "tsallis")

@@ -313,12 +313,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return heads
 
     def _check_inputs(self, inputs: dict[str, Tensor]) -> None:
+        _check_tensors(**inputs)
         query = inputs["query"]
         for (name, x), width in zip(
             inputs.items(), (self.embed_dim, self.kdim, self.vdim), strict=False
         ):
-            if not isinstance(x, Tensor):
-                raise type_error(name, "be a tensor", type(x).__name__)
             if x.is_nested:
                 raise type_error(name, "be a dense tensor", "a nested one (see `enable_nested_tensor`)")
             if x.ndim not in (2, 3) or x.ndim != query.ndim:
@@ -346,9 +345,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """The mask, the bias and the law of attention."""
         if is_causal and attn_mask is None:
             raise value_error("attn_mask", "be given with `is_causal`, which is a hint about it", None)
-        for name, x in present(key_padding_mask=key_padding_mask, attn_mask=attn_mask).items():
-            if not isinstance(x, Tensor):
-                raise type_error(name, "be a tensor", type(x).__name__)
+        _check_tensors(**present(key_padding_mask=key_padding_mask, attn_mask=attn_mask))
         options: dict[str, Any] = {"law": None if self.law is None else self.law()}
         if is_causal and key_padding_mask is None and not need_weights and not self._appended:
             return options | {"mask": causal(offset=0)}
@@ -374,6 +371,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if bias is not None:
             bias = pad(bias, (0, self._appended))
         return options | {"mask": visible, "bias": bias}
+
+
+def _check_tensors(**inputs: Any) -> None:
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise type_error(name, "be a tensor", type(x).__name__)
 
 
 def _check_mask(name: str, x: Any, shape: tuple[int, ...]) -> None:
