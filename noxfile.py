@@ -67,6 +67,11 @@ def install(session: nox.Session, *groups: str, model: bool = False) -> None:
         session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "model"))
 
 
+def on_cuda(package: str) -> str:
+    """The pinned package with what it needs for NVIDIA GPUs."""
+    return package.replace("==", "[cuda12]==")
+
+
 def require_gpu(session: nox.Session, backend: str) -> None:
     if backend == "cupy" and not shutil.which("nvidia-smi"):
         session.skip("CuPy needs an NVIDIA GPU, and there is none here")
@@ -78,13 +83,16 @@ def tests(session: nox.Session, backend: str) -> None:
     """The test suite on one backend; arguments go to pytest."""
     require_gpu(session, backend)
     install(session, "test", backend, *PARTNERS.get(backend, []), model=True)
+    if backend == "jax" and shutil.which("nvidia-smi"):
+        session.install(*map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")))
     session.run(
         "pytest", f"--backend={backend}", "--cov", "--cov-report=", "--cov-fail-under=0",
         *OPTIONS.get(backend, []), *session.posargs,
         env={
             "COVERAGE_FILE": str(ROOT / f".coverage.{backend}"),
             "COVERAGE_CORE": "ctrace",
-            # The two processes share what they compile.
+            # The two processes share what they compile, and the memory of a GPU.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_COMPILATION_CACHE_DIR": str(session.cache_dir / "jax"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -257,9 +265,9 @@ def bench(session: nox.Session) -> None:
     command, *others = session.posargs or ["quick"]
     install(session, "bench", *(["test"] if command == "check" else []))
     if command == "gpu" and shutil.which("nvidia-smi"):
-        (jax,) = nox.project.dependency_groups(PYPROJECT, "jax")
         session.install(
-            *nox.project.dependency_groups(PYPROJECT, "cupy"), jax.replace("==", "[cuda12]==")
+            *nox.project.dependency_groups(PYPROJECT, "cupy"),
+            *map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")),
         )
     if command == "check":
         session.run("pytest", "tests/test_benchmarks.py", "--no-cov")
