@@ -11,12 +11,21 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
+# Versions of benchmarks in which the peer of a masked call had no mask: these figures are not shown.
+UNMASKED = {
+    "attention.AgainstTorch.track_ratio": "7c27326acb4d",
+    "attention.Gradients.track_ratio": "0a7fe6b633f6",
+    "attention.SmallCalls.track_ratio": "239bd96a0412",
+}
+MASKED = {"causal", "window"}
+
 # Title, text, benchmark. What is not here is in the asv site.
 TABLES = [
     (
         "Attention against PyTorch's kernel",
-        "Time relative to `torch.nn.functional.scaled_dot_product_attention` of the same arrays "
-        "without a mask (the window is of 512 keys): 8 heads of 64, n = 4096, float32.",
+        "Time relative to `torch.nn.functional.scaled_dot_product_attention` of the same arrays with "
+        "the same mask (the window is of 512 keys): 8 heads of 64, n = 4096, float32. Whatever the "
+        "call, the kernel computes the output alone.",
         "attention.AgainstTorch.track_ratio",
     ),
     (
@@ -37,18 +46,19 @@ TABLES = [
     (
         "Forward and backward",
         "Relative to forward and backward of PyTorch's kernel, and of "
-        "`jax.nn.dot_product_attention`, without a mask; n = 4096.",
+        "`jax.nn.dot_product_attention`, with the same mask; n = 4096.",
         "attention.Gradients.track_ratio",
     ),
     (
         "Small calls",
-        "4 heads at n = 16, relative to the plain expression in NumPy, and to PyTorch's kernel.",
+        "4 heads at n = 16, relative to the plain expression in NumPy, and to PyTorch's kernel, with "
+        "the same mask.",
         "attention.SmallCalls.track_ratio",
     ),
     (
         "Memory",
-        "Peak of the whole process with its libraries. L×S numbers would be 537 MB at n = 4096 and "
-        "8.6 GB at 16 384.",
+        "Peak of the whole process with its libraries. L×S numbers would be "
+        f"{8 * 4096**2 * 4 / 1e6:.0f} MB at n = 4096 and {8 * 16384**2 * 4 / 1e9:.1f} GB at 16 384.",
         "attention.Memory.peakmem_call",
     ),
     (
@@ -69,7 +79,7 @@ TABLES = [
     (
         "Hadamard transform",
         "Rows of 64 MB, in times of a copy by NumPy. (A copy by PyTorch itself, or `x + 1` in JAX, "
-        "takes about 2.7 of them: fresh memory is the greater part.)",
+        "takes longer than NumPy's: fresh memory is the greater part.)",
         "projections.HadamardAgainstPeers.track_copies",
     ),
     (
@@ -120,13 +130,24 @@ def report() -> str:
     hardware = ", ".join(machine[key] for key in ("cpu", "ram", "os") if machine.get(key))
     lines, commits, params = [], {}, {}
     for title, text, name in TABLES:
-        run = next((run for _, run in runs if name in run["results"]), None)
+        run = newest(name, runs)
         if run is not None and name in benchmarks:
             commits[run["commit_hash"][:8]] = None
             params |= run["params"]
-            lines += [f"### {title}", "", text, "", *table(benchmarks[name], run["results"][name]), ""]
+            lines += [f"### {title}", "", text, "", *table(name, benchmarks[name], run), ""]
     versions = ", ".join(f"{name} {params[name]}" for name in ("numpy", "torch", "jax", "scipy"))
     return "\n".join([f"{hardware}; {versions}; commits {', '.join(commits)}.", "", *lines])
+
+
+def figure(name: str, *choices: str) -> float | None:
+    """The latest figure of a benchmark at choices of its parameters; None where there is none."""
+    run = newest(name, newest_first())
+    return None if run is None else by_choices(name, run)[1].get(choices)
+
+
+def newest(name: str, runs: list[tuple[Path, dict]]) -> dict | None:
+    """The newest of the runs that has a benchmark."""
+    return next((run for _, run in runs if name in run["results"]), None)
 
 
 def newest_first() -> list[tuple[Path, dict]]:
@@ -136,51 +157,56 @@ def newest_first() -> list[tuple[Path, dict]]:
     return [run for run in runs if run[0].parent == runs[0][0].parent]
 
 
-def table(benchmark: dict, result: list) -> list[str]:
+def table(name: str, benchmark: dict, run: dict) -> list[str]:
     """Rows of a Markdown table: the first parameter across, the others down."""
     unit = benchmark["unit"]
-    names, cells = by_choices(result)
+    names, cells = by_choices(name, run)
     if not names:
         return [f"**{shown(cells[()], unit)}**"]
     across, *down = names
     varying = [i for i, choices in enumerate(down) if len(choices) > 1]
     header = [benchmark["param_names"][i + 1] for i in varying] or [""]
-    rows = []
+    rows, missing = [], []
     for key in itertools.product(*down):
-        row = [shown(cells[a, *key], unit) for a in across]
+        row = [shown(cells.get((a, *key)), unit) for a in across]
         if any(row):
             rows.append([*([key[i] for i in varying] or [""]), *row])
+        elif MASKED.intersection(key):
+            missing += key[:1]
     n_names = len(header)
     kept = [i for i in range(n_names + len(across)) if i < n_names or any(row[i] for row in rows)]
     lines = [[*header, *across], ["---"] * (len(header) + len(across)), *rows]
-    return ["| " + " | ".join(line[i] for i in kept) + " |" for line in lines]
+    note = [f"Not recorded yet: {', '.join(missing)}.", ""] if missing else []
+    return [*note, *("| " + " | ".join(line[i] for i in kept) + " |" for line in lines)]
 
 
-def by_choices(result: list) -> tuple[list[list[str]], dict[tuple[str, ...], float | None]]:
+def by_choices(name: str, run: dict) -> tuple[list[list[str]], dict[tuple[str, ...], float | None]]:
     """The choices of each parameter, and the values by choices."""
-    values, params = result[:2]
+    values, params, version = run["results"][name][:3]
     names = [[text.strip("'") for text in choices] for choices in params]
-    return names, dict(zip(itertools.product(*names), values, strict=True))
+    cells = dict(zip(itertools.product(*names), values, strict=True))
+    if version.startswith(UNMASKED.get(name, "none")):
+        cells = {key: value for key, value in cells.items() if MASKED.isdisjoint(key)}
+    return names, cells
 
 
 def picture(path: str) -> None:
     """Times relative to those of others, as bars."""
     import matplotlib.pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    for i, (label, name, choices) in enumerate(BARS):
-        results = next(run["results"] for _, run in newest_first() if name in run["results"])
-        value = by_choices(results[name])[1][choices]
+    bars = [(label, value) for label, *which in BARS if (value := figure(which[0], *which[1]))]
+    fig, ax = plt.subplots(figsize=(7.5, 0.4 + 0.25 * len(bars)), layout="constrained")
+    for i, (label, value) in enumerate(bars):
         color = {"numpy": "C0", "torch": "C1", "jax": "C2"}[label.split(": ")[1].split(" ")[0]]
         ax.barh(i, value, color=color)
         ax.text(value * 1.05, i, shown(value, "ratio"), va="center", fontsize=8)
-    ax.set_yticks(range(len(BARS)), [label for label, *_ in BARS], fontsize=8)
+    ax.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
     ax.invert_yaxis()
     ax.set_xscale("log")
     ax.axvline(1, color="gray", linewidth=0.8)
     ax.set_xlabel("time / time of the other, same process (left of the line: faster)", fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    fig.savefig(path, dpi=150)
 
 
 def shown(value: float | None, unit: str) -> str:

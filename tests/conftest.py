@@ -23,6 +23,7 @@ BACKENDS = [
     "numpy:readonly",
     "strict",
     "strict:bare",  # no boolean indexing, no data-dependent shapes, no extensions
+    "strict:2024.12",  # the oldest version of the standard that is enough
     "strict:device1",
     "torch",
     "torch:float64-default",
@@ -178,6 +179,8 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
                 boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()
             )
             stack.enter_context(flags)
+        if mode == "2024.12":
+            stack.enter_context(xp.ArrayAPIStrictFlags(api_version=mode))
         return Backend(name, xp, xp.Device(mode if mode == "device1" else "CPU_DEVICE"))
     if library == "torch":
         import array_api_compat.torch as xp

@@ -402,11 +402,15 @@ class TestEdges:
 
     @pytest.mark.usefixtures("tiny_tiles")
     @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-    def test_hidden_poison_does_not_leak(self, backend, rng, poison):
+    @pytest.mark.parametrize("where", ["key", "value", "key and value"])
+    def test_hidden_poison_does_not_leak(self, backend, rng, poison, where):
         q, k, v = (x[0] for x in _data(rng, "float32", n_keys=L))
         bad = 4
         q_bad, k_bad, v_bad = q.copy(), k.copy(), v.copy()
-        k_bad[:, bad, 0] = v_bad[:, bad, 1] = poison
+        if "key" in where:
+            k_bad[:, bad, 0] = poison
+        if "value" in where:
+            v_bad[:, bad, 1] = poison
         clean = [backend.array(x) for x in (q, k, v)]
         dirty = [backend.array(x) for x in (q_bad, k_bad, v_bad)]
         expected = it.attention_state(*clean, is_causal=True)
@@ -416,12 +420,43 @@ class TestEdges:
             np.testing.assert_allclose(got[:, :bad], want[:, :bad], rtol=1e-6)
             assert np.isnan(got[:, bad:]).all()  # and is not swept under the carpet where it is seen
 
+    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": masks.padding(10)}])
+    @pytest.mark.parametrize("size", [12, 300])  # PyTorch and NumPy have kernels for many
+    def test_nan_in_one_group_reaches_its_own_heads(self, backend, rng, options, size):
+        q, k, v = (rng.normal(size=(heads, size, 8)).astype("float32") for heads in (4, 2, 2))
+        clean = [backend.array(x) for x in (q, k, v)]
+        expected = [backend.numpy(f(*clean)) for f in self._grouped_calls(options)]
+        for poisoned in (k, v):
+            poisoned[1, 3, 2] = np.nan
+        dirty = [backend.array(x) for x in (q, k, v)]
+        for call, want in zip(self._grouped_calls(options), expected, strict=True):
+            got = backend.numpy(call(*dirty))
+            np.testing.assert_allclose(got[:2], want[:2], rtol=1e-5, atol=1e-6)
+            assert np.isnan(got[2:, 3:]).all()
+
+    def _grouped_calls(self, options):
+        options = {"enable_gqa": True, **options}
+        return (
+            lambda q, k, v: it.attention(q, k, v, **options),
+            lambda q, k, v: it.attention_state(q, k, v, **options).output(),
+            lambda q, k, v: it.attention_entropy(q, k, **options),
+        )
+
     def test_visible_nan_without_mask(self, backend, rng):
         q, k, v = (x[0] for x in _data(rng, "float32"))
         k[0, 0, 0] = np.nan
         out = backend.numpy(it.attention(*[backend.array(x) for x in (q, k, v)]))
         assert np.isnan(out[0]).all()
         assert np.isfinite(out[1:]).all()
+
+    @pytest.mark.parametrize("order", [20.0, 1e15, 1e16, 1e300, np.inf])
+    def test_normalized_tsallis_entropy_of_large_orders(self, backend, order):
+        # 1 − Σ pᵅ, as a share of 1 − n^{1−α}, where α − 1 divides both.
+        q = backend.array(np.eye(2))
+        keys = backend.array([[0.0, 3000.0], [0.0, 3000.0], [3000.0, 0.0]])
+        h = it.attention_entropy(q, keys, order=order, family="tsallis", normalized=True)
+        share = (1 - 0.5 ** (order - 1)) / (1 - 3.0 ** (1 - order))
+        backend.assert_close(h, np.asarray([0.0, share]))
 
     def test_half_precision_does_not_overflow(self, backend):
         if backend.half is None:
@@ -433,9 +468,9 @@ class TestEdges:
         )
         out, h = it.attention(q, k, k), it.attention_entropy(q, k)
         assert out.dtype == q.dtype
-        assert h.dtype == q.dtype
+        assert h.dtype == backend.xp.float32
         backend.assert_close(out, np.ones((1, 2)), rtol=1e-3)
-        backend.assert_close(h, np.full(1, np.log(n)), rtol=1e-3)
+        backend.assert_close(h, np.full(1, np.log(n)), rtol=1e-6)
         state = it.attention_state(q, k, k)
         assert state.normalizer.dtype == backend.xp.float32
 
@@ -494,6 +529,11 @@ class TestErrors:
         [
             ({"scale": "1"}, TypeError, r"`scale` must be a real number, got str\."),
             ({"scale": float("nan")}, ValueError, r"`scale` must be finite, got nan\."),
+            (
+                {"scale": np.ones(3)},
+                TypeError,
+                r"`scale` .* got ndarray: .* `law=laws.Constant\(scale\)`",
+            ),
             ({"softcap": 0.0}, ValueError, r"`softcap` must be above 0, got 0\.0\."),
             ({"law": 512}, TypeError, r"`law` must be a law of isentropic\.laws or None, got int\."),
             ({"law": "su"}, TypeError, r"`law` must be .* or None \(`laws.preset` .*\), got str\."),
@@ -533,6 +573,11 @@ class TestErrors:
             ),
             (((4, 3, 4), (2, 5, 4), (4, 5, 2)), {"enable_gqa": True}, r"`value` must have the 2 heads"),
             (
+                ((4, 3, 4), (4, 5, 4), (2, 5, 2)),
+                {},
+                r"`value` must have the 4 heads .* or `enable_gqa` be true, got 2",
+            ),
+            (
                 ((3, 4), (5, 4), (5, 2)),
                 {"enable_gqa": True},
                 r"`query` must have at least 3 dimensions",
@@ -570,6 +615,36 @@ class TestErrors:
             it.attention(*arrays, n_keys=a(3, dtype="bool"))
         with pytest.raises(ValueError, match=r"`law` must have a shape broadcastable to \(3,\)"):
             it.attention(*arrays, law=laws.AffineLog(a(2)))
+
+    def test_lists(self, a):
+        with pytest.raises(
+            TypeError, match=r"`query` must be an array .* got list: convert it with `asarray`"
+        ):
+            it.attention([[1.0]], [[1.0]], [[1.0]])
+
+    @pytest.mark.parametrize("number", [-1, -0.5, np.nan])
+    def test_numbers_of_keys(self, backend, a, number):
+        n_keys = backend.array([5, number, 5], "int32" if number == -1 else "float32")
+        if backend.library == "strict" or backend.name.endswith("cuda"):
+            pytest.skip("numbers are read only where that is known to cost nothing")
+        for call in (
+            lambda: it.attention(a(3, 4), a(5, 4), a(5, 4), n_keys=n_keys),
+            lambda: it.attention_entropy(a(3, 4), a(5, 4), n_keys=n_keys),
+            lambda: it.scale_queries(a(3, 4), n_keys),
+        ):
+            with pytest.raises(ValueError, match="`n_keys` must be at least 0, got an array with"):
+                call()
+
+    def test_names_of_other_libraries(self, a):
+        arrays = a(3, 4), a(5, 4), a(5, 2)
+        with pytest.raises(
+            TypeError, match=r"attention.. has no argument `attn_mask`: here it is `mask`"
+        ):
+            it.attention(*arrays, attn_mask=a(3, 5, dtype="bool"))
+        with pytest.raises(TypeError, match="no argument `dropout_p`, nor another one for it"):
+            it.attention(*arrays, dropout_p=0.1)
+        with pytest.raises(TypeError, match="no argument `scaling`: here it is `scale`"):
+            it.attention_entropy(*arrays[:2], scaling=0.1)
 
     def test_orders(self, a):
         for order in (-0.1, float("nan")):

@@ -53,3 +53,18 @@ def test_every_benchmark_runs(tiny, monkeypatch, module):
                 assert name.startswith(("time_", "peakmem_")) or result >= 0
                 ran += 1
     assert ran > 0 or (module == "gpu" and skipped > 0)
+
+
+def test_figures_against_a_peer_without_the_mask_are_not_shown(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    report = importlib.import_module("report")
+    name = "attention.Gradients.track_ratio"
+    for version, expected in ((report.UNMASKED[name], "Not recorded yet: causal."), ("new", None)):
+        params = [["'torch'", "'jax'"], ["'attention'", "'causal'"]]
+        run = {"results": {name: [[1.0, 2.0, 3.0, 4.0], params, version + "0" * 52]}}
+        cells = report.by_choices(name, run)[1]
+        assert cells["jax", "attention"] == 3.0
+        assert ("jax", "causal") in cells or expected
+        lines = report.table(name, {"unit": "ratio", "param_names": ["backend", "call"]}, run)
+        assert (lines[0] == expected) == (expected is not None)
+        assert ("| causal | 2 | 4 |" in lines) == (expected is None)

@@ -71,6 +71,20 @@ class TestMinDim:
         expected = (4 + 2 * b) / (eps**2 / 2 - eps**3 / 3) * math.log(n)
         assert it.jl_min_dim(n, eps=eps, delta=delta, method="achlioptas") == math.ceil(expected)
 
+    @pytest.mark.parametrize("n", [2, 3, 5])
+    @pytest.mark.parametrize("delta", [0.5, 0.01])
+    def test_achlioptas_counts_n_squared(self, n, delta):
+        # His theorem 1.1: (4 + 2β)/(ε²/2 − ε³/3) log n dimensions fail with probability n^(−β).
+        eps = 0.2
+        b = -math.log(delta, n)
+        exact = (4 + 2 * b) * math.log(n) / (eps**2 / 2 - eps**3 / 3)
+        k = it.jl_min_dim(n, eps=eps, delta=delta, method="achlioptas")
+        assert k == math.ceil(exact)
+        # The pairs themselves, of which Dasgupta and Gupta count each twice, are fewer.
+        assert k > it.jl_min_dim(n, eps=eps, delta=delta, method="dasgupta-gupta")
+        failure = it.jl_failure_probability(n, k, eps=eps, method="achlioptas")
+        assert math.isclose(failure, n**2 * math.exp(-k * (eps**2 / 4 - eps**3 / 6)))
+
     def test_against_sklearn(self):
         random_projection = pytest.importorskip("sklearn.random_projection")
         # Dasgupta–Gupta without a probability: its k is that of δ near 1, rounded down.
@@ -89,6 +103,10 @@ class TestMinDim:
         assert it.jl_min_dim(10**4, eps=1e-6) == 80932925363515
         assert it.jl_min_dim(10**4, eps=1e-5) == 809329253947
         assert it.jl_min_dim(2, eps=1e-5, delta=1e-300) == 27477453042218
+        # Up to the largest float below which all whole numbers are floats.
+        assert 2**52 < it.jl_min_dim(1000, eps=1e-7, method="dasgupta-gupta") < 2**53
+        with pytest.raises(ValueError, match="`eps` must be large enough"):
+            it.jl_min_dim(10**4, eps=1e-7, method="dasgupta-gupta")
         # The size of the bound is clear from the tail of a normal variable.
         k = it.jl_min_dim(10**6, eps=1e-6)
         assert math.isclose(k, 2e12 * 7.6**2, rel_tol=0.05)

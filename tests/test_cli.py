@@ -43,7 +43,7 @@ class TestLaws:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["none"], "`name` must be 'asentmax'"),
+            (["none"], "`name` must be 'asentmax-constant'"),
             (["qwen"], "`parameters` must be those of 'qwen' (length), got none"),
             (["qwen:length"], "'length' of 'qwen:length' is not PARAMETER=NUMBER"),
             (["qwen:length=x"], "'length=x' of 'qwen:length=x' is not PARAMETER=NUMBER"),
@@ -81,14 +81,6 @@ def test_command_is_installed():
     program = [sys.executable, "-c", "from isentropic.cli import main; main()"]
     out = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True).stdout
     assert out == f"isentropic, version {it.__version__}\n"
-
-
-@pytest.mark.host
-def test_without_click():
-    program = "import sys; sys.modules['click'] = None; import isentropic.cli"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr == "isentropic: the command needs click: pip install 'isentropic[cli]'\n"
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +157,85 @@ class TestModel:
         assert sum(data["counts"]) == 2 * 32
         assert data["lengths"][-1] == pytest.approx(np.exp(np.log(np.arange(27, 34)).mean()))
 
+    def test_the_texts_are_the_same_at_all_lengths(self, run, model, texts, tmp_path):
+        short = tmp_path / "short.txt"
+        short.write_text("one and two and " * 20)  # 82 tokens
+        lengths = ["--lengths", "32,64,128", "--json"]
+        result = run("profile", model, *texts, short, *lengths)
+        assert "texts: 2 of 3, 1 shorter than 128 tokens\n" in result.stderr
+        alone = run("profile", model, *texts, *lengths)
+        assert "texts: 2 of 2\n" in alone.stderr
+        assert json.loads(result.stdout) == json.loads(alone.stdout)
+        result = run("profile", model, *texts, short, short, "--lengths", "32,64", "--json")
+        assert json.loads(result.stdout)["counts"] == [4 * 32, 4 * 64]
+
+    def test_presets(self, run, model, texts, tmp_path):
+        from isentropic.integrations import huggingface
+
+        huggingface.save_laws(laws.preset("su", base=128), tmp_path / "laws.json")
+        options = ["--lengths", "32", "--json"]
+        outputs = [
+            run("profile", model, texts[0], *options, *own).stdout
+            for own in ([], ["--laws", "su:base=128"], ["--laws", tmp_path / "laws.json"])
+        ]
+        assert outputs[1] == outputs[2] != outputs[0]
+
+    def test_titles(self, run, model, texts, tmp_path, monkeypatch):
+        titles = []
+        monkeypatch.setattr(cli, "_draw", lambda path, reports: titles.extend(reports))
+        for own in ([], ["--laws", "su"]):
+            run("profile", model, texts[0], "--lengths", "32", *own)
+        assert titles == ["standard attention", "with laws"]
+
+    def test_models_of_the_hub(self, run, model, texts, tmp_path, monkeypatch):
+        import huggingface_hub
+        import transformers
+
+        asked, loaded = [], []
+
+        def loader(kind):
+            load = kind.from_pretrained
+
+            def from_pretrained(name, **options):
+                loaded.append((name, options["local_files_only"]))
+                return load(model, **options)
+
+            return from_pretrained
+
+        for kind in (transformers.AutoTokenizer, transformers.AutoModel):
+            monkeypatch.setattr(kind, "from_pretrained", loader(kind))
+
+        def profile(error=None):
+            def file_exists(name, file):
+                asked.append((name, file))
+                if error is not None:
+                    raise error
+                return True
+
+            monkeypatch.setattr(huggingface_hub, "file_exists", file_exists)
+            return run("profile", "some/model", texts[0], "--lengths", "32", "--json").stdout
+
+        results = [profile(), profile(OSError("no route"))]
+        assert asked == [("some/model", "config.json")] * 2
+        assert loaded == [("some/model", False)] * 2 + [("some/model", True)] * 2
+        assert (
+            results[0]
+            == results[1]
+            == run("profile", model, texts[0], "--lengths", "32", "--json").stdout
+        )
+        assert len(asked) == 2  # nothing is asked about a folder
+
+    def test_without_a_network(self, run, texts, monkeypatch):
+        import huggingface_hub
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        result = run("profile", "some/model", texts[0])
+        assert result.exit_code == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(
+            "Error: some/model is no folder, does not load from the cache, and the Hub cannot be asked: Cannot reach"
+        )
+
     def test_outputs_are_tried_before_the_work(self, run, model, texts, tmp_path, monkeypatch):
         monkeypatch.setattr(cli, "_opened", None)  # no work is begun
         for option in (["-o", "/no/laws.json"], ["-o", tmp_path / "a", "--plot", "/no/a.png"]):
@@ -176,24 +247,36 @@ class TestModel:
         assert "must end in one of" in result.stderr
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         result = run("profile", model, *texts, "--plot", tmp_path / "a.png")
-        assert "--plot needs matplotlib" in result.stderr
+        assert "Error: isentropic.plots needs matplotlib: pip install" in result.stderr
 
-    def test_errors(self, run, model, texts, tmp_path):
+    def test_errors(self, run, model, texts, tmp_path, monkeypatch):
         def refused(*arguments):
             result = run(*arguments)
             assert result.exit_code in (1, 2)
             return result.stderr
 
-        assert "Directory '/no/model' does not exist" in refused("profile", "/no/model", texts[0])
+        nowhere = refused("profile", "/no/model", texts[0])
+        assert "Error: /no/model is no folder" in nowhere
+        assert "Repo id must be in the form" in nowhere
         assert "File '/no/text' does not exist" in refused("profile", model, "/no/text")
         assert "Missing argument 'TEXT...'" in refused("profile", model)
         assert f"{tmp_path} holds no model that loads" in refused("profile", tmp_path, texts[0])
         assert "takes 512 tokens at most" in refused("profile", model, texts[0], "--lengths", "513")
         (tmp_path / "short.txt").write_text("few words")
-        short = refused("profile", model, tmp_path / "short.txt", "--lengths", "64")
-        assert "none of the texts has 64 tokens" in short
+        short = refused("profile", model, tmp_path / "short.txt", "--lengths", "3,64")
+        assert "none of the texts has 64 tokens, the longest has 4: give shorter --lengths" in short
+        (tmp_path / "shorter.txt").write_text("word")
+        texts_too_short = tmp_path / "shorter.txt", tmp_path / "short.txt", tmp_path / "shorter.txt"
+        assert "the longest has 4:" in refused("profile", model, *texts_too_short, "--lengths", "64")
         (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
         assert "binary is no text in UTF-8" in refused("profile", model, tmp_path / "binary")
         (tmp_path / "laws.json").write_text("[]")
         wrong = refused("profile", model, texts[0], "--lengths", "32", "--laws", tmp_path / "laws.json")
         assert "`path` must be a file of the format 'isentropic-laws'" in wrong
+        monkeypatch.setattr(cli, "_opened", None)  # no work is begun
+        for wrong, message in (
+            ("laws.jsn", "--laws: laws.jsn is no file; as a preset: `name` must be"),
+            ("qwen", "`parameters` must be those of 'qwen' (length), got none"),
+            ("su:base", "'base' of 'su:base' is not PARAMETER=NUMBER"),
+        ):
+            assert message in refused("profile", model, texts[0], "--laws", wrong)

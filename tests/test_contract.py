@@ -12,6 +12,14 @@ def _arrays(backend, dtype="float32"):
     return {name: backend.array(x) for name, x in cases.inputs(dtype).items()}
 
 
+# The cases whose results are in float32 at least: states, which are added to, and what is measured.
+IN_FLOAT32 = {
+    "attention_entropy", "attention_entropy-0.5", "attention_entropy-tsallis", "attention_information",
+    "attention_state", "attention_state-parts", "cross_entropy", "entropy", "entropy-2",
+    "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error", "merge",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", sorted(cases.CASES))
 class TestEveryFunction:
     def test_library_device_dtype_and_value(self, backend, name):
@@ -41,13 +49,12 @@ class TestEveryFunction:
             pytest.skip("laws compute in float32")
         case = cases.CASES[name]
         exact = cases.leaves(case(cases.inputs("float64")))
-        state = name in ("attention_state", "attention_state-parts", "merge", "linear_attention_error")
         for got, expected in zip(
             cases.leaves(case(_arrays(backend, backend.half))), exact, strict=True
         ):
             if backend.xp.isdtype(got.dtype, "real floating"):
                 assert got.dtype == (
-                    backend.xp.float32 if state else backend.array(0, backend.half).dtype
+                    backend.xp.float32 if name in IN_FLOAT32 else backend.array(0, backend.half).dtype
                 )
             backend.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
@@ -57,6 +64,62 @@ class TestEveryFunction:
         cases.CASES[name](arrays)
         for key, x in arrays.items():
             np.testing.assert_array_equal(backend.numpy(x), before[key])
+
+
+@pytest.mark.host
+@pytest.mark.filterwarnings("error")
+class TestErrorsOfFloatingPoint:
+    """What underflows on purpose, and what is documented to be NaN, ask nothing of the caller."""
+
+    # Cases that themselves multiply what they are given.
+    PRODUCTS = (
+        "laws",
+        "match_attention_entropy",
+        "match_entropy-target",
+        "theory-needle",
+        "theory-sphere",
+    )
+
+    @pytest.mark.parametrize("size", [1.0, 30.0, 1e30])
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+    @pytest.mark.parametrize("name", sorted(cases.CASES))
+    def test_settings_of_the_caller_do_not_matter(self, name, dtype, size):
+        if dtype == "float16":
+            size = min(size, 1e3)
+            if name in self.PRODUCTS or (name == "merge" and size > 30):
+                pytest.skip("the case itself multiplies what it is given")
+        if name == "merge" and size > 1e9:
+            pytest.skip("the case itself multiplies what it is given")
+        arrays = cases.inputs(dtype)
+        for key in ("q", "k", "v", "k2", "v2", "x", "bias"):
+            arrays[key] = arrays[key] * arrays[key].dtype.type(size)
+        with np.errstate(all="ignore"):
+            expected = cases.leaves(cases.CASES[name](arrays))
+        with np.errstate(all="raise"):
+            before = np.geterr()
+            got = cases.leaves(cases.CASES[name](arrays))
+            assert np.geterr() == before
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    @pytest.mark.parametrize("implementation", ["native", "generic"])
+    def test_kernels(self, rng, implementation):
+        q, k, v = rng.normal(size=(3, 2, 600, 8)).astype("float32") * 20
+        with np.errstate(all="raise"):
+            state = it.attention_state(q, k, v, is_causal=True, implementation=implementation)
+            assert np.isfinite(state.output()).all()
+            beyond = it.attention(q * 1e30, k * 1e30, v, implementation=implementation)
+        assert np.isnan(beyond).any()
+
+    def test_an_interrupt_leaves_the_settings(self, rng, monkeypatch):
+        def interrupted(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        before = np.geterr()
+        monkeypatch.setattr("isentropic._tiles.tile_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            it.attention(*rng.normal(size=(3, 4, 2)))
+        assert np.geterr() == before
 
 
 def test_cases_cover_every_function():
@@ -71,11 +134,11 @@ def test_bfloat16(backend, rng):
     arrays = [backend.xp.astype(backend.array(x), backend.xp.bfloat16) for x in (q, k, v)]
     state, out = it.attention_state(*arrays, law=None), it.attention(*arrays, law=None)
     h = it.attention_entropy(*arrays[:2], law=None)
-    assert out.dtype == h.dtype == backend.xp.bfloat16
-    assert state.normalizer.dtype == backend.xp.float32
+    assert out.dtype == backend.xp.bfloat16
+    assert state.normalizer.dtype == h.dtype == backend.xp.float32
     expected = oracles.attention(q, k, v)
     backend.assert_close(state.output(), expected.output, atol=3e-2)
-    backend.assert_close(backend.xp.astype(h, backend.xp.float32), expected.entropy(), rtol=1e-2)
+    backend.assert_close(h, expected.entropy(), rtol=1e-2)
 
 
 def test_log_of_the_length_is_not_rounded_to_half(backend):

@@ -72,9 +72,14 @@ class TestValues:
         report = it.distortion(x, x)
         for errors in (report.distance, report.norm, report.inner_product, report.angle):
             np.testing.assert_allclose(backend.numpy(errors), 0, atol=1e-6)
-        # A point that a map loses has no angle.
+        # A point that a map loses has no angle, which is taken as 0.
         lost = backend.array([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [2.0, 2.0], [-1.0, -1.0]])
         assert np.isfinite(backend.numpy(it.distortion(x, lost).angle)).all()
+        report = it.distortion(backend.array(np.eye(3)), backend.array(np.eye(3)[:, :2]))
+        np.testing.assert_allclose(backend.numpy(report.angle), [0, -np.pi / 2, -np.pi / 2], atol=1e-6)
+        # What is off by eps itself is not off by more.
+        assert report.failure_rate(0.5) == (0.0, 0.0, 0.0)
+        assert report.failure_rate(0.4999).rate == 2 / 3
         # Equal points that the map tells apart.
         y = backend.array([[0.0, 0.0], [1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [-1.0, -1.0]])
         report = it.distortion(x, y)
@@ -192,3 +197,11 @@ class TestReport:
             report.failure_rate(0.0)
         with pytest.raises(ValueError, match="`confidence` must be below 1"):
             report.failure_rate(0.1, confidence=1.0)
+
+
+@pytest.mark.host
+def test_pairs_of_numbers_that_floats_round():
+    i = np.asarray([1, 2, 3, 1000, 10**8 - 1, 10**8, 10**9, 2**31 - 1])
+    for j in (0 * i, i // 2, i - 1):
+        got = _distortion._pair_of(i * (i - 1) // 2 + j)
+        np.testing.assert_array_equal(got, (i, j))

@@ -74,6 +74,19 @@ class TestFeatures:
             got = it.positive_features(8, 20, rng=3, orthogonal=orthogonal, like=like).weights
             np.testing.assert_array_equal(backend.numpy(got), exact.astype("float32"))
 
+    def test_equality_is_by_value(self, backend):
+        like = backend.array(np.zeros(1, "float32"))
+        phi, again, other = (it.positive_features(8, 20, rng=i, like=like) for i in (3, 3, 4))
+        assert phi == again
+        assert phi != other
+        x = backend.array(np.ones((3, 8), "float32"))
+        error, same, longer = (it.linear_attention_error(y, y, phi) for y in (x, x, 2 * x))
+        assert error == same
+        assert error != longer
+        for unhashable in (phi, error):
+            with pytest.raises(TypeError, match="unhashable: "):
+                hash(unhashable)
+
     def test_errors(self, backend):
         phi = it.positive_features(8, 20, rng=3, like=backend.array(np.zeros(1)))
         assert (phi.n_features, phi.n_components) == (8, 20)
@@ -138,6 +151,44 @@ class TestLinearAttention:
         np.testing.assert_allclose(dirty[:6], clean[:6], rtol=1e-5, atol=1e-6)
         assert not np.isfinite(dirty[6:]).all(axis=-1).any()
 
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    @pytest.mark.parametrize("which", [1, 2])
+    def test_nor_do_they_leak_into_gradients_of_earlier_queries(self, backend, bad, which, rng):
+        arrays = list(rng.normal(size=(3, 10, 4)).astype("float32"))
+        phi = it.positive_features(4, 20, rng=0, like=backend.array(arrays[0]))
+
+        def loss(*qkv):
+            return (it.linear_attention(*qkv, phi, is_causal=True)[:6] ** 2).sum()
+
+        def of_query():
+            own = [backend.array(x) for x in arrays]
+            if backend.library == "jax":
+                import jax
+
+                return jax.grad(loss)(*own)
+            own[0].requires_grad_()
+            loss(*own).backward()
+            return own[0].grad
+
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no gradients here")
+        clean = backend.numpy(of_query())
+        arrays[which][6, 1] = bad
+        dirty = backend.numpy(of_query())
+        np.testing.assert_allclose(dirty[:6], clean[:6], rtol=1e-4, atol=1e-5)
+        assert np.abs(clean[:6]).max() > 0.01
+
+    @pytest.mark.host
+    def test_with_the_standard_of_2024(self, rng):
+        xp = pytest.importorskip("array_api_strict")
+        q, k, v = rng.normal(size=(3, 2, 9, 4))
+        phi = it.positive_features(4, 20, rng=0)
+        with xp.ArrayAPIStrictFlags(api_version="2024.12"):
+            arrays = [xp.asarray(x) for x in (q, k, v, phi.weights)]
+            got = it.linear_attention(*arrays[:3], it.PositiveFeatures(arrays[3]), is_causal=True)
+        expected = it.linear_attention(q, k, v, phi, is_causal=True)
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-12)
+
     @pytest.mark.host
     def test_memory_is_linear(self, rng):
         import tracemalloc
@@ -168,8 +219,11 @@ class TestLinearAttention:
         with pytest.raises(ValueError, match="`key` must have the last dimension of `query`"):
             it.linear_attention(q, k[:, :3], v, phi)
         if backend.library != "numpy":
-            with pytest.raises(TypeError, match="of the library of"):
-                it.linear_attention(q, k, v, it.positive_features(4, 9, rng=1))
+            drawn = it.positive_features(4, 9, rng=1)
+            with pytest.raises(TypeError, match="draw the features with `like=query`"):
+                it.linear_attention(q, k, v, drawn)
+            with pytest.raises(TypeError, match="draw the features with `like=x`"):
+                drawn(q)
 
 
 class TestError:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 
 import cases
 import numpy as np
@@ -10,7 +11,7 @@ import oracles
 import pytest
 
 import isentropic as it
-from isentropic import masks
+from isentropic import laws, masks
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -49,6 +50,35 @@ class TestEveryFunction:
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_without_rank_promotion(self, name):
+        arrays, discrete = _split()
+        with jax.numpy_rank_promotion("raise"):  # as in JAX's own tests
+            cases.CASES[name](arrays | discrete)
+
+    def test_each_array_is_traced_alone(self, name):
+        # Inside a trace the result of any operation is traced, also of arrays that are not.
+        arrays, discrete = _split()
+        case, constants = cases.CASES[name], arrays | discrete
+        shapes = jax.tree.map(lambda y: y.shape, case(constants))
+
+        for key in sorted(cases.names_read(case, constants)):
+
+            def call(x, key=key):
+                return case(constants | {key: x})
+
+            assert jax.tree.map(lambda y: y.shape, jax.eval_shape(call, constants[key])) == shapes
+
+        def loss(x):
+            result = call(x)
+            return sum(jnp.sum(y) for y in jax.tree.leaves(result)), result
+
+        if key in arrays and name in DIFFERENTIABLE:
+            call_of_batch = jax.vmap(jax.value_and_grad(jax.checkpoint(loss), has_aux=True))
+        else:
+            call_of_batch = jax.vmap(lambda x: ((None, call(x)), None))
+        (_, got), _ = jax.eval_shape(call_of_batch, jnp.stack([constants[key]] * 2))
+        assert jax.tree.map(lambda y: y.shape[1:], got) == shapes
 
     def test_gradient(self, name, x64, tiny_tiles):
         if name not in DIFFERENTIABLE:
@@ -94,6 +124,22 @@ class TestTransformations:
         for i in range(2):
             for a, b in zip(got, call(q[i], k[i], v[i], lengths[i]), strict=True):
                 np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5)
+
+    def test_closed_over_arrays(self, rng):
+        # So many that NumPy's kernel would take the arrays that are there.
+        n = 600
+        q, k, v = jnp.asarray(rng.normal(size=(3, 2, 4, n, 8)).astype("float32"))
+        lengths = jnp.asarray([[n - 20], [n]])
+        calls = {
+            "law": lambda s: it.attention_entropy(q, k, is_causal=True, law=laws.AffineLog(s)),
+            "padding": lambda m: it.attention(q, k, v, mask=masks.padding(m)),
+            "result": lambda s: it.attention(q, k, v, is_causal=True) * s[0],
+            "state": lambda s: it.attention_state(q, k, v, is_causal=True).entropy() * s[0],
+            "poison": lambda s: it.attention(q.at[0, 0, 3].set(jnp.nan), k, v, is_causal=True) * s[0],
+        }
+        for name, call in calls.items():
+            x = lengths if name == "padding" else jnp.linspace(0.2, 0.5, 4)
+            np.testing.assert_allclose(jax.jit(call)(x), call(x), rtol=2e-4, atol=2e-5, err_msg=name)
 
     def test_second_derivative(self, rng, x64):
         q, k = jnp.asarray(rng.normal(size=(2, 4, 3)))
@@ -163,6 +209,15 @@ class TestTransformations:
         for call in (loss, jax.grad(loss, argnums=(0, 1, 2))):
             memory = jax.jit(call).lower(shape, shape, shape).compile().memory_analysis()
             assert memory.temp_size_in_bytes < n * n * 4 / 8
+
+    def test_arrays_that_are_no_arguments(self, rng):
+        q, k, v = jnp.asarray(rng.normal(size=(3, 5, 4)).astype("float32"))
+        bias = jnp.asarray(rng.normal(size=(5, 5)).astype("float32"))
+
+        def call(bias):
+            return it.attention(q, k, v, bias=bias, is_causal=True)
+
+        np.testing.assert_allclose(jax.jit(call)(bias), call(bias), rtol=1e-4, atol=1e-5)
 
     def test_state_is_a_pytree(self, rng):
         q = jnp.asarray(rng.normal(size=(5, 4)))
@@ -258,6 +313,12 @@ def test_two_devices():
         eager = it.attention(sharded, whole, whole, is_causal=True)
         expected = it.attention(*[cases.inputs()[n] for n in "qkk"], is_causal=True)
         np.testing.assert_allclose(eager, expected, rtol=1e-4, atol=1e-5)
+
+        slopes = np.asarray([0.25, 0.5])
+        for spec in (P(), P("batch")):
+            law = it.laws.AffineLog(jax.device_put(slopes, NamedSharding(mesh, spec)))
+            assert law == it.laws.AffineLog(slopes)
+            assert it.laws.to_dict(law)["slope"] == [0.25, 0.5]
         """,
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
     )
@@ -328,6 +389,112 @@ class TestNativeKernel:
         assert used("bfloat16", implementation="generic") == []
 
 
+class TestLaws:
+    def test_ranges_are_not_checked_where_values_cannot_be_read(self):
+        n, base = jnp.asarray([4.0, 16.0]), jnp.asarray([[4.0, 2.0], [0.5, 2.0]])
+
+        def call(base):
+            return laws.LogLength(base)(n)
+
+        with pytest.raises(ValueError, match=r"`base` must be above 1, got 0.5 at \(1, 0\)"):
+            call(base)
+        for transformed in (jax.jit(call), jax.vmap(call)):
+            assert jnp.isfinite(transformed(base)).all()
+        assert jax.jacobian(call)(base).shape == (2, 2, 2, 2, 2)
+        assert jax.eval_shape(call, base).shape == (2, 2, 2)
+
+    def test_arguments_of_jit(self, rng):
+        q, k = jnp.asarray(rng.normal(size=(2, 4, 9, 8)).astype("float32"))
+        traces = []
+
+        @jax.jit
+        def entropy(law):
+            traces.append(law)
+            return it.attention_entropy(q, k, law=law, is_causal=True)
+
+        def law(slope, shift=0.0):
+            return laws.scaled(laws.shifted(laws.AffineLog(jnp.asarray(slope), 0.5), shift), 2.0)
+
+        for slope in ([0.1, 0.2, 0.3, 0.4], [1.0, 0.0, -1.0, 0.5]):
+            expected = it.attention_entropy(q, k, law=law(slope), is_causal=True)
+            np.testing.assert_allclose(entropy(law(slope)), expected, rtol=1e-4, atol=1e-5)
+        assert len(traces) == 1
+        entropy(law([0.1, 0.2, 0.3, 0.4], shift=1))
+        assert len(traces) == 2
+        for base in (512, 512.0, 64):
+            entropy(laws.LogLength(base))
+        assert len(traces) == 4
+        static = jax.jit(lambda law, n: law(n), static_argnames="law")
+        np.testing.assert_allclose(static(law=laws.LogLength(2), n=jnp.asarray([8.0])), 3.0, rtol=1e-6)
+
+    def test_gradients_are_laws(self, rng):
+        q, k = jnp.asarray(rng.normal(size=(2, 2, 9, 8)).astype("float32"))
+
+        def entropy(law):
+            return it.attention_entropy(q, k, law=law, is_causal=True).sum()
+
+        slope, factor = jnp.asarray([0.5, 1.0]), jnp.asarray(2.0)
+        law = laws.scaled(laws.AffineLog(slope, 0.5), factor)
+        gradient = jax.jit(jax.grad(entropy))(law)
+        assert isinstance(gradient.law, laws.AffineLog)
+        assert gradient.law.intercept == 0.5
+        expected = jax.grad(
+            lambda slope, factor: entropy(laws.scaled(laws.AffineLog(slope, 0.5), factor)), (0, 1)
+        )(slope, factor)
+        np.testing.assert_allclose(gradient.law.slope, expected[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient.factor, expected[1], rtol=1e-5)
+        # A step of gradient descent, of the numbers that a mask chooses.
+        chosen = jax.tree.map(lambda x: x.ndim > 0, law)
+        after = jax.tree.map(lambda x, g, c: x - 0.1 * g if c else x, law, gradient, chosen)
+        assert entropy(after) < entropy(law)
+        assert after.factor is factor
+        # A base falls below 1, and is refused where it is used to make a law, not in the tree.
+        base = laws.LogLength(jnp.asarray([2.0]))
+        assert float(jax.tree.map(lambda x: x - 9, base).base[0]) == -7.0
+
+    def test_maps_over_laws(self):
+        n = jnp.asarray([2.0, 64.0])
+        stacked = laws.scaled(laws.LogLength(jnp.asarray([[2.0, 4.0], [8.0, 16.0], [32.0, 64.0]])), 2.0)
+        got = jax.vmap(lambda law: law(n))(stacked)
+        assert got.shape == (3, 2, 2)
+        np.testing.assert_allclose(got, stacked(n), rtol=1e-6)
+        axes = jax.tree.map(lambda _: 1, stacked)
+        got = jax.vmap(lambda law: law(n), in_axes=(axes,))(stacked)
+        np.testing.assert_allclose(got, jnp.swapaxes(stacked(n), 0, 1), rtol=1e-6)
+        shapes = jax.eval_shape(lambda law: law, stacked)
+        assert shapes.law.base.shape == (3, 2)
+        last, _ = jax.lax.scan(
+            lambda law, _: (jax.tree.map(lambda x: x + 1, law), None), stacked, length=3
+        )
+        np.testing.assert_allclose(last.law.base, stacked.law.base + 3)
+
+    def test_what_was_registered_by_others(self):
+        @jax.tree_util.register_dataclass
+        @dataclass(frozen=True)
+        class Own(laws.Law):
+            half: float
+
+            def evaluate(self, xp, n):
+                return n / (n + self.half)
+
+        assert jax.tree.leaves(Own(3.0)) == [3.0]
+
+
+def test_laws_of_before_the_import():
+    result = _python(
+        """
+        import sys
+        from isentropic import laws
+        law = laws.scaled(laws.LogLength(512), 2.0)
+        assert "jax" not in sys.modules
+        import jax
+        assert jax.tree.leaves(laws.AffineLog(jax.numpy.ones(2))) != []
+        assert jax.jit(lambda law: law(512))(law) == 2.0  # of classes that were known
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_tiles_out_of_reach_are_skipped_under_jit(tiny_tiles):
     """By a condition, at run time."""
 
@@ -337,3 +504,60 @@ def test_tiles_out_of_reach_are_skipped_under_jit(tiny_tiles):
 
     assert count(None) == 0
     assert count(masks.window(3)) > 0
+
+
+def _heads_of_features(a):
+    return it.PositiveFeatures(jnp.stack([a["omega"]] * 4))
+
+
+# Cases, and calls with arrays of several ranks.
+EXPLICIT_BROADCASTS = {
+    name: case
+    for name, case in cases.CASES.items()
+    if name.partition("-")[0]
+    in {
+        "CountSketch", "DenseProjection", "HadamardProjection", "PositiveFeatures",
+        "hadamard_transform", "rotary",
+    }
+} | {
+    "rotary-positions": lambda a: it.rotary(a["q"], a["n_keys"][:1]),
+    "rotary-interleaved-positions": lambda a: it.rotary(a["q"], a["ids"], interleaved=True),
+    "PositiveFeatures-heads": lambda a: _heads_of_features(a)(a["q"]),
+    "linear_attention": cases.CASES["linear_attention"],
+    "linear_attention-causal": lambda a: it.linear_attention(
+        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), is_causal=True
+    ),
+    "linear_attention-no-law": lambda a: it.linear_attention(
+        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), law=None
+    ),
+    "linear_attention-heads": lambda a: it.linear_attention(
+        a["q"], a["k"], a["v"], _heads_of_features(a), is_causal=True
+    ),
+    "linear_attention-query": lambda a: it.linear_attention(
+        a["q"][0, 0], a["k"], a["v"][0], it.PositiveFeatures(a["omega"]), is_causal=True
+    ),
+    "linear_attention-key": lambda a: it.linear_attention(
+        a["q"], a["k"][0], a["v"][0, 0], it.PositiveFeatures(a["omega"]), is_causal=True
+    ),
+    "linear_attention-value": lambda a: it.linear_attention(
+        a["q"][0], a["k"][0, 0], a["v"], it.PositiveFeatures(a["omega"]), is_causal=True
+    ),
+    "linear_attention_error": lambda a: it.linear_attention_error(
+        a["q"], a["k"][0], it.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
+    ),
+    "linear_attention_error-query": lambda a: it.linear_attention_error(
+        a["q"][0], a["k"], it.PositiveFeatures(a["omega"])
+    ),
+    "linear_attention_error-heads": lambda a: it.linear_attention_error(
+        a["q"], a["k"], _heads_of_features(a)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(EXPLICIT_BROADCASTS))
+def test_ranks_are_never_promoted(name, tiny_tiles):
+    arrays = {key: jnp.asarray(x) for key, x in cases.inputs().items()}
+    case = EXPLICIT_BROADCASTS[name]
+    with jax.numpy_rank_promotion("raise"):
+        got = jax.eval_shape(case, arrays)
+    assert jax.tree.structure(got) == jax.tree.structure(jax.eval_shape(case, arrays))

@@ -143,6 +143,44 @@ class TestBound:
             assert (got >= 0).all()
             np.testing.assert_allclose(got, expected, atol=slack * 8, rtol=1e-5)
 
+    @pytest.mark.parametrize("gap", [0, 40, 46, 47, 60, 85, 86, 87, 88, 90, 95, 103, 1000, 9000])
+    def test_rows_far_below_the_bound(self, small_blocks, gap):
+        # A key across the queries sets the bound; relative to it weights underflow by and by.
+        logits = -np.arange(12.0) % 7
+        k = np.zeros((13, 2), "float32")
+        k[:12, 0], k[12, 1] = logits, gap
+        q, v = np.asarray([[1.0, 0.0]] * 5, "float32"), np.eye(13, dtype="float32")
+        options = {"law": None, "scale": 1.0, "implementation": "native"}
+        expected = oracles.softmax(np.append(logits, 0.0))
+        out = it.attention(q, k, v, **options)
+        np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=1e-5)
+        state = it.attention_state(q, k, v, **options)
+        np.testing.assert_allclose(state.entropy(), oracles.entropy(expected), rtol=1e-5)
+        np.testing.assert_allclose(state.maximum, logits.max(), rtol=1e-3)
+
+    @pytest.mark.parametrize("exponent", [8, 13, 19])
+    def test_small_differences_of_large_logits(self, small_blocks, rng, exponent):
+        # Integers that float32 holds exactly, as do their products: all of the error is the bound's.
+        size = 16
+        q = np.ones((9, size), "float32")
+        differences = rng.integers(0, 2, (13, size))
+        k, v = (2.0**exponent + differences).astype("float32"), np.eye(13, dtype="float32")
+        options = {"law": None, "scale": 1.0, "implementation": "native"}
+        expected = oracles.softmax(differences.sum(-1).astype("float64"))
+        out = it.attention(q, k, v, **options)
+        np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=3e-3)
+        h = it.attention_entropy(q, k, **options)
+        np.testing.assert_allclose(h, oracles.entropy(expected), rtol=3e-3)
+
+    def test_entropy_is_not_negative(self, rng):
+        # Nearly all of the weight on one key.
+        for _ in range(40):
+            q = rng.normal(size=(300, 8)).astype("float32") * rng.uniform(4, 16)
+            h = it.attention_entropy(q, q, law=None, implementation="native")
+            assert (h >= 0).all()
+            expected = it.attention_entropy(*[q.astype("float64")] * 2, law=None)
+            np.testing.assert_allclose(h, expected, atol=1e-3)
+
     def test_all_hidden_but_one(self, small_blocks, rng):
         q, k, v = rng.normal(size=(3, 20, 4)).astype("float32")
         q *= 50  # the only visible key is far below the bound

@@ -1,8 +1,13 @@
 """Laws against their formulas, and presets against the code they describe."""
 
+import copy
+import importlib
+import inspect
 import json
 import math
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -22,7 +27,8 @@ FORMULAS = [
     (laws.SqrtLogLength(100, minimum=0.5), np.maximum(np.sqrt(LN / math.log(100)), 0.5)),
     (laws.AffineLog(0.4, -0.1), 0.4 * LN - 0.1),
     (laws.AffineLog(0.4, -0.1, minimum=0), np.maximum(0.4 * LN - 0.1, 0)),
-    (laws.PowerLog(0.5, 0.2, 1.7), 0.5 + 0.2 * LN**1.7),
+    (laws.PowerLog(0.5, 0.2, 1.7), 0.5 + 0.2 * np.log(np.maximum(NS, 2)) ** 1.7),
+    (laws.PowerLog(0.5, 0.2, -0.7), 0.5 + 0.2 * np.log(np.maximum(NS, 2)) ** -0.7),
     (laws.StepLog(0.1, 8192), 1 + 0.1 * np.log1p(NS // 8192)),
     (laws.PowerLength(2048, 0.1), (1 + NS / 2048) ** 0.1),
     (
@@ -135,22 +141,116 @@ class TestErrors:
             (lambda: laws.LogLength()("512"), TypeError, r"`n` must be a number or an array, got str"),
             (lambda: laws.LogLength()(True), TypeError, r"`n` must be a number or an array, got bool"),
             (lambda: laws.from_kappa(1.0, 0), ValueError, r"`head_dim` must be above 0, got 0"),
-            (lambda: laws.preset("gpt-5"), ValueError, r"`name` must be 'asentmax' or .* got 'gpt-5'"),
-            (lambda: laws.preset([]), ValueError, r"`name` must be 'asentmax' or .* got \[\]"),
+            (lambda: laws.preset("gpt-5"), ValueError, r"`name` must be 'asentmax-constant' or .* got 'gpt-5'"),
+            (lambda: laws.preset([]), ValueError, r"`name` must be 'asentmax-constant' or .* got \[\]"),
             (lambda: laws.preset("su", base=1), ValueError, r"`base` must be above 1, got 1"),
             (lambda: laws.preset("su", base="a"), TypeError, r"`base` must be a real number, got str"),
             (lambda: laws.preset("inkling", length=4, coefficient=None), TypeError, r"`coefficient` must be a real"),
-            (lambda: laws.PowerLog(1.0, 1.0, -1.0), ValueError, r"`exponent` must be at least 0, got -1"),
+            (lambda: laws.preset("inkling", coefficient=-0.1), ValueError, r"`coefficient` must be at least 0"),
+            (lambda: laws.PowerLog(1.0, 1.0, math.nan), ValueError, r"`exponent` must be finite, got nan"),
             (lambda: laws.LogLength()(np.ones(2, complex)), TypeError, r"`n` must have an integer or floating"),
             (lambda: laws.preset("qwen"), TypeError, r"`parameters` must be those of 'qwen' \(length\), got none"),
             (lambda: laws.preset("chiang-cholak", base=2), TypeError, r"'chiang-cholak' \(none\), got base"),
             (lambda: laws.preset("yarn", scale=-1), ValueError, r"`scale` must be above 0"),
             (lambda: laws.preset("longrope", scale=2, length=1), ValueError, r"`length` must be above 1"),
+            (lambda: laws.AffineLog(10**400), ValueError, r"`slope` must be within the range of a float, got 10{19}…0{20} \(401 characters\)\.$"),
+            (lambda: laws.LogLength()(-(10**400)), ValueError, r"`n` must be within the range of a float, got -10{18}…0{20} \(402 characters\)\.$"),
+            (lambda: laws.preset("x" * 500), ValueError, r"got 'x{19}…x{19}' \(502 characters\)"),
+            (lambda: laws.preset("llama4"), ValueError, r"`name` must be .* or 'yarn', got 'llama4' \(the nearest is 'llama-4'\)\.$"),
+            (lambda: laws.preset("asentmax"), ValueError, r"got 'asentmax' \(the nearest is 'asentmax-constant'\)\.$"),
+            (lambda: laws.from_dict({"law": "loglength"}), ValueError, r"`law` must be .*, got 'loglength' \(the nearest is 'LogLength'\)\.$"),
+            (lambda: laws.scaled(laws.LogLength, 2.0), TypeError, r"`law` must be a law of isentropic.laws, got the class LogLength; call it: `LogLength\(...\)`\.$"),
+            (lambda: it.attention(*np.ones((3, 2, 2)), law=laws.AffineLog), TypeError, r"or None, got the class AffineLog; call it: `AffineLog\(...\)`\.$"),
+            (lambda: it.attention(*np.ones((3, 2, 2)), law=np.log), TypeError, r"or None, got ufunc \(a function is none: subclass `laws.Law`\)\.$"),
         ],
     )  # fmt: skip
     def test_arguments(self, make, error, message):
         with pytest.raises(error, match=message):
             make()
+
+
+# What each law asks of the numbers in an array: a maker, the name, numbers that it takes, others.
+RANGES = [
+    (laws.LogLength, "base", [1.5, 512.0], [1.0, 0.5, -3.0]),
+    (laws.SqrtLogLength, "base", [1.5, 512.0], [1.0, 0.5]),
+    (lambda x: laws.InfoScale(x, 64), "base", [1.5, 512.0], [1.0, 0.0]),
+    (lambda x: laws.StepLog(0.1, x), "period", [0.3, 8192.0], [0.0, -1.0]),
+    (lambda x: laws.StepLog(x, 8192), "coefficient", [-0.1, 0.0], []),
+    (lambda x: laws.PowerLength(x, 0.1), "period", [0.5, 2048.0], [0.0, -1.0]),
+    (lambda x: laws.PowerLength(2048, x), "exponent", [-0.5, 0.1], []),
+    (lambda x: laws.PowerLog(x, 1.0, 1.0), "offset", [-1.0, 0.0], []),
+    (lambda x: laws.PowerLog(1.0, x, 1.0), "coefficient", [-1.0, 0.0], []),
+    (lambda x: laws.PowerLog(1.0, 1.0, x), "exponent", [-0.5, 2.0], []),
+    (laws.AffineLog, "slope", [-0.5, 0.5], []),
+    (lambda x: laws.AffineLog(0.5, x), "intercept", [-0.5, 0.5], []),
+    (lambda x: laws.AffineLog(0.5, minimum=x), "minimum", [-0.5, 0.5], []),
+    (laws.Constant, "value", [-2.0, 0.0], []),
+    (lambda x: laws.scaled(laws.LogLength(), x), "factor", [-2.0, 0.0], []),
+]
+
+
+class TestRangesOfArrays:
+    """The numbers in arrays are held to what single numbers are."""
+
+    @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
+    def test_each_number_counts(self, backend, make, name, good, bad):
+        if backend.library in ("strict", "cupy") or backend.name.endswith("cuda"):
+            pytest.skip("values are not read where that costs more than memory of the host does")
+        dtypes = [*backend.dtypes, *([backend.half] if backend.half else [])]
+        for dtype in dtypes:
+            make(backend.array(good, dtype))
+            make(backend.array(good[0], dtype))
+            for x in (*bad, math.nan, math.inf, -math.inf):
+                for numbers, place in (
+                    ([*good, x], r" at \(2,\)"),
+                    ([[x, *good]], r" at \(0, 0\)"),
+                    (x, ""),
+                ):
+                    with pytest.raises(ValueError, match=rf"`{name}` must be .*, got {x}{place}\."):
+                        make(backend.array(numbers, dtype))
+                with pytest.raises(ValueError, match=f"`{name}` must be .*, got {x}"):
+                    make(x)
+
+    @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
+    @pytest.mark.parametrize("shape", [(0,), (1, 0)])
+    def test_empty(self, backend, make, name, good, bad, shape):
+        with pytest.raises(
+            ValueError, match=rf"`{name}` must have numbers in it, got the shape \({shape[0]},"
+        ):
+            make(backend.array(np.zeros(shape), "float32"))
+
+    def test_in_dictionaries(self, backend):
+        for data, message in (
+            ({"law": "LogLength", "base": [0.5, 1.0]}, r"`base` must be above 1, got 0.5 at \(0,\)"),
+            (
+                {"law": "StepLog", "coefficient": 0.1, "period": [0.0]},
+                r"`period` must be above 0, got 0.0 at",
+            ),
+            (
+                {"law": "LogLength", "base": [[]]},
+                r"`base` must have numbers in it, got the shape \(1, 0\)",
+            ),
+        ):
+            # Read on the host, wherever the arrays are to be.
+            for like in (None, backend.array(1.0, "float32")):
+                with pytest.raises(ValueError, match=message):
+                    laws.from_dict(data, like=like)
+
+    def test_bfloat16(self):
+        torch = pytest.importorskip("torch")
+        with pytest.raises(ValueError, match=r"`base` must be above 1, got 0.5 at \(1,\)"):
+            laws.LogLength(torch.tensor([2.0, 0.5], dtype=torch.bfloat16))
+
+    def test_what_learns(self):
+        torch = pytest.importorskip("torch")
+        base = torch.nn.Parameter(torch.tensor([2.0, 4.0]))
+        law = laws.LogLength(base)
+        law(8).sum().backward()
+        assert torch.isfinite(base.grad).all()
+        with torch.no_grad():
+            base[1] = 0.99
+        with pytest.raises(ValueError, match=r"`base` must be above 1, got 0.99.* at \(1,\)"):
+            laws.LogLength(base)
 
 
 class TestDictionaries:
@@ -241,7 +341,7 @@ class TestDictionaries:
             ({"law": "Constant", "value": [None]}, TypeError, r"`value` must be lists of real numbers, got object values"),
             ({"law": "Constant", "value": [10**400]}, TypeError, r"`value` must be lists of real numbers, got object"),
             ({"law": "Constant", "value": [[1.0], [1.0, 2.0]]}, ValueError, r"`value` must be nested lists of equal lengths"),
-            ({"law": "Constant", "value": [math.inf]}, ValueError, r"`value` must be finite, got lists that are not"),
+            ({"law": "Constant", "value": [math.inf]}, ValueError, r"`value` must be finite, got inf at \(0,\)"),
         ],
     )  # fmt: skip
     def test_other_dictionaries(self, data, error, message):
@@ -268,8 +368,11 @@ class TestDictionaries:
             TypeError, match=r"`law` must be a law that isentropic.laws defines, got int"
         ):
             laws.to_dict(3)
-        with pytest.raises(ValueError, match=r"`slope` must be finite, got an array that is not"):
-            laws.to_dict(laws.AffineLog(np.array([1.0, math.nan])))
+        slope = np.array([1.0, 2.0])
+        law = laws.AffineLog(slope)
+        slope[1] = math.nan
+        with pytest.raises(ValueError, match=r"`slope` must be finite, got nan at \(1,\)"):
+            laws.to_dict(law)
         data = {"law": "Constant", "value": [1.0]}
         with pytest.raises(TypeError, match=r"`like` must be an array .*, got str"):
             laws.from_dict(data, like="numpy")
@@ -322,15 +425,82 @@ class TestValues:
             hash(law)
         assert hash(Power(2.0)) == hash(Power(2.0))
 
-    def test_tracers_are_equal_to_themselves(self):
-        jax = pytest.importorskip("jax")
+    def test_arrays_are_equal_by_shape_and_values(self, backend):
+        x = backend.array([0.25, 0.5], "float32")
+        law = laws.AffineLog(x)
+        kinds = [*backend.dtypes, *([backend.half] if backend.half else [])]
+        for dtype in kinds:
+            assert law == laws.AffineLog(backend.array([0.25, 0.5], dtype))
+            assert laws.AffineLog(backend.array([0.25, 0.5], dtype)) == laws.AffineLog(
+                np.array([0.25, 0.5])
+            )
+        # 0.1 is another number in each dtype.
+        if backend.float64:
+            tenths = [laws.AffineLog(backend.array([0.1], dtype)) for dtype in ("float32", "float64")]
+            assert tenths[0] != tenths[1]
+        for other in ([[0.25, 0.5]], [0.25], [0.25, 0.75]):
+            assert law != laws.AffineLog(backend.array(other, "float32"))
+        single = laws.AffineLog(backend.array(0.25, "float32"))
+        assert single == laws.AffineLog(backend.array(0.25, "float32"))
+        assert single != laws.AffineLog(0.25)  # one may learn, the other has a hash
 
-        @jax.jit
-        def is_same(slope):
-            law = laws.AffineLog(slope)
-            return (law == law) & (law == laws.AffineLog(slope))
+    def test_bfloat16_is_equal_by_its_numbers(self, backend):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no bfloat16 here")
+        x = backend.xp.astype(backend.array([0.25, 0.1], "float32"), backend.xp.bfloat16)
+        assert laws.AffineLog(x) == laws.AffineLog(backend.xp.astype(x, backend.xp.float32))
+        assert laws.AffineLog(x) != laws.AffineLog(backend.array([0.25, 0.1], "float32"))
 
-        assert is_same(np.ones(2))
+    def test_nan_is_equal_to_nothing(self):
+        x = np.array([1.0])
+        law, same, other = laws.AffineLog(x), laws.AffineLog(x), laws.AffineLog(x.copy())
+        x[0] = other.slope[0] = math.nan
+        assert law == same  # of one array
+        assert law != other
+
+    @pytest.mark.parametrize(
+        ("x", "y"),
+        [(512, 512.0), (512, np.float32(512)), (np.int64(512), 512.0), (2.0, Fraction(2))],
+        ids=str,
+    )
+    def test_numbers_are_equal_by_value_and_hash_alike(self, x, y):
+        assert laws.LogLength(x) == laws.LogLength(y) != laws.SqrtLogLength(x)
+        assert hash(laws.LogLength(x)) == hash(laws.LogLength(y))
+        nested = [laws.scaled(laws.shifted(laws.StepLog(z, z), z), z) for z in (x, y)]
+        assert nested[0] == nested[1]
+        assert len({*nested}) == 1
+
+    def test_arrays_that_cannot_be_read(self, backend):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("nothing is traced here")
+        compared = []
+
+        def compare(x):
+            law = laws.scaled(laws.AffineLog(x), 2.0)
+            compared.append([
+                law == law,
+                law == laws.scaled(laws.AffineLog(x), 2.0),
+                # None of these has to read them.
+                law == laws.scaled(laws.AffineLog(x), 3.0),
+                law == laws.scaled(laws.AffineLog(1.0), 2.0),
+                law == laws.scaled(laws.AffineLog(x[None]), 2.0),
+                law == laws.LogLength(),
+            ])  # fmt: skip
+            message = "`law` must have arrays that can be read, to be compared, got "
+            with pytest.raises(TypeError, match=message):
+                law == laws.scaled(laws.AffineLog(x + 1), 2.0)  # noqa: B015
+            return x
+
+        x = backend.array([[1.0, 2.0]], "float32")
+        if backend.library == "jax":
+            import jax
+
+            jax.jit(compare)(x)
+            jax.vmap(compare)(x)
+        else:
+            backend.xp.func.vmap(compare)(x)
+            compare(x.to("meta"))
+        assert compared == [[True, True, False, False, False, False]] * 2
 
     def test_what_a_law_must_be(self):
         with pytest.raises(TypeError, match="Slotted, a law, must have no __slots__"):
@@ -350,57 +520,226 @@ class TestValues:
             Number()(np.ones(3))
 
 
+class TestGradients:
+    """By the lengths and by the parameters, where a logarithm is 0 too."""
+
+    @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
+    def test_finite_and_right(self, backend, make, name, good, bad):
+        if backend.library not in ("torch", "jax") or not backend.float64:
+            pytest.skip("no gradients here, or too few digits for differences")
+        n = np.array([0.0, 1.0, 3.1, 77.2, 9999.1])  # the last ones beside the steps
+        got = _gradients(backend, lambda x, n: make(x)(n), np.array(good), n)
+        assert all(np.isfinite(g).all() for g in got)
+        step = 1e-6
+        ends = [make(np.array(good))(n + step * sign).sum(0) for sign in (-1, 1)]
+        smooth = n > 1  # at 1 the logarithm has a kink, and below it is constant
+        np.testing.assert_allclose(
+            got[1][smooth], (ends[1] - ends[0])[smooth] / (2 * step), rtol=1e-5, atol=1e-8
+        )
+        ends = [make(np.array(good) + step * sign)(n).sum(1) for sign in (-1, 1)]
+        np.testing.assert_allclose(got[0], (ends[1] - ends[0]) / (2 * step), rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("law", [law for law, _ in FORMULAS], ids=lambda x: repr(x)[:40])
+    def test_of_laws_of_numbers(self, backend, law):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no gradients here")
+        for n in (np.array([0.0, 1.0, 3.0], "float32"), np.array(1.0, "float32")):
+            (g,) = _gradients(backend, law, n)
+            assert np.isfinite(g).all()
+
+
+def _gradients(backend, call, *arguments):
+    """The gradients of the sum of what is called."""
+    arguments = [backend.array(x) for x in arguments]
+    if backend.library == "jax":
+        import jax
+
+        gradients = jax.grad(lambda *a: call(*a).sum(), tuple(range(len(arguments))))(*arguments)
+    else:
+        leaves = [x.requires_grad_() for x in arguments]
+        out = call(*leaves).sum() + 0 * sum(x.sum() for x in leaves)  # a law may be constant
+        gradients = backend.xp.autograd.grad(out, leaves)
+    return [backend.numpy(g) for g in gradients]
+
+
+@pytest.fixture
+def tree(backend):
+    """The trees of the backend's library."""
+    if backend.library not in ("jax", "torch"):
+        pytest.skip("no trees here")
+    name = {"jax": "jax.tree_util", "torch": "torch.utils._pytree"}[backend.library]
+    return importlib.import_module(name)
+
+
+class TestTrees:
+    """Laws are nodes of the trees of JAX and PyTorch: their arrays are leaves, their numbers are not."""
+
+    @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
+    def test_leaves(self, backend, tree, make, name, good, bad):
+        x = backend.array(good, "float32")
+        law = laws.shifted(laws.scaled(make(x), 2.0), 1)
+        (leaf,), structure = tree.tree_flatten(law)
+        assert leaf is x
+        assert tree.tree_structure(law) == structure
+        assert tree.tree_structure(make(x)) != tree.tree_structure(make(good[0]))
+        assert tree.tree_structure(make(good[0])) != tree.tree_structure(make(good[1]))
+        ((path, _),), _ = tree.tree_flatten_with_path(law)
+        assert [str(key) for key in path] == [".law", ".law", f".{name}"] or name == "factor"
+        doubled = tree.tree_map(lambda x: 2 * x, law)
+        backend.assert_close(doubled.arrays[0], 2 * x)
+        assert doubled != law
+        again = tree.tree_map(lambda x: x, law)
+        assert again == law
+        assert vars(again).keys() == vars(law).keys()
+        assert repr(again) == repr(law)
+
+    def test_numbers_are_no_leaves(self, tree):
+        for law, _ in FORMULAS:
+            leaves, structure = tree.tree_flatten(law)
+            assert leaves == []
+            again = tree.tree_map(None, law)
+            assert again == law
+            assert hash(again) == hash(law)
+            assert tree.tree_structure(again) == structure
+
+    def test_several_arrays(self, backend, tree):
+        slope, factor = backend.array([0.5, 1.0], "float32"), backend.array(2.0, "float32")
+        law = laws.scaled(laws.AffineLog(slope, 0.0, slope - 1), factor)
+        leaves, structure = tree.tree_flatten(law)
+        assert [x.shape for x in leaves] == [(2,), (2,), ()]
+        assert (
+            tree.tree_structure(laws.scaled(laws.AffineLog(slope, 1.0, slope - 1), factor)) != structure
+        )
+        mean = tree.tree_map(lambda a, b: (a + b) / 2, law, tree.tree_map(lambda x: 3 * x, law))
+        backend.assert_close(mean(8), 2 * 2 * law(8), rtol=1e-6)
+
+    @pytest.mark.parametrize("x", [None, True, -1.0, "text", object(), (), [1, 2]], ids=type)
+    def test_anything_may_stand_for_an_array(self, backend, tree, x):
+        # Masks of optimizers are of booleans, axes of integers, and None is what was taken out.
+        law = laws.scaled(laws.LogLength(backend.array([2.0, 4.0], "float32")), 3.0)
+        other = tree.tree_map(lambda _: x, law)
+        assert type(other) is type(law)
+        assert other.law.base is x
+        assert other.factor == 3.0
+        structure = tree.tree_structure(law)
+        if x is None or isinstance(x, (tuple, list)):
+            structure = tree.tree_structure(tree.tree_map(lambda _: x, [0]))
+            assert tree.tree_leaves(other) == tree.tree_leaves([x])
+        else:
+            assert tree.tree_structure(other) == structure
+            assert tree.tree_map(lambda a, b: b, law, other).law.base is x
+        back = tree.tree_map(lambda a: a.law.base, [other], is_leaf=lambda a: isinstance(a, laws.Law))
+        assert back == [x]
+        assert "base=" in repr(copy.deepcopy(other))
+
+    def test_a_law_of_ones_own(self, backend, tree):
+        @dataclass(frozen=True)
+        class Own(laws.Law):
+            name: str
+            exponent: Any
+            inner: laws.Law | None = None
+
+            def evaluate(self, xp, n):
+                return (n / 8) ** self.exponent[..., None]
+
+        x = backend.array([0.0, 0.5], "float32")
+        law = Own("a", x, laws.Constant(x))
+        leaves, structure = tree.tree_flatten(law)
+        assert len(leaves) == 2
+        assert tree.tree_structure(Own("b", x, laws.Constant(x))) != structure
+        assert tree.tree_structure(Own("a", x)) != structure
+        assert tree.tree_map(lambda x: x, law) == law
+
+
 POSITION = np.arange(0, 40000, 7)
 
 
-class TestPresets:
-    """Each against its rule as a function of the position (from 0), written down independently."""
+def _logn(length, base=math.e):
+    """As lists of logarithms are written, with those up to a length as 1."""
+    return lambda ps, shift=1: np.array(
+        [math.log(p + shift, base) / math.log(length, base) if p + shift > length else 1 for p in ps]
+    )
 
-    @pytest.mark.parametrize(
-        ("name", "parameters", "rule"),
-        [
-            ("su", {}, lambda p: np.log(np.maximum(p + 1, 16)) / np.log(512)),
-            ("su-decoder", {}, lambda p: np.maximum(1, np.log(p + 1) / np.log(512))),
-            ("qwen", {"length": 2048}, lambda p: np.where(p + 1 > 2048, np.log(p + 1) / np.log(2048), 1)),
-            ("entropy-abf", {}, lambda p: np.maximum(1, np.log(p + 1) / np.log(4096))),
-            (
-                "lmdeploy", {"length": 2048},
-                lambda p: np.where(p > 2048, np.log2(np.maximum(p, 1)) / np.log2(2048), 1),
-            ),
-            (
-                "grok-2", {"length": 8192},
-                lambda p: np.where(p > 8192, np.log2(np.maximum(p, 1)) / np.log2(8192), 1),
-            ),
-            ("ssmax", {"slope": 0.43}, lambda p: 0.43 * np.log(p + 1)),
-            ("ssmax", {"slope": 0.43, "intercept": 0.2}, lambda p: 0.43 * np.log(p + 1) + 0.2),
-            ("mistral-large-4", {"slope": 0.1, "intercept": 0.9}, lambda p: 0.1 * np.log(p + 1) + 0.9),
-            ("llama-4", {}, lambda p: 1 + 0.1 * np.log(1 + np.floor((p + 1) / 8192))),
-            ("ministral-3", {}, lambda p: 1 + 0.1 * np.log(1 + np.floor(p / 16384))),
-            ("inkling", {"length": 9000, "coefficient": 0.1}, lambda p: np.maximum(1, 1 + 0.1 * np.log((p + 1) / 9000))),
-            ("muse-spark", {"length": 512, "coefficient": 0.2}, lambda p: np.maximum(1, 1 + 0.2 * np.log((p + 1) / 512))),
-            ("beam", {}, lambda p: (1 + (p + 1) / 2048) ** 0.1),
-            ("yarn", {"scale": 4}, lambda p: np.full(p.shape, (0.1 * np.log(4) + 1) ** 2)),
-            ("yarn", {"scale": 0.5}, lambda p: np.ones(p.shape)),
-            ("longrope", {"scale": 32, "length": 4096}, lambda p: np.full(p.shape, np.log(32 * 4096) / np.log(4096))),
-            ("lumina", {"base": 1024}, lambda p: np.sqrt(np.log(p + 1) / np.log(1024))),
-            (
-                "infoscale", {"length": 1024, "head_dim": 64},
-                lambda p: np.sqrt((1 - (p + 1.0) ** (-2 / 64)) / (1 - 1024 ** (-2 / 64))),
-            ),
-            (
-                "asentmax", {"offset": 0.3, "coefficient": 0.2, "exponent": 1.5},
-                lambda p: 0.3 + 0.2 * np.log(p + 2) ** 1.5,
-            ),
-            ("chiang-cholak", {}, lambda p: np.log(p + 1)),
-        ],
-    )  # fmt: skip
+
+# Each rule as a function of the position (from 0), as its source writes it.
+RULES = [
+    # bert4keras, backend.py, attention_normalize: softmax(a · log(max(l, 16)) / log 512)
+    ("su", {}, lambda p: np.log(np.maximum(p + 1, 16)) / np.log(512)),
+    # bojone/rerope, rerope_patch.py: (log(position_ids + 1) / log(training_length)).clip(1)
+    ("su-decoder", {}, lambda p: (np.log(p + 1) / np.log(512)).clip(1)),
+    ("su-decoder", {"length": 4096}, lambda p: (np.log(p + 1) / np.log(4096)).clip(1)),
+    # Qwen-7B, modeling_qwen.py: log_L(i) if i > L else 1, for i from 1
+    ("qwen", {"length": 2048}, _logn(2048)),
+    # Entropy-ABF, patch/EABF.py: log(position_ids + 1) / log 4096, where that is below 1, 1
+    ("entropy-abf", {}, _logn(4096)),
+    # lmdeploy, rotary_embedding.h, LogNScaling: log2(t) / log2(L) where the time step t > L, else 1
+    ("lmdeploy", {"length": 2048}, lambda p: _logn(2048, 2)(p, shift=0)),
+    # sglang, triton_ops/extend_attention.py: log2(i) / log2(L) where the index i > L, else 1
+    ("grok-2", {"length": 8192}, lambda p: _logn(8192, 2)(p, shift=0)),
+    # arXiv 2501.19399: softmax(s log n · z), and with a bias (s log n + b)
+    ("ssmax", {"slope": 0.43}, lambda p: 0.43 * np.log(p + 1)),
+    ("ssmax", {"slope": 0.43, "intercept": 0.2}, lambda p: 0.43 * np.log(p + 1) + 0.2),
+    # transformers, models/mistral_large4: scale · log(position_ids + 1) + bias
+    ("mistral-large-4", {"slope": 0.1, "intercept": 0.9}, lambda p: 0.1 * np.log(p + 1) + 0.9),
+    # transformers, models/llama4: log1p(floor((positions + 1) / floor_scale)) · attn_scale + 1
+    ("llama-4", {}, lambda p: np.log1p(np.floor((p + 1) / 8192)) * 0.1 + 1),
+    # transformers, models/ministral3: 1 + beta · log(1 + floor(position_ids / L))
+    ("ministral-3", {}, lambda p: 1 + 0.1 * np.log(1 + np.floor(p / 16384))),
+    # transformers, models/inkling: 1 + alpha · log((effective_n / n_floor).clamp(min=1))
+    ("inkling", {}, lambda p: 1 + 0.1 * np.log(((p + 1) / 128_000).clip(1))),
+    ("inkling", {"length": 9000, "coefficient": 0.3}, lambda p: 1 + 0.3 * np.log(((p + 1) / 9000).clip(1))),
+    # transformers, models/beam: exp(0.1 · log1p((position_ids + 1) / 2048))
+    ("beam", {}, lambda p: np.exp(0.1 * np.log1p((p + 1) / 2048))),
+    # arXiv 2309.00071: √(1/t) = 0.1 ln s + 1, on queries and keys
+    ("yarn", {"scale": 4}, lambda p: np.full(p.shape, (0.1 * np.log(4) + 1) ** 2)),
+    ("yarn", {"scale": 0.5}, lambda p: np.ones(p.shape)),
+    # arXiv 2402.13753: √(1 + ln s / ln L), on queries and keys
+    ("longrope", {"scale": 32, "length": 4096}, lambda p: np.full(p.shape, np.log(32 * 4096) / np.log(4096))),
+    # Lumina-T2X, nextdit.py: √(log(seqlen, base_seqlen) / head_dim)
+    ("lumina", {"base": 1024}, lambda p: np.array([math.sqrt(math.log(i + 1, 1024)) for i in p])),
+    # Information-Entropy-Invariance, layer.py: (1 − l^(−2/d))^0.5 / (1 − L^(−2/d))^0.5
+    (
+        "infoscale", {"length": 1024, "head_dim": 64},
+        lambda p: (1 - (p + 1.0) ** (-2 / 64)) ** 0.5 / (1 - 1024 ** (-2 / 64)) ** 0.5,
+    ),
+    # asentmax, sparse_gemma.py: delta + beta · log_position^gamma, log_position = log(arange(2, ...))
+    (
+        "asentmax-constant", {"coefficient": 0.2, "exponent": 1.5},
+        lambda p: 1 + 0.2 * np.log(np.arange(2, p[-1] + 3))[p] ** 1.5,
+    ),
+    (
+        "asentmax-constant", {"offset": 0.3, "coefficient": 0.2, "exponent": -1.5},
+        lambda p: 0.3 + 0.2 * np.log(np.arange(2, p[-1] + 3))[p] ** -1.5,
+    ),
+    # parity, encoder.py, ScaledTransformerEncoderLayer: queries of src · log(len(src))
+    ("chiang-cholak", {}, lambda p: np.array([math.log(i + 1) for i in p])),
+]  # fmt: skip
+
+
+class TestPresets:
+    @pytest.mark.parametrize(("name", "parameters", "rule"), RULES)
     def test_rule(self, name, parameters, rule):
         got = laws.preset(name, **parameters)(POSITION + 1)
         np.testing.assert_allclose(got, rule(POSITION), rtol=1e-12, atol=1e-15)
 
     def test_names(self):
-        assert laws.presets() == tuple(sorted(laws.presets()))
-        assert len(laws.presets()) == 19
+        names = list(laws.presets())
+        assert names == sorted(names)
+        assert {name for name, _, _ in RULES} == set(names)
+        doc = inspect.getdoc(laws.preset)
+        # A row of the table, and a source, for each.
+        assert (
+            re.findall(r"^([a-z0-9-]+)  +\S+ .* (?:keys|positions|slots|length|–)  ", doc, re.M)
+            == names
+        )
+        assert re.findall(r"^- ([a-z0-9-]+): \S", doc, re.M) == names
+
+    def test_exponents_below_0(self, backend):
+        exponent = backend.array([-0.5, 0.0, 2.0], "float32")
+        law = laws.preset("asentmax-constant", coefficient=0.5, exponent=exponent)
+        n = np.arange(4)
+        expected = 1 + 0.5 * np.log(np.maximum(n + 1, 2)) ** backend.numpy(exponent)[:, None]
+        backend.assert_close(law(backend.array(n)), expected, rtol=1e-6)
 
 
 class TestAgainstTransformers:
@@ -435,19 +774,61 @@ class TestAgainstTransformers:
         expected = beam.compute_attention_scaling(self.positions[None])[0, 0, :, 0]
         self.torch.testing.assert_close(laws.preset("beam")(self.positions + 1), expected)
 
-    def test_llama_4(self):
-        # No function of its own there: the queries are read off a layer, as its attention gets them.
-        from transformers import Llama4TextConfig
+    def test_mistral_large_4(self):
+        large = pytest.importorskip("transformers.models.mistral_large4.modeling_mistral_large4")
+
+        scaling = large.MistralLarge4TextSoftmaxScaling(3)
+        for parameter in scaling.parameters():
+            self.torch.nn.init.normal_(parameter)
+        law = laws.preset("mistral-large-4", slope=scaling.scale, intercept=scaling.bias)
+        query = self.torch.randn(1, 3, len(self.positions), 8)
+        expected = scaling(query, self.positions[None], head_dim_first=True)
+        got = it.scale_queries(query, self.positions + 1, law=law)
+        self.torch.testing.assert_close(got, expected)
+
+    @pytest.mark.parametrize("window", [False, True])
+    def test_inkling(self, window):
+        inkling = pytest.importorskip("transformers.models.inkling.modeling_inkling")
+        from transformers import InklingTextConfig
+
+        def seen(**options):
+            config = InklingTextConfig(
+                hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+                head_dim=8, swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_head_dim=8, d_rel=4,
+                rel_extent=8, layer_types=["hybrid_sliding" if window else "hybrid"], **options,
+            )  # fmt: skip
+            self.torch.manual_seed(0)
+            layer = inkling.InklingAttention(config, layer_idx=0)
+            for parameter in layer.parameters():
+                self.torch.nn.init.normal_(parameter)
+            return self._seen(config, layer, self.torch.randn(1, 30, 16), attention_mask=None)
+
+        plain, scaled = seen(), seen(log_scaling_n_floor=4, log_scaling_alpha=0.3)
+        law = None if window else laws.preset("inkling", length=4, coefficient=0.3)
+        n = self.torch.arange(30) + 1
+        for name in ("query", "position_bias"):
+            got = plain[name] if law is None else it.scale_queries(plain[name], n, law=law)
+            self.torch.testing.assert_close(got, scaled[name])
+
+    def _seen(self, config, layer, x, **options):
+        """What a layer hands to its attention."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-        from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
         seen = {}
 
         def spy(module, query, key, value, mask, **kwargs):
-            seen["query"] = query
-            return self.torch.zeros(
-                *query.shape[:1], query.shape[2], query.shape[1], query.shape[3]
-            ), None
+            seen.update(kwargs, query=query)
+            return self.torch.zeros_like(query.transpose(1, 2)), None
+
+        ALL_ATTENTION_FUNCTIONS.register("spy", spy)
+        config._attn_implementation = "spy"
+        with self.torch.no_grad():
+            layer(x, **options)
+        return seen
+
+    def test_llama_4(self):
+        from transformers import Llama4TextConfig
+        from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
         config = Llama4TextConfig(
             hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
@@ -456,17 +837,12 @@ class TestAgainstTransformers:
         )  # fmt: skip
         layer = Llama4TextAttention(config, layer_idx=0)
         assert not layer.use_rope
-        ALL_ATTENTION_FUNCTIONS.register("spy", spy)
-        config._attn_implementation = "spy"
         x = self.torch.randn(1, 30, 16)
-        with self.torch.no_grad():
-            layer(x, position_embeddings=None, attention_mask=None)
-            plain = layer.q_proj(x).view(1, 30, 2, 8).transpose(1, 2)
-        from isentropic import scale_queries
-
+        seen = self._seen(config, layer, x, position_embeddings=None, attention_mask=None)
+        plain = layer.q_proj(x).view(1, 30, 2, 8).transpose(1, 2).detach()
         n = self.torch.arange(30) + 1
         law = laws.preset("llama-4", coefficient=0.1, period=4)
-        self.torch.testing.assert_close(scale_queries(plain, n, law=law), seen["query"])
+        self.torch.testing.assert_close(it.scale_queries(plain, n, law=law), seen["query"])
 
     @pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
     def test_yarn(self, factor):

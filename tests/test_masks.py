@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import isentropic as it
 from isentropic import masks
 from isentropic.masks import Frame
 
@@ -123,6 +124,33 @@ class TestMasks:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(
+        ("make", "shape"),
+        [
+            (lambda f: masks.padding(f([2, 3])), r"\(B, 1\), got \(2,\)"),
+            (lambda f: masks.causal(offset=f([2, 3])), r"\(B, 1\), got \(2,\)"),
+            (lambda f: masks.causal() & masks.window(3, offset=f([2, 3])), r"\(B, 1\), got \(2,\)"),
+            (lambda f: masks.segments(f(np.zeros((2, 9), int))), r"\(B, 1, 9\), got \(2, 9\)"),
+        ],
+    )
+    def test_one_per_sequence_is_not_taken_for_one_per_head(self, backend, make, shape):
+        # As many sequences as heads: it would broadcast.
+        q, k = backend.array(np.ones((2, 2, 9, 4))), backend.array(np.ones((2, 2, 9, 4)))
+        with pytest.raises(ValueError, match=f"one per sequence has the shape {shape}"):
+            it.attention(q, k, k, mask=make(backend.array))
+
+    def test_what_masks_are_not(self):
+        with pytest.raises(TypeError, match=r"A mask has no complement: .* or pass a boolean array"):
+            ~masks.causal()
+        with pytest.raises(TypeError, match=r"`lengths` .* got bool: .* is itself a `mask`"):
+            masks.padding(np.asarray([True, False]))
+
+    def test_negative_lengths(self):
+        with pytest.raises(
+            ValueError, match="`lengths` must be at least 0, got an array with negative"
+        ):
+            masks.padding(np.asarray([[-3], [4]]))
+
     def test_construction(self, backend):
         f = backend.array
         with pytest.raises(ValueError, match=r"`left` must be at least 0, got -1"):

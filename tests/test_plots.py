@@ -62,6 +62,11 @@ class TestEntropy:
         assert (n[0], n[-1]) == pytest.approx((32, 256))
         assert "log n (uniform attention)" in lines
         assert len(ax.collections) == 2  # the bands
+        (outline,) = ax.collections[0].get_paths()
+        band = np.quantile(report.entropy.reshape(4, -1), (0.25, 0.75), axis=1)
+        for x, ends in zip(report.lengths, band.T, strict=True):
+            heights = np.unique(outline.vertices[outline.vertices[:, 0] == x, 1])
+            np.testing.assert_allclose(heights, ends)
 
     def test_one_report_and_given_axes(self):
         import matplotlib.pyplot as plt

@@ -1,6 +1,7 @@
 """Random maps: what they compute, their moments, where they fail, and the same draw everywhere."""
 
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -128,6 +129,20 @@ class TestEveryMap:
         assert type(again) is type(f)
         np.testing.assert_array_equal(again.matrix(), f.matrix())
 
+    def test_equality_is_by_value(self, backend, name):
+        like = backend.array(np.zeros(1, "float32"))
+        f, again = (MAPS[name](24, 8, rng=1, like=like) for _ in range(2))
+        others = [MAPS[name](24, 8, rng=2, like=like), MAPS[name](24, 12, rng=1, like=like)]
+        assert f == again
+        assert not (f != again)  # noqa: SIM202, an operator of its own
+        # Whatever the library.
+        assert f == MAPS[name](24, 8, rng=1, like=np.zeros(1, "float32"))
+        for other in (*others, tuple(f), None, 3):
+            assert f != other
+            assert not (f == other)  # noqa: SIM201
+        with pytest.raises(TypeError, match=f"unhashable: {type(f).__name__} with arrays"):
+            hash(f)
+
     def test_errors(self, backend, name):
         like = backend.array(np.zeros(1, "float32"))
         f = MAPS[name](24, 8, rng=1, like=like)
@@ -147,8 +162,41 @@ class TestEveryMap:
             with pytest.raises(error, match=r"`n_(features|components)` must be"):
                 MAPS[name](*sizes)
         if backend.library != "numpy":
-            with pytest.raises(TypeError, match="must be an array of the library of"):
-                f(np.zeros(24))
+            drawn = MAPS[name](24, 8, rng=1)
+            for call, x in ((f, np.zeros(24)), (drawn, backend.array(np.zeros(24)))):
+                with pytest.raises(
+                    TypeError,
+                    match=r"must be an array of the library of `x` \(\w+\), got \w+: "
+                    "draw the projection with `like=x`",
+                ):
+                    call(x)
+            with pytest.raises(TypeError, match="draw the projection with `like=y`"):
+                drawn.adjoint(backend.array(np.zeros(8)))
+        if backend.name == "strict:device1":
+            elsewhere = backend.xp.zeros(24, device=backend.xp.Device("CPU_DEVICE"))
+            with pytest.raises(
+                ValueError, match=r"be on the device of `x` .*: draw the projection with `like=x`"
+            ):
+                f(elsewhere)
+
+    def test_shapes_of_arrays_put_together_by_hand(self, backend, name):
+        f = MAPS[name](24, 8, rng=1, like=backend.array(np.zeros(1, "float32")))
+        x = backend.array(np.zeros((8, 24), "float32"))
+        for field, part in zip(f._fields, f, strict=True):
+            for i, own in enumerate(part if isinstance(part, tuple) else (part,)):
+                longer = own[None, ...]
+                where = f"signs[{i}]" if isinstance(part, tuple) else field
+                bad = (*part[:i], longer, *part[i + 1 :]) if isinstance(part, tuple) else longer
+                wrong = f._replace(**{field: bad})
+                for call in (lambda f: f(x), lambda f: f.adjoint(x, axis=0), lambda f: f.matrix()):
+                    with pytest.raises(ValueError, match=f"`{re.escape(where)}` must have "):
+                        call(wrong)
+                if own.ndim > 1:
+                    with pytest.raises(ValueError, match="must have"):
+                        f._replace(**{field: own[0, ...]})(x)
+        for call in (lambda f: f(x), lambda f: f.matrix()):
+            with pytest.raises(TypeError, match=r"`projection` must be an array .*got list"):
+                call(type(f)(*[[1.0]] * len(f)))
 
 
 @pytest.mark.host
@@ -235,8 +283,9 @@ class TestSparse:
     def test_very_sparse_warns_and_fails_on_spikes(self):
         n, d = 1000, 10**4
         k = it.jl_min_dim(n, eps=0.5)
-        with pytest.warns(UserWarning, match=r"A density of 0.01, below 1/3"):
+        with pytest.warns(UserWarning, match=r"A density of 0.01, below 1/3") as record:
             f = it.sparse_projection(d, k, density=0.01, rng=0, like=np.zeros(1, "float32"))
+        assert record[0].filename == __file__
         x = np.eye(n, dtype="float32")
         y = f.matrix().T[:n]  # the images of n single features
         # The figures of the documentation.
@@ -262,6 +311,43 @@ class TestHadamard:
         assert f.has_orthogonal_rows == (order == d)
         if order == d:
             np.testing.assert_allclose(f.matrix() @ f.matrix().T, d / 5 * np.eye(5), atol=1e-10)
+
+    # The sizes of models.
+    @pytest.mark.parametrize(
+        "d",
+        [
+            64, 80, 96, 104, 112, 128, 192, 576, 768, 896, 1000, 1536, 2048, 3072, 3584, 4096, 4864,
+            5120, 6912, 7168, 8192, 8960, 9728, 11008, 12288, 13696, 13824, 14336, 17408, 18944, 22016,
+            25600, 27648, 28672, 29568,
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("rounds", [1, 2])
+    def test_is_a_rotation_where_it_says_so(self, d, rounds, rng):
+        f = it.hadamard_projection(d, d, rounds=rounds, rng=0)
+        x = rng.normal(size=(2, d))
+        assert np.allclose(f.adjoint(f(x)), x) == f.has_orthogonal_rows
+        assert np.allclose(f(f.adjoint(x)), x) == f.has_orthogonal_rows
+
+    def test_examples_of_rotations_and_others(self):
+        # The figures of the documentation.
+        for d in (64, 80, 768, 896, 4096, 28672):
+            assert it.hadamard_projection(d, d, rng=0).has_orthogonal_rows
+        for d in (104, 1000, 4864, 11008, 13696, 29568):
+            assert not it.hadamard_projection(d, d, rng=0).has_orthogonal_rows
+        matrices = [it.hadamard_projection(104, 104, rng=seed).matrix() for seed in range(20)]
+        assert np.linalg.matrix_rank(matrices).max() < 104
+
+    @pytest.mark.parametrize("d", [100, 1000])
+    def test_the_sample_is_of_all_coordinates(self, d):
+        order = it.hadamard_projection(d, d, rounds=2).signs[1].shape[0]
+        assert order > d
+        rows = np.concatenate([it.hadamard_projection(d, 50, rng=seed).rows for seed in range(2000)])
+        counts = np.bincount(rows, minlength=order)
+        assert counts.shape == (order,)
+        # Binomial, each: the share of those from d on is theirs.
+        expected = rows.shape[0] / order
+        assert abs(counts - expected).max() < 5 * expected**0.5
+        assert abs(counts[d:].mean() - expected) < 4.5 * (expected / (order - d)) ** 0.5
 
     def test_definition(self, rng):
         # √(d/k) P H D of the document, with H by SciPy.
@@ -315,6 +401,13 @@ class TestHadamard:
     def test_errors(self):
         with pytest.raises(ValueError, match="`rounds` must be at least 1"):
             it.hadamard_projection(8, 2, rounds=0)
+        rows = np.arange(2)
+        with pytest.raises(ValueError, match=r"`signs` must hold an array for each round, got \(\)"):
+            it.HadamardProjection((), rows).matrix()
+        with pytest.raises(TypeError, match="`signs` must be a tuple of arrays, got ndarray"):
+            it.HadamardProjection(np.ones(8), rows)(np.ones(8))
+        with pytest.raises(ValueError, match=r"`signs\[1\]` must have the shape \(12,\), got \(9,\)"):
+            it.HadamardProjection((np.ones(9), np.ones(9)), rows)(np.ones(9))
 
 
 @pytest.mark.host
@@ -333,6 +426,11 @@ class TestCountSketch:
             it.count_sketch(100, 10, nonzeros=3)
         with pytest.raises(ValueError, match="`nonzeros` must be at least 1"):
             it.count_sketch(100, 10, nonzeros=0)
+        f = it.count_sketch(100, 10, rng=0)
+        with pytest.raises(
+            ValueError, match=r"`components` must have the shape \(1, 100\), got \(10, 10\)"
+        ):
+            it.CountSketch(f.signs, f.features, f.components)(np.ones(100))
 
 
 @pytest.mark.host
@@ -346,3 +444,22 @@ def test_memory_of_float32_draws():
     finally:
         tracemalloc.stop()
     assert peak < 2.7 * 4 * 20_000 * 200  # not the 16 bytes of a draw in float64 beside a copy
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", ["seed", "random_state", "generator"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        it.gaussian_projection, it.rademacher_projection, it.sparse_projection,
+        it.orthogonal_projection, it.hadamard_projection, it.count_sketch, it.positive_features,
+        it.distortion,
+    ],
+)  # fmt: skip
+def test_the_source_of_a_draw_is_rng(function, name):
+    message = rf"{function.__name__}\(\) has no argument `{name}`: here it is `rng`\."
+    with pytest.raises(TypeError, match=message):
+        function(np.eye(4), np.eye(4), **{name: 0})
+    # A mistake of another kind keeps the message that it has.
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sed'"):
+        function(np.eye(4), np.eye(4), sed=0)

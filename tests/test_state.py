@@ -9,7 +9,7 @@ import pytest
 import scipy.special
 
 import isentropic as it
-from isentropic import _state
+from isentropic import _state, laws, masks
 
 N = 12
 
@@ -109,6 +109,96 @@ class TestMerge:
         expected = oracles.entropy(oracles.softmax(s), order)
         close = {"rtol": 1e-10, "atol": 1e-12} if backend.float64 else {"rtol": 3e-5, "atol": 1e-5}
         backend.assert_close(h, expected, **close)
+
+    @pytest.mark.parametrize("normalizer", [1.0, 5.0])
+    def test_a_maximum_of_minus_infinity_weighs_nothing(self, backend, qkv, normalizer):
+        # A sink that is off; a shard for which a kernel reports a log-sum-exp of −∞ and leaves the rest.
+        (state,) = _parts(backend, qkv, ())
+        shape = state.maximum.shape
+        empty = it.AttentionState(
+            backend.array(np.full(shape, -np.inf)),
+            backend.array(np.full(shape, normalizer)),
+            backend.array(np.full(state.weighted_value.shape, np.nan)),
+            backend.array(np.full(shape, 3.0)),
+        )
+        for merged in (it.merge(state, empty), it.merge(empty, state), state + empty):
+            backend.assert_close(merged.output(), state.output())
+            backend.assert_close(merged.entropy(), state.entropy())
+            backend.assert_close(merged.log_normalizer(), state.log_normalizer())
+        backend.assert_close(empty.log_normalizer(), np.full(shape, -np.inf))
+        backend.assert_close(empty.output(), np.zeros(state.weighted_value.shape))
+        backend.assert_close(empty.entropy(), np.zeros(shape))
+
+    def test_sum_list_and_axis(self, backend, qkv):
+        xp = backend.xp
+        states = _parts(backend, qkv, (3, 7))
+        a, b, c = states
+        merged = it.merge(a, b, c)
+        _assert_same(backend, a + b + c, merged)
+        _assert_same(backend, it.merge(states), merged)
+        for axis, place in ((0, 0), (1, 1), (-2, 1)):
+            stacked = it.AttentionState(*(xp.stack(x, axis=place) for x in zip(*states, strict=True)))
+            _assert_same(backend, it.merge(stacked, axis=axis), merged)
+        with pytest.raises(
+            TypeError, match=r"`states` must be two or more .* `axis` of several, got a single"
+        ):
+            it.merge(stacked)
+        with pytest.raises(ValueError, match="`axis` must not be that of the queries"):
+            it.merge(stacked, axis=-1)
+        with pytest.raises(ValueError, match=r"`axis` must be in \[-3, 3\), got 3"):
+            it.merge(stacked, axis=3)
+        with pytest.raises(TypeError, match="`axis` must be None unless one state is given"):
+            it.merge(a, b, axis=0)
+
+    def test_equal_by_value(self, backend, qkv):
+        (a,), (b,) = _parts(backend, qkv, ()), _parts(backend, qkv, ())
+        assert a == b
+        assert not a != b  # noqa: SIM202  (tuples have one of their own)
+        assert a != b._replace(maximum=b.maximum + 1.0)
+        assert a != b._replace(weighted_score=None)
+        with pytest.raises(TypeError, match="unhashable: AttentionState with arrays"):
+            hash(a)
+
+    def test_counts(self, backend, qkv):
+        q, k, v = (backend.array(x) for x in qkv)
+        pages = [(k[:, i : i + 4, :], v[:, i : i + 4, :]) for i in range(0, N, 4)]
+        whole = it.attention_state(q, k, v)
+        backend.assert_close(whole.n_seen, np.full((2, 5), float(N)))
+        backend.assert_close(whole.n_keys, np.full((2, 5), float(N)))
+        merged = it.merge([it.attention_state(q, *page, n_keys=N) for page in pages])
+        _assert_same(backend, merged, whole)
+        for law in (None, laws.Constant(2.0)):
+            merged = it.merge([it.attention_state(q, *page, law=law) for page in pages])
+            assert merged.n_keys is None
+            _assert_same(backend, merged[:4], it.attention_state(q, k, v, law=law)[:4])
+
+    def test_counts_that_disagree(self, qkv):
+        # NumPy: elsewhere the counts may be out of sight.
+        q, k, v = qkv
+        pages = [(k[:, i : i + 4], v[:, i : i + 4]) for i in range(0, N, 4)]
+        with pytest.warns(
+            UserWarning, match=r"more keys than their laws were given.*`n_keys`"
+        ) as caught:
+            it.merge([it.attention_state(q, *page) for page in pages])
+        assert caught[0].filename == __file__
+        ragged = [it.attention_state(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 5), (5, N))]
+        with pytest.warns(UserWarning, match="different numbers of keys"):
+            ragged[0] + ragged[1]
+
+        # Queries at the positions 7 to 11: a mask counts from the first key of its page.
+        offset = N - 5
+        seen = masks.causal(offset).visible_count(5, N)
+        whole = it.attention_state(q, k, v, mask=masks.causal(offset))
+
+        def states(shift):
+            return [
+                it.attention_state(q, *page, mask=masks.causal(offset - shift * 4 * i), n_keys=seen)
+                for i, page in enumerate(pages)
+            ]
+
+        with pytest.warns(UserWarning, match=r"a causal mask the offset .* less the position"):
+            it.merge(states(0))
+        np.testing.assert_allclose(it.merge(states(1)).output(), whole.output())
 
     def test_errors(self, backend, qkv):
         (state,) = _parts(backend, qkv, ())

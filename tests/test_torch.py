@@ -1,5 +1,8 @@
 """PyTorch transformations: autograd, compile, vmap; fake CUDA tensors and tensors without data."""
 
+import math
+import shutil
+
 import cases
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ import isentropic as it
 from isentropic import laws, masks
 
 torch = pytest.importorskip("torch")
+
+from isentropic.integrations.torch import LawModule  # noqa: E402
 
 ARRAYS = cases.inputs()
 # `visible_count` is integer; the entropy of p has a one-sided derivative at p = 0.
@@ -129,6 +134,87 @@ class TestTransformations:
             ):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert counter.frame_count <= 3
+
+    @pytest.mark.parametrize("dynamic", [True, None, False])
+    def test_entropies_and_states_with_symbolic_lengths(self, dynamic, compile_):
+        def call(q, k, v):
+            state = it.attention_state(q, k, v, mask=masks.causal() & masks.window(5))
+            orders = (0.0, 0.9, 1.0, 2.0, math.inf)
+            return (
+                *state,
+                state.entropy(),
+                *(it.attention_entropy(q, k, is_causal=True, order=order) for order in orders),
+                it.attention_entropy(q, k, order=2, family="tsallis", normalized=True),
+                state.output(),
+            )
+
+        compiled, counter = compile_(call, dynamic=dynamic)
+        for n in (7, 9):
+            q, k, v = torch.randn(3, 2, n, 8)
+            for got, want in zip(compiled(q, k, v), call(q, k, v), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert counter.frame_count <= 2
+
+    def test_matched_factors_with_symbolic_lengths(self):
+        torch.compiler.reset()
+        compiled = torch.compile(
+            lambda q, k: it.match_attention_entropy(q, k, 1.0),
+            fullgraph=True,
+            dynamic=True,
+            backend="eager",
+        )
+        for n in (7, 9):
+            q, k = torch.randn(2, 2, n, 8)
+            torch.testing.assert_close(
+                compiled(q, k), it.match_attention_entropy(q, k, 1.0), rtol=1e-4, atol=1e-5
+            )
+        torch.compiler.reset()
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_export_with_symbolic_lengths(self, strict):
+        class Module(torch.nn.Module):
+            def forward(self, q, k, v):
+                q = it.scale_queries(q, k.shape[-2])
+                out = it.attention(q, k, v, is_causal=True, law=None)
+                return out, it.attention_entropy(q, k), it.attention_state(q, k, v).output()
+
+        lengths = ({1: torch.export.Dim("n", min=2, max=4096)},) * 3
+        exported = torch.export.export(
+            Module(), tuple(torch.randn(3, 2, 9, 8)), dynamic_shapes=lengths, strict=strict
+        )
+        arrays = torch.randn(3, 2, 13, 8)
+        for got, want in zip(exported.module()(*arrays), Module()(*arrays), strict=True):
+            torch.testing.assert_close(got, want)
+
+    # PyTorch's own compiler uses what PyTorch deprecates.
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+    @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+    @pytest.mark.parametrize("dynamic", [True, None])
+    def test_inductor(self, dynamic):
+        def call(q, k, v):
+            state = it.attention_state(q, k, v, is_causal=True)
+            return state.output(), it.attention_entropy(q, k, is_causal=True, order=0.5)
+
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
+        for n in (7, 9):
+            q, k, v = torch.randn(3, 2, n, 8)
+            for got, want in zip(compiled(q, k, v), call(q, k, v), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.compiler.reset()
+
+    def test_visible_nan_in_a_graph(self, compile_):
+        # PyTorch's kernel takes a row of NaN logits for one that sees no key.
+        q, k, v = (torch.randn(heads, 9, 8) for heads in (4, 2, 2))
+        compiled, _ = compile_(lambda q, k, v: it.attention(q, k, v, enable_gqa=True))
+        of_query, of_key = q.clone(), k.clone()
+        of_query[2, 5, 0] = of_key[1, :, 0] = torch.nan
+        for arrays in ((of_query, k, v), (q, of_key, v)):
+            expected = it.attention(*arrays, enable_gqa=True, implementation="generic")
+            assert expected.isnan().any()
+            torch.testing.assert_close(
+                compiled(*arrays), expected, equal_nan=True, rtol=1e-4, atol=1e-5
+            )
 
     def test_gradients_of_ten_lengths(self, compile_):
         compiled, counter = compile_(lambda *a: it.attention(*a, is_causal=True).sin().sum())
@@ -334,8 +420,103 @@ class TestTransformations:
 
         state = it.attention_state(*torch.randn(3, 5, 4))
         leaves, structure = pytree.tree_flatten(state)
-        assert len(leaves) == 4
+        assert len(leaves) == len(state)
         assert isinstance(pytree.tree_unflatten(leaves, structure), it.AttentionState)
+
+
+class TestLaws:
+    def test_ranges_are_not_checked_where_values_cannot_be_read(self, compile_):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        n, base = torch.tensor([4.0, 16.0]), torch.tensor([[4.0, 2.0], [0.5, 2.0]])
+
+        def call(base):
+            return laws.LogLength(base)(n)
+
+        with pytest.raises(ValueError, match=r"`base` must be above 1, got 0.5 at \(1, 0\)"):
+            call(base)
+        assert torch.func.vmap(call)(base)[1].isfinite().all()
+        assert torch.func.jacrev(call)(base).shape == (2, 2, 2, 2, 2)
+        assert compile_(call)[0](base).shape == (2, 2, 2)
+        n = n.to("meta")
+        assert call(base.to("meta")).shape == (2, 2, 2)
+        with FakeTensorMode():
+            n = torch.empty(2)
+            assert call(torch.empty(2, 2)).shape == (2, 2, 2)
+
+    def test_modules_say_which_number_left_its_range(self):
+        law = LawModule(laws.scaled(laws.LogLength(torch.nn.Parameter(torch.tensor([2.0, 4.0]))), 2.0))
+        optimizer = torch.optim.SGD(law.parameters(), lr=1.0)
+        law()(torch.tensor([8.0]))[1].sum().neg().backward()
+        optimizer.step()
+        law()
+        with torch.no_grad():
+            law.law.base[1] = 1.0
+        with pytest.raises(ValueError, match=r"`base` must be above 1, got 1.0 at \(1,\)"):
+            law()
+        law.to("meta")()
+
+    def test_arguments_of_compiled_functions(self, compile_):
+        q = torch.randn(2, 4, 9, 8)
+
+        def call(law, q):
+            return it.attention(q, q, q, law=law, is_causal=True)
+
+        compiled, counter = compile_(call)
+        for slope in (torch.randn(4), torch.randn(4), torch.randn(4).requires_grad_()):
+            law = laws.scaled(laws.shifted(laws.AffineLog(slope, 0.5), 1), 2.0)
+            torch.testing.assert_close(compiled(law, q), call(law, q))
+        assert counter.frame_count == 2  # one of them is differentiated
+        compiled(law, q).sum().backward()
+        (expected,) = torch.autograd.grad(call(law, q).sum(), slope)
+        torch.testing.assert_close(slope.grad, expected)
+
+    def test_gradients_are_laws(self):
+        q, k = torch.randn(2, 4, 9, 8)
+
+        def entropy(law):
+            return it.attention_entropy(q, k, law=law, is_causal=True).sum()
+
+        slope, factor = torch.rand(4) + 0.5, torch.tensor(2.0)
+        law = laws.scaled(laws.AffineLog(slope, 0.5), factor)
+        gradient, value = torch.func.grad_and_value(entropy)(law)
+        torch.testing.assert_close(value, entropy(law))
+        assert gradient.law.intercept == 0.5
+        slope.requires_grad_()
+        (expected,) = torch.autograd.grad(entropy(law), slope)
+        torch.testing.assert_close(gradient.law.slope, expected)
+
+    def test_maps_over_laws(self):
+        n = torch.tensor([2.0, 64.0])
+        stacked = laws.scaled(
+            laws.LogLength(torch.tensor([[2.0, 4.0], [8.0, 16.0], [32.0, 64.0]])), 2.0
+        )
+        got = torch.func.vmap(lambda law: law(n))(stacked)
+        torch.testing.assert_close(got, stacked(n))
+        axes = torch.utils._pytree.tree_map(lambda _: 1, stacked)
+        got = torch.func.vmap(lambda law: law(n), in_dims=(axes,))(stacked)
+        torch.testing.assert_close(got, stacked(n).transpose(0, 1))
+
+    def test_functional_calls(self):
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.law = LawModule(laws.AffineLog(torch.nn.Parameter(torch.rand(4))))
+
+            def forward(self, q, law):
+                return it.attention_entropy(q, q, law=self.law()) + it.attention_entropy(q, q, law=law)
+
+        layer, q, law = Layer(), torch.randn(4, 9, 8), laws.LogLength(torch.rand(4) + 2)
+        parameters = {name: torch.rand_like(x) for name, x in layer.named_parameters()}
+
+        def call(parameters, law):
+            return torch.func.functional_call(layer, parameters, (q, law)).sum()
+
+        gradients = torch.func.grad(call, argnums=(0, 1))(parameters, law)
+        assert gradients[0].keys() == parameters.keys() == {"law.slope"}
+        leaves = [x.requires_grad_() for x in (parameters["law.slope"], law.base)]
+        expected = torch.autograd.grad(call(parameters, law), leaves)
+        torch.testing.assert_close((gradients[0]["law.slope"], gradients[1].base), expected)
 
 
 class TestAgainstTorch:

@@ -63,15 +63,24 @@ class Memory:
         self.function(*self.arrays)
 
 
-def torch_sdpa(n):
+def torch_sdpa(call, n):
+    """PyTorch's kernel for the output, with the mask of a call, which it takes as an array."""
     import torch
 
-    q, k, v = (x[None] for x in arrays("torch", n))
-    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    mask = {"is_causal": call == "causal"}
+    if call == "window":
+        ones = torch.ones(n, n, dtype=torch.bool)
+        mask = {"attn_mask": ones.tril() & ones.triu(-512)}
+
+    def function(q, k, v):
+        q, k, v = (x[None] for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **mask)
+
+    return function
 
 
 class AgainstTorch:
-    """Multiples of the time of PyTorch's `scaled_dot_product_attention`, without a mask."""
+    """Multiples of the time of PyTorch's `scaled_dot_product_attention`, with the same mask."""
 
     params = (CPU, list(CALLS), [4096])
     param_names = ("backend", "call", "n")
@@ -81,7 +90,8 @@ class AgainstTorch:
     def track_ratio(self, backend, call, n):
         own = arrays(backend, n)
         function = synchronized(backend, CALLS[call])
-        return ratio(lambda: function(*own), torch_sdpa(n), rounds=4)
+        peer, others = torch_sdpa(call, length(n)), arrays("torch", n)
+        return ratio(lambda: function(*own), lambda: peer(*others), rounds=4)
 
 
 class AgainstOwnLibrary:
@@ -116,7 +126,7 @@ class AgainstOwnLibrary:
 
 
 class Gradients:
-    """Forward and backward at n = 4096, as multiples of the same of a peer: SDPA, `jax.nn`."""
+    """Forward and backward at n = 4096, as multiples of a peer with the same mask: SDPA, `jax.nn`."""
 
     params = (["torch", "jax"], ["attention", "causal", "output and entropy"])
     param_names = ("backend", "call")
@@ -127,36 +137,31 @@ class Gradients:
         own = arrays(backend, 4096)
         ours = gradient(backend, CALLS[call])
         if backend == "torch":
-            from torch.nn.functional import scaled_dot_product_attention as peer
-
-            theirs, others = gradient("torch", peer), [x[None] for x in own]
+            theirs, others = gradient("torch", torch_sdpa(call, length(4096))), own
         else:
             import jax
 
-            theirs, others = gradient("jax", jax.nn.dot_product_attention), _heads_last(own)
+            def peer(q, k, v):
+                return jax.nn.dot_product_attention(q, k, v, is_causal=call == "causal")
+
+            theirs, others = gradient("jax", peer), _heads_last(own)
         return ratio(lambda: ours(*own), lambda: theirs(*others), rounds=2)
 
 
 class SmallCalls:
-    """4 heads at n = 16, as multiples of the plain expression, or of SDPA."""
+    """4 heads at n = 16, as multiples of the plain expression, or of SDPA, with the same mask."""
 
     params = (["numpy", "torch"], ["attention", "causal", "entropy"])
     param_names = ("backend", "call")
     unit = "ratio"
 
     def track_ratio(self, backend, call):
-        q, k, v = arrays(backend, 16, heads=4)
-        if backend == "numpy":
-
-            def peer():
-                return _naive(q, k, v)
+        own = arrays(backend, 16, heads=4)
+        if backend == "torch":
+            peer = torch_sdpa(call, 16)
         else:
-            from torch.nn.functional import scaled_dot_product_attention
-
-            def peer():
-                return scaled_dot_product_attention(q[None], k[None], v[None])
-
-        return ratio(lambda: CALLS[call](q, k, v), peer, rounds=1000)
+            peer = _naive_causal if call == "causal" else _naive
+        return ratio(lambda: CALLS[call](*own), lambda: peer(*own), rounds=1000)
 
 
 class Imports:
@@ -202,18 +207,18 @@ class Error:
 class Graphs:
     """How many graphs ten lengths need under `torch.compile`."""
 
-    params = (("attention", "causal", "entropy"),)
-    param_names = ("call",)
+    params = (("attention", "causal", "entropy"), (None, True))
+    param_names = ("call", "dynamic")
     unit = "graphs"
     timeout = 600
 
-    def track_graphs(self, call):
+    def track_graphs(self, call, dynamic):
         import torch
         from torch._dynamo.testing import CompileCounter
 
         torch._dynamo.reset()
         counter = CompileCounter()
-        compiled = torch.compile(CALLS[call], backend=counter, fullgraph=True)
+        compiled = torch.compile(CALLS[call], backend=counter, fullgraph=True, dynamic=dynamic)
         for n in range(100, 1100, 100):
             compiled(*(torch.zeros(2, length(n) + n // 100, 16) for _ in range(3)))
         return counter.frame_count
@@ -258,9 +263,17 @@ class Laws:
 
 
 def _naive(q, k, v):
+    return _softmax(q @ np.swapaxes(k, -1, -2) / 8) @ v
+
+
+def _naive_causal(q, k, v):
     s = q @ np.swapaxes(k, -1, -2) / 8
+    return _softmax(np.where(np.tri(s.shape[-1], dtype=bool), s, -np.inf)) @ v
+
+
+def _softmax(s):
     p = np.exp(s - s.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True) @ v
+    return p / p.sum(axis=-1, keepdims=True)
 
 
 def _heads_last(x):

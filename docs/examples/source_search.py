@@ -66,7 +66,7 @@ def compare(x: sparse.csr_array, kinds: tuple[str, ...], seed: int = 0) -> list[
     rows = []
     for kind, eps in tqdm([(kind, eps) for kind in kinds for eps in EPS], unit=" maps"):
         start = time.perf_counter()
-        transformer = JLTransformer(kind=kind, eps=eps, random_state=seed)
+        transformer = JLTransformer(kind=kind, eps=eps, dense_output=True, random_state=seed)
         y = transformer.fit_transform(x)
         seconds = time.perf_counter() - start
         report = it.distortion(dense, y, pairs=PAIRS, rng=seed)

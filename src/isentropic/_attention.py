@@ -18,19 +18,35 @@ from isentropic._checks import (
     check_ndim,
     check_order,
     plain_integer,
+    renamed,
     value_error,
 )
-from isentropic._entropy import FAMILIES, convert_family, entropy, entropy_of_moments, partition
+from isentropic._entropy import (
+    FAMILIES,
+    convert_family,
+    entropy,
+    entropy_of_moments,
+    normalized_entropy,
+    partition,
+)
 from isentropic._kernels import output_kernel, require, state_kernel
 from isentropic._loops import Block, take
 from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
-from isentropic._numerics import divide_or_zero
+from isentropic._numerics import clip, divide_or_zero, lift, quietly
 from isentropic._state import AttentionState, as_rows
-from isentropic._tiles import array_or_none, factor, given_lengths, prepare, visible_lengths
-from isentropic.laws import DEFAULT_LAW, Law, check_law
+from isentropic._tiles import array_or_none, factor, given_lengths, prepare
+from isentropic.laws import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
+# What PyTorch, JAX and transformers call the arguments of attention.
+_named = renamed(
+    attn_mask="mask", attention_mask="mask", key_padding_mask="mask", attn_bias="bias", scaling="scale",
+    causal="is_causal", logits_soft_cap="softcap", dropout_p=None, dropout=None,
+)  # fmt: skip
 
+
+@_named
+@quietly
 def attention(
     query: ArrayT,
     key: ArrayT,
@@ -106,6 +122,7 @@ def attention(
 
     Keys and values that a query does not see have no effect on it, even where they hold NaN or
     infinities; where it does see such a key or value, and there is a mask, all of its output is NaN.
+    Logits beyond the range of the dtype make it NaN, without a warning.
 
     References
     ----------
@@ -132,6 +149,8 @@ def attention(
     return problem.xp.astype(out, problem.dtype, copy=False)
 
 
+@_named
+@quietly
 def attention_state(
     query: Array,
     key: Array,
@@ -187,10 +206,21 @@ def attention_state(
         block_size=block_size,
     )  # fmt: skip
 
+    n_seen, n = None, None
+    if law is not None and not isinstance(law, Constant):
+        lengths = problem.lengths
+        if lengths is None:
+            lengths = problem.visible_lengths(n_keys)
+        seen = lengths if n_keys is None else problem.visible_lengths()
+        shape = (*problem.batch, problem.n_queries)
+        n_seen, n = (problem.xp.broadcast_to(x, shape) for x in (seen, lengths))
     kernel = state_kernel(problem, implementation, maximum=True)
-    return as_rows(problem.scale().state(order=1.0) if kernel is None else kernel(problem))
+    state = as_rows(problem.scale().state(order=1.0) if kernel is None else kernel(problem))
+    return state._replace(n_seen=n_seen, n_keys=n)
 
 
+@_named
+@quietly
 def attention_entropy(
     query: Array,
     key: Array,
@@ -228,7 +258,8 @@ def attention_entropy(
     Returns
     -------
     array (..., L)
-        Nats, in [0, log n] for Rényi's, or in [0, 1] where normalized. 0 for a query that sees no key.
+        Nats, in [0, log n] for Rényi's, or in [0, 1] where normalized; of float32, or float64 where the
+        inputs are. 0 for a query that sees no key.
 
     Raises
     ------
@@ -258,14 +289,15 @@ def attention_entropy(
     kernel = state_kernel(problem, implementation, order)
     state = problem.scale().state(order) if kernel is None else kernel(problem)
     assert state.weighted_score is not None
-    h = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, family)[..., 0]
-    if normalized:
-        n = visible_lengths(problem.frame, problem.compute, problem.mask, n_keys, problem.batch)
-        log_n = xp.log(xp.clip(n, min=1.0))
-        h = divide_or_zero(xp, h, convert_family(xp, log_n, order, family))
-    return xp.astype(h, problem.dtype)
+    renyi = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, "renyi")[..., 0]
+    if not normalized:
+        return convert_family(xp, renyi, order, family)
+    n = problem.visible_lengths(n_keys) if problem.lengths is None else problem.lengths
+    return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
+@_named
+@quietly
 def attention_weights(
     query: ArrayT,
     key: ArrayT,
@@ -321,6 +353,8 @@ def attention_weights(
     return xp.astype(divide_or_zero(xp, weight, normalizer), problem.dtype)
 
 
+@_named
+@quietly
 def attention_information(
     query: Array,
     key: Array,
@@ -347,8 +381,8 @@ def attention_information(
     Returns
     -------
     array (...)
-        Nats, in [0, log min(L, S)]: 0 where all queries attend alike. Queries that see no key are
-        left out.
+        Nats, in [0, log min(L, S)], of float32, or float64 where the inputs are: 0 where all queries
+        attend alike. Queries that see no key do not take part.
 
     Raises
     ------
@@ -375,7 +409,7 @@ def attention_information(
     )  # fmt: skip
     xp = problem.xp
     if problem.n_keys == 0 or problem.n_queries == 0:
-        return problem.zeros(())
+        return problem.zeros((), problem.compute)
 
     kernel = state_kernel(problem, implementation)
     problem.scale()
@@ -384,10 +418,12 @@ def attention_information(
     n_seeing = xp.sum(sees, axis=-1, keepdims=True)
     mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
     entropy_of_mean = entropy(problem.column_sums(state))[..., None]
-    information = xp.clip(entropy_of_mean - mean_entropy, min=0.0)
-    return xp.astype(information[..., 0], problem.dtype)
+    information = clip(xp, entropy_of_mean - mean_entropy, min=0.0)
+    return information[..., 0]
 
 
+@_named
+@quietly
 def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW) -> ArrayT:
     """Queries multiplied by ``law(n)``: brings a law to any attention kernel.
 
@@ -433,6 +469,8 @@ def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW)
     return xp.astype(xp.astype(query, dtype) * factor(xp, law, n, query.shape[:-1]), query.dtype)
 
 
+@_named
+@quietly
 def multi_head_attention(
     query: ArrayT,
     key: ArrayT,
@@ -540,6 +578,8 @@ def multi_head_attention(
     return _project(xp, joined, w_o, b_o)
 
 
+@_named
+@quietly
 def additive_attention(
     query: ArrayT,
     key: ArrayT,
@@ -614,7 +654,7 @@ def additive_attention(
     def score(rows: Block, columns: Block) -> Array:
         q = take(queries, rows, -2)[..., :, None, :]
         k = take(keys, columns, -2)[..., None, :, :]
-        return xp.sum(xp.tanh(q + k) * v, axis=-1)
+        return xp.sum(xp.tanh(q + k) * lift(v, q.ndim), axis=-1)
 
     return xp.astype(problem.output(score), problem.dtype)
 
@@ -633,7 +673,7 @@ def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: boo
     y = (x if finite is None else xp.where(finite, x, 0.0)) @ xp.astype(w, dtype)
     if finite is not None:
         y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, math.nan)
-    return y if b is None else y + b
+    return y if b is None else y + lift(b, y.ndim)
 
 
 def _swap_heads(xp: ModuleType, x: Array) -> Array:

@@ -2,31 +2,80 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral, Real
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # More than any memory holds; NumPy answers with an OverflowError where it is far more.
 _TOO_MANY = 2**48
+# How many characters of what is long a message has, of either end.
+_KEPT = 20
 
 
 def value_error(name: str, must: str, got: Any) -> ValueError:
     if isinstance(got, tuple):
         got = tuple(got)  # PyTorch's shapes print as torch.Size([...])
-    return ValueError(f"`{name}` must {must}, got {_printed(got)}.")
+    if isinstance(got, Real):
+        got = _printed(got, str)
+    return ValueError(f"`{name}` must {must}, got {got}.")
 
 
 def type_error(name: str, must: str, got: Any) -> TypeError:
     return TypeError(f"`{name}` must {must}, got {got}.")
 
 
-def _printed(x: Any, form: Callable[[Any], str] = str) -> str:
+def renamed(**names: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name the argument of a function that other libraries call otherwise; None where there is none.
+
+    Warnings of the function need a `stacklevel` of one more.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:  # where Python refuses an unknown name: it costs other calls nothing
+                for name in kwargs:
+                    if name in names:
+                        ours = names[name]
+                        mend = f": here it is `{ours}`" if ours else ", nor another one for it"
+                        raise TypeError(
+                            f"{function.__name__}() has no argument `{name}`{mend}."
+                        ) from None
+                raise
+
+        return call
+
+    return decorate
+
+
+def _printed(x: Any, form: Callable[[Any], str] = repr) -> str:
     try:
-        return form(x)
+        text = form(x)
     except ValueError:
         return "an integer of more digits than Python prints"
+    if len(text) <= 2 * _KEPT + 20:
+        return text
+    return f"{text[:_KEPT]}…{text[-_KEPT:]} ({len(text)} characters)"
+
+
+@contextlib.contextmanager
+def extra_of(module: str) -> Iterator[None]:
+    """Imports of what the extra brings that is named as the last part of a module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing, extra = str(error.name).partition(".")[0], module.rpartition(".")[2]
+        message = f"{module} needs {missing}: pip install 'isentropic[{extra}]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def check_floating(xp: ModuleType, **arrays: Any) -> None:
@@ -46,6 +95,17 @@ def check_ndim(minimum: int, **arrays: Any) -> None:
             raise value_error(name, f"have at least {minimum} dimensions", x.ndim)
 
 
+def check_shape(name: str, x: Any, shape: tuple[int | None, ...]) -> None:
+    """Refuse arrays of another shape, in which None stands for any size."""
+    if len(x.shape) == len(shape) and all(
+        want is None or have == want for have, want in zip(x.shape, shape, strict=True)
+    ):
+        return
+    count = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+    must = f"have {count}" if None in shape or not shape else f"have the shape {tuple(shape)}"
+    raise value_error(name, must, tuple(x.shape))
+
+
 def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
     """Refuse what is no finite Python number with ``x > above`` and ``x >= least``."""
     if isinstance(x, bool) or not isinstance(x, Real):
@@ -55,8 +115,13 @@ def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -m
     except OverflowError:
         raise value_error(name, "be within the range of a float", x) from None
     if not (above < x < math.inf and x >= least):
-        bounds = [f"above {above}"] * (above > -math.inf) + [f"at least {least}"] * (least > -math.inf)
-        raise value_error(name, " ".join(["be", " and ".join(bounds) or "finite"]), x)
+        raise value_error(name, within(above, least), x)
+
+
+def within(above: float, least: float = -math.inf) -> str:
+    """What numbers between these bounds and infinity must be."""
+    bounds = [f"above {above}"] * (above > -math.inf) + [f"at least {least}"] * (least > -math.inf)
+    return " ".join(["be", " and ".join(bounds) or "finite"])
 
 
 def check_order(order: Any) -> None:
@@ -77,13 +142,14 @@ def is_array(x: Any) -> bool:
 
 
 def is_integer(x: Any) -> bool:
-    # `int` comes first: under torch.compile a symbolic integer answers that question alone.
-    return isinstance(x, (int, Integral)) and not isinstance(x, bool)
+    # `int` comes first: under torch.compile a symbolic integer answers that question alone. That of
+    # torch.export is of a class of its own.
+    return type(x).__name__ == "SymInt" or (isinstance(x, (int, Integral)) and not isinstance(x, bool))
 
 
 def plain_integer(x: Any) -> int:
     """An integer of NumPy as Python's; a symbolic one stays as it is."""
-    return x if isinstance(x, int) else int(x)
+    return x if isinstance(x, int) or type(x).__name__ == "SymInt" else int(x)
 
 
 def check_given(**arrays: Any) -> None:
@@ -113,7 +179,15 @@ def counts(**values: Any) -> tuple[int, ...]:
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
     if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)
-        raise value_error(name, f"be {options}", _printed(x, repr))
+        raise value_error(name, f"be {options}", _printed(x) + _nearest(x, choices))
+
+
+def _nearest(x: Any, choices: Sequence[Any]) -> str:
+    import difflib
+
+    names = [choice for choice in choices if isinstance(choice, str)]
+    found = difflib.get_close_matches(x, names, n=1) if isinstance(x, str) else []
+    return f" (the nearest is {found[0]!r})" if found else ""
 
 
 def check_flag(**flags: Any) -> None:
@@ -135,15 +209,24 @@ def common_shape(xp: ModuleType, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape to which the named shapes broadcast."""
     common: tuple[int, ...] = next(iter(shapes.values()))
     for name, shape in shapes.items():
-        if shape == common:
-            continue
-        try:
-            common = xp.broadcast_shapes(common, shape)
-        except (ValueError, RuntimeError):  # RuntimeError from torch
-            raise value_error(
-                name, f"broadcast with {tuple(common)} in its batch axes", shape
-            ) from None
+        joined = common if shape == common else _broadcast(common, shape)
+        if joined is None:
+            raise value_error(name, f"broadcast with {tuple(common)} in its batch axes", shape)
+        common = joined
     return common
+
+
+def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape to which two broadcast, if they do; the standard's own is younger than 2024.12."""
+    if len(a) < len(b):
+        a, b = b, a
+    sizes = list(a)
+    for i in range(-len(b), 0):
+        if sizes[i] == 1:
+            sizes[i] = b[i]
+        elif b[i] not in (1, sizes[i]):
+            return None
+    return tuple(sizes)
 
 
 def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:

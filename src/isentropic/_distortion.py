@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._bounds import jl_distortion
 from isentropic._checks import check_floating, check_real, counts, value_error
-from isentropic._draws import generator_of
+from isentropic._draws import generator_of, takes_rng
 from isentropic._loops import Block, map_blocks, take
 from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 from isentropic._numerics import divide_or_zero, root_or_zero
@@ -159,6 +159,7 @@ class DistortionReport:
         return "\n".join(lines)
 
 
+@takes_rng
 def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None) -> DistortionReport:
     """Compare points with their images: distances, norms, inner products and angles of pairs.
 
@@ -190,7 +191,8 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     -----
     Distances come from differences, not from inner products, so that close points keep their digits.
     Pairs are taken in blocks: beside the results there are a few million numbers at a time. Two equal
-    points with equal images have the error 0, and inner products and angles with a zero vector too.
+    points with equal images have the error 0, and so have inner products with a point at the origin.
+    The angle with a zero vector is taken as 0, on either side.
 
     Examples
     --------
@@ -284,8 +286,14 @@ def _choose(n_pairs: int, chosen: int, rng: Any) -> tuple[np.ndarray, np.ndarray
         index = np.arange(n_pairs)
     else:
         index = generator_of(rng).choice(n_pairs, chosen, replace=False, shuffle=False)
-    # Pair (i, j) has the number i(i − 1)/2 + j.
-    i = ((1 + np.sqrt(1 + 8 * index.astype(np.float64))) / 2).astype(np.int64)
+    return _pair_of(index)
+
+
+def _pair_of(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pair i > j of each number i(i − 1)/2 + j."""
+    import numpy as np
+
+    i = ((1 + np.sqrt(1 + 8.0 * index)) / 2).astype(np.int64)
     i -= i * (i - 1) // 2 > index  # where the root was rounded
     i += i * (i + 1) // 2 <= index
     return i, index - i * (i - 1) // 2

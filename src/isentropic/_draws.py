@@ -5,14 +5,19 @@ So the same seed gives the same numbers in every library and dtype, and on every
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from isentropic._checks import check_floating, is_integer, type_error, value_error
+from isentropic._checks import check_floating, is_integer, renamed, type_error, value_error
 from isentropic._namespace import Array, accumulator, from_numpy, is_dask, namespace
 
 if TYPE_CHECKING:
     import numpy as np
+
+    Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+
+# For functions that draw: what scikit-learn, SciPy and PyTorch call the source.
+takes_rng = renamed(seed="rng", random_state="rng", generator="rng")
 
 # Numbers drawn at a time: what is drawn in float64 and stored in less does not double the memory.
 _DRAWN = 2**18
@@ -30,23 +35,24 @@ def generator_of(rng: Any) -> np.random.Generator:
         raise (value_error if is_integer(rng) else type_error)("rng", must, got) from None
 
 
-def draw_matrix(
-    rng: Any,
-    columns: int,
-    rows: int,
-    like: Array | None,
-    draw: Callable[[np.random.Generator, tuple[int, int]], Any],
-) -> Array:
+def draw_matrix(rng: Any, columns: int, rows: int, like: Array | None, draw: Draw) -> Array:
     """A matrix (rows, columns) of independent entries that `draw` gives for a generator and a shape."""
     import numpy as np
 
-    generator = generator_of(rng)
     values = np.empty((rows, columns), _host_dtype(like))
+    start = 0
+    for part in draw_rows(rng, columns, rows, draw):
+        values[start : start + part.shape[0]] = part
+        start += part.shape[0]
+    return place_draw(values, like)
+
+
+def draw_rows(rng: Any, columns: int, rows: int, draw: Draw) -> Iterator[np.ndarray]:
+    """The rows of that matrix, on the host and in float64, some at a time."""
+    generator = generator_of(rng)
     some = max(1, _DRAWN // columns)
     for start in range(0, rows, some):
-        part = values[start : start + some]
-        part[...] = draw(generator, (part.shape[0], columns))
-    return place_draw(values, like)
+        yield draw(generator, (min(some, rows - start), columns))
 
 
 def random_signs(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from isentropic._checks import (
     check_axis,
@@ -30,8 +30,26 @@ from isentropic._checks import (
     is_array,
     type_error,
 )
-from isentropic._namespace import Array, accumulator, device, is_cupy, is_numpy, namespace, present
-from isentropic._numerics import divide_or_zero, last_axis, log_or, replace_infinite_minimum
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    device,
+    is_cupy,
+    is_numpy,
+    measure_dtype,
+    namespace,
+    present,
+)
+from isentropic._numerics import (
+    clip,
+    divide_or_zero,
+    expm1_beyond,
+    last_axis,
+    lift,
+    log_or,
+    quietly,
+    replace_infinite_minimum,
+)
 
 FAMILIES = ("renyi", "tsallis")
 
@@ -42,6 +60,10 @@ _EQUAL = 1e-20
 # From here on the order is infinite to double precision, and order · score could overflow.
 _INFINITE = 1e16
 _LOWEST = -1e30
+# Weights of this size and of its reciprocal can be added and divided in float32.
+_ORDINARY = 2.0**32
+# e to this power is far more than its exponent, and nowhere near an overflow.
+_LARGE = 20.0
 
 
 def partition(
@@ -72,7 +94,7 @@ def partition(
 
 def _bounded(xp: ModuleType, x: Array, order: float) -> Array:
     """Centred scores, far below all that count cut off: no product with them overflows."""
-    return xp.clip(x, min=_LOWEST / max(order, 1.0))
+    return clip(xp, x, min=_LOWEST / max(order, 1.0))
 
 
 def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
@@ -130,6 +152,22 @@ def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> A
     return -xp.expm1(renyi * -t) / t
 
 
+def normalized_entropy(xp: ModuleType, renyi: Array, log_n: Array, order: float, family: str) -> Array:
+    """The entropy of a family as a share of that of n equal weights; 0 where log n is 0.
+
+    Of Rényi's entropy of the order, whatever the family: both Tsallis entropies themselves, and the
+    digits that tell them apart, are lost at large orders. That of order ∞ is 0 for a single weight
+    and 1 for all others.
+    """
+    t = order - 1
+    if family == "renyi" or abs(t) < _EQUAL:
+        return divide_or_zero(xp, renyi, log_n)
+    if order >= _INFINITE:
+        return xp.where(renyi > 0, 1.0, renyi * 0.0)
+    return divide_or_zero(xp, xp.expm1(renyi * -t), xp.expm1(log_n * -t))
+
+
+@quietly
 def entropy_from_logits(
     logits: Array,
     *,
@@ -143,7 +181,7 @@ def entropy_from_logits(
     Parameters
     ----------
     logits : array of floats
-        Logits of −∞ have probability 0 and take no part in any order.
+        Logits of −∞ have probability 0 and take no part in any order. ∞ gives NaN.
     order : float in [0, ∞], default 1
         0 the logarithm of the support size, 1 Shannon, 2 collision, ∞ min-entropy. A Python number.
     family : {"renyi", "tsallis"}
@@ -156,8 +194,8 @@ def entropy_from_logits(
     Returns
     -------
     array
-        Nats, in [0, log n] for Rényi's; the shape of `logits` without `axis`, its dtype (half
-        precision is accumulated in float32). 0 where nothing takes part.
+        Nats, in [0, log n] for Rényi's; the shape of `logits` without `axis`, its dtype, float32
+        for half precision. 0 where nothing takes part.
 
     Raises
     ------
@@ -189,7 +227,7 @@ def entropy_from_logits(
     check_choice("family", family, FAMILIES)
     s = rows_of_logits(xp, logits, axis, mask)
 
-    return xp.astype(_entropy(xp, s, float(order), family), logits.dtype)
+    return xp.astype(_entropy(xp, s, float(order), family), measure_dtype(xp, logits.dtype))
 
 
 def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None) -> Array:
@@ -201,10 +239,11 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
         if not xp.isdtype(mask.dtype, "bool"):
             raise type_error("mask", "be boolean (True takes part)", mask.dtype)
         check_broadcastable("mask", mask.shape, logits.shape)
-        s = xp.where(mask, s, -math.inf)
+        s = xp.where(lift(mask, s.ndim), s, -math.inf)
     return last_axis(xp, s, axis)
 
 
+@quietly
 def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Any:
     """Entropy of the distribution `p` along an axis.
 
@@ -213,7 +252,7 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     Parameters
     ----------
     p : array of floats ≥ 0
-        Probabilities or weights. Negative values give NaN.
+        Probabilities or weights. Negative and infinite values give NaN.
     order : float in [0, ∞], default 1
         0 the logarithm of the support size, 1 Shannon, 2 collision, ∞ min-entropy. A Python number.
     family : {"renyi", "tsallis"}
@@ -224,8 +263,8 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     Returns
     -------
     array
-        Nats, in [0, log n] for Rényi's; the shape of `p` without `axis`, its dtype. 0 where all
-        weights are 0.
+        Nats, in [0, log n] for Rényi's; the shape of `p` without `axis`, its dtype, float32 for
+        half precision. 0 where all weights are 0.
 
     Raises
     ------
@@ -254,10 +293,9 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     check_axis(axis, p.ndim)
 
     # The distribution p is the softmax of log p.
-    s = log_or(xp, xp.astype(p, accumulator(xp, p.dtype)), -math.inf)
-    s = last_axis(xp, s, axis)
+    s = log_or(xp, _weights(xp, p, axis, p.dtype), -math.inf)
 
-    return xp.astype(_entropy(xp, s, float(order), family), p.dtype)
+    return xp.astype(_entropy(xp, s, float(order), family), measure_dtype(xp, p.dtype))
 
 
 def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
@@ -268,20 +306,22 @@ def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
     return entropy_of_moments(xp, normalizer, moment, order, family)[..., 0]
 
 
+@quietly
 def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     """Cross-entropy ``−Σ p log q`` of two distributions along an axis.
 
     Parameters
     ----------
     p, q : arrays of floats ≥ 0
-        Weights that broadcast; each is normalized to sum 1.
+        Weights that broadcast; each is normalized to sum 1. Negative and infinite values give NaN.
     axis : int
         The axis of the distributions.
 
     Returns
     -------
     array
-        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0.
+        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. In the dtype to which
+        p and q promote, float32 for half precision.
 
     Raises
     ------
@@ -295,10 +335,12 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     >>> cross_entropy(np.asarray([1.0, 0.0]), np.asarray([0.5, 0.5]))
     array(0.69314718)
     """
-    xp, p, q, dtype = _distributions(p, q, axis)
-    return xp.astype(_expected_surprise(xp, p, q), dtype)
+    xp, p, q, dtype = _pair(p, q, axis)
+    P, Q = _distribution(xp, p), _distribution(xp, q)
+    return xp.astype(_expectation(xp, P, Q, P.share * -Q.log_share), dtype)
 
 
+@quietly
 def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     """Kullback–Leibler divergence ``Σ p log(p/q)`` along an axis.
 
@@ -307,19 +349,26 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     Parameters
     ----------
     p, q : arrays of floats ≥ 0
-        Weights that broadcast; each is normalized to sum 1.
+        Weights that broadcast; each is normalized to sum 1. Negative and infinite values give NaN.
     axis : int
         The axis of the distributions.
 
     Returns
     -------
     array
-        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0.
+        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. In the dtype to which
+        p and q promote, float32 for half precision.
 
     Raises
     ------
     TypeError, ValueError
         For arrays that are no floats, do not broadcast, or lie in two libraries or devices.
+
+    Notes
+    -----
+    Computed as ``Σ p (r − 1 − log r)`` with r = q/p and both normalized. No term is negative, and
+    each keeps its digits where r is near 1, so that close distributions have an accurate divergence.
+    Where p = 0 the gradient with respect to p is 0 (the derivative itself is infinite there).
 
     Examples
     --------
@@ -328,34 +377,77 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     >>> kl_divergence(np.asarray([1.0, 0.0]), np.asarray([0.25, 0.75]))
     array(1.38629436)
     """
-    xp, p, q, dtype = _distributions(p, q, axis)
-    return xp.astype(_expected_surprise(xp, p, q, relative=True), dtype)
+    xp, p, q, dtype = _pair(p, q, axis)
+    P, Q = _distribution(xp, xp.where(p == 0, 0.0, p)), _distribution(xp, q)
+
+    near = xp.abs(Q.share - P.share) < P.share / 2
+    # Differences of weights are exact where those of shares, which are rounded, would be all rounding.
+    difference = Q.scaled - P.scaled
+    growth = divide_or_zero(xp, xp.sum(difference, axis=-1, keepdims=True), P.total)
+    excess = difference / xp.where(near, P.scaled, 1.0) - growth
+    excess = xp.where(near, excess * divide_or_zero(xp, P.total, Q.total), 0.0)  # r − 1
+    log_ratio = xp.where(near, xp.log1p(excess), Q.log_share - P.log_share)
+
+    large = log_ratio > _LARGE
+    terms = P.share * expm1_beyond(xp, xp.where(large, 0.0, log_ratio))
+    terms = xp.where(large, Q.share - P.share * (log_ratio + 1), terms)
+    terms = xp.where(P.weight == 0, Q.share, terms)
+    return xp.astype(_expectation(xp, P, Q, terms), dtype)
 
 
-def _distributions(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
-    """Both normalized, with their axis last, in the dtype to compute in; and the dtype to return."""
+class _Distribution(NamedTuple):
+    """Weights along the last axis, which `total` keeps."""
+
+    weight: Any
+    scaled: Any  # so that they can be added
+    total: Any  # of the scaled weights
+    share: Any
+    log_share: Any  # also of shares that are too small for a float; finite where the weight is 0
+
+
+def _pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
+    """The namespace, weights with their axis last in the dtype to compute in, the dtype to return."""
     xp = namespace(p=p, q=q)
     device(p=p, q=q)
     check_floating(xp, p=p, q=q)
     check_axis(axis, len(common_shape(xp, p=p.shape, q=q.shape)))
     dtype = xp.result_type(p, q)
-    normalized = []
-    for x in xp.broadcast_arrays(p, q):
-        x = last_axis(xp, xp.astype(x, accumulator(xp, dtype)), axis)
-        normalized.append(divide_or_zero(xp, x, xp.sum(x, axis=-1, keepdims=True)))
-    return xp, *normalized, dtype
+    p, q = (_weights(xp, x, axis, dtype) for x in xp.broadcast_arrays(p, q))
+    return xp, p, q, measure_dtype(xp, dtype)
 
 
-def _expected_surprise(xp: ModuleType, p: Array, q: Array, *, relative: bool = False) -> Array:
-    surprise = -log_or(xp, q, 0.0)
-    if relative:
-        surprise = surprise + log_or(xp, p, 0.0)
-    # A product with ∞ would be NaN at p = 0, in value or in gradient.
-    impossible = (p > 0) & (q == 0)
-    terms = xp.where(impossible, math.inf, p * surprise)
-    return xp.sum(terms, axis=-1, keepdims=True)[..., 0]
+def _weights(xp: ModuleType, x: Array, axis: int, dtype: Any) -> Array:
+    """With their axis last, in the dtype to compute in, NaN where they are no weights."""
+    x = last_axis(xp, xp.astype(x, accumulator(xp, dtype)), axis)
+    return xp.where((x >= 0) & (x < math.inf), x, math.nan)
 
 
+def _distribution(xp: ModuleType, weight: Any) -> _Distribution:
+    scale = xp.ones_like(weight[..., :1])
+    if weight.shape[-1] > 0:
+        largest = xp.max(weight, axis=-1, keepdims=True)
+        ordinary = (largest == 0) | ((largest > 1 / _ORDINARY) & (largest < _ORDINARY))
+        # XLA may multiply by the reciprocal, which is no normal number for the largest floats.
+        most = float(xp.finfo(weight.dtype).max) / 16
+        scale = xp.where(ordinary, 1.0, clip(xp, largest, max=most))
+    scaled = weight / scale
+    total = xp.sum(scaled, axis=-1, keepdims=True)
+    share = divide_or_zero(xp, scaled, total)
+    small = share < xp.finfo(share.dtype).smallest_normal
+    log_small = log_or(xp, weight, 0.0) - xp.log(scale) - log_or(xp, total, 0.0)
+    log_share = xp.where(small, log_small, xp.log(xp.where(small, 1.0, share)))
+    return _Distribution(weight, scaled, total, share, log_share)
+
+
+def _expectation(xp: ModuleType, P: _Distribution, Q: _Distribution, terms: Array) -> Array:
+    """The sum of terms, ∞ where q = 0 at some p > 0; 0 where all of p is 0."""
+    terms = xp.where((P.weight > 0) & (Q.weight == 0), math.inf, terms)
+    expectation = xp.sum(terms, axis=-1, keepdims=True)
+    # Not 0 itself, so that NaN in q stays.
+    return xp.where(P.total == 0, Q.total * 0.0, expectation)[..., 0]
+
+
+@quietly
 def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.0) -> Any:
     """Soft constraint ``weight · mean|H − target|²`` for a training loss.
 
@@ -371,7 +463,7 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     Returns
     -------
     array
-        0-d, at least 0, differentiable.
+        0-d, at least 0, differentiable; in the dtype of `entropy`, float32 for half precision.
 
     Raises
     ------
@@ -397,8 +489,8 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
         target = float(target)  # type: ignore[arg-type]
 
     h = xp.astype(entropy, accumulator(xp, entropy.dtype))
-    deviation = h - target
+    deviation = h - (lift(target, h.ndim) if is_array(target) else target)
     squares = xp.reshape(deviation * deviation, (-1,))
     mean = xp.sum(squares, axis=-1, keepdims=True) / max(squares.shape[0], 1)
     penalty = mean * float(weight)
-    return xp.astype(penalty[0, ...], entropy.dtype)
+    return xp.astype(penalty[0, ...], measure_dtype(xp, entropy.dtype))

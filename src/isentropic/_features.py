@@ -26,10 +26,19 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._draws import draw_matrix, generator_of, place_draw, random_orthonormal
+from isentropic._draws import draw_matrix, generator_of, place_draw, random_orthonormal, takes_rng
 from isentropic._loops import Block, map_blocks, scan_blocks, take, traces_lengths
-from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
-from isentropic._numerics import log_or, product
+from isentropic._namespace import (
+    Array,
+    ArrayT,
+    accumulator,
+    device,
+    equal_by_value,
+    namespace,
+    namespace_with_drawn,
+    present,
+)
+from isentropic._numerics import clip, lift, log_or, product, quietly
 from isentropic._state import AttentionState, merge_columns, output_of_columns, tile_state
 from isentropic._tiles import Problem, array_or_none, factor, prepare, visible_lengths
 from isentropic.laws import DEFAULT_LAW, Law, check_law
@@ -39,6 +48,7 @@ from isentropic.masks import causal
 _CHUNK = 128
 
 
+@equal_by_value
 class PositiveFeatures(NamedTuple):
     """Random features φ with E[φ(x)·φ(y)] = exp(x·y), all positive.
 
@@ -72,10 +82,10 @@ class PositiveFeatures(NamedTuple):
         """The number m of features."""
         return self.weights.shape[-2]
 
+    @quietly
     def __call__(self, x: ArrayT) -> ArrayT:
         """``exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m), which overflows for long x."""
-        xp = namespace(("features", (self.weights,)), x=x)
-        device(("features", (self.weights,)), x=x)
+        xp = namespace_with_drawn(("features", (self.weights,)), x=x)
         check_floating(xp, x=x)
         check_ndim(1, x=x)
         if x.shape[-1] != self.n_features:
@@ -88,6 +98,7 @@ class PositiveFeatures(NamedTuple):
         return xp.astype(phi, x.dtype, copy=False)
 
 
+@equal_by_value
 class LinearAttentionError(NamedTuple):
     """Relative errors of the kernel exp(x·y) that random features estimate, per query.
 
@@ -112,6 +123,7 @@ class LinearAttentionError(NamedTuple):
     predicted: Array
 
 
+@takes_rng
 def positive_features(
     n_features: int,
     n_components: int,
@@ -173,6 +185,7 @@ def positive_features(
     return PositiveFeatures(place_draw(np.concatenate(blocks)[:n_components], like))
 
 
+@quietly
 def linear_attention(
     query: ArrayT,
     key: ArrayT,
@@ -271,6 +284,7 @@ def linear_attention(
     return xp.astype(out, problem.dtype, copy=False)
 
 
+@quietly
 def linear_attention_error(
     query: Array,
     key: Array,
@@ -327,7 +341,7 @@ def linear_attention_error(
         estimate = _log_kernel(xp, z, y, norms, weights) + _norm_term(xp, z) - math.log(m)
         # ‖x + y‖² from the halves of the squared norms.
         square = 2 * (exact - _norm_term(xp, z) - xp.matrix_transpose(norms))
-        square = xp.clip(square, min=0.0)
+        square = clip(xp, square, min=0.0)
         log_error = 2 * log_or(xp, xp.abs(xp.expm1(estimate - exact)), -math.inf)
         visible = None
         if is_causal:
@@ -358,10 +372,11 @@ def _prepare(
     if scale is not None:
         check_real("scale", scale, above=0)
     problem = prepare(query, key, value, scale=1.0)
-    groups = (("features", (features.weights,)), ("law", () if law is None else law.arrays))
+    namespace_with_drawn(("features", (features.weights,)), query=query)
+    of_law = ("law", () if law is None else law.arrays)
     others = {"query": query} | present(n_keys=array_or_none(n_keys))
-    xp = namespace(*groups, **others)
-    device(*groups, **others)
+    xp = namespace(of_law, **others)
+    device(of_law, **others)
     check_floating(xp, features=features.weights)
     check_ndim(2, features=features.weights)
     if features.n_features != query.shape[-1]:
@@ -412,7 +427,7 @@ def _attend_chunk(
 
     s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + poison
     index = xp.arange(x.shape[-2], device=device(x=x))
-    s = xp.where(index[:, None] >= index, s, -math.inf)
+    s = xp.where(lift(index[:, None] >= index[None, :], s.ndim), s, -math.inf)
     return tile_state(xp, s, lambda weight: weight @ value, None)
 
 
@@ -428,10 +443,10 @@ def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, weights: Array)
 def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:
     """√ of the mean of eˣ over the visible entries of the last axis, (..., 1)."""
     if visible is not None:
-        x = xp.where(visible, x, -math.inf)
+        x = xp.where(lift(visible, x.ndim), x, -math.inf)
     state = tile_state(xp, x, None, None)
-    ones = xp.ones_like(x) if visible is None else xp.astype(visible, x.dtype)
-    count = xp.clip(xp.sum(ones, axis=-1, keepdims=True), min=1)
+    ones = xp.ones_like(x) if visible is None else lift(xp.astype(visible, x.dtype), x.ndim)
+    count = clip(xp, xp.sum(ones, axis=-1, keepdims=True), min=1)
     log_root = (state.log_normalizer() - xp.log(count)) / 2
     largest = 0.999 * math.log(float(xp.finfo(x.dtype).max))
-    return xp.where(log_root > largest, math.inf, xp.exp(xp.clip(log_root, max=largest)))
+    return xp.where(log_root > largest, math.inf, xp.exp(clip(xp, log_root, max=largest)))

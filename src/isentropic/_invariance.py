@@ -28,12 +28,7 @@ from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
 from isentropic._kernels import state_kernel
 from isentropic._loops import Block, is_differentiable, iterate, map_blocks, take, without_gradient
 from isentropic._namespace import Array, device, namespace, present
-from isentropic._numerics import (
-    divide_or_zero,
-    log_or,
-    quiet,
-    replace_infinite_minimum,
-)
+from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
 from isentropic._tiles import prepare
 from isentropic.masks import Mask
 
@@ -45,6 +40,7 @@ _HIGHEST = 200.0
 _DEEPEST = 1e25
 
 
+@quietly
 def match_entropy(
     logits: Array, target: float | Array, *, axis: int = -1, mask: Array | None = None
 ) -> Any:
@@ -114,6 +110,7 @@ def match_entropy(
     return _rounded(xp, factor, logits.dtype)
 
 
+@quietly
 def match_attention_entropy(
     query: Array,
     key: Array,
@@ -171,7 +168,6 @@ def match_attention_entropy(
         device(query=query, target=target)
     xp, shape = problem.xp, (*problem.batch, problem.n_queries)
     wanted = _targets(xp, target, shape, problem.compute, problem.frame.device)
-    wanted = wanted if wanted.ndim > 1 else wanted[None, ...]
     if 0 in (*shape, problem.n_keys):
         return xp.ones_like(problem.zeros((problem.n_queries,)))
 
@@ -200,10 +196,10 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
     """The target as columns, (..., 1)."""
     if not is_array(target):
         check_real("target", target)
-        return xp.full((1,), float(target), dtype=dtype, device=device)
+        return xp.full((1,) * (len(shape) + 1), float(target), dtype=dtype, device=device)
     check_floating(xp, target=target)
     check_broadcastable("target", target.shape, shape)
-    return xp.astype(target, dtype)[..., None]
+    return lift(xp.astype(target, dtype)[..., None], len(shape) + 1)
 
 
 def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
@@ -212,11 +208,10 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     eps, tiny, largest = float(dtype.eps), float(dtype.smallest_normal), float(dtype.max)
     hidden = s == -math.inf
     top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
-    with quiet(xp):  # NaN where a score is infinite
-        x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
+    x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
     gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
     # The unit is the smallest distance from the maximum: at 200 over it nothing else has a weight.
-    unit = xp.clip(xp.where(gap < math.inf, gap, 1.0), min=2 * _HIGHEST / largest)
+    unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _HIGHEST / largest)
     hidden = hidden | (x * (1 / _DEEPEST) < -unit)
     x = xp.where(hidden, 0.0, x) / unit
     spread = -xp.min(x, axis=-1, keepdims=True)
@@ -228,7 +223,7 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     x = xp.where(hidden, -_DEEPEST * 1e11, x)
 
     def entropy_and_variance(u: Array) -> tuple[Array, Array]:
-        y = xp.clip(xp.exp(u) * x, min=-1e4)  # of no weight there, and no square overflows
+        y = clip(xp, xp.exp(u) * x, min=-1e4)  # of no weight there, and no square overflows
         weight = xp.exp(y)
         weighted = weight * y
         z, first, second = (xp.sum(w, axis=-1, keepdims=True) for w in (weight, weighted, weighted * y))
@@ -243,16 +238,16 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     log_spread = log_or(xp, spread, 0.0)
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
     # As the deficit begins, with λ²/2 times the variance of the scores themselves.
-    start = xp.log(deficit * 2.0 / xp.clip(of_scores, min=eps)) / 2 - log_spread
+    start = xp.log(deficit * 2.0 / clip(xp, of_scores, min=eps)) / 2 - log_spread
     start = xp.minimum(xp.maximum(start, lowest), highest)
-    goal = xp.log(deficit) - xp.log(xp.clip(wanted, min=tiny))
+    goal = xp.log(deficit) - xp.log(clip(xp, wanted, min=tiny))
 
     def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         u, low, high, _ = carry
         h, variance = entropy_and_variance(u)
         is_above = h > wanted
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
-        d, h = xp.clip(log_n - h, min=eps / 8), xp.clip(h, min=tiny)
+        d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
         slope = variance * (1 / d + 1 / h)
         slope = xp.where(slope > 1e-30, slope, 0.0)  # or the step overflows
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
@@ -274,13 +269,13 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
 
 def _rounded(xp: ModuleType, factor: Array, dtype: Any) -> Any:
     """Without the last axis, in a dtype that may have a smaller range."""
-    return xp.astype(xp.clip(factor[..., 0], max=float(xp.finfo(dtype).max)), dtype)
+    return xp.astype(clip(xp, factor[..., 0], max=float(xp.finfo(dtype).max)), dtype)
 
 
 def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:
     """From sums of weights z, of weighted scores, and of weighted squares."""
     mean = divide_or_zero(xp, first, z)
-    return xp.clip(divide_or_zero(xp, second, z) - mean * mean, min=0.0)
+    return clip(xp, divide_or_zero(xp, second, z) - mean * mean, min=0.0)
 
 
 def _with_gradient(

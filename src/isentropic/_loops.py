@@ -295,6 +295,15 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
     return is_numpy(xp)
 
 
+def is_seen(xp: ModuleType, condition: Any) -> bool:
+    """Whether it can be read that a 0-d condition is true.
+
+    What is asked has to be the result of the look: inside a JAX trace every operation is traced, also
+    one on arrays that can be read.
+    """
+    return is_readable(xp, condition) and bool(condition)
+
+
 def is_transformed(x: Any) -> bool:
     """Whether a tensor is within a transformation of torch.func, or has a forward-mode derivative."""
     import torch

@@ -10,17 +10,28 @@ before the one that is mapped, `trail` columns for those after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._checks import check_axis, check_floating, value_error
-from isentropic._hadamard import apply_kronecker, hadamard_factors, hadamard_order
+from isentropic._checks import check_axis, check_floating, check_shape, type_error, value_error
+from isentropic._hadamard import Order, apply_kronecker, hadamard_factors, hadamard_order
 from isentropic._loops import map_chunks, map_rows
-from isentropic._namespace import Array, ArrayT, accumulator, device, is_dask, namespace
-from isentropic._numerics import product
+from isentropic._namespace import (
+    Array,
+    ArrayT,
+    accumulator,
+    device,
+    equal_by_value,
+    is_dask,
+    leaves_of,
+    namespace,
+    namespace_with_drawn,
+)
+from isentropic._numerics import product, quietly
 
 
+@equal_by_value
 class DenseProjection(NamedTuple):
     """A linear map as a matrix: ``f(x) = scale · weights x``.
 
@@ -60,18 +71,22 @@ class DenseProjection(NamedTuple):
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self.n_features, self.n_components, self._rows)
+        return _along("x", x, axis, self, self._rows)
 
     def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self.n_components, self.n_features, self._adjoint_rows)
+        return _along("y", y, axis, self, self._adjoint_rows, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
-        xp = namespace(weights=self.weights)
+        xp = _own_namespace(self)
         weights = xp.astype(self.weights, accumulator(xp, self.weights.dtype), copy=False)
         scale = xp.astype(self.scale, weights.dtype, copy=False)
         return xp.astype(weights * scale, self.weights.dtype, copy=False)
+
+    def _check(self) -> None:
+        check_shape("weights", self.weights, (None, None))
+        check_shape("scale", self.scale, ())
 
     def _rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
         return self._multiply(xp, self.weights, rows, trail)
@@ -91,6 +106,7 @@ class DenseProjection(NamedTuple):
         return y * xp.astype(self.scale, rows.dtype, copy=False)
 
 
+@equal_by_value
 class HadamardProjection(NamedTuple):
     """Fast Johnson–Lindenstrauss: random signs, a Hadamard transform, a sample of its coordinates.
 
@@ -131,28 +147,60 @@ class HadamardProjection(NamedTuple):
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self.n_features, self.n_components, self._rows)
+        return _along("x", x, axis, self, self._rows)
 
     def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self.n_components, self.n_features, self._adjoint_rows)
+        return _along("y", y, axis, self, self._adjoint_rows, adjoint=True)
 
     def matrix(self) -> Array:
-        """The matrix (n_components, n_features) of the map."""
-        signs = self.signs[0]
-        xp = namespace(signs=signs)
+        """The matrix (n_components, n_features) of the map.
+
+        Its rows are orthogonal where `has_orthogonal_rows` is true.
+        """
+        xp, signs = _own_namespace(self), self.signs[0]
         return self.adjoint(xp.eye(self.n_components, dtype=signs.dtype, device=device(signs=signs)))
 
     @property
     def has_orthogonal_rows(self) -> bool:
-        """Whether the vectors are not padded: then the adjoint, times k/d, is the pseudo-inverse."""
-        base, doublings = hadamard_order(max(self.n_features, self.n_components))
-        return base << doublings == self.n_features
+        """Whether the rows of the matrix are orthogonal, of length √(d/k).
+
+        It is so where d is the order of the Hadamard matrix, and the vectors are not padded. Then the
+        adjoint times k/d is the pseudo-inverse, and for k = d the map is a rotation, whose inverse is
+        the adjoint. Else ``f`` with k = d leaves out some of the D > d coordinates: it is no rotation,
+        and after one round it has, as a rule, no inverse.
+
+        Examples
+        --------
+        >>> from isentropic import hadamard_projection
+        >>> [hadamard_projection(d, d, rng=0).has_orthogonal_rows for d in (768, 1000, 4096, 11008)]
+        [True, False, True, False]
+        """
+        return self._size == self.n_features
+
+    def _check(self) -> None:
+        if not isinstance(self.signs, tuple):
+            raise type_error("signs", "be a tuple of arrays", type(self.signs).__name__)
+        if not self.signs:
+            raise value_error("signs", "hold an array for each round", self.signs)
+        check_shape("rows", self.rows, (None,))
+        check_shape("signs[0]", self.signs[0], (None,))
+        for i, signs in enumerate(self.signs[1:], 1):
+            check_shape(f"signs[{i}]", signs, (self._size,))
+
+    @property
+    def _order(self) -> Order:
+        return hadamard_order(max(self.n_features, self.n_components))
+
+    @property
+    def _size(self) -> int:
+        """The order D of the Hadamard matrix."""
+        base, doublings = self._order
+        return base << doublings
 
     def _mixing(self, xp: ModuleType, like: Array) -> tuple[int, list[Array]]:
         """The order D, and the factors of the mixing matrix of one round."""
-        order = hadamard_order(max(self.n_features, self.n_components))
-        size = order[0] << order[1]
+        order, size = self._order, self._size
         # All rounds use the same factors, so each takes its share of √D/√k.
         scale = size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
         place = device(signs=self.signs[0])
@@ -166,7 +214,7 @@ class HadamardProjection(NamedTuple):
             lead = block.shape[0]
             for i, signs in enumerate(self.signs):
                 z = xp.reshape(block, (lead, size if i else d, trail))
-                z = z * xp.astype(signs, z.dtype, copy=False)[:, None]
+                z = z * xp.astype(signs, z.dtype, copy=False)[None, :, None]
                 z = z if i else _pad(xp, z, size)
                 block = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
             z = xp.take(xp.reshape(block, (lead, size, trail)), self.rows, axis=1)
@@ -182,7 +230,7 @@ class HadamardProjection(NamedTuple):
         every = xp.arange(size, dtype=self.rows.dtype, device=device(rows=self.rows))
         source = xp.searchsorted(self.rows, every)
         source = xp.where(source < k, source, k - 1)
-        kept = (xp.take(self.rows, source) == every)[:, None]
+        kept = (xp.take(self.rows, source) == every)[None, :, None]
 
         def mix(block: Array) -> Array:
             lead = block.shape[0]
@@ -192,12 +240,13 @@ class HadamardProjection(NamedTuple):
                 z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
                 z = xp.reshape(z, (lead, size, trail))
                 z = z if i else z[:, :d, :]
-                z = z * xp.astype(signs, z.dtype, copy=False)[:, None]
+                z = z * xp.astype(signs, z.dtype, copy=False)[None, :, None]
             return xp.reshape(z, (lead, d * trail))
 
         return map_rows(xp, mix, rows, size * trail)
 
 
+@equal_by_value
 class CountSketch(NamedTuple):
     """A sparse map: each feature goes, with a random sign, to few of the components.
 
@@ -239,17 +288,22 @@ class CountSketch(NamedTuple):
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self.n_features, self.n_components, self._rows)
+        return _along("x", x, axis, self, self._rows)
 
     def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self.n_components, self.n_features, self._adjoint_rows)
+        return _along("y", y, axis, self, self._adjoint_rows, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
-        xp = namespace(signs=self.signs)
+        xp = _own_namespace(self)
         place = device(signs=self.signs)
         return self.adjoint(xp.eye(self.n_components, dtype=self.signs.dtype, device=place))
+
+    def _check(self) -> None:
+        check_shape("signs", self.signs, (None, None))
+        check_shape("components", self.components, self.signs.shape)
+        check_shape("features", self.features, (None, None))
 
     def _rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
         (s, d), (k, m) = self.signs.shape, self.features.shape
@@ -258,7 +312,7 @@ class CountSketch(NamedTuple):
 
         def sketch(block: Array) -> Array:
             lead = block.shape[0]
-            z = xp.reshape(block, (lead, 1, d, trail)) * signs[:, :, None]
+            z = xp.reshape(block, (lead, 1, d, trail)) * signs[None, :, :, None]
             z = _pad(xp, xp.reshape(z, (lead, s * d, trail)), s * d + 1)
             z = xp.reshape(xp.take(z, sources, axis=1), (lead, k, m, trail))
             return xp.reshape(xp.sum(z, axis=2), (lead, k * trail))
@@ -273,7 +327,7 @@ class CountSketch(NamedTuple):
         def spread(block: Array) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), sources, axis=1)
-            z = xp.reshape(z, (lead, s, d, trail)) * signs[:, :, None]
+            z = xp.reshape(z, (lead, s, d, trail)) * signs[None, :, :, None]
             return xp.reshape(xp.sum(z, axis=1), (lead, d * trail))
 
         return map_rows(xp, spread, rows, s * d * trail)
@@ -282,29 +336,32 @@ class CountSketch(NamedTuple):
 Projection = DenseProjection | HadamardProjection | CountSketch
 
 
+@quietly
 def _along(
     name: str,
     x: Array,
     axis: int,
     projection: Projection,
-    size: int,
-    out: int,
     function: Callable[[ModuleType, Array, int], Array],
+    *,
+    adjoint: bool = False,
 ) -> Any:
-    """A projection's `function` of rows, along an axis of `size` entries that becomes one of `out`."""
+    """A projection's `function` of rows along an axis of x, from n_features to n_components or back."""
     lazy = is_dask(x)
-    arrays = ("projection", tuple(_leaves(projection)))
     sample = x._meta if lazy else x  # type: ignore[attr-defined]
-    xp = namespace(arrays, **{name: sample})
-    device(arrays, **{name: sample})
+    xp = namespace_with_drawn(("projection", tuple(leaves_of(projection))), **{name: sample})
     check_floating(xp, **{name: sample})
+    projection._check()
+    size, out = projection.n_features, projection.n_components
+    if adjoint:
+        size, out = out, size
     check_axis(axis, x.ndim)
     axis = int(axis) % x.ndim
     if x.shape[axis] != size:
         raise value_error(name, f"have {size} entries along axis {axis}", tuple(x.shape))
     if lazy:
         return map_chunks(
-            x, lambda part: _along(name, part, axis, projection, size, out, function), axis, out
+            x, lambda part: _along(name, part, axis, projection, function, adjoint=adjoint), axis, out
         )
 
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
@@ -314,12 +371,10 @@ def _along(
     return xp.astype(y, x.dtype, copy=False)
 
 
-def _leaves(projection: Any) -> Iterator[Array]:
-    for part in projection:
-        if isinstance(part, tuple):
-            yield from part
-        else:
-            yield part
+def _own_namespace(projection: Projection) -> ModuleType:
+    xp = namespace(("projection", tuple(leaves_of(projection))))
+    projection._check()
+    return xp
 
 
 def _pad(xp: ModuleType, z: Array, size: int) -> Array:

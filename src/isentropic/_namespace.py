@@ -1,4 +1,4 @@
-"""Which array library, device and dtype a call works in. Below all layers."""
+"""Which array library, device and dtype a call works in; equality of arrays. Below all layers."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Array(Protocol):
 
 # What a function gives back, where it has their dimensions, is of the type of the arrays it was given.
 ArrayT = TypeVar("ArrayT", bound=Array)
+T = TypeVar("T")
 
 # Arrays that belong to one argument, such as those inside a mask.
 Group = tuple[str, tuple[Array, ...]]
@@ -87,6 +88,18 @@ def device(*groups: Group, **arrays: Any) -> Any:
     return common
 
 
+def namespace_with_drawn(drawn: Group, **arrays: Any) -> ModuleType:
+    """The one namespace of arrays, and of what was drawn for them, all on one device."""
+    try:
+        xp = namespace(drawn, **arrays)
+        device(drawn, **arrays)
+    except (TypeError, ValueError) as error:
+        namespace(drawn), namespace(**arrays)  # what is no array has an error of its own
+        mend = f"draw the {drawn[0]} with `like={next(iter(arrays))}`"
+        raise type(error)(f"{str(error).removesuffix('.')}: {mend}.") from None
+    return xp
+
+
 def present(**arrays: Any) -> dict[str, Any]:
     """The optional arrays that were given."""
     return {name: x for name, x in arrays.items() if x is not None}
@@ -118,9 +131,10 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
             raise TypeError
         return array_api_compat.array_namespace(x)
     except TypeError:
+        mend = ": convert it with `asarray` of your library" if isinstance(x, (list, tuple)) else ""
         raise TypeError(
             f"`{name}` must be an array (NumPy, CuPy, PyTorch, JAX or another library of the "
-            f"array API standard), got {kind}."
+            f"array API standard), got {kind}{mend}."
         ) from None
 
 
@@ -172,6 +186,11 @@ def accumulator(xp: ModuleType, dtype: Any) -> Any:
     return xp.float64 if is_numpy(xp) and dtype.itemsize > 4 else xp.float32
 
 
+def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
+    """The dtype of what is measured on arrays of a dtype, such as an entropy: at least float32."""
+    return xp.result_type(dtype, xp.float32)
+
+
 def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:
     """Numbers on the host as an array of the library and device of `like`, by default of its dtype."""
     xp, place = namespace(like=like), device(like=like)
@@ -182,11 +201,60 @@ def to_numpy(x: Array) -> Any:
     """An array on the host, where a person is to see it."""
     import numpy as np
 
+    if isinstance(x, np.ndarray):
+        return np.array(x)
     if "bfloat16" in str(x.dtype):  # which NumPy does not know
         xp = array_api_compat.array_namespace(x)
         x = xp.astype(x, xp.float32)
     if _is_torch_array(x):
-        x = x.detach()  # type: ignore[attr-defined]
+        return x.detach().cpu().numpy().copy()  # type: ignore[attr-defined]
+    if array_api_compat.is_jax_array(x):  # which may lie on several devices
+        return np.array(x)
     if array_api_compat.is_cupy_array(x):
         return x.get()  # type: ignore[attr-defined]
     return np.from_dlpack(x, device="cpu", copy=True)  # type: ignore[arg-type]
+
+
+def same_arrays(a: Array, b: Array) -> bool:
+    """Whether two arrays, of any libraries and dtypes, have one shape and equal values."""
+    if a is b:  # tracers too, which cannot be read
+        return True
+    a, b = to_numpy(a), to_numpy(b)
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def equal_by_value(kind: type[T]) -> type[T]:
+    """Give a NamedTuple of arrays `==` by their values, where that of tuples is ambiguous."""
+
+    def equal(self: Any, other: object) -> bool:
+        return type(other) is type(self) and _same_leaves(self, other)
+
+    def unequal(self: Any, other: object) -> bool:  # tuples have one of their own
+        return not equal(self, other)
+
+    def hashed(self: Any) -> int:
+        # Tensors would give a hash, another one for an equal tuple.
+        if any(map(array_api_compat.is_array_api_obj, leaves_of(self))):
+            raise TypeError(f"unhashable: {kind.__name__} with arrays")
+        return tuple.__hash__(self)
+
+    for name, method in (("__eq__", equal), ("__ne__", unequal), ("__hash__", hashed)):
+        setattr(kind, name, method)
+    return kind
+
+
+def leaves_of(x: Any) -> Iterator[Any]:
+    """What the tuples within a tuple hold in the end."""
+    for part in x:
+        if isinstance(part, tuple):
+            yield from leaves_of(part)
+        else:
+            yield part
+
+
+def _same_leaves(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same_leaves, a, b))
+    # JAX puts numbers, None and placeholders where arrays were.
+    arrays = [array_api_compat.is_array_api_obj(x) for x in (a, b)]
+    return same_arrays(a, b) if all(arrays) else not any(arrays) and a == b

@@ -6,28 +6,48 @@ The argument of a singular function is guarded, not its result: the gradient of
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
+import functools
 import math
+import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from isentropic._namespace import Array, device, is_jax, is_numpy
+from isentropic._namespace import Array, device, is_jax, is_numpy, is_torch
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
-def quiet(xp: ModuleType) -> contextlib.AbstractContextManager[Any]:
-    """NumPy's warning left out, where it is documented that the result is NaN."""
-    if not is_numpy(xp):
-        return contextlib.nullcontext()
+def quietly(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """The function without NumPy's warnings and errors of floating point, whatever its caller has set.
+
+    That small weights underflow is meant, and that results beyond the dtype are NaN is documented. The
+    call has a context of its own, so that nothing is left to put back, also at an interrupt.
+    """
+
+    @functools.wraps(function)
+    def quiet(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.compiler.is_compiling():  # which knows no contexts
+            return function(*args, **kwargs)
+        return contextvars.copy_context().run(_with_errors_ignored, function, args, kwargs)
+
+    return quiet
+
+
+def _with_errors_ignored(function: Callable, args: Any, kwargs: Any) -> Any:
     import numpy as np
 
-    return np.errstate(invalid="ignore")
+    np.seterr(all="ignore")
+    return function(*args, **kwargs)
 
 
 def log_or(xp: ModuleType, z: Array, default: float) -> Array:
     """``log z``, and `default` where z = 0. Negative z gives NaN."""
     empty = z == 0
-    with quiet(xp):
-        return xp.where(empty, default, xp.log(xp.where(empty, 1.0, z)))
+    return xp.where(empty, default, xp.log(xp.where(empty, 1.0, z)))
 
 
 def divide_or_zero(xp: ModuleType, a: Array, z: Array) -> Any:
@@ -40,6 +60,43 @@ def root_or_zero(xp: ModuleType, z: Array) -> Array:
     """``√z``, and 0 where z ≤ 0, which rounding may have made of 0."""
     empty = z <= 0  # type: ignore[operator]
     return xp.where(empty, 0.0, xp.sqrt(xp.where(empty, 1.0, z)))
+
+
+def lift(x: Any, ndim: int) -> Any:
+    """`x` with axes of length 1 in front, so that it has `ndim`.
+
+    Ranks are made equal before arrays broadcast: JAX can be told to refuse the rest
+    (``jax_numpy_rank_promotion``).
+    """
+    return x if x.ndim >= ndim else x[(None,) * (ndim - x.ndim) + (...,)]
+
+
+def align(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays with as many axes as the one that has most."""
+    ndim = max(x.ndim for x in arrays)
+    return tuple(lift(x, ndim) for x in arrays)
+
+
+def clip(xp: ModuleType, x: Array, *, min: float | None = None, max: float | None = None) -> Any:  # noqa: A002
+    """``xp.clip``, also with bounds that are symbolic, as numbers under torch.compile may be."""
+    # array_api_compat's asks bounds whether they are NaN: of no symbol, and for 20 µs.
+    if is_torch(xp):
+        return xp.clamp(x, min, max)
+    if is_numpy(xp) and x.ndim > 0:  # of others it would make scalars
+        x = x if min is None else xp.maximum(x, min)
+        return x if max is None else xp.minimum(x, max)
+    return xp.clip(x, min=min, max=max)
+
+
+def expm1_beyond(xp: ModuleType, x: Array) -> Any:
+    """``eˣ − 1 − x`` ≥ 0, to all digits where x is small too."""
+    small = xp.abs(x) < 0.5
+    z = xp.where(small, x, 0.0)
+    series: Any = 1.0
+    for k in range(16, 2, -1):
+        series = z / k * series + 1.0
+    far = xp.where(small, 1.0, x)
+    return xp.where(small, z * z / 2 * series, xp.expm1(far) - far)
 
 
 def last_axis(xp: ModuleType, x: Array, axis: int) -> Array:
@@ -70,20 +127,19 @@ def log_gamma_step(xp: ModuleType, x: Array) -> Array:
     z = x + (_SHIFT - 0.25)
     r = 1 / (z * z)
     series = xp.log(z) / 2 + r * (1 / 64 - r * (5 / 2048 - r * 61 / 49152))
-    below = x[..., None] + xp.arange(_SHIFT, dtype=x.dtype, device=device(x=x))
+    below = sum(align(x[..., None], xp.arange(_SHIFT, dtype=x.dtype, device=device(x=x))))
     return series - xp.sum(xp.log1p(0.5 / below), axis=-1)
 
 
 def digamma_gap(xp: ModuleType, m: Array) -> Array:
     """``ψ(1) − ψ(1 − m)`` for m in [0, 1)."""
     x = _SHIFT + 1.0
-    y = x - m
-
-    def series(r: Any) -> Any:
-        return r * (1 / 12 - r * (1 / 120 - r * (1 / 252 - r / 240)))
-
-    tail = series(1 / (y * y)) - series(1 / (x * x)) + m / (2 * x * y) - xp.log1p(-m / x)
-    j = xp.arange(1, _SHIFT + 1, dtype=m.dtype, device=device(m=m))
+    y: Any = x - m
+    # The difference of the series r/12 − r²/120 + r³/252 − r⁴/240 at r = a and b, divided by a − b.
+    a, b = 1 / (y * y), 1 / (x * x)
+    series = 1 / 12 - (a + b) / 120 + (a * a + a * b + b * b) / 252 - (a + b) * (a * a + b * b) / 240
+    tail = m * (x + y) * a * b * series + m / (2 * x * y) - xp.log1p(-m / x)
+    j = lift(xp.arange(1, _SHIFT + 1, dtype=m.dtype, device=device(m=m)), m.ndim + 1)
     return tail + m * xp.sum(1 / ((j - m[..., None]) * j), axis=-1)
 
 
@@ -123,8 +179,10 @@ def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
     """Σ D'_k(p)/νᵏ and Σ (D_k(1) − D_k(p))/νᵏ/(1 − p), from k = 1 on; see `_debye_polynomials`."""
     place = device(p=p)
     slopes, rises = (xp.asarray(c, dtype=p.dtype, device=place) for c in _DEBYE)
-    powers = p[..., None] ** xp.arange(slopes.shape[0], dtype=p.dtype, device=place)
-    orders = nu[..., None] ** -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=place)
+    exponents = xp.arange(slopes.shape[0], dtype=p.dtype, device=place)
+    powers = p[..., None] ** lift(exponents, p.ndim + 1)
+    exponents = -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=place)
+    orders = nu[..., None] ** lift(exponents, nu.ndim + 1)
     return (
         xp.sum(product(xp, powers, slopes) * orders, axis=-1),
         xp.sum(product(xp, powers, rises) * orders, axis=-1),

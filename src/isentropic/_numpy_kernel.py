@@ -125,8 +125,7 @@ class _Pass:
         keys = np.empty((key.shape[0], key.shape[1] + 1), problem.compute)
         keys[:, :-1] = key
         keys[:, -1] = 1.0
-        with np.errstate(all="ignore"):
-            bound = _norms(keys[:, :-1]).max()
+        bound = _norms(keys[:, :-1]).max()
         if problem.poison is not None:
             keys[:, -1] += _broadcast(problem, problem.poison[1])[index][0]
         n_values = 0 if problem.value is None else problem.value.shape[-1]
@@ -149,29 +148,28 @@ class _Pass:
         q = np.empty((size, query.shape[-1] + 1), query.dtype)
         q[:, :-1] = query
 
-        with np.errstate(all="ignore"):
-            bound = _norms(query) * keys.bound
-            # Large ones cannot be subtracted in the product without an error in the exponents.
-            is_loose = keys.is_loose or not np.max(bound) * np.finfo(q.dtype).eps < _ERROR
-            if not is_loose:
-                q[:, -1] = poison - bound
-                sums = self.sums(size, self.tiles(mask, rows, q, keys.keys), keys.values)
-                if np.all(sums.normalizer >= _SMALLEST):
-                    return self.state_of(sums, bound)
-            q[:, -1] = poison
-            maximum = np.full(size, -math.inf, q.dtype)
-            for _, s in self.tiles(mask, rows, q, keys.keys):
-                np.maximum(maximum, np.max(s, axis=-1), out=maximum)
-            is_empty = maximum <= np.finfo(q.dtype).min
-            if not is_loose:
-                keys.is_loose = bool(np.any(~is_empty & ~(sums.normalizer >= _SMALLEST)))
-            maximum[is_empty] = 0.0
+        bound = _norms(query) * keys.bound
+        # Large ones cannot be subtracted in the product without an error in the exponents.
+        is_loose = keys.is_loose or not np.max(bound) * np.finfo(q.dtype).eps < _ERROR
+        if not is_loose:
+            q[:, -1] = poison - bound
+            sums = self.sums(size, self.tiles(mask, rows, q, keys.keys), keys.values)
+            if np.all(sums.normalizer >= _SMALLEST):
+                return self.state_of(sums, bound)
+        q[:, -1] = poison
+        maximum = np.full(size, -math.inf, q.dtype)
+        for _, s in self.tiles(mask, rows, q, keys.keys):
+            np.maximum(maximum, np.max(s, axis=-1), out=maximum)
+        is_empty = maximum <= np.finfo(q.dtype).min
+        if not is_loose:
+            keys.is_loose = bool(np.any(~is_empty & ~(sums.normalizer >= _SMALLEST)))
+        maximum[is_empty] = 0.0
 
-            def exponents() -> Iterator[tuple[Block, Any]]:
-                for columns, s in self.tiles(mask, rows, q, keys.keys):
-                    yield columns, np.subtract(s, maximum[:, None], out=s)
+        def exponents() -> Iterator[tuple[Block, Any]]:
+            for columns, s in self.tiles(mask, rows, q, keys.keys):
+                yield columns, np.subtract(s, maximum[:, None], out=s)
 
-            return self.state_of(self.sums(size, exponents(), keys.values), maximum)
+        return self.state_of(self.sums(size, exponents(), keys.values), maximum)
 
     def scaled_rows(self, index: Index, rows: Block) -> Any:
         problem, (start, size) = self.problem, rows
@@ -244,8 +242,12 @@ class _Pass:
             reference = np.where(np.isposinf(reference), reference, reference + largest)
             reference[is_empty] = -math.inf
         elif self.score:
-            # So that the entropy, log z − moment/z, is not below 0.
-            moment = np.minimum(moment, normalizer * np.log(np.where(is_empty, 1.0, normalizer)))
+            # Relative to the log-normalizer the moment is minus the entropy, which is not below 0.
+            total = np.where(is_empty, 1.0, normalizer)
+            moment = np.minimum(moment / total - np.log(total), 0.0)
+            value /= total[:, None]
+            reference = reference + np.log(total)
+            normalizer = np.where(is_empty, normalizer, 1.0)
         return AttentionState(reference[:, None], normalizer[:, None], value, moment[:, None])
 
 

@@ -9,7 +9,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_real, counts, value_error
-from isentropic._draws import draw_matrix, generator_of, place_draw, random_orthonormal, random_signs
+from isentropic._draws import (
+    draw_matrix,
+    generator_of,
+    place_draw,
+    random_orthonormal,
+    random_signs,
+    takes_rng,
+)
 from isentropic._hadamard import hadamard_order
 from isentropic._maps import CountSketch, DenseProjection, HadamardProjection
 from isentropic._namespace import Array, accumulator, device, namespace
@@ -17,7 +24,10 @@ from isentropic._namespace import Array, accumulator, device, namespace
 if TYPE_CHECKING:
     import numpy as np
 
+    from isentropic._draws import Draw
 
+
+@takes_rng
 def gaussian_projection(
     n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
 ) -> DenseProjection:
@@ -62,9 +72,10 @@ def gaussian_projection(
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     weights = draw_matrix(rng, n_features, n_components, like, lambda g, size: g.standard_normal(size))
-    return _dense(weights, n_components**-0.5)
+    return dense_map(weights, n_components**-0.5)
 
 
+@takes_rng
 def rademacher_projection(
     n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
 ) -> DenseProjection:
@@ -98,9 +109,10 @@ def rademacher_projection(
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     weights = draw_matrix(rng, n_features, n_components, like, random_signs)
-    return _dense(weights, n_components**-0.5)
+    return dense_map(weights, n_components**-0.5)
 
 
+@takes_rng
 def sparse_projection(
     n_features: int,
     n_components: int,
@@ -148,25 +160,12 @@ def sparse_projection(
            [ 0.,  0.,  0., -1.,  0.,  1.]])
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
-    check_real("density", density, above=0)
-    density = float(density)
-    if density > 1:
-        raise value_error("density", "be at most 1", density)
-    if density < 1 / 3:
-        warnings.warn(
-            f"A density of {density:.3g}, below 1/3, loses the lengths of vectors with few large "
-            f"entries, and no guarantee of jl_min_dim covers it; hadamard_projection is fast on all.",
-            stacklevel=2,
-        )
-
-    def draw(generator: np.random.Generator, size: tuple[int, int]) -> Any:
-        u = generator.random(size)
-        return 1.0 * (u < density / 2) - 1.0 * (u >= 1 - density / 2)
-
+    draw = sparse_entries(density)
     weights = draw_matrix(rng, n_features, n_components, like, draw)
-    return _dense(weights, (n_components * density) ** -0.5)
+    return dense_map(weights, sparse_scale(n_components, density))
 
 
+@takes_rng
 def orthogonal_projection(
     n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
 ) -> DenseProjection:
@@ -206,9 +205,10 @@ def orthogonal_projection(
     short, long = sorted((n_components, n_features))
     weights = random_orthonormal(generator, short, long)
     weights = weights if n_components <= n_features else weights.T
-    return _dense(place_draw(weights, like), max(n_features / n_components, 1.0) ** 0.5)
+    return dense_map(place_draw(weights, like), max(n_features / n_components, 1.0) ** 0.5)
 
 
+@takes_rng
 def hadamard_projection(
     n_features: int,
     n_components: int,
@@ -241,6 +241,12 @@ def hadamard_projection(
     For other d it is of the next such order, at most 18 % above for d > 16, and the vectors are
     padded with zeros; the sample is of all D coordinates, so nothing is lost by truncation. For
     k > d the order is at least k.
+
+    So f with k = d is a rotation, whose inverse is its adjoint, for d = 64, 80, 768, 896, 4096 or
+    28672, and is none for d = 104, 1000, 4864, 11008, 13696 or 29568. There one round has, as a rule,
+    no inverse: the first 20 matrices for d = 104 are all singular. Ask for
+    `HadamardProjection.has_orthogonal_rows`. `orthogonal_projection` is a rotation for every d, in
+    O(d²) operations.
 
     **The dimension that suffices for Gaussian maps is a heuristic here**, and no theorem: verify it
     on the data, by `distortion`. One round maps a difference of 8 equal entries on a subgroup (such
@@ -276,6 +282,7 @@ def hadamard_projection(
     )
 
 
+@takes_rng
 def count_sketch(
     n_features: int,
     n_components: int,
@@ -343,7 +350,33 @@ def count_sketch(
     )
 
 
-def _dense(weights: Array, scale: float) -> DenseProjection:
+def sparse_entries(density: float) -> Draw:
+    """How the entries 0 and ±1 of a sparse map are drawn."""
+    check_real("density", density, above=0)
+    density = float(density)
+    if density > 1:
+        raise value_error("density", "be at most 1", density)
+    if density < 1 / 3:
+        warnings.warn(
+            f"A density of {density:.3g}, below 1/3, loses the lengths of vectors with few large "
+            f"entries, and no guarantee of jl_min_dim covers it; hadamard_projection is fast on all.",
+            stacklevel=4,  # the caller of a function that takes_rng
+        )
+
+    def draw(generator: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+        u = generator.random(size)
+        return 1.0 * (u < density / 2) - 1.0 * (u >= 1 - density / 2)
+
+    return draw
+
+
+def sparse_scale(n_components: int, density: float) -> float:
+    """What the entries of a sparse map are multiplied by."""
+    return (n_components * float(density)) ** -0.5
+
+
+def dense_map(weights: Array, scale: float) -> DenseProjection:
+    """The map of a matrix and a number."""
     xp = namespace(weights=weights)
     dtype, place = accumulator(xp, weights.dtype), device(weights=weights)
     return DenseProjection(weights, xp.asarray(float(scale), dtype=dtype, device=place))

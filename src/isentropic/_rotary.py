@@ -14,6 +14,7 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
+from isentropic._numerics import align
 
 
 def rotary(
@@ -89,7 +90,8 @@ def rotary(
     frequency = xp.exp(pair * (-2.0 * math.log(base) / max(size, 1)))
     if positions is None:
         positions = xp.arange(length, dtype=dtype, device=place)
-    angle = xp.astype(positions, dtype)[..., None] * frequency
+    _, frequency, positions = align(x, frequency, xp.astype(positions, dtype)[..., None])
+    angle = positions * frequency
     cos, sin = xp.cos(angle), xp.sin(angle)
 
     y = xp.astype(x, dtype)

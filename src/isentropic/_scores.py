@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
 from isentropic._namespace import Array, device
-from isentropic._numerics import log_gamma_step, product
+from isentropic._numerics import clip, log_gamma_step, product
 
 _PANELS = 24
 _PANEL_NODES = 16
@@ -147,15 +147,15 @@ class SphereScores:
     def turn(self) -> Any:
         xp, m, kappa = self.xp, self.d - 1, self.kappa
         x = 2 * kappa / (m + xp.sqrt(m * m + 4 * kappa * kappa))
-        return xp.clip(-xp.log(m * x / kappa) * m / 2, min=0.0)  # of 1 − x²
+        return clip(xp, -xp.log(m * x / kappa) * m / 2, min=0.0)  # of 1 − x²
 
     @property
     def floor(self) -> Any:
-        return (self.d - 1) / 2 * self.xp.log(self.xp.clip(2 * self.kappa, min=1.0))
+        return (self.d - 1) / 2 * self.xp.log(clip(self.xp, 2 * self.kappa, min=1.0))
 
     @property
     def grade(self) -> Any:
-        return self.xp.clip(1 / (_END_NATS * (self.d - 1)) - 1 / _NATS, min=0.0)
+        return clip(self.xp, 1 / (_END_NATS * (self.d - 1)) - 1 / _NATS, min=0.0)
 
     def edge(self, tau: Any) -> Any:
         return self.xp.asinh(self.xp.sqrt(self.xp.expm1(2 * tau / (self.d - 1))))
@@ -172,7 +172,7 @@ class SphereScores:
         return -2 * self.kappa * (sine * sine)
 
     def log_density(self, p: Any) -> Any:
-        sine = self.xp.clip(self.xp.sin(p), min=1e-30)
+        sine = clip(self.xp, self.xp.sin(p), min=1e-30)
         return self.log_constant + (self.d - 2) * self.xp.log(sine)
 
     def slopes(self, p: Any) -> tuple[Any, Any]:
@@ -209,7 +209,7 @@ def _entropies(xp: ModuleType, place: Any, n: Any, scores: Scores) -> Any:
     # 1 − L: from a node to the end of its panel, and over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
     above = xp.sum(mass, axis=-2, keepdims=True) - xp.cumulative_sum(mass, axis=-2)
-    rest = xp.clip(product(xp, w, upward) + above, max=1 - float(xp.finfo(n.dtype).eps))
+    rest = clip(xp, product(xp, w, upward) + above, max=1 - float(xp.finfo(n.dtype).eps))
     weight = n * xp.exp((n - 1) * xp.log1p(-rest)) * weights
 
     # The integral of the density n Lⁿ⁻¹ W is 1, up to the error of the quadrature.
@@ -238,8 +238,8 @@ def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array
     # Beyond the knots y itself moves on: by one for each nat above, as for equal scores below.
     beyond = xp.where(
         upper,
-        xp.clip(-eta - turn, min=0.0) - math.log(math.log(2)),
-        -xp.log(xp.log1p(xp.exp(xp.clip(eta, min=0.0)))),
+        clip(xp, -eta - turn, min=0.0) - math.log(math.log(2)),
+        -xp.log(xp.log1p(xp.exp(clip(xp, eta, min=0.0)))),
     )
     u, du = u[:, :-1, :], u[:, 1:, :] - u[:, :-1, :]
     beyond, step = beyond[:, :-1, :], beyond[:, 1:, :] - beyond[:, :-1, :]
@@ -252,7 +252,7 @@ def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tu
 
     def excess(p: Any) -> tuple[Any, Any]:
         v = scores.score(p) - y
-        return v, xp.exp(xp.clip(v, max=_LARGE))
+        return v, xp.exp(clip(xp, v, max=_LARGE))
 
     def is_rising(p: Any) -> Any:
         density, fall = scores.slopes(p)
@@ -267,7 +267,7 @@ def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tu
     end = logarithm(peak) - _DEPTH
     reach = []
     for side, farthest in ((-1.0, peak - low), (1.0, high - peak)):
-        far = xp.log(xp.clip(farthest, min=1e-12))
+        far = xp.log(clip(xp, farthest, min=1e-12))
 
         def is_inside(r: Any, side: float = side) -> Any:
             return logarithm(peak + side * xp.exp(r)) > end
@@ -279,7 +279,7 @@ def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tu
     r = reach[0] + length * nodes[:, None]
     # Relative to the peak, so that the v of the nodes differ by what they should to all digits.
     v = scores.score(peak) - y - scores.drop(peak, r)
-    density = xp.exp(scores.log_density(peak + r) + v - xp.exp(xp.clip(v, max=_LARGE)))
+    density = xp.exp(scores.log_density(peak + r) + v - xp.exp(clip(xp, v, max=_LARGE)))
     density = density * (length * weights[:, None])
     return xp.sum(density, axis=-2), xp.sum(density * (v + EULER_GAMMA), axis=-2)
 

@@ -17,6 +17,7 @@ from isentropic._checks import (
     check_ndim,
     check_real,
     common_shape,
+    is_array,
     is_integer,
     plain_integer,
     type_error,
@@ -28,6 +29,7 @@ from isentropic._loops import (
     fold,
     is_gpu,
     is_readable,
+    is_seen,
     map_blocks,
     take,
     traces_lengths,
@@ -42,6 +44,7 @@ from isentropic._namespace import (
     present,
     promoted,
 )
+from isentropic._numerics import lift
 from isentropic._state import AttentionState, empty_state, merge_columns, output_of_columns, tile_state
 from isentropic.laws import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
@@ -64,6 +67,7 @@ class Problem:
     compute: Any  # the dtype to compute in
     query: Array
     multiplier: float | Array  # of the queries, as (..., L, 1)
+    lengths: Array | None  # the n of the law, (..., L), where it is not one number
     key: Array
     value: Array | None
     mask: Mask | None
@@ -86,9 +90,14 @@ class Problem:
     def n_keys(self) -> int:
         return self.frame.n_keys
 
-    def zeros(self, shape: tuple[int, ...]) -> Any:
+    def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """What is returned where there is nothing to attend to."""
-        return self.xp.zeros((*self.batch, *shape), dtype=self.dtype, device=self.frame.device)
+        dtype = self.dtype if dtype is None else dtype
+        return self.xp.zeros((*self.batch, *shape), dtype=dtype, device=self.frame.device)
+
+    def visible_lengths(self, n_keys: Any = None) -> Array:
+        """How many keys each query sees, or another n that was given, (..., L) but for broadcasting."""
+        return visible_lengths(self.frame, self.compute, self.mask, n_keys, self.batch)
 
     @property
     def values(self) -> Array:
@@ -137,7 +146,8 @@ class Problem:
         """`s`, but −∞ where a key is hidden."""
         if self.mask is None:
             return s
-        return self.xp.where(self.mask.block(self.frame, rows, columns), s, -math.inf)
+        visible = lift(self.mask.block(self.frame, rows, columns), len(self.batch) + 2)
+        return self.xp.where(visible, s, -math.inf)
 
     def _shift(self, rows: Block, columns: Block) -> Array:
         xp = self.xp
@@ -309,9 +319,12 @@ def prepare(
         visible.check(batch, n_queries, total)
     if bias is not None:
         check_broadcastable("bias", bias.shape, (*batch, n_queries, total))
-        bias = bias[(None,) * (2 - bias.ndim) + (...,)]
+        bias = lift(bias, len(batch) + 2)
     for name, x in (("scale", scale), ("softcap", softcap)):
         if x is not None:
+            if name == "scale" and is_array(x):
+                kind = f"{type(x).__name__}: an array is a law, `law=laws.Constant(scale)`"
+                raise type_error(name, "be a real number", kind)
             check_real(name, x, above=0 if name == "softcap" else -math.inf)
     check_choice("implementation", implementation, (None, "generic", "native"))
     if block_size is not None:
@@ -319,20 +332,23 @@ def prepare(
 
     dtype = promoted(xp, *arrays.values())
     compute = accumulator(xp, dtype)
+    query, key = lift(query, len(batch) + 2), lift(key, len(batch) + 2)
+    value = None if value is None else lift(value, len(batch) + 2)
     poison = None
     if visible is not None:
         query, key, value, poison = _shield(xp, compute, place, query, key, value)
     frame = Frame(xp, place, n_queries, total, whole=traces_lengths(xp))
+    lengths = None
     multiplier: Any = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
     common = common_length(frame, visible, n_keys)
     if common is not None and not of_law:
         multiplier *= 1.0 if law is None else law(common)
     elif law is not None or n_keys is not None:
-        n = visible_lengths(frame, compute, visible, n_keys, batch)
+        lengths = visible_lengths(frame, compute, visible, n_keys, batch)
         if law is not None:
-            multiplier = factor(xp, law, n, (*batch, n_queries)) * multiplier
+            multiplier = factor(xp, law, lengths, (*batch, n_queries)) * multiplier
     return Problem(
-        frame, dtype, compute, query, multiplier, key, value, visible, bias,
+        frame, dtype, compute, query, multiplier, lengths, key, value, visible, bias,
         None if softcap is None else float(softcap), poison, batch, block_size, score_width,
     )  # fmt: skip
 
@@ -350,9 +366,10 @@ def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> 
             must = f"have the {groups} heads (axis -3) of `key`"
             raise value_error("value", must, shapes["value"][-1])
         shapes = {name: (*shape[:-1], heads) for name, shape in shapes.items()}
-    elif _has_fewer_heads(shapes["key"], shapes["query"]):
-        must = f"have the {shapes['query'][-1]} heads (axis -3) of `query`, or `enable_gqa` be true"
-        raise value_error("key", must, shapes["key"][-1])
+    for name, shape in shapes.items():
+        if _has_fewer_heads(shape, shapes["query"]):
+            must = f"have the {shapes['query'][-1]} heads (axis -3) of `query`, or `enable_gqa` be true"
+            raise value_error(name, must, shape[-1])
     return common_shape(xp, **shapes)
 
 
@@ -393,8 +410,8 @@ def _is_seen_finite(xp: ModuleType, x: Array) -> bool:
         return False
     # A maximum is NaN where a number is, but not in JAX on a processor.
     if is_jax(xp) or math.prod(x.shape) == 0:
-        return bool(xp.all(xp.isfinite(x)))
-    return bool(xp.isfinite(xp.min(x)) & xp.isfinite(xp.max(x)))
+        return is_seen(xp, xp.all(xp.isfinite(x)))
+    return is_seen(xp, xp.isfinite(xp.min(x)) & xp.isfinite(xp.max(x)))
 
 
 def _grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
@@ -430,9 +447,9 @@ def common_length(frame: Frame, mask: Mask | None, n_keys: Any) -> int | None:
 def visible_lengths(
     frame: Frame, dtype: Any, mask: Mask | None, n_keys: Any, batch: tuple[int, ...]
 ) -> Array:
-    """How many keys each query sees, as floats broadcastable to (..., L)."""
+    """How many keys each query sees, as floats broadcastable to (..., L), with as many axes."""
     if n_keys is None and mask is not None:
-        return frame.xp.astype(mask.count(frame), dtype)
+        return lift(frame.xp.astype(mask.count(frame), dtype), len(batch) + 1)
     n = frame.n_keys if n_keys is None else n_keys
     return given_lengths(frame.xp, frame.device, dtype, n, (*batch, frame.n_queries))
 
@@ -440,14 +457,15 @@ def visible_lengths(
 def given_lengths(
     xp: ModuleType, device: Any, dtype: Any, n_keys: Any, shape: tuple[int, ...]
 ) -> Array:
-    """`n_keys` as floats broadcastable to `shape`, with an axis for the queries."""
+    """`n_keys` as floats broadcastable to `shape`, with as many axes."""
     if array_or_none(n_keys) is None:
-        return xp.full((1,), check_length(n_keys), dtype=dtype, device=device)
+        return xp.full((1,) * len(shape), check_length(n_keys), dtype=dtype, device=device)
     if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
         raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
     check_broadcastable("n_keys", n_keys.shape, shape)
-    n = xp.astype(n_keys, dtype)
-    return n[None] if n.ndim == 0 else n
+    if is_readable(xp, n_keys) and is_seen(xp, xp.any(~(n_keys >= 0))):
+        raise value_error("n_keys", "be at least 0", "an array with numbers that are not")
+    return lift(xp.astype(n_keys, dtype), len(shape))
 
 
 def check_length(n_keys: Any) -> int:

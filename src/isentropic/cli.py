@@ -19,13 +19,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-try:
-    import click
-except ModuleNotFoundError:
-    raise SystemExit("isentropic: the command needs click: pip install 'isentropic[cli]'") from None
-
 import isentropic
 from isentropic import laws as laws_module
+from isentropic._checks import extra_of
+
+try:
+    with extra_of(__name__):
+        import click
+except ModuleNotFoundError as error:
+    raise SystemExit(str(error)) from None
 
 _LENGTHS = (64, 128, 256, 512)
 _BATCH_TOKENS = 4096  # in one call of the model
@@ -149,7 +151,7 @@ def _of_model(command: Any) -> Any:
     """The arguments that `profile` and `calibrate` share."""
     readable = click.Path(exists=True, dir_okay=False, path_type=Path)
     options = (
-        click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path)),
+        click.argument("model"),
         click.argument("texts", nargs=-1, required=True, type=readable, metavar="TEXT..."),
         click.option(
             "--lengths", type=_Numbers(), help="Numbers of tokens.  [default: 64,128,256,512]"
@@ -167,28 +169,45 @@ def _of_model(command: Any) -> Any:
 @main.command()
 @_of_model
 @click.option(
-    "--laws", "laws_file", type=click.Path(exists=True, dir_okay=False), help="Laws to apply, as JSON."
+    "--laws",
+    "chosen",
+    metavar="FILE|NAME[:PARAMETER=VALUE,...]",
+    help="Laws to apply: a file of `calibrate`, or a preset.",
 )
 def profile(
-    model: Path,
+    model: str,
     texts: Sequence[Path],
     lengths: Sequence[int] | None,
     plot: Path | None,
     as_json: bool,
-    laws_file: str | None,
+    chosen: str | None,
 ) -> None:
     """Print how the attention entropies of a model grow with the length.
 
-    MODEL is a folder with a model and tokenizer of Hugging Face transformers, TEXT a file in UTF-8.
-    Each text is cut at each of the lengths; texts that are shorter take no part.
+    MODEL is a folder with a model and tokenizer of Hugging Face transformers, or the name of one on
+    the Hub; TEXT is a file in UTF-8. Each text is cut at each of the lengths. Texts that are shorter
+    than the longest take no part, so that all lengths have the same texts.
     """
     _check_outputs(plot)
-    huggingface, network, batches = _opened(model, texts, lengths)
+    huggingface = _integration()
+    own = None if chosen is None else _file_or_preset(huggingface, chosen)
+    network, batches = _opened(model, texts, lengths)
     with _without_traceback():
-        chosen = None if laws_file is None else huggingface.load_laws(laws_file)
-        report = huggingface.profile(network, batches, laws=chosen, progress=True)
+        report = huggingface.profile(network, batches, laws=own, progress=True)
     click.echo(json.dumps(report.to_dict()) if as_json else report)
-    _draw(plot, {"as it is" if chosen is None else "with laws": report})
+    _draw(plot, {"standard attention" if own is None else "with laws": report})
+
+
+def _file_or_preset(huggingface: Any, text: str) -> Any:
+    """The laws of a file, or the law of ``NAME:PARAMETER=VALUE,...``."""
+    if Path(text).is_file():
+        with _without_traceback():
+            return huggingface.load_laws(text)
+    try:
+        return _law(text)
+    except click.UsageError as error:
+        message = f"--laws: {text} is no file; as a preset: {error.message}"
+        raise click.UsageError(message) from None
 
 
 @main.command()
@@ -204,7 +223,7 @@ def profile(
     "--reference-length", type=click.FloatRange(min=2), help="Keys at which the entropy is to be held."
 )  # fmt: skip
 def calibrate(
-    model: Path,
+    model: str,
     texts: Sequence[Path],
     lengths: Sequence[int] | None,
     plot: Path | None,
@@ -218,7 +237,8 @@ def calibrate(
     `isentropic.integrations.huggingface.use(model, load_laws(FILE))`.
     """
     _check_outputs(plot, output)
-    huggingface, network, batches = _opened(model, texts, lengths)
+    huggingface = _integration()
+    network, batches = _opened(model, texts, lengths)
     with _without_traceback():
         fitted = huggingface.calibrate(
             network, batches, reference_length=reference_length, progress=True
@@ -242,8 +262,12 @@ def _without_traceback() -> Iterator[None]:
     """What the library, the model or the file system refuses, in a line."""
     try:
         yield
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise click.ClickException(str(error).partition("\n")[0]) from None
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise click.ClickException(_first_line(error)) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _check_outputs(plot: Path | None, *others: Path) -> None:
@@ -253,43 +277,55 @@ def _check_outputs(plot: Path | None, *others: Path) -> None:
             raise click.ClickException(f"{path} cannot be written")
     if plot is None:
         return
-    try:
+    with _without_traceback(), extra_of("isentropic.plots"):
         figure = importlib.import_module("matplotlib.figure").Figure()
-    except ModuleNotFoundError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'isentropic[plots]'") from None
     kinds = figure.canvas.get_supported_filetypes()
     if plot.suffix[1:] not in kinds:
         raise click.UsageError(f"--plot: {plot} must end in one of {', '.join(sorted(kinds))}")
 
 
-def _opened(
-    folder: Path, texts: Sequence[Path], lengths: Sequence[int] | None
-) -> tuple[Any, Any, list[Any]]:
-    """The integration, the model of a folder, and its batches of the texts."""
-    try:
-        transformers = importlib.import_module("transformers")
-        huggingface = importlib.import_module("isentropic.integrations.huggingface")
-    except ModuleNotFoundError as error:
-        install = "pip install 'isentropic[huggingface]'"
-        raise click.ClickException(f"this needs {error.name}: {install}") from None
+def _integration() -> Any:
+    with _without_traceback():
+        return importlib.import_module("isentropic.integrations.huggingface")
+
+
+def _opened(name: str, texts: Sequence[Path], lengths: Sequence[int] | None) -> tuple[Any, list[Any]]:
+    """The model of a folder or of the Hub, and its batches of the texts."""
+    transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    is_folder = Path(name).is_dir()
+    unreachable = None if is_folder else _why_the_hub_is_out_of_reach(name)
+    options = {"local_files_only": is_folder or unreachable is not None}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        model = transformers.AutoModel.from_pretrained(name, **options).eval()
     except Exception as error:  # of the many kinds that the loaders raise
-        reason = str(error).partition("\n")[0]
-        raise click.ClickException(f"{folder} holds no model that loads: {reason}") from None
+        if unreachable is None:
+            message = f"{name} holds no model that loads: {_first_line(error)}"
+        else:
+            nowhere = "is no folder, does not load from the cache, and the Hub cannot be asked"
+            message = f"{name} {nowhere}: {unreachable}"
+        raise click.ClickException(message) from None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if lengths is None:
         lengths = [n for n in _LENGTHS if n <= longest]
     elif max(lengths) > longest:
         raise click.UsageError(f"--lengths: the model takes {longest} tokens at most")
-    return huggingface, model, list(_batches(tokenizer, texts, lengths))
+    return model, list(_batches(tokenizer, texts, lengths))
+
+
+def _why_the_hub_is_out_of_reach(name: str) -> str | None:
+    """None where it answers. One request: the loaders would repeat theirs for minutes."""
+    try:
+        importlib.import_module("huggingface_hub").file_exists(name, "config.json")
+    except Exception as error:  # of the network, the name, or what the Hub keeps to itself
+        return _first_line(error)
+    return None
 
 
 def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> Iterator[Any]:
-    """The beginnings of the texts, of each length those that are as long."""
+    """The beginnings, of each length, of the texts that are as long as the longest."""
     tensor = importlib.import_module("torch").tensor
     contents = []
     for path in texts:
@@ -297,11 +333,21 @@ def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> I
             contents.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             raise click.ClickException(f"{path} is no text in UTF-8") from None
+
+    def encoded(n: int) -> list[Any]:
+        return [tokenizer(text, truncation=True, max_length=n)["input_ids"] for text in contents]
+
+    longest = max(lengths)
+    found = [len(ids) for ids in encoded(longest)]
+    if max(found) < longest:
+        message = f"none of the texts has {longest} tokens, the longest has {max(found)}"
+        raise click.ClickException(f"{message}: give shorter --lengths or longer texts")
+    contents = [text for text, n in zip(contents, found, strict=True) if n == longest]
+    short = len(texts) - len(contents)
+    what = f", {short} shorter than {longest} tokens" if short else ""
+    click.echo(f"texts: {len(contents)} of {len(texts)}{what}", err=True)
     for n in lengths:
-        encoded = [tokenizer(text, truncation=True, max_length=n)["input_ids"] for text in contents]
-        ids = [x for x in encoded if len(x) == n]
-        if not ids:
-            raise click.ClickException(f"none of the texts has {n} tokens; see --lengths")
+        ids = encoded(n)
         size = max(1, _BATCH_TOKENS // n)
         for start in range(0, len(ids), size):
             yield tensor(ids[start : start + size])

@@ -19,11 +19,11 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields, replace
 from numbers import Real
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from array_api_extra import default_dtype
 
@@ -35,8 +35,20 @@ from isentropic._checks import (
     is_array,
     type_error,
     value_error,
+    within,
 )
-from isentropic._namespace import Array, accumulator, device, from_numpy, namespace, to_numpy
+from isentropic._loops import is_readable
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    device,
+    from_numpy,
+    namespace,
+    same_arrays,
+    to_numpy,
+)
+from isentropic._numerics import clip, lift, root_or_zero
+from isentropic._pytrees import register_nodes
 
 __all__ = [
     "AffineLog",
@@ -64,8 +76,20 @@ Parameter = float | Array
 class Law(ABC):
     """A function from the number of visible keys to a factor on the scale.
 
-    Call it with an integer (the result is a float) or with an array of lengths. Laws are equal if they
-    are of one class and their parameters are equal, whatever library holds them.
+    Call it with an integer (the result is a float) or with an array of lengths.
+
+    Numbers out of the range of a parameter, or not finite, are refused when the law is made. Those in
+    arrays are too where they can be read at once: in the memory of the host, and outside of
+    transformations.
+
+    In JAX and PyTorch a law is a tree (a *pytree*). Its leaves are the arrays; the numbers belong to
+    its structure. So a law can be an argument of ``jax.jit``, ``jax.grad`` and ``jax.vmap``, of
+    functions of ``torch.func``, and a gradient by a law is a law of gradients.
+
+    Two laws are equal if they are of one class and have equal parameters. Arrays are equal if their
+    shapes and values are, whatever their library, device or dtype; an array is never equal to a number,
+    and NaN to nothing. To compare arrays whose values cannot be read, as within ``jax.jit``, raises a
+    `TypeError`. Laws of numbers can be hashed, laws with arrays cannot.
 
     A law of your own is a subclass, a frozen dataclass, that defines `evaluate`. Fields that are
     arrays, of shape () or (H,), are its parameters.
@@ -91,6 +115,13 @@ class Law(ABC):
     1.0
     """
 
+    # The names of the children of what a tree was made into: its leaves may be anything.
+    __slots__ = ("_children",)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        register_nodes(cls, Law)
+        return super().__new__(cls)
+
     def __call__(self, n: Any) -> Any:
         parameters = self.arrays
         if is_array(n):
@@ -100,7 +131,10 @@ class Law(ABC):
             self._check_shapes(xp, n.shape)
             floating = xp.isdtype(n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, device=place)
-            factor = self.evaluate(xp, xp.astype(n, _compute_dtype(xp, dtype, parameters)))
+            n = xp.astype(n, _compute_dtype(xp, dtype, parameters))
+            if n.ndim > 0:
+                n = lift(n, max([1, *(x.ndim + 1 for x in parameters)]))
+            factor = self.evaluate(xp, n)
             if not is_array(factor):
                 raise type_error("law", "evaluate to an array", type(factor).__name__)
             return factor
@@ -142,6 +176,9 @@ class Law(ABC):
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
         return hash((type(self), *vars(self).values()))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # what is in slots could not be set again
+
     @property
     def arrays(self) -> tuple[Array, ...]:
         """The parameters that are arrays."""
@@ -155,6 +192,34 @@ class Law(ABC):
             elif x is not None and is_array(x):
                 found.append((name, x))
         return found
+
+    def _with_arrays(self, change: Callable[[Array], Array]) -> Law:
+        changes: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Law):
+                changes[name] = x._with_arrays(change)
+            elif is_array(x):
+                changes[name] = change(x)
+        return replace(self, **changes)
+
+    def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
+        """Arrays and laws by their names, and all else, for `register_nodes`."""
+        values = vars(self)
+        names = getattr(self, "_children", None)
+        if names is None:
+            names = tuple(name for name, x in values.items() if isinstance(x, Law) or is_array(x))
+        rest = tuple((name, None if name in names else x) for name, x in values.items())
+        return [(name, values[name]) for name in names], (names, rest)
+
+    @classmethod
+    def _unflatten(cls, rest: Any, children: Iterable[Any]) -> Self:
+        # Past all checks: the leaves of trees may be tracers, booleans of a mask, axes or None.
+        law = object.__new__(cls)
+        names, values = rest
+        for name, x in (dict(values) | dict(zip(names, children, strict=True))).items():
+            object.__setattr__(law, name, x)
+        object.__setattr__(law, "_children", names)
+        return law
 
     def _check_shapes(self, xp: ModuleType, shape: tuple[int, ...]) -> None:
         """Refuse parameters that do not broadcast with lengths of a shape, or with one another."""
@@ -264,10 +329,10 @@ class SqrtLogLength(Law):
         _check_minimum(self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        # Two roots, not one of the quotient: at n = 1 its gradient for the base would be 0 · ∞.
         base = _log(xp, self.base, n)
         root = xp.sqrt(base) if is_array(self.base) else math.sqrt(base)
-        return _at_least(xp, xp.sqrt(_log_length(xp, n)) / _over_queries(xp, root, n), self.minimum)
+        factor = root_or_zero(xp, _log_length(xp, n)) / _over_queries(xp, root, n)
+        return _at_least(xp, factor, self.minimum)
 
 
 @dataclass(frozen=True)
@@ -311,16 +376,18 @@ class AffineLog(Law):
 
 @dataclass(frozen=True)
 class PowerLog(Law):
-    """``offset + coefficient · (ln n)^exponent`` (ASEntmax).
+    """``offset + coefficient · (ln n)^exponent``, where n ≤ 2 counts as 2.
+
+    So the power is finite at every exponent. What it is for a single key does not matter: that key has
+    all the weight.
 
     Parameters
     ----------
-    offset, coefficient : float or array
-    exponent : float ≥ 0, or array
+    offset, coefficient, exponent : float or array
 
     References
     ----------
-    Vasylenko et al. 2025, arXiv 2506.16640.
+    Vasylenko et al. 2025, arXiv 2506.16640, with coefficients and exponents that depend on the query.
 
     Examples
     --------
@@ -336,10 +403,10 @@ class PowerLog(Law):
     def __post_init__(self) -> None:
         _check_parameter("offset", self.offset)
         _check_parameter("coefficient", self.coefficient)
-        _check_parameter("exponent", self.exponent, least=0)
+        _check_parameter("exponent", self.exponent)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        power = _log_length(xp, n) ** _over_queries(xp, self.exponent, n)
+        power = _log_length(xp, n, least=2.0) ** _over_queries(xp, self.exponent, n)
         return _over_queries(xp, self.offset, n) + power * _over_queries(xp, self.coefficient, n)
 
 
@@ -368,7 +435,7 @@ class StepLog(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         steps = xp.floor(n / _over_queries(xp, self.period, n))
-        return xp.log1p(xp.clip(steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
+        return xp.log1p(clip(xp, steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
 
 
 @dataclass(frozen=True)
@@ -395,7 +462,7 @@ class PowerLength(Law):
         _check_parameter("exponent", self.exponent)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        growth = xp.clip(n, min=0.0) / _over_queries(xp, self.period, n) + 1.0
+        growth = clip(xp, n, min=0.0) / _over_queries(xp, self.period, n) + 1.0
         return growth ** _over_queries(xp, self.exponent, n)
 
 
@@ -430,11 +497,11 @@ class InfoScale(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         rate = -2.0 / float(self.head_dim)
-        gain = -xp.expm1(_log_length(xp, n) * rate)
+        root = root_or_zero(xp, -xp.expm1(_log_length(xp, n) * rate))
         base = _log(xp, self.base, n)
         if is_array(self.base):
-            return xp.sqrt(gain) / _over_queries(xp, xp.sqrt(-xp.expm1(base * rate)), n)
-        return xp.sqrt(gain) / math.sqrt(-math.expm1(base * rate))
+            return root / _over_queries(xp, xp.sqrt(-xp.expm1(base * rate)), n)
+        return root / math.sqrt(-math.expm1(base * rate))
 
 
 @dataclass(frozen=True)
@@ -545,9 +612,9 @@ def _su(base: float = 512) -> Law:
     return LogLength(base, minimum=math.log(16) / math.log(base))
 
 
-def _above_length(coefficient: float, length: float) -> Law:
-    check_real("coefficient", coefficient)
+def _inkling(length: float = 128_000, coefficient: float = 0.1) -> Law:
     check_real("length", length, above=0)
+    check_real("coefficient", coefficient, least=0)
     return AffineLog(coefficient, 1 - coefficient * math.log(length), minimum=1)
 
 
@@ -566,7 +633,7 @@ def _longrope(scale: float, length: float) -> Law:
 
 
 _PRESETS: dict[str, Callable[..., Law]] = {
-    "asentmax": lambda offset, coefficient, exponent: _Shifted(
+    "asentmax-constant": lambda coefficient, exponent, offset=1.0: _Shifted(
         PowerLog(offset, coefficient, exponent), 1
     ),
     "beam": lambda period=2048, exponent=0.1: PowerLength(period, exponent),
@@ -574,14 +641,13 @@ _PRESETS: dict[str, Callable[..., Law]] = {
     "entropy-abf": lambda length=4096: _position_count(length),
     "grok-2": lambda length: _index_count(length),
     "infoscale": lambda length, head_dim: InfoScale(length, head_dim),
-    "inkling": lambda length, coefficient: _above_length(coefficient, length),
+    "inkling": _inkling,
     "llama-4": lambda coefficient=0.1, period=8192: StepLog(coefficient, period),
     "lmdeploy": lambda length: _index_count(length),
     "longrope": _longrope,
     "lumina": lambda base: SqrtLogLength(base),
     "ministral-3": lambda coefficient=0.1, length=16384: _Shifted(StepLog(coefficient, length), -1),
     "mistral-large-4": lambda slope, intercept=0.0: AffineLog(slope, intercept),
-    "muse-spark": lambda length, coefficient: _above_length(coefficient, length),
     "qwen": lambda length: _position_count(length),
     "ssmax": lambda slope, intercept=0.0: AffineLog(slope, intercept),
     "su": _su,
@@ -607,38 +673,43 @@ def presets() -> tuple[str, ...]:
 
 
 def preset(name: str, **parameters: Any) -> Law:
-    """The law of a model or a paper, as a function of the n given below.
+    """The law of a model or a paper.
 
-    ================  ========================================  =========================  ==========
-    name              factor                                    n to pass                  below L
-    ================  ========================================  =========================  ==========
-    asentmax          δ + β (ln(n + 1))^γ                       position + 1               –
-    beam              (1 + n/2048)^0.1                          position + 1               above 1
-    chiang-cholak     ln n                                      total length               0 at n = 1
-    entropy-abf       max(1, ln n / ln L), L = 4096             position + 1               1
-    grok-2            max(1, ln(n − 1) / ln L)                  position + 1               1
-    infoscale         √((1 − n^(−2/d)) / (1 − L^(−2/d)))        visible keys               < 1
-    inkling           max(1, 1 + c ln(n/L))                     position + 1               1
-    llama-4           1 + 0.1 ln(1 + ⌊n/8192⌋)                  position + 1, with cache   1
-    lmdeploy          max(1, ln(n − 1) / ln L)                  position + 1               1
-    longrope          1 + ln s / ln L, s ≥ 1                    none: constant             1 (s ≤ 1)
-    lumina            √(ln n / ln base)                         total length               < 1
-    ministral-3       1 + 0.1 ln(1 + ⌊(n − 1)/L⌋), L = 16384    position + 1               1
-    mistral-large-4   slope ln n + intercept, per head          position + 1               may be 0
-    muse-spark        max(1, 1 + c ln(n/L))                     position + 1               1
-    qwen              max(1, ln n / ln L)                       position + 1, padding too  1
-    ssmax             slope ln n + intercept, learned           size of the softmax        0 at n = 1
-    su                ln max(n, 16) / ln base                   visible keys               < 1
-    su-decoder        max(1, ln n / ln L), L = 512              position + 1               1
-    yarn              (0.1 ln s + 1)², s ≥ 1                    none: constant             1 (s ≤ 1)
-    ================  ========================================  =========================  ==========
+    =================  ======================================  =========  ==========
+    name               factor                                  n counts   below L
+    =================  ======================================  =========  ==========
+    asentmax-constant  δ + β (ln(n + 1))^γ, δ = 1              slots      –
+    beam               (1 + n/2048)^0.1                        positions  above 1
+    chiang-cholak      ln n                                    length     0 at n = 1
+    entropy-abf        max(1, ln n / ln L), L = 4096           positions  1
+    grok-2             max(1, ln(n − 1) / ln L)                positions  1
+    infoscale          √((1 − n^(−2/d)) / (1 − L^(−2/d)))      keys       < 1
+    inkling            max(1, 1 + 0.1 ln(n/L)), L = 128000     slots      1
+    llama-4            1 + 0.1 ln(1 + ⌊n/8192⌋)                slots      1
+    lmdeploy           max(1, ln(n − 1) / ln L)                positions  1
+    longrope           1 + ln s / ln L, s ≥ 1                  –          1 (s ≤ 1)
+    lumina             √(ln n / ln base)                       length     < 1
+    ministral-3        1 + 0.1 ln(1 + ⌊(n − 1)/L⌋), L = 16384  positions  1
+    mistral-large-4    slope ln n + intercept, per head        positions  may be 0
+    qwen               max(1, ln n / ln L)                     slots      1
+    ssmax              slope ln n + intercept, learned         keys       0 at n = 1
+    su                 ln max(n, 16) / ln base                 keys       < 1
+    su-decoder         max(1, ln n / ln L), L = 512            positions  1
+    yarn               (0.1 ln s + 1)², s ≥ 1                  –          1 (s ≤ 1)
+    =================  ======================================  =========  ==========
 
-    Positions count from 0. With a causal mask and no padding, the number of visible keys that the
-    attention counts by itself *is* position + 1; where a rule counts padding or a whole length,
-    pass that number as ``n_keys``. The rules of grok-2, lmdeploy and ministral-3 use the position
-    itself, one less. Below its length L the factor of qwen is applied in inference only. The factors
-    of yarn and longrope act on the rotated dimensions alone in their models (as a factor on cosine
-    and sine, whose square this is).
+    What n counts, and what to pass:
+
+    - *keys*: those that the query sees. Attention counts them by itself.
+    - *positions*: the position of the query, from 0, plus 1, whatever is hidden from it. Padding has
+      no positions.
+    - *slots*: likewise, but padding before the query counts.
+    - *length*: all of the sequence.
+
+    Under a causal mask without padding the first three are one number. Under a window a query sees
+    fewer keys than its position says. So rules of positions, slots or a length need that number as
+    `n_keys`, such as ``n_keys=positions + 1``; for positions in models of transformers it is
+    ``huggingface.use(model, law, count="positions")``.
 
     Parameters
     ----------
@@ -658,6 +729,45 @@ def preset(name: str, **parameters: Any) -> Law:
         For an unknown name.
     TypeError
         For parameters that the rule does not have or that are missing.
+
+    Notes
+    -----
+    The law *asentmax-constant* is not the ASEntmax of the paper, but what its code calls "learn": β and
+    γ are numbers of each head. In ASEntmax they depend on the query, β = softplus(·) and
+    γ = 2 tanh(·) of its hidden state, which no function of n can do. Both have weights by α-entmax,
+    and not by a softmax. γ may be negative.
+
+    The factors of *yarn* and *longrope* act on the rotated dimensions alone in their models, as a
+    factor on cosine and sine, whose square this is.
+
+    References
+    ----------
+    Where each rule is written down. Those of transformers are tested against its code.
+
+    - asentmax-constant: Vasylenko et al. 2025, arXiv 2506.16640; github.com/deep-spin/asentmax,
+      ``synthetic/src/models/architectures/sparse_gemma.py``.
+    - beam: transformers, ``models/beam``; layers without rotary positions.
+    - chiang-cholak: Chiang & Cholak 2022, arXiv 2202.12172; github.com/ndnlp/parity, ``encoder.py``.
+    - entropy-abf: Zhang et al. 2024, arXiv 2401.07004; github.com/GAIR-NLP/Entropy-ABF,
+      ``patch/EABF.py``; layers from the third on.
+    - grok-2: github.com/sgl-project/sglang, ``xai_temperature_len`` in the Triton kernels of attention.
+    - infoscale: Li et al. 2025, arXiv 2501.08570; github.com/HT-NEKO/Information-Entropy-Invariance,
+      ``model/my_gau_alpha_eval/layer.py``.
+    - inkling: transformers, ``models/inkling``; layers without a window, and position biases too.
+    - llama-4: transformers, ``models/llama4``; layers without rotary positions.
+    - lmdeploy: github.com/InternLM/lmdeploy, ``LogNScaling`` in
+      ``src/turbomind/kernels/attention/rotary_embedding.h``.
+    - longrope: Ding et al. 2024, arXiv 2402.13753; transformers, ``modeling_rope_utils.py``.
+    - lumina: Jin et al. 2023, arXiv 2306.08645; github.com/Alpha-VLLM/Lumina-T2X,
+      ``lumina_next_t2i_mini/models/nextdit.py``; self-attention.
+    - ministral-3: transformers, ``models/ministral3`` and ``models/mistral4``.
+    - mistral-large-4: transformers, ``models/mistral_large4``.
+    - qwen: huggingface.co/Qwen/Qwen-7B, ``modeling_qwen.py``; in inference.
+    - ssmax: Nakanishi 2025, arXiv 2501.19399.
+    - su: Su 2021, spaces.ac.cn/archives/8823; github.com/bojone/bert4keras, "softmax_plus" in
+      ``backend.py``.
+    - su-decoder: Su 2023, spaces.ac.cn/archives/9708; github.com/bojone/rerope, ``rerope_patch.py``.
+    - yarn: Peng et al. 2023, arXiv 2309.00071; transformers, ``modeling_rope_utils.py``.
 
     Examples
     --------
@@ -763,12 +873,14 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
     >>> laws.from_dict({"law": "AffineLog", "slope": [0.25, 0.5]})(1).shape
     (2,)
     """
-    if like is not None:
-        check_floating(namespace(like=like), like=like)
-    return _from_dict(data, like, depth=0)
+    if like is None:
+        return _from_dict(data, depth=0)
+    check_floating(namespace(like=like), like=like)
+    # Not at once, as the numbers are checked on the host.
+    return _from_dict(data, depth=0)._with_arrays(lambda x: from_numpy(x, like))
 
 
-def _from_dict(data: Any, like: Array | None, depth: int) -> Law:
+def _from_dict(data: Any, depth: int) -> Law:
     if not isinstance(data, dict):
         raise type_error("data", "be a dictionary that describes a law", type(data).__name__)
     if depth > _MOST_NESTED:
@@ -785,9 +897,9 @@ def _from_dict(data: Any, like: Array | None, depth: int) -> Law:
         must = f"have the parameters of {data['law']!r} ({', '.join(names)})"
         raise value_error("data", must, _listed(data.keys() - {"law"}))
     arguments = {
-        name: _from_dict(x, like, depth + 1)
+        name: _from_dict(x, depth + 1)
         if name == "law"
-        else _placed(name, x, like)
+        else _array(name, x)
         if isinstance(x, list)
         else x
         for name, x in given.items()
@@ -800,8 +912,13 @@ def _is_same(a: Any, b: Any) -> bool:
         return True
     if not (is_array(a) and is_array(b)):
         return not (is_array(a) or is_array(b)) and a == b
-    a, b = to_numpy(a), to_numpy(b)
-    return a.shape == b.shape and bool((a == b).all())
+    if tuple(a.shape) != tuple(b.shape):  # which tracers have too
+        return False
+    try:
+        return same_arrays(a, b)
+    except (AttributeError, BufferError, RuntimeError, TypeError):  # each library's own
+        must = "have arrays that can be read, to be compared"
+        raise type_error("law", must, type(a).__name__) from None
 
 
 def _listed(keys: Any) -> str:
@@ -810,15 +927,12 @@ def _listed(keys: Any) -> str:
 
 def _plain_numbers(name: str, x: Array) -> Any:
     """The numbers of an array as nested lists."""
-    import numpy as np
-
     numbers = to_numpy(x)
-    if not np.isfinite(numbers).all():
-        raise value_error(name, "be finite", "an array that is not")
+    _check_numbers(name, numbers)
     return numbers.tolist()
 
 
-def _placed(name: str, numbers: list[Any], like: Array | None) -> Any:
+def _array(name: str, numbers: list[Any]) -> Any:
     """Nested lists of numbers as an array."""
     import numpy as np
 
@@ -828,9 +942,7 @@ def _placed(name: str, numbers: list[Any], like: Array | None) -> Any:
         raise value_error(name, "be nested lists of equal lengths", "others") from None
     if array.dtype.kind not in "fiu":
         raise type_error(name, "be lists of real numbers", f"{array.dtype} values")
-    if not np.isfinite(array).all():
-        raise value_error(name, "be finite", "lists that are not")
-    return array.astype(np.float64) if like is None else from_numpy(array, like)
+    return array.astype(np.float64)
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
@@ -843,11 +955,11 @@ def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
     if not is_array(x):
         return float(x)  # a NumPy float64 would promote float32 lengths
     x = xp.astype(x, n.dtype)
-    return x[..., None] if x.ndim > 0 and n.ndim > 0 else x
+    return lift(x[..., None], n.ndim) if x.ndim > 0 and n.ndim > 0 else x
 
 
-def _log_length(xp: ModuleType, n: Array) -> Array:
-    return xp.log(xp.where(n < 1, 1.0, n))
+def _log_length(xp: ModuleType, n: Array, least: float = 1.0) -> Array:
+    return xp.log(xp.where(n < least, least, n))
 
 
 def _log(xp: ModuleType, x: Any, n: Array) -> Any:
@@ -856,18 +968,34 @@ def _log(xp: ModuleType, x: Any, n: Array) -> Any:
 
 
 def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
-    return factor if minimum is None else xp.clip(factor, min=float(minimum))
+    return factor if minimum is None else clip(xp, factor, min=float(minimum))
 
 
-def _check_parameter(name: str, x: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
+def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
     if is_array(x):
         xp = namespace(**{name: x})
         if not xp.isdtype(x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
+        if 0 in x.shape:
+            raise value_error(name, "have numbers in it", f"the shape {tuple(x.shape)}")
+        if is_readable(xp, x):
+            _check_numbers(name, to_numpy(x), above)
     elif isinstance(x, Real):
-        check_real(name, x, above=above, least=least)
+        check_real(name, x, above=above)
     else:
         raise type_error(name, "be a real number or an array of them", type(x).__name__)
+
+
+def _check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
+    """Refuse what `check_real` refuses, in an array on the host."""
+    # The minimum is NaN where a number is.
+    if numbers.min() > above and numbers.max() < math.inf:
+        return
+    import numpy as np
+
+    place = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
+    where = f" at {place}" if place else ""
+    raise value_error(name, within(above), f"{numbers[place]}{where}")
 
 
 def _check_minimum(minimum: Any) -> None:
@@ -879,9 +1007,16 @@ def check_law(law: Any, *, optional: bool = False) -> None:
     """Refuse what is no law, nor None where that is the standard attention."""
     if not isinstance(law, Law) and not (optional and law is None):
         must = "be a law of isentropic.laws" + " or None" * optional
+        got = type(law).__name__
         if isinstance(law, str):
             must += " (`laws.preset` has those with a name)"
-        raise type_error("law", must, type(law).__name__)
+        elif isinstance(law, type) and issubclass(law, Law):
+            got = f"the class {law.__name__}; call it: `{law.__name__}(...)`"
+        elif any(kind.__name__ == "LawModule" for kind in type(law).__mro__):
+            got += "; call it: `law()`"
+        elif callable(law):
+            got += " (a function is none: subclass `laws.Law`)"
+        raise type_error("law", must, got)
 
 
 # The law of attention where none is named.

@@ -36,8 +36,9 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import Block, fold, larger, map_blocks, smaller, take
+from isentropic._loops import Block, fold, is_readable, is_seen, larger, map_blocks, smaller, take
 from isentropic._namespace import Array, device, namespace
+from isentropic._numerics import align, clip, lift
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
@@ -135,10 +136,8 @@ class Mask(ABC):
         interval = self.interval(frame, (0, n_queries))
         if interval is not None:
             first, end = interval
-            # Not `clip`: array_api_compat's does not take a symbolic bound under torch.compile.
-            total = xp.full((1,), n_keys, dtype=frame.index_dtype, device=frame.device)
-            visible = xp.minimum(end, total) - xp.clip(first, min=0)
-            return xp.clip(visible, min=0)
+            visible = clip(xp, end, max=n_keys) - clip(xp, first, min=0)
+            return clip(xp, visible, min=0)
         if n_queries == 0 or n_keys == 0:
             return xp.zeros((n_queries,), dtype=frame.index_dtype, device=frame.device)
 
@@ -159,6 +158,12 @@ class Mask(ABC):
     def __bool__(self) -> bool:
         raise TypeError(
             "A mask is neither true nor false: combine masks by & and |, not `and` and `or`."
+        )
+
+    def __invert__(self) -> Mask:
+        raise TypeError(
+            "A mask has no complement: say by masks, & and | which keys are seen, or pass a boolean "
+            "array (True = attend)."
         )
 
     def __and__(self, other: Mask | Array) -> Mask:
@@ -193,8 +198,8 @@ class Frame:
         return self.xp.arange(size, dtype=self.index_dtype, device=self.device) + start
 
     def index(self, x: Any) -> Any:
-        """Integers per batch and head, (...), with an axis for the queries; numbers stay."""
-        return x if is_integer(x) else self.xp.astype(x, self.index_dtype)[..., None]
+        """Integers per batch and head, (...), with an axis for the queries."""
+        return self.xp.astype(x, self.index_dtype)[..., None]
 
 
 def causal(offset: int | Array | None = None) -> Mask:
@@ -348,7 +353,8 @@ class _Contiguous(Mask):
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         first, end = self.interval(frame, rows)  # type: ignore[misc]
         keys = frame.positions(columns)
-        return (keys >= first[..., None]) & (keys < end[..., None])
+        first, end = first[..., None], end[..., None]
+        return (lift(keys, first.ndim) >= first) & (lift(keys, end.ndim) < end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +374,7 @@ class _Band(_Contiguous):
 
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         for x in self.arrays:
-            _check_fits("offset", x.shape, batch)
+            _check_per_sequence("offset", x.shape, batch)
 
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
         return replace(self, offset=_element(self.offset, batch, index))
@@ -389,8 +395,13 @@ class _Band(_Contiguous):
         return first, end
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
-        offset = frame.n_keys - frame.n_queries if self.offset is None else frame.index(self.offset)
-        position = frame.positions(rows) + offset
+        position = frame.positions(rows)
+        if self.arrays:
+            position = sum(align(position, frame.index(self.offset)))
+        else:
+            position = position + (
+                frame.n_keys - frame.n_queries if self.offset is None else self.offset
+            )
         first = position * 0 if self.left is None else position - self.left
         end = position * 0 + frame.n_keys if self.right is None else position + (self.right + 1)
         return first, end
@@ -410,7 +421,7 @@ class _Padding(_Contiguous):
 
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         for x in self.arrays:
-            _check_fits("lengths", x.shape, batch)
+            _check_per_sequence("lengths", x.shape, batch)
 
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
         return replace(self, lengths=_element(self.lengths, batch, index))
@@ -426,8 +437,10 @@ class _Padding(_Contiguous):
         return super().core(frame, rows) if self.arrays else self.reach(frame, rows)
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
-        zero = frame.positions(rows) * 0
-        lengths = zero + frame.index(self.lengths)
+        zero, lengths = frame.positions(rows) * 0, self.lengths
+        if self.arrays:
+            zero, lengths = align(zero, frame.index(lengths))
+        lengths = zero + lengths
         if self.side == "left":
             return frame.n_keys - lengths, zero + frame.n_keys
         return zero, lengths
@@ -448,7 +461,7 @@ class _Segments(Mask):
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         if self.ids.shape[-1] != n_keys:
             raise value_error("ids", f"have a last dimension of {n_keys}, one per key", self.ids.shape)
-        _check_fits("ids", self.ids.shape, batch, n_keys)
+        _check_per_sequence("ids", self.ids.shape, batch, n_keys)
         if self.query_ids is None and n_queries > n_keys:
             must = f"be given where there are more queries ({n_queries}) than keys ({n_keys})"
             raise value_error("query_ids", must, None)
@@ -456,7 +469,7 @@ class _Segments(Mask):
             if self.query_ids.shape[-1] != n_queries:
                 must = f"have a last dimension of {n_queries}, one per query"
                 raise value_error("query_ids", must, self.query_ids.shape)
-            _check_fits("query_ids", self.query_ids.shape, batch, n_queries)
+            _check_per_sequence("query_ids", self.query_ids.shape, batch, n_queries)
 
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
         ids, query_ids = (_element(x, batch, index, 1) for x in (self.ids, self.query_ids))
@@ -466,7 +479,12 @@ class _Segments(Mask):
         queries = self.query_ids
         if queries is None:
             queries = self.ids[..., frame.n_keys - frame.n_queries :]
-        return take(queries, rows, -1)[..., None] == take(self.ids, columns, -1)[..., None, :]
+        of_rows, of_columns = (
+            take(queries, rows, -1)[..., None],
+            take(self.ids, columns, -1)[..., None, :],
+        )
+        of_rows, of_columns = align(of_rows, of_columns)
+        return of_rows == of_columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -488,8 +506,7 @@ class _Explicit(Mask):
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         x = self.visible
-        x = x[(None,) * (2 - x.ndim) + (...,)]
-        return take(take(x, rows, -2), columns, -1)
+        return take(take(lift(x, 2), rows, -2), columns, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -515,13 +532,14 @@ class _Both(_Pair):
         return f"{self.first} & {self.second}"
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
-        return self.first.block(frame, rows, columns) & self.second.block(frame, rows, columns)
+        a, b = align(self.first.block(frame, rows, columns), self.second.block(frame, rows, columns))
+        return a & b
 
     def interval(self, frame: Frame, rows: Block) -> _Interval | None:
         a, b = self.first.interval(frame, rows), self.second.interval(frame, rows)
         if a is None or b is None:
             return None
-        return frame.xp.maximum(a[0], b[0]), frame.xp.minimum(a[1], b[1])
+        return frame.xp.maximum(*align(a[0], b[0])), frame.xp.minimum(*align(a[1], b[1]))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
         return _common(frame, self.first.reach(frame, rows), self.second.reach(frame, rows))
@@ -536,7 +554,8 @@ class _Either(_Pair):
         return f"({self.first} | {self.second})"
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
-        return self.first.block(frame, rows, columns) | self.second.block(frame, rows, columns)
+        a, b = align(self.first.block(frame, rows, columns), self.second.block(frame, rows, columns))
+        return a | b
 
     def reach(self, frame: Frame, rows: Block) -> Span:
         a, b = self.first.reach(frame, rows), self.second.reach(frame, rows)
@@ -564,7 +583,7 @@ def _element(x: Any, batch: tuple[int, ...], index: tuple[int, ...], n_last: int
     if x is None or isinstance(x, int):
         return x
     x = np.asarray(x)
-    x = x[(None,) * (n_last - x.ndim) + (...,)]
+    x = lift(x, n_last)
     part = np.broadcast_to(x, (*batch, *x.shape[x.ndim - n_last :]))[index]
     return part if n_last else int(part)
 
@@ -572,6 +591,17 @@ def _element(x: Any, batch: tuple[int, ...], index: tuple[int, ...], n_last: int
 def _check_fits(name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int) -> None:
     own = shape[: max(len(shape) - len(last), 0)]
     check_broadcastable(name, shape, (*(own if batch is None else batch), *last))
+
+
+def _check_per_sequence(
+    name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int
+) -> None:
+    """Refuse also what would go to the heads by its place, where one per sequence may be meant."""
+    _check_fits(name, shape, batch, *last)
+    if batch is not None and 0 < len(shape) - len(last) < len(batch):
+        one = ", ".join(["B", *["1"] * (len(batch) - 1), *map(str, last)])
+        must = f"have an axis for each batch and head axis; one per sequence has the shape ({one})"
+        raise value_error(name, must, shape)
 
 
 def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
@@ -586,5 +616,10 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
         return plain_integer(x)
     if not hasattr(x, "dtype") or not namespace(**{name: x}).isdtype(x.dtype, "integral"):
         got = getattr(x, "dtype", type(x).__name__)
+        if name == "lengths" and "bool" in str(got):
+            got = f"{got}: an array that is True for the keys to attend to is itself a `mask`"
         raise type_error(name, "be an integer or an array of an integer dtype", got)
+    xp = namespace(**{name: x})
+    if name == "lengths" and is_readable(xp, x) and is_seen(xp, xp.any(x < 0)):
+        raise value_error(name, "be at least 0", "an array with negative numbers")
     return x

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isentropic._bounds import jl_distortion
-from isentropic._checks import type_error, value_error
+from isentropic._checks import extra_of, type_error, value_error
 from isentropic._distortion import DistortionReport
 from isentropic._drift import DriftReport
 from isentropic._entropy import entropy as entropy_of
@@ -139,12 +139,13 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     'query'
     """
     import numpy as np
-    from matplotlib.colors import PowerNorm
 
     p = to_numpy(weights).astype(np.float64)
     if p.ndim != 2:
         raise value_error("weights", "have 2 dimensions, those of one head", p.ndim)
     ax = _axes(ax, height=4.8)
+    from matplotlib.colors import PowerNorm
+
     # The root of a weight shows those that are small and many, which hold much of the entropy.
     roots = PowerNorm(0.5, vmin=0)
     image = ax.imshow(p, cmap="viridis", norm=roots, aspect="auto", interpolation="nearest")
@@ -267,7 +268,8 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
 def _axes(ax: Axes | None, height: float = 4) -> Axes:
     if ax is not None:
         return ax
-    import matplotlib.pyplot as plt
+    with extra_of(__name__):
+        import matplotlib.pyplot as plt
 
     return plt.figure(figsize=(6.4, height), layout="constrained").subplots()
 

@@ -29,7 +29,15 @@ from array_api_extra import default_dtype
 from isentropic._checks import check_choice, check_real, common_shape, is_array, type_error, value_error
 from isentropic._loops import scan_blocks
 from isentropic._namespace import device, namespace
-from isentropic._numerics import digamma_gap, divide_or_zero, log_or, von_mises_fisher
+from isentropic._numerics import (
+    clip,
+    digamma_gap,
+    divide_or_zero,
+    lift,
+    log_or,
+    quietly,
+    von_mises_fisher,
+)
 from isentropic._scores import GaussianScores, SphereScores, mean_entropy
 
 __all__ = [
@@ -56,6 +64,7 @@ _LOWEST = 1e-8  # below it the entropy is log n, to double precision
 _LARGE = 50.0
 
 
+@quietly
 def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
     r"""Mean entropy of ``softmax(beta · s)`` over n independent standard normal scores s.
 
@@ -116,6 +125,7 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
     return finish(_GAUSSIAN[method](xp, n, beta))
 
 
+@quietly
 def frozen_entropy(beta_over_critical: Any) -> Any:
     """Mean entropy of the frozen phase, ``ψ(1) − ψ(1 − β_c/β)``, as n → ∞.
 
@@ -154,6 +164,7 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
     return finish(_frozen(xp, ratio))
 
 
+@quietly
 def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     """Mean entropy of ``softmax(kappa · cos θ)`` over n independent directions on a sphere.
 
@@ -210,6 +221,7 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     return finish(xp.log(n) - von_mises_fisher(xp, d, kappa)[2])
 
 
+@quietly
 def vmf_log_mgf(d: Any, kappa: Any) -> Any:
     r"""``log E exp(κ cos θ)`` for a direction uniform on the unit sphere in d dimensions.
 
@@ -249,6 +261,7 @@ def vmf_log_mgf(d: Any, kappa: Any) -> Any:
     return _vmf(0, d, kappa)
 
 
+@quietly
 def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
     """``A_d(κ) = I_{d/2}(κ)/I_{d/2−1}(κ)``, the mean cosine of the von Mises–Fisher distribution.
 
@@ -284,6 +297,7 @@ def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
     return _vmf(1, d, kappa)
 
 
+@quietly
 def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
     """Divergence of the von Mises–Fisher distribution from the uniform one, ``κA − log E e^{κ cos θ}``.
 
@@ -327,6 +341,7 @@ def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
     return _vmf(2, d, kappa)
 
 
+@quietly
 def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
     """Entropy of attention to keys of which some are relevant by a logit `gap`, the rest alike.
 
@@ -367,6 +382,7 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
     return finish(xp.where(relevant > n, math.nan, _needle(xp, n, relevant, gap)))
 
 
+@quietly
 def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     """Mean entropy of attention with queries equal to keys, of norm √d and uniform directions.
 
@@ -417,6 +433,7 @@ def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     return finish(_tied(xp, n, d, factor * xp.sqrt(d)))
 
 
+@quietly
 def invariant_factor(
     n: Any,
     target: Any,
@@ -505,7 +522,7 @@ def invariant_factor(
 
     # Nearly linear in the logarithm of the strength, from the first to the last.
     def transformed(h: Any) -> Any:
-        return xp.log(xp.clip(log_n - h, min=tiny)) - xp.log(xp.clip(h - bottom, min=tiny))
+        return xp.log(clip(xp, log_n - h, min=tiny)) - xp.log(clip(xp, h - bottom, min=tiny))
 
     goal = transformed(target)
 
@@ -535,15 +552,15 @@ def _check_needles(n: Any, n_relevant: Any) -> None:
 
 
 def _gaussian_exact(xp: ModuleType, n: Any, beta: Any) -> Any:
-    return _within(xp, n, mean_entropy(xp, GaussianScores, n, xp.clip(beta, min=_LOWEST)))
+    return _within(xp, n, mean_entropy(xp, GaussianScores, n, clip(xp, beta, min=_LOWEST)))
 
 
 def _sphere_exact(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
-    return _within(xp, n, mean_entropy(xp, SphereScores.of, n, d, xp.clip(kappa, min=_LOWEST)))
+    return _within(xp, n, mean_entropy(xp, SphereScores.of, n, d, clip(xp, kappa, min=_LOWEST)))
 
 
 def _within(xp: ModuleType, n: Any, entropy: Any) -> Any:
-    return xp.minimum(xp.clip(entropy, min=0.0), xp.log(n))
+    return xp.minimum(clip(xp, entropy, min=0.0), xp.log(n))
 
 
 def _annealed(xp: ModuleType, n: Any, beta: Any) -> Any:
@@ -551,7 +568,7 @@ def _annealed(xp: ModuleType, n: Any, beta: Any) -> Any:
 
 
 def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
-    square = xp.clip(beta, max=1e4) ** 2
+    square = clip(xp, beta, max=1e4) ** 2
     exponent = square - xp.log(n) - math.log(2)
     huge = exponent > _LARGE
     correction = (2 * square - 1) * xp.exp(xp.where(huge, 0.0, exponent)) + 1 / (2 * n)
@@ -578,7 +595,7 @@ _GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
 
 
 def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    log_others = log_or(xp, xp.clip(n - relevant, min=0.0), 0.0)
+    log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
     # log r, far below where there are no others.
     z = xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
     log_rest, share = _log1p_exp(xp, z)
@@ -683,7 +700,7 @@ def _root(
         t = t + divide_or_zero(xp, c - a, b - a) * (
             divide_or_zero(xp, fa, fc - fa) * divide_or_zero(xp, fb, fc - fb)
         )
-        t = xp.where(smooth, xp.clip(t, min=0.0, max=1.0), 0.5)
+        t = xp.where(smooth, clip(xp, t, min=0.0, max=1.0), 0.5)
         return (a, b, fa, fb, t), xp.where(xp.abs(fa) < xp.abs(fb), a, b)
 
     start = (a, b, fa, fb, xp.full_like(a, 0.5))
@@ -704,7 +721,7 @@ def _prepare(
             if x > most:
                 raise value_error(name, f"be at most {most:g}", x)
     xp, place, dtype = _kind(arrays)
-    common_shape(xp, **{name: x.shape for name, x in arrays.items()} or {"": ()})
+    shape = common_shape(xp, **{name: x.shape for name, x in arrays.items()} or {"": ()})
 
     float64 = "float64" in xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
     working = xp.float64 if float64 else xp.float32
@@ -712,7 +729,7 @@ def _prepare(
     values = []
     for name, (x, least, most) in arguments.items():
         if name in arrays:
-            x = xp.astype(x, working)
+            x = lift(xp.astype(x, working), len(shape))
         else:
             x = xp.full((), float(x), dtype=working, device=place)
         inside = (x >= least) & (x <= most) & (xp.abs(x) < math.inf)

@@ -156,6 +156,15 @@ class TestNNX:
         scaled = q * (np.log(n)[:, None] * slope)[..., None]
         assert_close(got, theirs(scaled, k, v, mask=jnp.asarray(seen)[None, None]))
 
+    def test_numbers_of_keys(self, rng, dtype):
+        # The positions of the last L of S tokens.
+        q, k, v = arrays(rng, dtype)
+        n = jnp.asarray([[S - L + 1 + i for i in range(L)], [i + 1 for i in range(L)]])
+        mask = jnp.asarray(rng.random((N, 1, L, S)) < 0.6).at[..., 0].set(True)
+        got = attention_fn(q, k, v, mask=mask, n_keys=n[:, None])
+        factor = np.log(n) / np.log(512)
+        assert_close(got, theirs(q * factor[..., None, None], k, v, mask=mask))
+
     def test_a_query_without_keys(self, rng):
         q, k, v = arrays(rng)
         mask = jnp.ones((1, 1, L, S), bool).at[:, :, 1].set(False)

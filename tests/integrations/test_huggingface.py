@@ -18,6 +18,7 @@ from torch import nn  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 from isentropic.integrations import huggingface  # noqa: E402
+from isentropic.integrations.torch import LawModule  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -53,7 +54,7 @@ def decoder(name, **changes):
     """A tiny decoder of random weights, large enough for attention that is far from uniform."""
     torch.manual_seed(7)
     config = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(transformers, config)(**{**SIZES, **DECODERS[name], **changes})
+    config = getattr(transformers, config)(**{**SIZES, **DECODERS.get(name, {}), **changes})
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
@@ -82,6 +83,29 @@ def outputs(model, inputs):
     out = model(**inputs)
     assert torch.isfinite(out[0]).all()
     return out[0][inputs["attention_mask"].bool()]
+
+
+def with_positions(side):
+    """A batch whose positions count no padding, as transformers generates."""
+    inputs = batch(side)
+    return inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
+
+
+@torch.no_grad()
+def step_by_step(model, cache, side):
+    """As `outputs`, by decoding with a cache."""
+    inputs = with_positions(side)
+    mask = inputs["attention_mask"]
+    size = {"max_cache_len": 16} if cache is transformers.StaticCache else {}
+    past, parts = cache(config=model.config, **size), []
+    # A part of several tokens into the empty cache, one into the filled, and one by one.
+    for start, end in [(0, 5), (5, 8), *((i, i + 1) for i in range(8, 12))]:
+        out = model(
+            inputs["input_ids"][:, start:end], attention_mask=mask[:, :end],
+            position_ids=inputs["position_ids"][:, start:end], past_key_values=past,
+        )  # fmt: skip
+        parts.append(out.logits)
+    return torch.cat(parts, 1)[mask.bool()]
 
 
 def close(got, expected, atol=5e-5):
@@ -313,11 +337,123 @@ def encoder_decoder(name):
     return transformers.BartForConditionalGeneration(config).eval()
 
 
+class TestPositions:
+    """``count="positions"``: a law of the position + 1."""
+
+    @SIDES
+    @pytest.mark.parametrize("name", DECODERS)
+    def test_decoders(self, monkeypatch, name, side):
+        law, factor = LAWS["AffineLog"]
+        model, inputs = decoder(name), with_positions(side)
+        with huggingface.use(model, law, count="positions"):
+            got = outputs(model, inputs)
+        with huggingface.use(model, law):
+            of_keys = outputs(model, inputs)
+        n = inputs["position_ids"][:, None] + 1
+        Reference(monkeypatch, lambda module, _: factor(module, n))
+        model.set_attn_implementation("reference")
+        close(got, outputs(model, inputs))
+        # Without windows, and without padding among the positions, it is the number of keys.
+        assert torch.allclose(got, of_keys, atol=1e-5) == (name == "Llama")
+
+    @SIDES
+    def test_ministral(self, side):
+        """That of transformers, which applies its rule to the queries."""
+
+        def model(beta):
+            rule = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": 3}
+            rope = {"rope_type": "default", "rope_theta": 1e4, **rule}
+            return decoder("Ministral3", sliding_window=WINDOW, rope_parameters=rope)
+
+        plain, inputs = model(0.0), with_positions(side)
+        standard, want = outputs(plain, inputs), outputs(model(0.7), inputs)
+        assert (want - standard).abs().max() > 0.1
+        law = laws.preset("ministral-3", coefficient=0.7, length=3)
+        huggingface.use(plain, law, count="positions")
+        close(outputs(plain, inputs), want)
+
+    @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
+    @pytest.mark.parametrize("cache", [transformers.DynamicCache, transformers.StaticCache])
+    @pytest.mark.parametrize("side", [None, "left"])
+    def test_decoding_equals_prefill(self, name, cache, side):
+        model = decoder(name)
+        huggingface.use(model, LAWS["AffineLog"][0], count="positions")
+        close(step_by_step(model, cache, side), outputs(model, with_positions(side)))
+
+    def test_generation(self):
+        model = decoder("Mistral")
+        huggingface.use(model, LAWS["AffineLog"][0], count="positions")
+        options = {"max_new_tokens": 8, "do_sample": False}
+        cached, anew = (
+            model.generate(**batch("left"), **options, use_cache=use_cache)
+            for use_cache in (True, False)
+        )
+        assert torch.equal(cached, anew)
+
+    def test_dropout(self):
+        module = nn.Module()
+        module._isentropic_law = laws.LogLength(4), "positions"
+        query, key, value = torch.randn(3, 1, 2, 6, 8)
+        positions = torch.arange(10, 16)[None]
+        attend = transformers.AttentionInterface()["isentropic"]
+        torch.manual_seed(1)
+        options = {"dropout": 0.5, "is_causal": True, "position_ids": positions}
+        got, _ = attend(module, query, key, value, None, **options)
+        torch.manual_seed(1)
+        factor = log(positions[0] + 1)[:, None] / math.log(4)
+        expected = sdpa(query * factor, key, value, dropout_p=0.5, is_causal=True)
+        close(got.transpose(1, 2), expected, atol=1e-6)
+
+    def test_profile(self):
+        model, inputs, law = decoder("Mistral"), with_positions("left"), laws.LogLength(4)
+
+        keys = huggingface.profile(model, [inputs], laws=law)
+        positions = huggingface.profile(model, [inputs], laws=law, count="positions")
+        np.testing.assert_array_equal(positions.lengths, keys.lengths)
+        assert np.abs(positions.entropy - keys.entropy).max() > 0.01
+        huggingface.use(model, law, count="positions")
+        np.testing.assert_array_equal(huggingface.profile(model, [inputs]).entropy, positions.entropy)
+
+    def test_restores(self):
+        model, inputs, law = decoder("Mistral"), with_positions("left"), LAWS["AffineLog"][0]
+        huggingface.use(model, law)
+        of_keys = outputs(model, inputs)
+        with huggingface.use(model, law, count="positions"):
+            assert not torch.equal(outputs(model, inputs), of_keys)
+            with huggingface.use(model, law):
+                assert torch.equal(outputs(model, inputs), of_keys)
+        assert torch.equal(outputs(model, inputs), of_keys)
+
+    def test_models_without_positions(self):
+        model = encoder_decoder("Bart").get_encoder()
+        huggingface.use(model, laws.LogLength(4), count="positions")
+        with pytest.raises(
+            ValueError, match=r"`count` must be 'keys' .* no `position_ids`.*, got 'positions'"
+        ):
+            model(**batch("right"))
+        huggingface.use(model, None, count="positions")
+        model(**batch("right"))
+
+    @pytest.mark.parametrize("shape", [(6,), (1, 5), (3, 1, 6)])
+    def test_positions_of_another_shape(self, shape):
+        module = nn.Module()
+        module._isentropic_law = laws.LogLength(4), "positions"
+        attend = transformers.AttentionInterface()["isentropic"]
+        with pytest.raises(ValueError, match=r"`count` must be 'keys' .*\(batch, queries\)"):
+            attend(module, *torch.ones(3, 1, 2, 6, 8), None, position_ids=torch.zeros(shape))
+
+    def test_arguments(self):
+        with pytest.raises(ValueError, match=r"`count` must be 'keys' or 'positions', got 'tokens'"):
+            huggingface.use(decoder("Llama"), None, count="tokens")
+        with pytest.raises(ValueError, match=r"`count` must come with `laws`, got 'positions'"):
+            huggingface.profile(decoder("Llama"), [batch()], count="positions")
+
+
 class TestDropout:
     def weights(self, law, training, **options):
         """Values of one-hot rows: the output is the weights."""
         module = nn.Module().train(training)
-        module._isentropic_law = law
+        module._isentropic_law = law, "keys"
         query, key = torch.randn(2, 1, 4, 6, 8)
         value = torch.eye(6)[None, None].expand(1, 4, 6, 6)
         mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
@@ -337,7 +473,7 @@ class TestDropout:
 
     def test_the_mask_may_be_left_out(self):
         module = nn.Module()
-        module._isentropic_law = laws.LogLength(4)
+        module._isentropic_law = laws.LogLength(4), "keys"
         query, key, value = torch.randn(3, 1, 2, 6, 8)
         attend = transformers.AttentionInterface()["isentropic"]
         torch.manual_seed(1)
@@ -417,34 +553,17 @@ class TestLaws:
     def test_decoding_equals_prefill(self, name, cache, side):
         model = decoder(name)
         huggingface.use(model, LAWS["AffineLog"][0])
-        inputs = batch(side)
-        mask, keep = inputs["attention_mask"], inputs["attention_mask"].bool()
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        options = {"config": model.config} | (
-            {"max_cache_len": 16} if cache is transformers.StaticCache else {}
-        )
-        past, parts = cache(**options), []
-        with torch.no_grad():
-            # A part of several tokens into the empty cache, one into the filled, and one by one.
-            for start, end in [(0, 5), (5, 8), *((i, i + 1) for i in range(8, 12))]:
-                out = model(
-                    inputs["input_ids"][:, start:end], attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end], past_key_values=past,
-                )  # fmt: skip
-                parts.append(out.logits)
-            whole = model(**inputs, position_ids=positions).logits
-        close(torch.cat(parts, 1)[keep], whole[keep])
+        close(step_by_step(model, cache, side), outputs(model, with_positions(side)))
 
     @pytest.mark.parametrize("name", DECODERS)
     def test_padding_changes_nothing(self, name):
         model = decoder(name)
         huggingface.use(model, LAWS["AffineLog"][0])
         for side in ("left", "right"):
-            inputs = batch(side)
+            inputs = with_positions(side)
             mask = inputs["attention_mask"]
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
             with torch.no_grad():
-                got = model(**inputs, position_ids=positions).logits[1, mask[1].bool()]
+                got = model(**inputs).logits[1, mask[1].bool()]
                 alone = model(inputs["input_ids"][1:, mask[1].bool()]).logits[0]
             close(got, alone)
 
@@ -527,16 +646,14 @@ class TestLaws:
         model = decoder("Llama").double()
         nested = laws.scaled(laws.shifted(laws.LogLength(np.full(4, 8.0)), 1), np.float32([1, 2, 3, 4]))
         huggingface.use(model, nested)
-        (_, law), *_ = [
-            (m, m._isentropic_law) for m in model.modules() if hasattr(m, "_isentropic_law")
-        ]
+        law, _ = model.model.layers[0].self_attn._isentropic_law
         assert [x.dtype for x in law.arrays] == [torch.float64] * 2
         assert {x.device for x in law.arrays} == {model.device}
         assert outputs(model, batch()).dtype == torch.float64
         half = decoder("Llama").bfloat16()
         parameter = nn.Parameter(SLOPE.clone())
         huggingface.use(half, laws.AffineLog(parameter))
-        assert half.model.layers[1].self_attn._isentropic_law.slope is parameter
+        assert half.model.layers[1].self_attn._isentropic_law[0].slope is parameter
 
     def test_compiled(self):
         model = decoder("GptOss", num_hidden_layers=1, layer_types=["sliding_attention"])
@@ -803,7 +920,10 @@ class TestArguments:
             ({2: None}, ValueError, r"`laws` must name attention layers of the model, 0 to 1, got 2"),
             ({-1: None}, ValueError, r"`laws` must have the numbers of layers, from 0, as keys, got -1"),
             ({"0": None}, TypeError, r"`laws` must have the numbers of layers as keys, got '0'"),
-            ("su", TypeError, r"`laws` must be a law, or a sequence or mapping of laws, got str"),
+            ("su", TypeError, r"`laws` must be a law, or a sequence or mapping of laws \(`laws.preset` has those with a name, `load_laws` those of a file\), got str"),
+            (LawModule(laws.LogLength()), TypeError, r"`laws` must be a law, .* \(a LawModule gives its law when it is called\), got LawModule"),
+            (3.0, TypeError, r"`laws` must be a law, or a sequence or mapping of laws, got float"),
+            (["su", None], TypeError, r"`law` must be a law of isentropic.laws \(`laws.preset` has those with a name\), got str"),
             ([2.0, None], TypeError, r"`law` must be a law of isentropic.laws, got float"),
             (
                 laws.AffineLog(np.ones(3)), ValueError,
@@ -884,6 +1004,9 @@ class TestFiles:
                 TypeError, match=r"`laws` must be a law, or a sequence or mapping of laws"
             ):
                 huggingface.save_laws(own, tmp_path / "laws.json")
-        with pytest.raises(ValueError, match=r"`slope` must be finite, got an array that is not"):
-            huggingface.save_laws(laws.AffineLog(np.array([math.nan])), tmp_path / "laws.json")
+        slope = np.ones(2)
+        law = laws.AffineLog(slope)
+        slope[1] = math.nan
+        with pytest.raises(ValueError, match=r"`slope` must be finite, got nan at \(1,\)"):
+            huggingface.save_laws(law, tmp_path / "laws.json")
         assert not list(tmp_path.iterdir())

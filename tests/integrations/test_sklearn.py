@@ -18,8 +18,13 @@ from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from isentropic.integrations.sklearn import JLTransformer  # noqa: E402
 
+SPARSE = {"sparse", "count_sketch"}
 KINDS = ["hadamard", "gaussian", "rademacher", "sparse", "orthogonal", "count_sketch"]
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.DataDimensionalityWarning")
+
+
+def _dense(x):
+    return x.toarray() if sparse.issparse(x) else x
 
 
 @pytest.fixture
@@ -83,9 +88,22 @@ class TestEveryKind:
         x[np.abs(x) < 1.5] = 0
         t = JLTransformer(50, kind=kind, random_state=0).fit(container(x))
         y = t.transform(container(x))
-        assert isinstance(y, np.ndarray)
-        np.testing.assert_allclose(y, t.transform(x), atol=1e-10)
-        assert t.transform(container(x.astype("float32"))).dtype == np.float32
+        assert sparse.issparse(y) == (kind in SPARSE)
+        np.testing.assert_allclose(_dense(y), t.transform(x), atol=1e-10)
+        assert clone(t).fit(container(x.astype("float32"))).components_.dtype == np.float32
+        half = t.transform(container(x.astype("float32")))
+        assert half.dtype == np.float32
+        np.testing.assert_allclose(_dense(half), t.transform(x), atol=1e-4)
+        # As if fitted to dense data, but for what is kept.
+        same = clone(t).fit(x)
+        np.testing.assert_array_equal(_dense(same.components_), _dense(t.components_))
+        assert sparse.issparse(same.components_) == (kind in SPARSE)
+        assert same.projection_ == t.projection_
+        np.testing.assert_allclose(_dense(same.transform(container(x))), _dense(y), atol=1e-10)
+        dense = clone(t).set_params(dense_output=True).fit(container(x))
+        assert isinstance(dense.transform(container(x)), np.ndarray)
+        np.testing.assert_allclose(dense.transform(container(x)), _dense(y), atol=1e-10)
+        np.testing.assert_allclose(t.inverse_transform(y), t.inverse_transform(_dense(y)), atol=1e-10)
 
     @pytest.mark.parametrize("k", [20, 300])
     def test_inverse_transform(self, kind, x, k):
@@ -96,7 +114,17 @@ class TestEveryKind:
             assert back.shape == data.shape
             if kind != "count_sketch":  # whose rows may be dependent at full size
                 np.testing.assert_allclose(t.transform(back), y, rtol=1e-6, atol=1e-8)
-            np.testing.assert_allclose(back, y @ np.linalg.pinv(t.components_).T, atol=1e-6)
+            pseudo_inverse = np.linalg.pinv(_dense(t.components_))
+            np.testing.assert_allclose(back, y @ pseudo_inverse.T, atol=1e-6)
+            assert not hasattr(t, "inverse_components_")
+            t.set_params(compute_inverse_components=True).fit(data)
+            np.testing.assert_allclose(t.inverse_components_, pseudo_inverse, atol=1e-6)
+            np.testing.assert_allclose(t.inverse_transform(y), back, atol=1e-8)
+            t.inverse_components_ = 2 * t.inverse_components_  # which is what is used
+            np.testing.assert_allclose(t.inverse_transform(y), 2 * back, atol=1e-8)
+            assert not hasattr(
+                t.set_params(compute_inverse_components=False).fit(data), "inverse_components_"
+            )
 
     def test_more_components_than_features(self, kind, x):
         with pytest.warns(DataDimensionalityWarning, match=r"more components \(301\) than features"):
@@ -124,15 +152,39 @@ class TestEveryKind:
         assert t.projection_ is None
         np.testing.assert_array_equal(t.transform(x), x)
         np.testing.assert_array_equal(t.inverse_transform(x), x)
-        np.testing.assert_array_equal(t.transform(sparse.csr_array(x)), x)
         np.testing.assert_array_equal(t.components_, np.eye(50))
+        # What is left as it is stays sparse, whatever the map would have been.
+        for fitted in (t, clone(t).fit(sparse.csr_array(x))):
+            for call in (fitted.transform, fitted.inverse_transform):
+                data = sparse.csr_array(x)
+                y = call(data)
+                assert sparse.issparse(y)
+                assert not np.shares_memory(y.data, data.data)
+                np.testing.assert_array_equal(y.toarray(), x)
+        np.testing.assert_array_equal(fitted.components_.toarray(), np.eye(50))
+        assert isinstance(t.set_params(dense_output=True).transform(sparse.csr_array(x)), np.ndarray)
+        inverse = clone(t).set_params(compute_inverse_components=True).fit(x)
+        np.testing.assert_array_equal(inverse.inverse_components_, np.eye(50))
+        np.testing.assert_array_equal(inverse.inverse_transform(x), x)
 
 
 class TestConventions:
     def test_feature_names(self, x):
         names = JLTransformer(3).fit(x).get_feature_names_out()
         assert names.tolist() == ["jltransformer0", "jltransformer1", "jltransformer2"]
-        assert len(JLTransformer().fit(x).get_feature_names_out()) == 300
+
+    def test_features_that_are_left_as_they_are_keep_their_names(self, x):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame(x[:, :4], columns=list("abcd"))
+        t = JLTransformer().fit(frame)
+        assert t.get_feature_names_out().tolist() == list("abcd")
+        y = t.set_output(transform="pandas").transform(frame)
+        pandas.testing.assert_frame_equal(y, frame)
+        unnamed = JLTransformer().fit(x[:, :3])
+        assert unnamed.get_feature_names_out().tolist() == ["x0", "x1", "x2"]
+        assert unnamed.get_feature_names_out(["r", "s", "t"]).tolist() == ["r", "s", "t"]
+        with pytest.raises(NotFittedError):
+            JLTransformer().get_feature_names_out()
 
     def test_pandas(self, x):
         pandas = pytest.importorskip("pandas")
@@ -156,7 +208,20 @@ class TestConventions:
                 t.inverse_transform(x[:, :7])
 
     def test_one_sample(self):
-        assert JLTransformer(eps=0.5).fit_transform(np.ones((1, 1000))).shape[0] == 1
+        y = JLTransformer(eps=0.5).fit_transform(np.ones((1, 1000)))
+        assert y.shape == (1, it.jl_min_dim(2, eps=0.5))
+
+    def test_as_many_components_as_features(self, rng):
+        k = it.jl_min_dim(40, eps=0.5)
+        x = rng.normal(size=(40, k))
+        for n_components in ("auto", k):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                t = JLTransformer(n_components, eps=0.5).fit(x)
+            assert t.n_components_ == k
+            assert t.projection_ is not None
+        with pytest.warns(DataDimensionalityWarning, match="are left as they are"):
+            assert JLTransformer(eps=0.5).fit(x[:, 1:]).projection_ is None
 
     @pytest.mark.parametrize(
         ("options", "error", "message"),
@@ -171,11 +236,66 @@ class TestConventions:
             ({"kind": "fast"}, ValueError, "`kind` must be 'hadamard' or 'gaussian'"),
             ({"eps": 1.5}, ValueError, r"`eps` must be in \(0, 1\)"),
             ({"delta": 0.0}, ValueError, r"`delta` must be in \(0, 1\)"),
+            ({"dense_output": "no"}, TypeError, "`dense_output` must be True or False"),
+            ({"compute_inverse_components": 1}, TypeError, "`compute_inverse_components` must be True"),
+            (
+                {"n_components": 5, "kind": "sparse", "density": "low"},
+                ValueError,
+                r"`density` must be a number in \(0, 1\] or 'auto', got 'low'",
+            ),
+            (
+                {"n_components": 5, "kind": "sparse", "density": 1.5},
+                ValueError,
+                "`density` must be at most 1",
+            ),
         ],
     )
     def test_errors(self, x, options, error, message):
         with pytest.raises(error, match=message):
             JLTransformer(**options).fit(x)
+
+
+class TestSparse:
+    @pytest.mark.parametrize("container", [np.asarray, sparse.csr_array])
+    @pytest.mark.parametrize("density", [1.0, 0.5])
+    def test_density(self, x, container, density):
+        t = JLTransformer(200, kind="sparse", density=density, random_state=0).fit(container(x))
+        assert t.density_ == density
+        assert abs(t.components_.nnz / 200 / 300 - density) < 0.02
+        np.testing.assert_allclose(np.abs(t.components_.data), (200 * density) ** -0.5)
+        assert not hasattr(JLTransformer(5, kind="gaussian").fit(x), "density_")
+
+    @pytest.mark.parametrize("container", [np.asarray, sparse.csr_array])
+    def test_automatic_density(self, x, container):
+        t = JLTransformer(200, kind="sparse", density="auto", random_state=0)
+        with pytest.warns(UserWarning, match="A density of 0.0577, below 1/3"):
+            t.fit(container(x))
+        assert t.density_ == 300**-0.5
+        assert abs(t.components_.nnz / 200 / 300 - t.density_) < 0.01
+
+    @pytest.mark.parametrize("kind", sorted(SPARSE))
+    def test_containers(self, x, kind):
+        for container in (sparse.csr_array, sparse.csc_array, sparse.csr_matrix, sparse.csc_matrix):
+            data = container(x)
+            y = JLTransformer(5, kind=kind).fit_transform(data)
+            assert isinstance(y, sparse.sparray) == isinstance(data, sparse.sparray)
+
+    @pytest.mark.filterwarnings("ignore:A density:UserWarning")
+    @pytest.mark.parametrize("kind", sorted(SPARSE))
+    def test_nothing_dense_of_the_size_of_the_map_or_the_data(self, kind):
+        import tracemalloc
+
+        n, d, k = 2000, 100_000, 1000
+        x = sparse.random_array((n, d), density=1e-4, format="csr", rng=np.random.default_rng(0))
+        tracemalloc.start()
+        try:
+            t = JLTransformer(k, kind=kind, density=1e-3, random_state=0).fit(x)
+            t.transform(x)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 8 * k * d / 10
+        assert peak < 8 * n * d / 10
 
 
 class TestArrayAPI:
@@ -193,6 +313,10 @@ class TestArrayAPI:
             backend.assert_close(y, expected, rtol=1e-4, atol=1e-4)
             back = t.inverse_transform(y)
             backend.assert_close(t.transform(back), y, rtol=1e-3, atol=1e-3)
+            inverse = clone(t).set_params(compute_inverse_components=True).fit(data)
+            backend.assert_close(inverse.inverse_transform(y), back, rtol=1e-4, atol=1e-4)
+            if backend.library != "numpy":
+                assert type(t.components_) is type(inverse.inverse_components_) is type(data)
             if backend.library != "numpy":
                 with pytest.raises(ValueError, match="must use the same namespace"):
                     t.transform(x)

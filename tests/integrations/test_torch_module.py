@@ -195,8 +195,61 @@ class TestAgainstTorch:
                 m.train(training)(x, src_key_padding_mask=padding)[:, :4] for m in (layer, ours)
             )
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-            encoder = torch.nn.TransformerEncoder(ours, 2, enable_nested_tensor=False).train(training)
-            assert encoder(x, src_key_padding_mask=padding).shape == x.shape
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    @pytest.mark.parametrize("enable_nested_tensor", [False, True])
+    @pytest.mark.parametrize("before", [False, True])
+    def test_in_the_encoder_of_torch(self, enable_nested_tensor, before):
+        layer = torch.nn.TransformerEncoderLayer(E, 4, 16, dropout=0, batch_first=True)
+        ours = MultiheadAttention(E, 4, batch_first=True, law=laws.LogLength(3))
+        if before:
+            layer.self_attn = ours
+        encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=enable_nested_tensor)
+        for layer in encoder.layers:
+            layer.self_attn = copy.deepcopy(ours)
+        encoder.eval()
+        x, padding = torch.randn(N, S, E), torch.arange(S) >= torch.tensor([[4], [6]])
+        with torch.no_grad():  # otherwise there is no fast path
+            got = encoder(x, src_key_padding_mask=padding)
+            # Its fast path leaves no padding to the layers, and gives 0 there.
+            assert bool((got[padding] == 0).all()) == enable_nested_tensor
+            for i, length in enumerate((4, 6)):
+                torch.testing.assert_close(got[i, :length], encoder(x[i, :length]))
+            for layer in encoder.layers:
+                layer.self_attn.law = None
+            assert (encoder(x, src_key_padding_mask=padding) - got)[~padding].abs().min() > 1e-4
+
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("append", [False, True])
+    @pytest.mark.parametrize(
+        "widths", [{}, {"kdim": 5}, {"vdim": 7}, {"kdim": 5, "vdim": 7}, {"kdim": E, "vdim": E}]
+    )
+    def test_the_fields_are_those_of_torch(self, widths, append, bias):
+        # Other libraries hand them to the function.
+        theirs, ours = (
+            kind(E, H, bias=bias, add_bias_kv=append, add_zero_attn=append, **widths)
+            for kind in (torch.nn.MultiheadAttention, MultiheadAttention)
+        )
+        ours.load_state_dict(theirs.state_dict())
+        names = (
+            "embed_dim", "kdim", "vdim", "_qkv_same_embed_dim", "num_heads", "dropout", "batch_first", "head_dim", "add_zero_attn",
+            "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+        )  # fmt: skip
+        assert vars(theirs).keys() <= vars(ours).keys()
+        for name in names:
+            got, want = getattr(ours, name), getattr(theirs, name)
+            assert torch.equal(got, want) if torch.is_tensor(want) else got == want, name
+
+        q, k, v = inputs(ours, dtype=torch.float32)
+        got = torch.nn.functional.multi_head_attention_forward(
+            q, k, v, ours.embed_dim, ours.num_heads, ours.in_proj_weight, ours.in_proj_bias, ours.bias_k, ours.bias_v,
+            ours.add_zero_attn, ours.dropout, ours.out_proj.weight, ours.out_proj.bias,
+            use_separate_proj_weight=not ours._qkv_same_embed_dim, q_proj_weight=ours.q_proj_weight,
+            k_proj_weight=ours.k_proj_weight, v_proj_weight=ours.v_proj_weight,
+        )  # fmt: skip
+        torch.testing.assert_close(got, theirs(q, k, v))
+        ours.law = None
+        torch.testing.assert_close(ours(q, k, v), got)
 
 
 class TestLaw:
@@ -294,6 +347,22 @@ class TestLaw:
             assert bool((weights[:, 1] == 0).all())
         for g in torch.autograd.grad(out.sum(), [*leaves, *module.parameters()]):
             assert bool(torch.isfinite(g).all())
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    def test_nested_tensors(self, layout):
+        module = make(MultiheadAttention, batch_first=True)
+        sequences = [torch.randn(n, E, dtype=torch.float64, requires_grad=True) for n in (3, 5)]
+        nested = torch.nested.as_nested_tensor(sequences, layout=layout)
+        out, weights = module(nested, nested, nested, average_attn_weights=False)
+        assert out.layout == layout
+        for i, (x, got) in enumerate(zip(sequences, out.unbind(), strict=True)):
+            want, p = module(x, x, x, average_attn_weights=False)
+            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(weights[i, :, : len(x), : len(x)], p)
+            (gradient,) = torch.autograd.grad(got.sin().sum(), x, retain_graph=True)
+            torch.testing.assert_close(gradient, torch.autograd.grad(want.sin().sum(), x)[0])
+        assert module(nested, nested, nested, need_weights=False)[1] is None
 
     def test_biases_that_learn(self):
         module = make(MultiheadAttention)
@@ -535,6 +604,103 @@ class TestCompile:
         assert counter.frame_count <= 2
 
 
+class TestPEFT:
+    """LoRA of PEFT, which merges its weights into the module around each call."""
+
+    @pytest.fixture
+    def peft(self):
+        return pytest.importorskip("peft", reason="PEFT is not installed")
+
+    @pytest.fixture
+    def adapted(self, peft):
+        def make_adapted(kind, *, seed=0, zero=False, **options):
+            """A model with LoRA on its attention, and one without it, of the same weights."""
+            bare = SelfAttention(make(kind, batch_first=True, **options))
+            config = peft.LoraConfig(
+                target_modules=["attention"], r=2, lora_alpha=3, init_lora_weights=zero
+            )  # fmt: skip
+            torch.manual_seed(seed)
+            return peft.get_peft_model(copy.deepcopy(bare), config), bare
+
+        return make_adapted
+
+    LAW = laws.AffineLog(0.7, 0.5)
+
+    def test_zeros_change_nothing(self, adapted):
+        model, bare = adapted(MultiheadAttention, zero=True, law=self.LAW)
+        x = torch.randn(N, L, E, dtype=torch.float64)
+        assert torch.equal(model(x), bare(x))
+        assert bare.attention.law is not None
+        bare.attention.law = None
+        assert not torch.allclose(model(x), bare(x))
+
+    @pytest.mark.parametrize("need_weights", [False, True])
+    def test_without_a_law_as_that_of_torch(self, adapted, need_weights):
+        # The same gradients too.
+        results = []
+        for kind, law in ((torch.nn.MultiheadAttention, {}), (MultiheadAttention, {"law": None})):
+            model, _ = adapted(kind, **law)
+            torch.manual_seed(1)
+            x = torch.randn(N, L, E, dtype=torch.float64, requires_grad=True)
+            out = model(x, need_weights=need_weights)
+            learnt = [p for p in model.parameters() if p.requires_grad]
+            results.append([out, *torch.autograd.grad(out.sin().sum(), [x, *learnt])])
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+    def test_merged(self, adapted):
+        model, bare = adapted(MultiheadAttention, law=self.LAW)
+        x = torch.randn(N, L, E, dtype=torch.float64)
+        got = model(x)
+        assert not torch.allclose(got, bare(x))
+        with model.disable_adapter():
+            torch.testing.assert_close(model(x), bare(x))
+        merged = model.merge_and_unload()
+        assert type(merged.attention) is MultiheadAttention
+        torch.testing.assert_close(merged(x), got)
+        other = make(MultiheadAttention, batch_first=True, law=self.LAW)
+        other.load_state_dict(merged.attention.state_dict())
+        torch.testing.assert_close(other(x, x, x)[0], got)
+
+    def test_gradients_reach_lora_and_the_law(self, adapted):
+        slope = torch.nn.Parameter(torch.full((H,), 0.7, dtype=torch.float64))
+        law = laws.AffineLog(slope, 0.5)
+        model, _ = adapted(MultiheadAttention, law=law)
+        model.base_model.model.attention.base_layer.law.requires_grad_()
+        x = torch.randn(N, L, E, dtype=torch.float64)
+        learnt = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert sum("lora_" in name for name in learnt) == 4
+        assert [name.rpartition(".")[2] for name in learnt if "lora_" not in name] == ["slope"]
+        model(x).sin().sum().backward()
+        for name, p in learnt.items():
+            assert bool((p.grad != 0).all()), name
+
+    def test_in_the_layers_of_torch(self, peft):
+        # Their fast path would leave out both the law and LoRA.
+        layer = torch.nn.TransformerEncoderLayer(E, 4, 16, dropout=0, batch_first=True)
+        layer.self_attn = MultiheadAttention(E, 4, batch_first=True, law=self.LAW)
+        config = peft.LoraConfig(target_modules=["self_attn"], r=2, init_lora_weights=False)
+        x = torch.randn(N, S, E)
+        with torch.no_grad():
+            standard = layer.eval()(x)
+            model = peft.get_peft_model(layer, config).eval()
+            got = model(x)
+            assert not torch.allclose(got, standard)
+            merged = model.merge_and_unload()
+            torch.testing.assert_close(merged(x), got)
+            merged.self_attn.law = None
+            assert not torch.allclose(merged(x), got)
+
+
+class SelfAttention(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x, **options):
+        return self.attention(x, x, x, **options)[0]
+
+
 def test_fields_with_the_names_of_methods_and_attributes_of_modules():
     @dataclass(frozen=True)
     class Own(laws.Law):
@@ -567,7 +733,7 @@ class TestErrors:
         ("change", "error", "message"),
         [
             ({"key": np.zeros((S, N, E))}, TypeError, "`key` must be a tensor, got ndarray"),
-            ({"value": torch.zeros(S, E)}, ValueError, "`value` must have 2 dimensions, or 3"),
+            ({"value": torch.zeros(S, E)}, ValueError, "`value` must have the 3 dimensions of `query`, got 2"),
             ({"query": torch.zeros(1, L, N, E)}, ValueError, "`query` must have 2 dimensions, or 3"),
             ({"key": torch.zeros(S, N, 5)}, ValueError, "`key` must have a last dimension of 12, got 5"),
             ({"key": torch.zeros(S, 1, E)}, ValueError, "`key` must have the batch size of `query` in axis 1, 2"),
@@ -592,13 +758,41 @@ class TestErrors:
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
     def test_nested_tensors(self, module, leaves):
-        nested = torch.nested.nested_tensor([torch.zeros(L, E), torch.zeros(S, E)])
-        with pytest.raises(TypeError, match="`query` must be a dense tensor, got a nested one"):
-            module(nested, *leaves[1:])
+        x = torch.nested.nested_tensor([torch.zeros(L, E), torch.zeros(S, E)], dtype=torch.float64)
+        mask, batch_first = (
+            torch.ones(L, L, dtype=torch.bool),
+            make(MultiheadAttention, batch_first=True),
+        )
+        for call in (
+            lambda: module(x, *leaves[1:]),
+            lambda: module(x, x, x),
+            lambda: batch_first(x, x, x.clone()),
+            lambda: batch_first(x, x, x, attn_mask=mask),
+            lambda: batch_first(x, x, x, mask),
+            lambda: batch_first.entropy(x, x),
+        ):
+            with pytest.raises(TypeError, match=r"`query` must be dense, .* got a nested one"):
+                call()
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+    def test_scripting(self):
+        for module in (make(MultiheadAttention, law=None), LawModule(laws.LogLength())):
+            for scripted in (module, torch.nn.Sequential(module)):
+                message = (
+                    f"{type(module).__name__} cannot be scripted: use `torch.compile` or `torch.export`"
+                )
+                with pytest.raises(TypeError, match=message):
+                    torch.jit.script(scripted)
 
     def test_laws(self):
         with pytest.raises(TypeError, match=r"`law` must be a law of isentropic\.laws, got float"):
             MultiheadAttention(E, H, law=1.0)
+        module = LawModule(laws.LogLength())
+        message = r"`law` must be a law of .*, got LawModule; call it: `law\(\)`\.$"
+        with pytest.raises(TypeError, match=message):
+            it.attention(*torch.ones(3, 2, 2), law=module)
+        with pytest.raises(TypeError, match=message):
+            LawModule(module)
         with pytest.raises(TypeError, match="`law` must hold numbers and tensors, got ndarray"):
             LawModule(laws.Constant(np.ones(H)))
         module = make(MultiheadAttention, law=laws.Constant(torch.ones(H + 1)))

@@ -3,15 +3,21 @@
 `documents` says which numbered statements there are, and which of them compute nothing. Each of the
 others is registered by `claim` on the test that shows it. The page "Ledger of claims" of the
 documentation is made from both.
+
+Numbers that we state are computed and not typed: `correct` has places for them, such as "@{k}" or
+"@{deficit:.2f}", which `numbers` fills. The test of the claim uses the same `numbers`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+PLACE = re.compile(r"@\{(\w+)(?::([^}]*))?\}")
 
 Verdict = Literal["holds", "holds with a condition", "does not hold", "definition"]
 
@@ -27,8 +33,10 @@ class Claim:
     says : str
         The statement; Markdown with $…$.
     verdict : Verdict
-    correct : str
-        What holds instead, or under which condition; a remark where it holds.
+    template : str
+        What holds instead, or under which condition; a remark where it holds. With places for numbers.
+    numbers : Callable
+        Computes these numbers, or sequences of them, by name.
     function : str
         The dotted name of what implements it; empty where nothing does.
     test : Callable
@@ -38,9 +46,16 @@ class Claim:
     id: str
     says: str
     verdict: Verdict
-    correct: str
+    template: str
+    numbers: Callable[[], Mapping[str, Any]]
     function: str
     test: Callable[..., Any]
+
+    @property
+    def correct(self) -> str:
+        """The template with its numbers."""
+        values = self.numbers()
+        return PLACE.sub(lambda place: printed(values[place[1]], place[2] or ""), self.template)
 
     @property
     def document(self) -> str:
@@ -49,6 +64,19 @@ class Claim:
     @property
     def number(self) -> str:
         return self.id.rpartition("-")[2]
+
+
+def printed(value: Any, form: str = "") -> str:
+    """A number in a format, or several with commas between them; Markdown, to stand outside of $…$.
+
+    Digits are grouped by spaces in the format "_d".
+    """
+    if isinstance(value, tuple | list):
+        *first, last = (printed(x, form) for x in value)
+        return f"{', '.join(first)} and {last}" if first else last
+    text = format(value, form).replace("_", " ").replace("-", "−")
+    mantissa, exponential, exponent = text.partition("e")
+    return rf"${mantissa}\cdot10^{{{int(exponent.replace('−', '-'))}}}$" if exponential else text
 
 
 CLAIMS: dict[str, Claim] = {}
@@ -60,6 +88,7 @@ def claim(
     says: str,
     verdict: Verdict,
     correct: str = "",
+    numbers: Callable[[], Mapping[str, Any]] = dict,
     function: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated test as what shows a claim."""
@@ -73,7 +102,7 @@ def claim(
             raise ValueError(
                 f"{id} is claimed twice, by {CLAIMS[id].test.__name__} and {test.__name__}"
             )
-        CLAIMS[id] = Claim(id, says, verdict, correct, function, test)
+        CLAIMS[id] = Claim(id, says, verdict, correct, numbers, function, test)
         return test
 
     return register

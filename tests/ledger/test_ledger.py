@@ -1,10 +1,11 @@
 """No number is forgotten, and every row of the ledger is complete."""
 
+import re
 from types import CodeType
 
 import pytest
 
-from ledger import Claim, claim, load, resolve
+from ledger import PLACE, Claim, claim, load, printed, resolve
 from ledger.documents import DOCUMENTS
 
 pytestmark = pytest.mark.host
@@ -48,6 +49,35 @@ def test_row(row: Claim):
         assert callable(resolve(row.function))
         # The test is about the function that the row names.
         assert row.function.rpartition(".")[2] in _names(row.test.__code__)
+
+
+# Decimals that are neither ours nor of a statement, by row.
+QUOTED = {
+    "9588-79": {"0.5001"},  # an exponent in the theorem of Larsen and Nelson
+    "8823-4.4": {"7.2"},  # the number of a statement
+}
+
+
+@pytest.mark.parametrize("row", CLAIMS.values(), ids=lambda row: row.id)
+def test_numbers_of_a_row_are_computed(row: Claim):
+    stated = {number for other in CLAIMS.values() for number in _decimals(other.says)}
+    assert _decimals(PLACE.sub("", row.template)) <= stated | QUOTED.get(row.id, set())
+    if places := {place[1] for place in PLACE.finditer(row.template)}:
+        assert places <= set(row.numbers())
+        # The test is about the numbers that the row prints.
+        assert row.numbers.__name__ in _names(row.test.__code__)
+
+
+def _decimals(text: str) -> set[str]:
+    return set(re.findall(r"\d+\.\d+", text))
+
+
+def test_printed():
+    assert printed(0.25, ".1f") == "0.2"
+    assert printed(-1.5, ".2f") == "−1.50"
+    assert printed(44850, "_d") == "44 850"
+    assert printed(2.8e-5, ".1e") == r"$2.8\cdot10^{-5}$"
+    assert printed([1, 2, 3.14159], ".2f") == "1.00, 2.00 and 3.14"
 
 
 def test_a_number_is_claimed_once():

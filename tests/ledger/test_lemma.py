@@ -1,5 +1,6 @@
 """Annotated derivation of archives/9588, sections 1 and 2: the lemma and its proof."""
 
+import functools
 import math
 
 import numpy as np
@@ -35,18 +36,34 @@ def row_products(projection):
     return projection(v.size, k, rng=20)(v) * math.sqrt(k)
 
 
+@functools.cache
+def constants_of_the_lemma():
+    eps = np.asarray([0.05, 0.1, 0.2, 0.5])
+    n = np.asarray([1e2, 1e4, 1e8, 1e16])[:, None]
+    k = it.jl_min_dim(n, eps=eps, delta=1 / n)
+    constant = k * eps**2 / np.log(n)
+    share = k / it.jl_min_dim(n, eps=eps, delta=1 / n, method="chernoff")
+    return {
+        "eps": [eps.min(), eps.max()],
+        "constant": [constant.min(), constant.max()],
+        "share": [share.min(), share.max()],
+    }
+
+
 @claim(
     "9588-1",
     says=r"A map to $k = O(\log n/ε^2)$ dimensions keeps the distances of any n points.",
     verdict="holds",
-    correct=r"$k\,ε^2/\log n$ is between 8 and 16 at δ = 1/n for ε up to 0.5.",
+    correct=r"$k\,ε^2/\log n$ is between @{constant:.1f} at δ = 1/n for n from 10² to 10¹⁶ and ε between @{eps}.",
+    numbers=constants_of_the_lemma,
     function="isentropic.jl_min_dim",
 )
 @claim(
     "9588-29",
     says=r"At δ = 1/n, $k = O(\log n/ε^2)$.",
     verdict="holds",
-    correct=r"With 28, $k = (16/ε^2)(3 \log n + \log 2)$; the exact k of Gaussian maps is about a quarter of it.",
+    correct=r"With 28, $k = (16/ε^2)(3 \log n + \log 2)$; the exact k of Gaussian maps is between @{share:.2f} of it.",
+    numbers=constants_of_the_lemma,
     function="isentropic.jl_min_dim",
 )
 @claim(
@@ -59,9 +76,13 @@ def row_products(projection):
 def test_dimension_grows_like_log_n():
     eps = np.asarray([0.05, 0.1, 0.2, 0.5])
     n = np.asarray([1e2, 1e4, 1e8, 1e16])[:, None]
-    constant = it.jl_min_dim(n, eps=eps, delta=1 / n) * eps**2 / np.log(n)
-    assert (constant > 8).all()
-    assert (constant < 16).all()
+    k = it.jl_min_dim(n, eps=eps, delta=1 / n)
+    pairs = n * (n - 1) / 2
+    assert (pairs * (upper_tail(k, eps) + lower_tail(k, eps)) <= 1 / n * (1 + 1e-9)).all()
+    assert (pairs * (upper_tail(k - 1, eps) + lower_tail(k - 1, eps)) > 1 / n * (1 - 1e-9)).all()
+    low, high = constants_of_the_lemma()["constant"]
+    assert (np.ceil(low * np.log(n) / eps**2 - 1e-6) <= k).all()
+    assert (k <= np.ceil(high * np.log(n) / eps**2)).all()
     rough = it.jl_min_dim(n, eps=eps, delta=1 / n, method="chernoff") * eps**2 / np.log(n)
     np.testing.assert_allclose(rough, 16 * (3 + math.log(2) / np.log(n)) + 0 * eps, rtol=0.01)
 
@@ -361,6 +382,19 @@ def test_simple_tails():
     assert (both <= 2 * np.exp(-K * (EPS**2 / 4 - EPS**3 / 6))).all()
 
 
+@functools.cache
+def ratios_of_the_union_bound():
+    delta = np.asarray([0.1, 0.01, 1e-4])[:, None, None]
+    n = np.asarray([1e2, 1e3, 1e4, 1e6, 1e9])[:, None]
+    k, exact = (it.jl_min_dim(n, eps=EPS[:-1], delta=delta, method=m) for m in ("chernoff", "exact"))
+    ratio = k / exact
+    return {
+        "ratio": [ratio.min(), ratio.max()],
+        "eps": [EPS[0], EPS[-2]],
+        "delta": [delta.min(), delta.max()],
+    }
+
+
 @claim(
     "9588-26",
     says=r"$P[\text{any of n points' pairs fails}] \le n^2 \cdot 2e^{-kε^2/16}$.",
@@ -377,7 +411,8 @@ def test_simple_tails():
     "9588-28",
     says=r"$k \ge \frac{16}{ε^2}\log\frac{2n^2}δ$.",
     verdict="holds",
-    correct="Valid, and 3.3 to 5.4 times the k of the exact tail.",
+    correct="Valid, and between @{ratio:.1f} times the k of the exact tail, for n from 10² to 10⁹, δ between @{delta}, and ε between @{eps}.",
+    numbers=ratios_of_the_union_bound,
     function="isentropic.jl_min_dim",
 )
 def test_union_bound():
@@ -391,6 +426,9 @@ def test_union_bound():
     # The bound of 26 is above that of the exact tails everywhere, where it says something at all.
     rough = it.jl_failure_probability(n, k, eps=eps, method="chernoff")
     np.testing.assert_allclose(rough, 2 * n**2 * np.exp(-k * eps**2 / 16), rtol=1e-9)
-    ratio = k / it.jl_min_dim(n, eps=eps, delta=delta)
-    assert ratio.min() == pytest.approx(3.3, abs=0.1)
-    assert ratio.max() == pytest.approx(5.4, abs=0.1)
+    exact = it.jl_min_dim(n, eps=eps, delta=delta)
+    pairs = n * (n - 1) / 2
+    assert (pairs * (upper_tail(exact, eps) + lower_tail(exact, eps)) <= delta * (1 + 1e-9)).all()
+    low, high = ratios_of_the_union_bound()["ratio"]
+    assert (k / exact).min() == pytest.approx(low)
+    assert (k / exact).max() == pytest.approx(high)

@@ -70,4 +70,5 @@ def mistakes(x: np.ndarray) -> None:
     it.attention(x, x, x, causal=True)  # type: ignore[call-arg]
     it.merge(x)  # type: ignore[arg-type]
     it.hadamard_projection("100", 10)  # type: ignore[arg-type]
+    it.hadamard_projection(100, 10, seed=0)  # type: ignore[call-arg]
     masks.window("8")  # type: ignore[arg-type]

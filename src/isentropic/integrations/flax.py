@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
 from isentropic._attention import attention, attention_weights
-from isentropic._checks import check_ndim, value_error
+from isentropic._checks import check_ndim, extra_of, value_error
 from isentropic._namespace import Array, ArrayT
 from isentropic.laws import DEFAULT_LAW, Law
 from isentropic.masks import Mask
+
+with extra_of(__name__):
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
 
 __all__ = ["attention_fn"]
 
@@ -34,6 +35,7 @@ def attention_fn(
     is_causal: bool = False,
     *,
     law: Law | None = DEFAULT_LAW,
+    n_keys: int | Array | None = None,
 ) -> ArrayT:
     """The `attention_fn` of Flax's modules, with a scale that follows a law of the visible keys.
 
@@ -69,6 +71,9 @@ def attention_fn(
     law : Law or None, default ``LogLength(512)``
         Factor on the scale as a function of n, the number of keys that each query sees; None for the
         standard attention.
+    n_keys : int or array, optional
+        Broadcastable to (..., H, L): the n of the law where that is not the number of keys that a
+        query sees, as for a rule that counts positions. It hides nothing.
 
     Returns
     -------
@@ -128,7 +133,8 @@ def attention_fn(
     # Heads before lengths.
     q, k, v = (jnp.swapaxes(jnp.asarray(x, dtype), -2, -3) for x in (query, key, value))
     options: dict[str, Any] = {
-        "mask": mask, "bias": bias, "is_causal": is_causal, "law": law, "enable_gqa": True,
+        "mask": mask, "bias": bias, "is_causal": is_causal, "law": law, "n_keys": n_keys,
+        "enable_gqa": True,
     }  # fmt: skip
 
     with _matmul_precision(precision):

@@ -9,7 +9,6 @@ Laws lie on the attention modules themselves, so that models with different laws
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import math
@@ -20,32 +19,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn.functional import scaled_dot_product_attention
-from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
-
 from isentropic import laws as laws_module
 from isentropic._attention import attention, attention_state, attention_weights, scale_queries
-from isentropic._checks import check_real, is_array, is_integer, type_error, value_error
+from isentropic._checks import (
+    check_choice,
+    check_real,
+    extra_of,
+    is_integer,
+    type_error,
+    value_error,
+)
 from isentropic._drift import FACTORS, DriftReport, Recorder
 from isentropic._namespace import to_numpy
 from isentropic._state import AttentionState, merge
 from isentropic.laws import AffineLog, Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
+with extra_of(__name__):
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    from tqdm import tqdm
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
 __all__ = ["calibrate", "load_laws", "profile", "register", "save_laws", "use"]
 
 Laws = Law | Sequence[Law | None] | Mapping[int, Law | None] | None
+_Counted = tuple[Law | None, str]
 _Record = Callable[[Any, list[Any], Any], None]
 
 _NAME = "isentropic"
 # Attributes of an attention module.
-_LAW = "_isentropic_law"
+_LAW = "_isentropic_law"  # a law, and what its n counts
 _RECORD = "_isentropic_record"
 # Arguments of some models that mean another attention than the mask and the logits do.
 _REFUSED = ("cache", "indices", "block_indices", "sinks")
+_COUNTS = ("keys", "positions")
+_STANDARD = (None, "keys")
 _FORMAT, _VERSION = "isentropic-laws", 1
 _KEYS = {"format", "version", "law", "layers"}
 _LAYER = re.compile("0|[1-9][0-9]{0,5}")
@@ -86,7 +96,7 @@ def register(name: str = _NAME) -> None:
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def use(model: Any, laws: Laws) -> contextlib.ExitStack:
+def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     """Give the attention of a model laws, from now on or for a ``with`` block.
 
     Parameters
@@ -101,6 +111,9 @@ def use(model: Any, laws: Laws) -> contextlib.ExitStack:
         layer, in float32 (float64 where the model is): move the model before. Tensors that need
         gradients are taken as they are, and have to be on that device; they are no parameters of the
         model, so an optimizer is to be given them apart.
+    count : {"keys", "positions"}
+        What the n of a law is: how many keys the query sees, or its position plus one. The table in
+        `isentropic.laws.preset` says what the rules of other models count.
 
     Returns
     -------
@@ -114,7 +127,8 @@ def use(model: Any, laws: Laws) -> contextlib.ExitStack:
         For what is no model of transformers, or no laws.
     ValueError
         For a model whose attention cannot be chosen, numbers of layers that it does not have, or
-        parameters that do not fit its heads.
+        parameters that do not fit its heads. With ``count="positions"`` a model that hands its
+        attention no positions raises it when it is called.
 
     Notes
     -----
@@ -122,6 +136,10 @@ def use(model: Any, laws: Laws) -> contextlib.ExitStack:
     what lies outside a sliding window do not count. So decoding with a cache equals prefill. Sinks
     are no keys. The law acts on the products of queries and keys, before a soft cap and position
     biases.
+
+    Positions are the ``position_ids`` that the model hands to its attention, as most decoders do. Those
+    that ``generate`` makes count no padding. Where a decoder is called without them, they count the
+    padding on the left too.
 
     Gradient checkpointing computes attention again in the backward pass, with the laws that the model
     has then: do that within the ``with`` block too.
@@ -140,24 +158,16 @@ def use(model: Any, laws: Laws) -> contextlib.ExitStack:
     'sdpa'
     """
     modules = _attention_modules(model)
-    placed = [
-        None if law is None else _placed(law, f"laws[{i}]", module, model)
-        for i, (law, module) in enumerate(zip(_per_layer(laws, len(modules)), modules, strict=True))
-    ]
-    register()
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(
-            _restore, _implementations(model), [(m, getattr(m, _LAW, None)) for m in modules]
-        )
-        model.set_attn_implementation(_NAME)
-        for module, law in zip(modules, placed, strict=True):
-            setattr(module, _LAW, law)
-        return stack.pop_all()
+    return _use(model, modules, _per_layer(laws, count, len(modules)))
 
 
 def profile(
-    model: Any, batches: Iterable[Any], *, laws: Laws = None, progress: bool = False
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    laws: Laws = None,
+    count: str = "keys",
+    progress: bool = False,
 ) -> DriftReport:
     """Measure how the attention entropies of a model change with the number of keys.
 
@@ -172,6 +182,8 @@ def profile(
         (for decoders they do by themselves).
     laws : Law, sequence or mapping, optional
         Laws as in `use`, for the time of measuring. The default leaves those of the model.
+    count : {"keys", "positions"}
+        What the n of `laws` is, as in `use`. The lengths of the report are numbers of keys.
     progress : bool
         Whether to show a progress bar.
 
@@ -184,7 +196,8 @@ def profile(
     Raises
     ------
     TypeError, ValueError
-        As in `use`; also for batches that are none, and for cross-attention.
+        As in `use`; also for batches that are none, for cross-attention, and for `count` where `laws`
+        are not given.
 
     Notes
     -----
@@ -204,7 +217,9 @@ def profile(
     >>> report.lengths, report.slope.shape  # layers, heads
     (array([16., 32., 64.]), (3, 2))
     """
-    return _measure(model, batches, Recorder("batches"), laws, progress).report()
+    if laws is None and count != "keys":
+        raise value_error("count", "come with `laws`", repr(count))
+    return _measure(model, batches, Recorder("batches"), laws, progress, count).report()
 
 
 def calibrate(
@@ -296,7 +311,7 @@ def save_laws(laws: Laws, path: str | os.PathLike[str]) -> None:
     elif isinstance(laws, Sequence) and not isinstance(laws, str):
         content = {"layers": [_law_to_json(law) for law in laws]}
     else:
-        raise type_error("laws", "be a law, or a sequence or mapping of laws", type(laws).__name__)
+        raise _no_laws(laws)
     text = json.dumps({"format": _FORMAT, "version": _VERSION} | content, indent=1)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
@@ -390,21 +405,31 @@ def _attention_modules(model: Any) -> list[Any]:
     return found
 
 
-def _per_layer(laws: Laws, n_layers: int) -> list[Law | None]:
+def _per_layer(laws: Laws, count: str, n_layers: int) -> list[_Counted]:
+    check_choice("count", count, _COUNTS)
     if laws is None or isinstance(laws, Law):
-        return [laws] * n_layers
+        return [(laws, count)] * n_layers
     if isinstance(laws, Mapping):
         _check_numbers(laws)
         if laws and max(laws) >= n_layers:
             must = f"name attention layers of the model, 0 to {n_layers - 1}"
             raise value_error("laws", must, max(laws))
-        return [laws.get(i) for i in range(n_layers)]
+        return [(laws.get(i), count) for i in range(n_layers)]
     if not isinstance(laws, Sequence) or isinstance(laws, str):
-        raise type_error("laws", "be a law, or a sequence or mapping of laws", type(laws).__name__)
+        raise _no_laws(laws)
     if len(laws) != n_layers:
         must = f"be as many as the model has attention layers, {n_layers}"
         raise value_error("laws", must, len(laws))
-    return list(laws)
+    return [(law, count) for law in laws]
+
+
+def _no_laws(x: Any) -> TypeError:
+    must = "be a law, or a sequence or mapping of laws"
+    if isinstance(x, str):
+        must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
+    elif isinstance(x, torch.nn.Module):
+        must += " (a LawModule gives its law when it is called)"
+    return type_error("laws", must, type(x).__name__)
 
 
 def _check_numbers(laws: Mapping[int, Any]) -> None:
@@ -413,6 +438,23 @@ def _check_numbers(laws: Mapping[int, Any]) -> None:
             raise type_error("laws", "have the numbers of layers as keys", repr(key))
         if key < 0:
             raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
+
+
+def _use(model: Any, modules: Sequence[Any], laws: Sequence[_Counted]) -> contextlib.ExitStack:
+    placed = [
+        (None if law is None else _placed(law, f"laws[{i}]", module, model), count)
+        for i, ((law, count), module) in enumerate(zip(laws, modules, strict=True))
+    ]
+    register()
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(
+            _restore, _implementations(model), [(m, getattr(m, _LAW, None)) for m in modules]
+        )
+        model.set_attn_implementation(_NAME)
+        for module, counted in zip(modules, placed, strict=True):
+            setattr(module, _LAW, counted)
+        return stack.pop_all()
 
 
 def _placed(law: Law, name: str, module: Any, model: Any) -> Law:
@@ -436,17 +478,7 @@ def _placed(law: Law, name: str, module: Any, model: Any) -> Law:
             raise value_error(name, f"be on the device of the layer ({device})", x.device)
         return x
 
-    return _with_arrays(law, place)
-
-
-def _with_arrays(law: Law, change: Callable[[Any], Any]) -> Law:
-    changes: dict[str, Any] = {}
-    for name, x in vars(law).items():
-        if isinstance(x, Law):
-            changes[name] = _with_arrays(x, change)
-        elif x is not None and is_array(x):
-            changes[name] = change(x)
-    return dataclasses.replace(law, **changes)
+    return law._with_arrays(place)
 
 
 def _n_heads(module: Any) -> int | None:
@@ -512,10 +544,12 @@ def _attend(
     mask, bias = _visible(module, query, attention_mask, is_causal), position_bias
     if attention_mask is not None and attention_mask.is_floating_point():
         bias = attention_mask if bias is None else bias + attention_mask
-    law = getattr(module, _LAW, None)
+    law, count = getattr(module, _LAW, _STANDARD)
     call: dict[str, Any] = {
         "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "enable_gqa": True,
     }  # fmt: skip
+    if law is not None and count == "positions":
+        call["n_keys"] = _lengths(query, kwargs.get("position_ids"))
 
     record = getattr(module, _RECORD, None)
     if record is not None:
@@ -546,6 +580,14 @@ def _visible(
     return causal(offset=0) if query.shape[2] > 1 and is_causal else None
 
 
+def _lengths(query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """The positions of the queries, counted from 1, broadcastable to (B, H, L)."""
+    if positions is None or positions.ndim != 2 or positions.shape[1] != query.shape[2]:
+        must = "be 'keys' where a model hands no `position_ids` (batch, queries) to its attention"
+        raise value_error("count", must, "'positions'")
+    return positions[:, None] + 1
+
+
 def _state(query: Any, key: Any, value: Any, sink: Any, law: Law | None, call: Any) -> Any:
     """With a sink (H,), a logit per head that takes weight and has no value."""
     state = attention_state(query, key, value, law=law, **call)
@@ -572,7 +614,8 @@ def _attend_with_dropout(
         must = "be 0 while a model with soft caps or sinks is trained (set it in its configuration)"
         raise value_error("dropout", must, dropout)
     if law is not None:
-        query = scale_queries(query, _counts(query, key, call["mask"]), law=law)
+        n = call["n_keys"] if "n_keys" in call else _counts(query, key, call["mask"])
+        query = scale_queries(query, n, law=law)
     mask, bias = call["mask"], call["bias"]
     if isinstance(mask, Mask):
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -595,7 +638,12 @@ def _counts(query: torch.Tensor, key: torch.Tensor, mask: Mask | torch.Tensor | 
 
 
 def _measure(
-    model: Any, batches: Iterable[Any], recorder: Recorder, laws: Laws, progress: bool
+    model: Any,
+    batches: Iterable[Any],
+    recorder: Recorder,
+    laws: Laws,
+    progress: bool,
+    count: str = "keys",
 ) -> Recorder:
     modules = _attention_modules(model)
     takes = inspect.signature(model.forward).parameters
@@ -604,7 +652,10 @@ def _measure(
         raise value_error("model", must, type(model).__name__)
     if isinstance(batches, (Mapping, torch.Tensor)):
         raise type_error("batches", "be an iterable of batches", type(batches).__name__)
-    laws = [getattr(module, _LAW, None) for module in modules] if laws is None else laws
+    if laws is None:
+        used = [getattr(module, _LAW, _STANDARD) for module in modules]
+    else:
+        used = _per_layer(laws, count, len(modules))
     # With a cache transformers does not look for packed sequences.
     options = {"use_cache": False} if "use_cache" in takes else {}
     seen = set()
@@ -614,7 +665,7 @@ def _measure(
         recorder.add(layer, n, entropies, counted)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(use(model, laws))
+        stack.enter_context(_use(model, modules, used))
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         model.eval()

@@ -7,24 +7,35 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from scipy import sparse
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.exceptions import DataDimensionalityWarning
-from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from isentropic._bounds import jl_min_dim
-from isentropic._checks import check_choice, check_real, counts, value_error
-from isentropic._maps import HadamardProjection
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._checks import check_choice, check_flag, check_real, counts, extra_of, value_error
+from isentropic._draws import draw_rows
+from isentropic._maps import CountSketch, HadamardProjection, Projection
+from isentropic._namespace import accumulator, device, namespace
 from isentropic._projections import (
     count_sketch,
+    dense_map,
     gaussian_projection,
     hadamard_projection,
     orthogonal_projection,
     rademacher_projection,
+    sparse_entries,
     sparse_projection,
+    sparse_scale,
 )
+
+with extra_of(__name__):
+    from scipy import sparse
+    from sklearn.base import (
+        BaseEstimator,
+        ClassNamePrefixFeaturesOutMixin,
+        OneToOneFeatureMixin,
+        TransformerMixin,
+    )
+    from sklearn.exceptions import DataDimensionalityWarning
+    from sklearn.utils import check_random_state
+    from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 __all__ = ["JLTransformer"]
 
@@ -54,8 +65,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     ----------
     n_components : int ≥ 1 or "auto"
         The dimension k; ``"auto"`` takes the one of `jl_min_dim` for as many points as `fit` sees.
-        Where that exceeds the number of features the data are left as they are, with a warning: that
-        keeps distances exactly, in fewer dimensions.
+        Where that exceeds the number of features the data are left as they are, with a warning: the
+        identity keeps distances exactly, in fewer dimensions. Then sparse data stay sparse, and
+        features keep their names.
     kind : {"hadamard", "gaussian", "rademacher", "sparse", "orthogonal", "count_sketch"}
         The map. For ``"hadamard"`` and ``"count_sketch"`` the dimension of ``"auto"`` is a heuristic:
         verify it by `isentropic.distortion`.
@@ -63,6 +75,14 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         The distortion of squared distances that ``"auto"`` allows.
     delta : float in (0, 1)
         The probability with which ``"auto"`` lets any distance exceed it.
+    density : float in (0, 1] or "auto"
+        For the kind ``"sparse"``, the share of entries of the map that are not 0. ``"auto"`` is 1/√d of
+        d features, as in scikit-learn; no bound is proven below 1/3.
+    dense_output : bool
+        Whether images are dense arrays even where the data and the map are sparse: the kinds
+        ``"sparse"`` and ``"count_sketch"``, and the identity. The other kinds give dense arrays always.
+    compute_inverse_components : bool
+        Whether `fit` computes the pseudo-inverse, a dense array, for `inverse_transform`.
     random_state : None, int or numpy.random.RandomState
         The source of the draw.
 
@@ -70,8 +90,10 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     ----------
     n_components_ : int
         The dimension k.
-    projection_ : DenseProjection, HadamardProjection, CountSketch or None
-        The map, in the library, device and dtype of the data; None is the identity.
+    density_ : float
+        For the kind ``"sparse"``, the density.
+    inverse_components_ : array (n_features, ``n_components_``)
+        The pseudo-inverse of the map, where ``compute_inverse_components`` asked for it.
     n_features_in_ : int
     feature_names_in_ : array of str
         Where the data had names.
@@ -92,12 +114,18 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         kind: str = "hadamard",
         eps: float = 0.1,
         delta: float = 0.01,
+        density: float | str = 1 / 3,
+        dense_output: bool = False,
+        compute_inverse_components: bool = False,
         random_state: Any = None,
     ) -> None:
         self.n_components = n_components
         self.kind = kind
         self.eps = eps
         self.delta = delta
+        self.density = density
+        self.dense_output = dense_output
+        self.compute_inverse_components = compute_inverse_components
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> JLTransformer:
@@ -115,45 +143,76 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"]))
         n_samples, n_features = X.shape
         check_choice("kind", self.kind, tuple(_KINDS))
-        draw, method = _KINDS[self.kind]
         if sparse.issparse(X):
             self._like = np.empty((0, 0), X.dtype)
         else:  # not a view, which would keep the data
             self._like = namespace(X=X).empty((0, 0), dtype=X.dtype, device=device(X=X))
         check_real("eps", self.eps)
         check_real("delta", self.delta)
+        check_flag(
+            dense_output=self.dense_output, compute_inverse_components=self.compute_inverse_components
+        )
 
+        k = self._choose_dimension(n_samples, n_features)
+        self.n_components_ = n_features if k is None else k
+        self._map: Any = None if k is None else self._draw(n_features, k, sparse.issparse(X))
+        self._is_sparse = sparse.issparse(X) if k is None else self.kind in ("sparse", "count_sketch")
+        self.__dict__.pop("inverse_components_", None)  # of another fit
+        if self.compute_inverse_components:
+            self.inverse_components_ = self._pseudo_inverse()
+        return self
+
+    def _choose_dimension(self, n_samples: int, n_features: int) -> int | None:
+        """The dimension; None for the identity."""
         if self.n_components == "auto":
             # A single point has no distances; the dimension for two is what it gets.
-            k = jl_min_dim(
+            _, method = _KINDS[self.kind]
+            k: int = jl_min_dim(
                 max(n_samples, 2), eps=self.eps, delta=self.delta, method=method, n_features=n_features
             )
-            if k > n_features:
-                warnings.warn(
-                    f"To keep the distances of {n_samples} points within eps = {self.eps} takes {k} "
-                    f"components, more than the {n_features} features: the data are left as they are.",
-                    DataDimensionalityWarning,
-                    stacklevel=2,
-                )
-                k = None
-        elif isinstance(self.n_components, str):
+            if k <= n_features:
+                return k
+            warnings.warn(
+                f"To keep the distances of {n_samples} points within eps = {self.eps} takes {k} "
+                f"components, more than the {n_features} features: the data are left as they are.",
+                DataDimensionalityWarning,
+                stacklevel=3,
+            )
+            return None
+        if isinstance(self.n_components, str):
             must = "be an integer of at least 1 or 'auto'"
             raise value_error("n_components", must, repr(self.n_components))
-        else:
-            (k,) = counts(n_components=self.n_components)
-            if k > n_features:
-                warnings.warn(
-                    f"There are more components ({k}) than features ({n_features}): the dimension is "
-                    "not reduced.",
-                    DataDimensionalityWarning,
-                    stacklevel=2,
-                )
-        self.n_components_ = n_features if k is None else k
+        (k,) = counts(n_components=self.n_components)
+        if k > n_features:
+            warnings.warn(
+                f"There are more components ({k}) than features ({n_features}): the dimension is "
+                "not reduced.",
+                DataDimensionalityWarning,
+                stacklevel=3,
+            )
+        return k
+
+    def _draw(self, n_features: int, k: int, is_sparse: bool) -> Any:
+        """The map; a sparse matrix alone for the kind "sparse" where the data are sparse."""
         seed = check_random_state(self.random_state).randint(2**31 - 1, size=4)
-        self.projection_ = (
-            None if k is None else draw(n_features, self.n_components_, rng=seed, like=self._like)
-        )
-        return self
+        draw, _ = _KINDS[self.kind]
+        if self.kind != "sparse":
+            return draw(n_features, k, rng=seed, like=self._like)
+        self.density_ = self._choose_density(n_features)
+        if not is_sparse:
+            return draw(n_features, k, density=self.density_, rng=seed, like=self._like)
+        # Its dense matrix would take more memory than the data.
+        parts = draw_rows(seed, n_features, k, sparse_entries(self.density_))
+        signs = sparse.vstack([sparse.csr_array(part) for part in parts], format="csr")
+        dtype = self._like.dtype
+        return signs.astype(dtype) * dtype.type(sparse_scale(k, self.density_))
+
+    def _choose_density(self, n_features: int) -> float:
+        if not isinstance(self.density, str):
+            return self.density
+        if self.density != "auto":
+            raise value_error("density", "be a number in (0, 1] or 'auto'", repr(self.density))
+        return n_features**-0.5
 
     def transform(self, X: Any) -> Any:
         """Apply the map to the rows of `X`.
@@ -164,21 +223,31 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Returns
         -------
-        array (n_samples, ``n_components_``)
-            Dense, in the library, device and floating dtype of `X`.
+        array or sparse matrix (n_samples, ``n_components_``)
+            In the library, device and floating dtype of `X`. Sparse where `X` and the map are, unless
+            ``dense_output`` is true.
         """
         check_is_fitted(self)
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"], reset=False))
         self._check_library(X, "transform")
-        if not sparse.issparse(X):
-            return _copied(X) if self.projection_ is None else self.projection_(X)
-        if self.projection_ is None:
-            return X.toarray()
-        X = X.tocsr()
+        if self._map is None:
+            return self._left_as_it_is(X)
+        if not (sparse.issparse(X) or sparse.issparse(self._map)):
+            return self._map(X)
+        if not self._is_sparse:
+            return self._by_blocks(X.tocsr())
+        dtype = accumulator(np, X.dtype)
+        y = X.astype(dtype, copy=False) @ self.components_.astype(dtype, copy=False).T
+        return (
+            y.toarray() if self.dense_output and sparse.issparse(y) else y.astype(X.dtype, copy=False)
+        )
+
+    def _by_blocks(self, X: Any) -> Any:
+        """The images of the rows of a sparse matrix, of which some at a time are made dense."""
         out = np.empty((X.shape[0], self.n_components_), X.dtype)
         rows = max(1, _BLOCK_SIZE // X.shape[1])
         for start in range(0, X.shape[0], rows):
-            out[start : start + rows] = self.projection_(X[start : start + rows].toarray())
+            out[start : start + rows] = self._map(X[start : start + rows].toarray())
         return out
 
     def inverse_transform(self, X: Any) -> Any:
@@ -186,36 +255,104 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Parameters
         ----------
-        X : array (n_samples, ``n_components_``)
+        X : array or sparse matrix (n_samples, ``n_components_``)
 
         Returns
         -------
         array (n_samples, n_features)
+            Dense, but for the identity of sparse data.
         """
         check_is_fitted(self)
         X = _floating(check_array(X, accept_sparse=["csr", "csc"]))
-        X = X.toarray() if sparse.issparse(X) else X
         self._check_library(X, "inverse_transform")
-        projection = self.projection_
         if X.shape[1] != self.n_components_:
             raise value_error("X", f"have {self.n_components_} columns", X.shape[1])
-        if projection is None:
-            return _copied(X)
-        if isinstance(projection, HadamardProjection) and projection.has_orthogonal_rows:
-            return projection.adjoint(X) * (self.n_components_ / self.n_features_in_)
+        if self._map is None:
+            return self._left_as_it_is(X)
+        X = X.toarray() if sparse.issparse(X) else X
+        inverse = getattr(self, "inverse_components_", None)
+        if inverse is None:
+            if self._has_orthogonal_rows:
+                return self._map.adjoint(X) * (self.n_components_ / self.n_features_in_)
+            inverse = self._pseudo_inverse()
         xp = namespace(X=X)
         dtype = accumulator(xp, X.dtype)
-        inverse = xp.linalg.pinv(xp.astype(self.components_, dtype))
-        return xp.astype(xp.astype(X, dtype) @ xp.matrix_transpose(inverse), X.dtype)
+        y = xp.astype(X, dtype, copy=False) @ xp.astype(inverse, dtype, copy=False).T
+        return xp.astype(y, X.dtype, copy=False)
+
+    def get_feature_names_out(self, input_features: Any = None) -> Any:
+        """The names of the components: those of the features where the data are left as they are.
+
+        Parameters
+        ----------
+        input_features : sequence of str, optional
+            Names of the features, where `fit` saw none.
+
+        Returns
+        -------
+        array of str
+        """
+        check_is_fitted(self)
+        kind = OneToOneFeatureMixin if self._map is None else ClassNamePrefixFeaturesOutMixin
+        return kind.get_feature_names_out(self, input_features)
 
     @property
-    def components_(self) -> Array:
-        """The matrix of the map, (components, features)."""
+    def projection_(self) -> Projection | None:
+        """The map, in the library, device and dtype of the data; None is the identity.
+
+        Of the kind ``"sparse"``, fitted to sparse data, it is made dense when it is asked for.
+        """
         check_is_fitted(self)
-        if self.projection_ is not None:
-            return self.projection_.matrix()
+        if not sparse.issparse(self._map):
+            return self._map
+        return dense_map(np.sign(self._map.toarray()), sparse_scale(self.n_components_, self.density_))
+
+    @property
+    def components_(self) -> Any:
+        """The matrix of the map, an array or sparse array (``n_components_``, n_features).
+
+        It is SciPy's, and sparse, for the kinds ``"sparse"`` and ``"count_sketch"`` and for the
+        identity of sparse data, where the data were of NumPy or SciPy.
+        """
+        check_is_fitted(self)
+        projection, on_host = self._map, isinstance(self._like, np.ndarray)
+        if sparse.issparse(projection):
+            return projection
+        if projection is None:
+            return self._identity()
+        if not (self._is_sparse and on_host):
+            return projection.matrix()
+        if isinstance(projection, CountSketch):
+            return _matrix_of_sketch(projection)
+        return sparse.csr_array(projection.matrix())
+
+    def _identity(self) -> Any:
+        d, dtype = self.n_features_in_, self._like.dtype
+        if self._is_sparse:
+            return sparse.eye_array(d, dtype=dtype, format="csr")
         xp, place = namespace(X=self._like), device(X=self._like)
-        return xp.eye(self.n_features_in_, dtype=self._like.dtype, device=place)
+        return xp.eye(d, dtype=dtype, device=place)
+
+    @property
+    def _has_orthogonal_rows(self) -> bool:
+        return isinstance(self._map, HadamardProjection) and self._map.has_orthogonal_rows
+
+    def _pseudo_inverse(self) -> Any:
+        """The pseudo-inverse (features, components), in float32 or better."""
+        components = self.components_
+        if self._map is None:
+            return components
+        components = components.toarray() if sparse.issparse(components) else components
+        xp = namespace(components=components)
+        components = xp.astype(components, accumulator(xp, components.dtype), copy=False)
+        if self._has_orthogonal_rows:
+            return components.T * (self.n_components_ / self.n_features_in_)
+        return xp.linalg.pinv(components)
+
+    def _left_as_it_is(self, X: Any) -> Any:
+        if sparse.issparse(X):
+            return X.toarray() if self.dense_output else X.copy()
+        return namespace(X=X).asarray(X, copy=True)
 
     def _check_library(self, X: Any, method: str) -> None:
         try:
@@ -240,8 +377,13 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return tags
 
 
-def _copied(X: Any) -> Any:
-    return namespace(X=X).asarray(X, copy=True)
+def _matrix_of_sketch(sketch: CountSketch) -> Any:
+    """The matrix of a count sketch of NumPy's arrays, as a sparse one."""
+    signs, components = np.asarray(sketch.signs), np.asarray(sketch.components)
+    features = np.broadcast_to(np.arange(sketch.n_features, dtype=components.dtype), components.shape)
+    entries = signs * signs.dtype.type(signs.shape[0] ** -0.5)
+    places = (components.ravel(), features.ravel())
+    return sparse.csr_array((entries.ravel(), places), shape=(sketch.n_components, sketch.n_features))
 
 
 def _floating(X: Any) -> Any:

@@ -8,18 +8,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import dropout as drop
-from torch.nn.functional import linear, pad
-
 from isentropic._attention import attention, attention_entropy, attention_weights
-from isentropic._checks import is_array, type_error, value_error
+from isentropic._checks import extra_of, is_array, type_error, value_error
 from isentropic._namespace import present
 from isentropic.laws import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
+with extra_of(__name__):
+    import torch
+    from torch import Tensor
+    from torch.nn.functional import dropout as drop
+    from torch.nn.functional import linear, pad
+
 __all__ = ["LawModule", "MultiheadAttention"]
+
+
+def _refuse_scripting(module: torch.nn.Module) -> Any:
+    name = type(module).__name__
+    raise TypeError(f"{name} cannot be scripted: use `torch.compile` or `torch.export`.")
 
 
 class LawModule(torch.nn.Module):
@@ -50,6 +56,8 @@ class LawModule(torch.nn.Module):
     torch.Size([4, 1])
     """
 
+    __prepare_scriptable__ = _refuse_scripting  # what `torch.jit.script` asks for first
+
     def __init__(self, law: Law) -> None:
         super().__init__()
         check_law(law)
@@ -74,6 +82,12 @@ class LawModule(torch.nn.Module):
         Returns
         -------
         Law
+
+        Raises
+        ------
+        ValueError
+            Where a number has learnt its way out of the range of its parameter, if it can be read at
+            once: on the CPU, outside of transformations.
         """
         inner = {name: module() for name, module in self._modules.items()}
         return self._kind(**inner, **self._numbers, **self._parameters, **self._buffers)
@@ -127,8 +141,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     the weights are formed as an L×S array, as they are for `need_weights`; otherwise they never are.
 
     There is no fast path, neither of this module nor of the `torch.nn.TransformerEncoderLayer` that
-    it is put into: that would compute attention without the law. Nested tensors are refused: make
-    a `torch.nn.TransformerEncoder` with ``enable_nested_tensor=False``.
+    it is put into: that would compute attention without the law. A hook on the module, which does
+    nothing, keeps PyTorch's layers off it. Nested tensors, which `torch.nn.TransformerEncoder` makes,
+    are padded here.
+
+    PEFT's LoRA treats the module as PyTorch's, and the law stays. TorchScript cannot express a law: use
+    `torch.compile` or `torch.export`.
 
     A checkpoint that holds nothing of a law leaves its parameters at their initial values, also where
     ``strict=True``. PyTorch's module takes the checkpoints of this one where the law has no
@@ -155,6 +173,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     law: LawModule | None
 
+    __prepare_scriptable__ = _refuse_scripting  # what `torch.jit.script` asks for first
+
     def __init__(
         self,
         embed_dim: int,
@@ -176,6 +196,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             device, dtype,
         )  # fmt: skip
         self.law = None if law is None else LawModule(law)
+        # PyTorch's layers compute attention themselves, without the law, unless a module has a hook.
+        self.register_forward_pre_hook(_no_fast_path)
 
     def forward(
         self,
@@ -193,6 +215,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Parameters
         ----------
         query : tensor (L, N, E), (N, L, E) with `batch_first`, or (L, E)
+            With `batch_first` also a nested tensor that is `key` and `value` too, without masks.
         key : tensor (S, N, kdim), (N, S, kdim) or (S, kdim)
         value : tensor (S, N, vdim), (N, S, vdim) or (S, vdim)
         key_padding_mask : tensor (N, S) or (S), optional
@@ -211,15 +234,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         output : tensor of the shape of `query`
         weights : tensor (N, L, S) or (L, S), or None
             With ``average_attn_weights=False`` of each head, (N, H, L, S) or (H, L, S). Keys that are
-            appended are the last.
+            appended are the last. The weights of a nested tensor are padded.
 
         Raises
         ------
         TypeError
-            For what is no tensor, a nested one, or a mask of integers.
+            For what is no tensor, other nested tensors, or a mask of integers.
         ValueError
             For shapes that do not fit, or `is_causal` without `attn_mask`.
         """
+        alone = query is key is value and key_padding_mask is None and attn_mask is None
+        if alone and self.batch_first and getattr(query, "is_nested", False):
+            return self._attend_nested(query, need_weights, average_attn_weights)
         q, k, v = self._heads(query=query, key=key, value=value)
         options = self._options(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
 
@@ -276,11 +302,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         h = attention_entropy(q, k, order=order, family=family, normalized=normalized, **options)
         return h if query.ndim == 3 else h[0]
 
-    def _reset_parameters(self) -> None:
-        self._qkv_same_embed_dim = self.in_proj_weight is not None
-        super()._reset_parameters()
-        # Where this is true, PyTorch's layers compute attention themselves, without the law.
-        self._qkv_same_embed_dim = False
+    def _attend_nested(
+        self, x: Tensor, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention of each of the sequences in a nested tensor to itself."""
+        lengths = [len(sequence) for sequence in x.unbind()]
+        padded = torch.nested.to_padded_tensor(x, 0.0)
+        positions = torch.arange(padded.shape[1], device=x.device)
+        hidden = positions >= torch.tensor(lengths, device=x.device)[:, None]
+        out, weights = self.forward(padded, padded, padded, hidden, need_weights, None, average)
+        rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=x.layout), weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         of_law = f"{prefix}law."
@@ -319,9 +351,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             inputs.items(), (self.embed_dim, self.kdim, self.vdim), strict=False
         ):
             if x.is_nested:
-                raise type_error(name, "be a dense tensor", "a nested one (see `enable_nested_tensor`)")
+                must = "be dense, or one nested tensor be all three, batch first and without masks"
+                raise type_error(name, must, "a nested one")
             if x.ndim not in (2, 3) or x.ndim != query.ndim:
-                must = "have 2 dimensions, or 3 with a batch, as `query` has"
+                must = f"have the {query.ndim} dimensions of `query`"
+                if x is query:
+                    must = "have 2 dimensions, or 3 with a batch"
                 raise value_error(name, must, x.ndim)
             if x.shape[-1] != width:
                 raise value_error(name, f"have a last dimension of {width}", x.shape[-1])
@@ -371,6 +406,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if bias is not None:
             bias = pad(bias, (0, self._appended))
         return options | {"mask": visible, "bias": bias}
+
+
+def _no_fast_path(module: torch.nn.Module, inputs: Any) -> None:
+    """A hook that does nothing."""
 
 
 def _check_tensors(**inputs: Any) -> None:

@@ -1,0 +1,102 @@
+"""The numbers in the text of Markdown pages, from the records and functions that they are about.
+
+In a page a number, or several with text between them, stands between `<!-- name -->` and `<!-- / -->`.
+
+python docs/numbers_in_text.py            # writes them
+python docs/numbers_in_text.py --check    # says where the text has another
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PLACE = re.compile(r"(<!-- ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
+
+
+def readme() -> dict[str, str]:
+    from report import figure
+
+    of_torch = figure("attention.AgainstTorch.track_ratio", "numpy", "attention", "4096")
+    of_jax = figure("attention.AgainstOwnLibrary.track_jax")
+    return {"numpy-torch": f"{of_torch:.1f}", "jax-nn": f"{1 / of_jax:.1f}"}
+
+
+def performance() -> dict[str, str]:
+    from report import figure
+
+    gradient = figure("attention.Gradients.track_ratio", "torch", "output and entropy")
+    return {"gradient": f"{gradient:.1f}"}
+
+
+def what_holds() -> dict[str, str]:
+    from ledger.test_mean_entropy import POWERS, random_initialization
+
+    from isentropic import laws, theory
+
+    law = laws.LogLength(512)
+    held = [theory.needle_entropy(n, 8, 7.5 * law(n)) for n in POWERS]
+    growth = (f"{theory.needle_entropy(n, 8, 7.5):.1f}" for n in (64, 8192))
+    numbers = random_initialization()
+    rows = {name: " | ".join(f"{h:.2f}" for h in numbers[name]) for name in ("standard", "law")}
+    return {"growth": " to ".join(growth), "held": f"{min(held):.2f} and {max(held):.2f}", **rows}
+
+
+def johnson_lindenstrauss() -> dict[str, str]:
+    from ledger.test_dimensions import constants_at_half, criterion, famous_constant
+    from ledger.test_maps import failures_of_a_spike
+
+    from isentropic import jl_min_dim
+
+    dimensions = {
+        method: str(jl_min_dim(10_000, eps=0.2, delta=0.01, method=method, n_features=5000))
+        for method in ("exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff")
+    }
+    famous = famous_constant()
+    return dimensions | {
+        "criterion": str(famous["k"]),
+        "off": f"{famous['off']:.0f} of the {famous['pairs']:_d}".replace("_", " "),
+        "natural": f"{constants_at_half()['natural']:.1f}",
+        "of-512": f"{criterion()['of_512']:.1f}",
+        **{name: _power_of_ten(p) for name, p in failures_of_a_spike().items()},
+    }
+
+
+PAGES: dict[str, Callable[[], dict[str, str]]] = {
+    "README.md": readme,
+    "docs/performance.md": performance,
+    "docs/explanation/what-holds.md": what_holds,
+    "docs/explanation/johnson-lindenstrauss.md": johnson_lindenstrauss,
+}
+
+
+def filled(page: str) -> str:
+    """The text of a page with its numbers; every one of them has a place."""
+    text, numbers = (ROOT / page).read_text(encoding="utf-8"), PAGES[page]()
+    places = [name for _, name, _, _ in PLACE.findall(text)]
+    if set(places) != set(numbers):
+        raise ValueError(f"{page} has places for {sorted(places)}, and {sorted(numbers)} are computed.")
+    return PLACE.sub(lambda place: place[1] + numbers[place[2]] + place[4], text)
+
+
+def _power_of_ten(x: float) -> str:
+    exponent = math.floor(math.log10(x))
+    return f"{x / 10**exponent:.1f}·10" + str(exponent).translate(
+        str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    )
+
+
+def main(arguments: list[str]) -> int:
+    sys.path[:0] = [str(ROOT / folder) for folder in ("asv_benchmarks", "tests")]
+    stale = [page for page in PAGES if filled(page) != (ROOT / page).read_text(encoding="utf-8")]
+    for page in stale:
+        if "--check" not in arguments:
+            (ROOT / page).write_text(filled(page), encoding="utf-8")
+        print(f"{page}: {'other numbers' if '--check' in arguments else 'written'}")
+    return int("--check" in arguments and bool(stale))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
