@@ -192,6 +192,7 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
     if library == "jax":
         import jax
 
+        stack.enter_context(jax.numpy_rank_promotion("raise"))  # as in JAX's own tests
         if mode == "x64":
             stack.enter_context(jax.enable_x64(True))
         kind = "gpu" if mode == "cuda" else "cpu"

@@ -38,7 +38,7 @@ from isentropic._namespace import (
     namespace_with_drawn,
     present,
 )
-from isentropic._numerics import clip, lift, log_or, product, quietly
+from isentropic._numerics import align, clip, lift, log_or, product, quietly
 from isentropic._state import AttentionState, merge_columns, output_of_columns, tile_state
 from isentropic._tiles import Problem, array_or_none, factor, prepare, visible_lengths
 from isentropic.laws import DEFAULT_LAW, Law, check_law
@@ -420,7 +420,8 @@ def _attend_chunk(
     # A key to come has weight 0, but 0 · NaN is NaN in the products: those who see it get it here.
     value = xp.astype(value, x.dtype, copy=False)
     finite = (xp.isfinite(y), xp.isfinite(value))
-    sound = xp.all(finite[0], axis=-1) & xp.all(finite[1], axis=-1)
+    of_key, of_value = align(*(xp.all(x, axis=-1) for x in finite))
+    sound = of_key & of_value
     y, value = xp.where(finite[0], y, 0.0), xp.where(finite[1], value, 0.0)
     bias = xp.where(xp.isfinite(bias), bias, 0.0)
     poison = xp.where(sound, xp.zeros((), dtype=x.dtype, device=device(x=x)), math.nan)[..., None, :]

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
 from isentropic._namespace import Array, device
-from isentropic._numerics import clip, log_gamma_step, product
+from isentropic._numerics import clip, lift, log_gamma_step, product
 
 _PANELS = 24
 _PANEL_NODES = 16
@@ -226,7 +226,7 @@ def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array
     first = xp.log(xp.expm1(_LOWEST / n)) + _ALLOWANCE
     last = -xp.log(n) - _HIGHEST
     first, last = (x / _NATS + grade * xp.minimum(xp.maximum(x, -turn), floor) for x in (first, last))
-    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=place)[:, None] / _PANELS
+    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=place)[None, :, None] / _PANELS
     at = first + (last - first) * steps
     eta = xp.minimum(xp.maximum(at / dense, -turn), floor)
     eta = eta + _NATS * (at - eta * dense)
@@ -276,11 +276,11 @@ def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tu
 
     nodes, weights = _on(xp, place, y.dtype, _score_quadrature())
     length = reach[1] - reach[0]
-    r = reach[0] + length * nodes[:, None]
+    r = reach[0] + length * xp.matrix_transpose(nodes)
     # Relative to the peak, so that the v of the nodes differ by what they should to all digits.
     v = scores.score(peak) - y - scores.drop(peak, r)
     density = xp.exp(scores.log_density(peak + r) + v - xp.exp(clip(xp, v, max=_LARGE)))
-    density = density * (length * weights[:, None])
+    density = density * (length * xp.matrix_transpose(weights))
     return xp.sum(density, axis=-2), xp.sum(density * (v + EULER_GAMMA), axis=-2)
 
 
@@ -298,7 +298,8 @@ def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, ti
 
 
 def _on(xp: ModuleType, place: Any, dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(xp.asarray(x, dtype=dtype, device=place) for x in arrays)
+    """The arrays in the library of the scores, of three axes as they are."""
+    return tuple(lift(xp.asarray(x, dtype=dtype, device=place), 3) for x in arrays)
 
 
 @functools.cache
