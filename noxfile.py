@@ -54,8 +54,16 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
 
 
-# Options of pytest. Tests of these mostly wait for their compilers, which use one core.
-OPTIONS = {"torch": ["-n", "2"], "jax": ["-n", "2"]}
+# Most tests use one core: arrays are small, and compilers wait. A file stays in one process, and so
+# does what is compiled for it.
+PROCESSES = ["-n", "2", "--dist", "loadfile"]
+
+# The tests compile more than they compute, and XLA compiles in 0.6 of the time without most of its
+# optimizations.
+QUICK_XLA = (
+    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+)
 
 
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
@@ -87,15 +95,12 @@ def tests(session: nox.Session, backend: str) -> None:
         session.install(*map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")))
     session.run(
         "pytest", f"--backend={backend}", "--cov", "--cov-report=", "--cov-fail-under=0",
-        *OPTIONS.get(backend, []), *session.posargs,
+        *PROCESSES, *session.posargs,
         env={
             "COVERAGE_FILE": str(ROOT / f".coverage.{backend}"),
             "COVERAGE_CORE": "ctrace",
-            # The two processes share what they compile, and the memory of a GPU.
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "JAX_COMPILATION_CACHE_DIR": str(session.cache_dir / "jax"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", QUICK_XLA),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the processes share the memory of a GPU
         },
     )  # fmt: skip
     if not session.posargs:  # which choose some of the tests

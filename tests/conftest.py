@@ -119,11 +119,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--backend") in (None, "numpy"):
-        return
-    once = [item for item in items if item.get_closest_marker("host")]
-    config.hook.pytest_deselected(items=once)
-    items[:] = [item for item in items if not item.get_closest_marker("host")]
+    chosen, seen = config.getoption("--backend"), set()
+
+    def is_wanted(item: pytest.Item) -> bool:
+        if item.get_closest_marker("host"):
+            return chosen in (None, "numpy")
+        # A mode changes how arrays are made and what they may do, but not the formulas. So one set of
+        # parameters is enough, except where the parameters are functions.
+        name = item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
+        if ":" not in name or item.get_closest_marker("every_mode"):
+            return True
+        if name == "jax:x64" and not item.get_closest_marker("float64"):
+            return False  # JAX compiles every operation again for the other width
+        test = (name, item.nodeid.partition("[")[0])
+        is_first = test not in seen
+        seen.add(test)
+        return is_first
+
+    wanted = {item: is_wanted(item) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not wanted[item]])
+    items[:] = [item for item in items if wanted[item]]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -112,6 +112,7 @@ COMBINATIONS = [
 
 
 class TestValues:
+    @pytest.mark.float64
     @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda f: f.__name__.strip("_"))
     @pytest.mark.parametrize("groups", [H, 2, 1])
     @pytest.mark.usefixtures("tiny_tiles")
@@ -146,6 +147,7 @@ class TestValues:
     @pytest.mark.parametrize(
         "order", [0, 0.3, 0.75, 0.9, 1 - 1e-7, 1, 1 + 1e-12, 1.2, 1.25, 2, 30, np.inf]
     )
+    @pytest.mark.float64
     @pytest.mark.parametrize("family", ["renyi", "tsallis"])
     @pytest.mark.usefixtures("tiny_tiles")
     def test_orders(self, backend, rng, order, family):
@@ -171,6 +173,7 @@ class TestValues:
         one = it.attention_entropy(q, k[:1, ...], **options)
         backend.assert_close(one, np.zeros(3))
 
+    @pytest.mark.float64
     @pytest.mark.usefixtures("tiny_tiles")
     def test_information(self, backend, rng):
         dtype = backend.dtypes[-1]
@@ -187,6 +190,7 @@ class TestValues:
         got = it.attention_information(q, k)
         backend.assert_close(got, np.zeros(()), atol=1e-6)
 
+    @pytest.mark.float64
     def test_mean_score_is_a_second_attention(self, backend, rng):
         # dLSE/dq = scale · Attn(q, k, k), and E_p[s] = scale · q · Attn(q, k, k).
         q, k, _ = _data(rng, backend.dtypes[-1])
@@ -337,6 +341,7 @@ class TestLaws:
     n_queries=st.integers(0, 6), n_keys=st.integers(0, 9), e=st.integers(1, 4),
     batch=st.sampled_from([(), (1,), (2,), (2, 3)]), data=st.data(),
 )  # fmt: skip
+@pytest.mark.float64
 def test_any_shape_and_mask(backend, tiny_tiles, n_queries, n_keys, e, batch, data):
     if backend.library == "jax":
         pytest.skip("each shape would be compiled; the other backends run the same code")
@@ -497,6 +502,7 @@ class TestEdges:
             h = it.attention_entropy(*arrays[:2], bias=bias, law=None, order=order)
             backend.assert_close(h, oracles.entropy(expected.weights, order), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.float64
     def test_promotion(self, backend, rng):
         if not backend.float64:
             pytest.skip("no float64 here")

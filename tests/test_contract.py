@@ -22,6 +22,7 @@ IN_FLOAT32 = {
 
 @pytest.mark.parametrize("name", sorted(cases.CASES))
 class TestEveryFunction:
+    @pytest.mark.every_mode
     def test_library_device_dtype_and_value(self, backend, name):
         case = cases.CASES[name]
         results = cases.leaves(case(_arrays(backend)))
@@ -34,6 +35,7 @@ class TestEveryFunction:
             # The cases draw their numbers in float64 and round them: inputs differ by 6e-8.
             backend.assert_close(got, expected, rtol=2e-4, atol=2e-5)
 
+    @pytest.mark.every_mode
     def test_float64(self, backend, name):
         if not backend.float64:
             pytest.skip("no float64 here")

@@ -286,6 +286,7 @@ class TestCalibrate:
         np.testing.assert_allclose(it.entropy_drift(samples).entropy, expected, atol=0.02)
         assert it.calibrate(samples, reference_length=16).slope.dtype == backend.xp.float32
 
+    @pytest.mark.float64
     def test_dtype(self, backend, rng):
         pairs = _pairs(rng, (16, 32))
         for dtype in backend.dtypes:

@@ -47,6 +47,7 @@ def _shapes_of_scores(n):
 
 
 class TestMatchEntropy:
+    @pytest.mark.float64
     @pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.98])
     @pytest.mark.parametrize("n", [16, 700])
     def test_against_bisection(self, backend, n, share):
@@ -74,6 +75,7 @@ class TestMatchEntropy:
         centered = (s - s.max()) * factor  # a large common offset would lose digits
         assert oracles.entropy(oracles.softmax(centered)) == pytest.approx(target, abs=1e-8)
 
+    @pytest.mark.float64
     def test_steps_suffice(self, backend):
         """The last step of every row is one of rounding."""
         n = 4096
@@ -173,6 +175,7 @@ class TestMatchAttentionEntropy:
         [{}, {"is_causal": True}, {"mask": masks.window(5) & masks.causal()}, {"scale": 1.3}],
         ids=["full", "causal", "window", "scale"],
     )
+    @pytest.mark.float64
     def test_equals_match_entropy(self, backend, rng, options, tiny_tiles):
         q, k = rng.normal(size=(2, 2, 3, 11, 8)).astype(backend.dtypes[-1])
         k = np.concatenate((k, k + 1), axis=-2)

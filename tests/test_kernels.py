@@ -47,6 +47,7 @@ MASKS = {
 
 
 class TestAgainstGeneric:
+    @pytest.mark.float64
     @pytest.mark.parametrize("name", MASKS)
     @pytest.mark.parametrize("grouped", [False, True])
     def test_masks(self, backend, small_blocks, rng, name, grouped):
@@ -66,6 +67,7 @@ class TestAgainstGeneric:
                     x, expected[key], rtol=tolerance, atol=tolerance, err_msg=f"{implementation} {key}"
                 )
 
+    @pytest.mark.float64
     @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)])
     @pytest.mark.parametrize("widths", [(8, 8), (3, 8), (8, 1)])
     def test_shapes(self, backend, small_blocks, rng, batch, widths):

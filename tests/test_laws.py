@@ -41,6 +41,7 @@ FORMULAS = [
 ]
 
 
+@pytest.mark.every_mode
 class TestFormulas:
     @pytest.mark.parametrize(("law", "expected"), FORMULAS, ids=lambda x: repr(x)[:40])
     def test_values(self, backend, law, expected):
@@ -93,6 +94,7 @@ class TestFormulas:
                 assert got.dtype in (backend.xp.float32, backend.xp.float64)
                 np.testing.assert_allclose(backend.numpy(got), 1.0, rtol=1e-6)
 
+    @pytest.mark.float64
     def test_float64_parameters_give_float64(self, backend):
         if not backend.float64:
             pytest.skip("no float64 here")
@@ -192,6 +194,7 @@ RANGES = [
 class TestRangesOfArrays:
     """The numbers in arrays are held to what single numbers are."""
 
+    @pytest.mark.float64
     @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
     def test_each_number_counts(self, backend, make, name, good, bad):
         if backend.library in ("strict", "cupy") or backend.name.endswith("cuda"):
@@ -283,6 +286,7 @@ class TestDictionaries:
         assert laws.from_dict({"law": "LogLength"}) == laws.LogLength()
         assert laws.from_dict({"law": "AffineLog", "slope": 2}) == laws.AffineLog(2)
 
+    @pytest.mark.float64
     def test_arrays(self, backend):
         dtypes = [*backend.dtypes, *([backend.half] if backend.half else [])]
         for dtype in dtypes:
@@ -425,6 +429,7 @@ class TestValues:
             hash(law)
         assert hash(Power(2.0)) == hash(Power(2.0))
 
+    @pytest.mark.float64
     def test_arrays_are_equal_by_shape_and_values(self, backend):
         x = backend.array([0.25, 0.5], "float32")
         law = laws.AffineLog(x)
@@ -523,6 +528,7 @@ class TestValues:
 class TestGradients:
     """By the lengths and by the parameters, where a logarithm is 0 too."""
 
+    @pytest.mark.every_mode
     @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
     def test_finite_and_right(self, backend, make, name, good, bad):
         if backend.library not in ("torch", "jax") or not backend.float64:

@@ -29,6 +29,7 @@ def flat(f):
 
 @pytest.mark.parametrize("name", MAPS)
 class TestEveryMap:
+    @pytest.mark.every_mode
     @pytest.mark.parametrize(("d", "k"), SIZES)
     def test_is_its_matrix(self, backend, name, d, k, rng, tiny_tiles):
         like = backend.array(np.zeros(0, "float32"))
@@ -66,6 +67,7 @@ class TestEveryMap:
         np.testing.assert_allclose(f(x), x @ m.T, atol=1e-10)
         np.testing.assert_allclose(f.adjoint(y), y @ m, atol=1e-10)
 
+    @pytest.mark.every_mode
     def test_same_draw_everywhere(self, backend, name):
         exact = MAPS[name](60, 12, rng=3)
         for dtype in (*backend.dtypes, *([backend.half] if backend.half else [])):
@@ -80,6 +82,7 @@ class TestEveryMap:
                 elif ours.ndim:
                     np.testing.assert_array_equal(backend.numpy(ours), theirs)
 
+    @pytest.mark.every_mode
     def test_dtype_is_that_of_the_input(self, backend, name, rng):
         f = MAPS[name](64, 12, rng=3, like=backend.array(np.zeros(1, "float32")))
         x = rng.normal(size=(5, 64))

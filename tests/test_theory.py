@@ -428,6 +428,7 @@ class TestSphere:
 
 
 class TestNeedle:
+    @pytest.mark.float64
     def test_is_exact(self, backend):
         n, relevant = [10, 10, 64, 64, 7, 7], [1, 3, 8, 64, 7, 1]
         gap = [2.0, -3.0, 7.5, 4.0, -5.0, 800.0]
@@ -620,6 +621,7 @@ def on(backend, call):
 
 
 class TestArrays:
+    @pytest.mark.every_mode
     @pytest.mark.parametrize("name", CALLS)
     def test_values(self, backend, name):
         n, x = np.asarray([2, 64, 4096]), np.asarray([[1.25], [4.0]])

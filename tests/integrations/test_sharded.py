@@ -401,7 +401,8 @@ EMPTY = [(0, 4), (4, 0), (0, 0)]
 class TestJAX:
     def test_eight_devices(self, only):
         only("jax")
-        _finish(_start("jax", XLA_FLAGS="--xla_force_host_platform_device_count=8"))
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+        _finish(_start("jax", XLA_FLAGS=flags))
 
     def test_one_device(self, only):
         jax = only("jax")
