@@ -22,8 +22,8 @@ LAWS = {
     ),
     "steps": (lambda f: laws.StepLog(0.5, 3), lambda n: 1 + 0.5 * np.log1p(n // 3)),
     "scaled": (
-        lambda f: laws.scaled(laws.shifted(laws.PowerLength(4, 0.5), 1), 0.5),
-        lambda n: 0.5 * np.sqrt(1 + (n + 1) / 4),
+        lambda f: laws.scaled(laws.shifted(laws.Power(0.5, 4), 1), 0.5),
+        lambda n: 0.5 * np.sqrt((n + 1) / 4),
     ),
 }
 

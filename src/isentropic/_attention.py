@@ -35,7 +35,7 @@ from isentropic._namespace import Array, ArrayT, accumulator, device, namespace,
 from isentropic._numerics import clip, divide_or_zero, lift, quietly
 from isentropic._state import AttentionState, as_rows
 from isentropic._tiles import array_or_none, factor, given_lengths, prepare
-from isentropic.laws import DEFAULT_LAW, Constant, Law, check_law
+from isentropic.laws.formulas import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
 # What PyTorch, JAX and transformers call the arguments of attention.

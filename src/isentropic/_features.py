@@ -41,7 +41,7 @@ from isentropic._namespace import (
 from isentropic._numerics import align, clip, lift, log_or, product, quietly
 from isentropic._state import AttentionState, merge_columns, output_of_columns, tile_state
 from isentropic._tiles import Problem, array_or_none, factor, prepare, visible_lengths
-from isentropic.laws import DEFAULT_LAW, Law, check_law
+from isentropic.laws.formulas import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
 # Queries and keys whose products are formed at a time under causality; and rows of an error.

@@ -12,7 +12,7 @@ from isentropic._distortion import DistortionReport
 from isentropic._drift import DriftReport
 from isentropic._entropy import entropy as entropy_of
 from isentropic._namespace import Array, to_numpy
-from isentropic.laws import Law, check_law
+from isentropic.laws.formulas import Law, check_law
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,7 +32,7 @@ from isentropic._checks import (
 from isentropic._drift import FACTORS, DriftReport, Recorder
 from isentropic._namespace import to_numpy
 from isentropic._state import AttentionState, merge
-from isentropic.laws import AffineLog, Constant, Law, check_law
+from isentropic.laws.formulas import AffineLog, Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
 with extra_of(__name__):

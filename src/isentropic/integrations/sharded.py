@@ -25,7 +25,7 @@ from isentropic._entropy import shift_moment
 from isentropic._namespace import Array, ArrayT, accumulator, is_jax, is_torch, namespace, present
 from isentropic._numerics import replace_infinite_minimum
 from isentropic._state import AttentionState, merge
-from isentropic.laws import DEFAULT_LAW, Constant, Law
+from isentropic.laws.formulas import DEFAULT_LAW, Constant, Law
 from isentropic.masks import causal
 
 __all__ = [
