@@ -264,8 +264,10 @@ class TestDictionaries:
         assert laws.from_dict(data) == law
 
     def test_every_law_has_a_name(self):
-        own = {kind for kind in laws.Law.__subclasses__() if kind.__module__ == "isentropic.laws.formulas"}
-        assert set(laws.dictionaries._KINDS.values()) == own
+        own = {
+            kind for kind in laws.Law.__subclasses__() if kind.__module__ == "isentropic.laws._formulas"
+        }
+        assert set(laws._dictionaries._KINDS.values()) == own
 
     def test_layout(self):
         law = laws.shifted(laws.scaled(laws.AffineLog(np.array([0.25, 0.5])), np.float32(2)), -1)

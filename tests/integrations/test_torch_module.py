@@ -283,7 +283,7 @@ class TestLaw:
         q, k, v = inputs(module)
         projections = [w.T for w in (*module.in_proj_weight.chunk(3), module.out_proj.weight)]
         shifts = dict(zip(("b_q", "b_k", "b_v"), module.in_proj_bias.chunk(3), strict=True))
-        expected = it.multi_head_attention(
+        expected = it.layers.multi_head_attention(
             q,
             k,
             v,

@@ -14,8 +14,8 @@ head axes: with n of shape (..., L) a parameter of shape (H,) gives a factor of 
 1.444
 """
 
-from isentropic.laws.dictionaries import from_dict, to_dict
-from isentropic.laws.formulas import (
+from isentropic.laws._dictionaries import from_dict, to_dict
+from isentropic.laws._formulas import (
     AffineLog,
     Constant,
     InfoScale,
@@ -29,7 +29,7 @@ from isentropic.laws.formulas import (
     scaled,
     shifted,
 )
-from isentropic.laws.presets import preset, presets
+from isentropic.laws._presets import preset, presets
 
 __all__ = [
     "AffineLog",

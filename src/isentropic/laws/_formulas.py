@@ -1,4 +1,4 @@
-"""The formulas of the laws. Layer 2."""
+"""The formulas of the laws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws as dictionaries of plain values, as JSON and YAML hold them. Layer 2."""
+"""Laws as dictionaries of plain values, as JSON and YAML hold them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from isentropic._checks import check_choice, check_floating, is_array, type_error, value_error
 from isentropic._namespace import Array, from_numpy, namespace, to_numpy
-from isentropic.laws.formulas import (
+from isentropic.laws._formulas import (
     AffineLog,
     Constant,
     InfoScale,

@@ -1,4 +1,4 @@
-"""The rules of models and papers: one table, with the source of each. Layer 2."""
+"""The rules of models and papers: one table, with the source of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from isentropic._checks import check_choice, check_real, type_error
-from isentropic.laws.formulas import (
+from isentropic.laws._formulas import (
     AffineLog,
     Constant,
     InfoScale,
