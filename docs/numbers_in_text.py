@@ -48,10 +48,10 @@ def johnson_lindenstrauss() -> dict[str, str]:
     from ledger.test_dimensions import constants_at_half, criterion, famous_constant
     from ledger.test_maps import failures_of_a_spike
 
-    from isentropic import jl_min_dim
+    from isentropic.jl import min_dim
 
     dimensions = {
-        method: str(jl_min_dim(10_000, eps=0.2, delta=0.01, method=method, n_features=5000))
+        method: str(min_dim(10_000, eps=0.2, delta=0.01, method=method, n_features=5000))
         for method in ("exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff")
     }
     famous = famous_constant()

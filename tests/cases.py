@@ -22,9 +22,9 @@ def inputs(dtype="float32", n=7):
     p[0, 0] = np.eye(n)[0]  # one-hot
     visible = rng.random((2, 1, n, n)) < 0.6
     visible[1, 0, 2] = False  # a query that sees nothing
-    dense = it.sparse_projection(16, 5, rng=1)
-    hadamard = it.hadamard_projection(16, 5, rounds=2, rng=2)
-    sketch = it.count_sketch(16, 6, nonzeros=2, rng=3)
+    dense = it.jl.sparse_projection(16, 5, rng=1)
+    hadamard = it.jl.hadamard_projection(16, 5, rounds=2, rng=2)
+    sketch = it.jl.count_sketch(16, 6, nonzeros=2, rng=3)
     return {
         "q": normal(2, 4, n, 8),
         "k": normal(2, 4, n, 8),
@@ -51,20 +51,20 @@ def inputs(dtype="float32", n=7):
         "sketch_signs": sketch.signs.astype(dtype),
         "components": sketch.components,
         "features": sketch.features,
-        "omega": it.positive_features(8, 12, rng=4).weights.astype(dtype),
+        "omega": it.layers.positive_features(8, 12, rng=4).weights.astype(dtype),
     }
 
 
 def dense(a):
-    return it.DenseProjection(a["weights"], a["weights_scale"])
+    return it.jl.DenseProjection(a["weights"], a["weights_scale"])
 
 
 def hadamard(a, rounds=2):
-    return it.HadamardProjection((a["signs1"], a["signs2"])[:rounds], a["rows"])
+    return it.jl.HadamardProjection((a["signs1"], a["signs2"])[:rounds], a["rows"])
 
 
 def sketch(a):
-    return it.CountSketch(a["sketch_signs"], a["components"], a["features"])
+    return it.jl.CountSketch(a["sketch_signs"], a["components"], a["features"])
 
 
 CASES = {
@@ -92,19 +92,19 @@ CASES = {
     "attention_weights": lambda a: it.attention_weights(a["q"], a["k"], mask=a["visible"]),
     "attention_information": lambda a: it.attention_information(a["q"], a["k"], mask=a["visible"]),
     "scale_queries": lambda a: it.scale_queries(a["q"], a["n_keys"]),
-    "multi_head_attention": lambda a: it.multi_head_attention(
+    "multi_head_attention": lambda a: it.layers.multi_head_attention(
         a["x"], a["x"], a["x"], a["w"][0, ...], a["w"][1, ...], a["w"][2, ...], a["w"][3, ...],
         num_heads=4, is_causal=True,
     ),
-    "additive_attention": lambda a: it.additive_attention(
+    "additive_attention": lambda a: it.layers.additive_attention(
         a["q"], a["k"], a["v"], a["wa"], a["wa"], a["va"], mask=a["visible"]
     ),
-    "merge": lambda a: it.merge(
+    "merge_states": lambda a: it.merge_states(
         it.attention_state(a["q"], a["k"], a["v"], n_keys=14),
         it.attention_state(a["q"], a["v"][..., :1] * a["k"], a["v"], n_keys=14),
     ),
-    "rotary": lambda a: it.rotary(a["q"], a["n_keys"]),
-    "rotary-interleaved": lambda a: it.rotary(a["q"], interleaved=True, base=500.0),
+    "rotary": lambda a: it.layers.rotary(a["q"], a["n_keys"]),
+    "rotary-interleaved": lambda a: it.layers.rotary(a["q"], interleaved=True, base=500.0),
     "entropy": lambda a: it.entropy(a["p"]),
     "entropy-2": lambda a: it.entropy(a["p"], order=2, axis=0),
     "entropy_from_logits": lambda a: it.entropy_from_logits(
@@ -126,18 +126,18 @@ CASES = {
     "CountSketch-axis": lambda a: sketch(a)(a["w"], axis=1),
     "CountSketch-adjoint": lambda a: sketch(a).adjoint(a["x"][:, :6, :], axis=1),
     "CountSketch-matrix": lambda a: sketch(a).matrix(),
-    "hadamard_transform": lambda a: it.hadamard_transform(a["x"]),
-    "hadamard_transform-axis": lambda a: it.hadamard_transform(a["q"], axis=1, norm="backward"),
-    "PositiveFeatures": lambda a: it.PositiveFeatures(a["omega"])(a["q"] * 0.3),
-    "linear_attention": lambda a: it.linear_attention(
-        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
+    "hadamard_transform": lambda a: it.jl.hadamard_transform(a["x"]),
+    "hadamard_transform-axis": lambda a: it.jl.hadamard_transform(a["q"], axis=1, norm="backward"),
+    "PositiveFeatures": lambda a: it.layers.PositiveFeatures(a["omega"])(a["q"] * 0.3),
+    "linear_attention": lambda a: it.layers.linear_attention(
+        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
     ),
-    "linear_attention-causal": lambda a: it.linear_attention(
-        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), is_causal=True, scale=0.2,
+    "linear_attention-causal": lambda a: it.layers.linear_attention(
+        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True, scale=0.2,
         law=laws.AffineLog(a["slope"], 0.5),
     ),
-    "linear_attention_error": lambda a: it.linear_attention_error(
-        a["q"], a["k"], it.PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
+    "linear_attention_error": lambda a: it.layers.linear_attention_error(
+        a["q"], a["k"], it.layers.PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
     ),
     "match_entropy": lambda a: it.match_entropy(a["bias"], 0.7, axis=-2, mask=a["visible"][:1, ...]),
     "match_entropy-target": lambda a: it.match_entropy(a["bias"], a["target"][:1, ...] * 0.1 + 1.0),
@@ -158,8 +158,8 @@ DISCRETE = {"visible", "lengths", "ids", "n_keys", "rows", "components", "featur
 # their own.
 HOST = {
     "calibrate", "count_sketch", "distortion", "entropy_criterion_dim", "entropy_drift",
-    "gaussian_projection", "hadamard_projection", "jl_distortion", "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "matched_key_dim",
-    "orthogonal_projection", "positive_features", "rademacher_projection", "sparse_projection",
+    "eps", "failure_probability", "gaussian_projection", "hadamard_projection", "lower_bound",
+    "matched_key_dim", "min_dim", "orthogonal_projection", "positive_features", "rademacher_projection", "sparse_projection",
 }  # fmt: skip
 
 

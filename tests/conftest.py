@@ -236,6 +236,6 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isentropic._tiles.MIN_ROWS", 3)
     monkeypatch.setattr("isentropic._tiles.COLUMNS", 4)
     monkeypatch.setattr("isentropic.masks._COUNT_BLOCK", 4)
-    monkeypatch.setattr("isentropic._features._CHUNK", 3)
+    monkeypatch.setattr("isentropic.layers._linear._CHUNK", 3)
     monkeypatch.setattr("isentropic._loops._CACHED", 40)
-    monkeypatch.setattr("isentropic._distortion._BLOCK_SIZE", 40)
+    monkeypatch.setattr("isentropic.jl._distortion._BLOCK_SIZE", 40)

@@ -207,7 +207,7 @@ class TestValues:
         score = np.tanh((q @ w_q)[..., :, None, :] + (k @ w_k)[..., None, :, :]) @ w_v
         expected = oracles.softmax(np.where(visible, score, -np.inf)) @ v
         arrays = [backend.array(x) for x in (q, k, v, w_q, w_k, w_v)]
-        out = it.additive_attention(*arrays, mask=backend.array(visible))
+        out = it.layers.additive_attention(*arrays, mask=backend.array(visible))
         backend.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
     def test_scale_queries(self, backend, rng):
@@ -230,7 +230,7 @@ class TestValues:
         out = oracles.attention(q, k, v, factor=oracles.log_length(S)).output
         expected = out.swapaxes(-2, -3).reshape(B, L, 12) @ w[3] + b[3]
         f = backend.array
-        got = it.multi_head_attention(
+        got = it.layers.multi_head_attention(
             f(x, "float32"), f(y, "float32"), f(y, "float32"), *[f(z, "float32") for z in w],
             **dict(zip(("b_q", "b_k", "b_v", "b_o"), [f(z, "float32") for z in b], strict=True)),
             num_heads=4, enable_gqa=True,
@@ -262,7 +262,7 @@ def test_additive_bounds_its_tiles():
     q, k, v = rng.normal(size=(3, n, 16)).astype("float32")
     w = rng.normal(size=(16, hidden)).astype("float32")
     tracemalloc.start()
-    it.additive_attention(q, k, v, w, w, w[0])
+    it.layers.additive_attention(q, k, v, w, w, w[0])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < n * n * hidden * 4 / 4
@@ -673,7 +673,7 @@ class TestErrors:
 
     def test_multi_head(self, a):
         x, w = a(3, 8), a(8, 8)
-        call = it.multi_head_attention
+        call = it.layers.multi_head_attention
         with pytest.raises(ValueError, match="`w_q` must have a last dimension divisible by 3, got 8"):
             call(x, x, x, w, w, w, w, num_heads=3)
         with pytest.raises(ValueError, match=r"`w_k` must have the shape \(8, ...\), got \(7, 8\)"):
@@ -690,11 +690,11 @@ class TestErrors:
     def test_additive(self, a):
         x, w = a(3, 4), a(4, 6)
         with pytest.raises(ValueError, match=r"`w_q` must have the shape \(4, A\), got \(5, 6\)"):
-            it.additive_attention(x, x, x, a(5, 6), w, a(6))
+            it.layers.additive_attention(x, x, x, a(5, 6), w, a(6))
         with pytest.raises(ValueError, match=r"`w_k` must have the last dimension of `w_q`, 6, got 5"):
-            it.additive_attention(x, x, x, w, a(4, 5), a(6))
+            it.layers.additive_attention(x, x, x, w, a(4, 5), a(6))
         with pytest.raises(ValueError, match=r"`v` must have the shape \(6,\), got \(5,\)"):
-            it.additive_attention(x, x, x, w, w, a(5))
+            it.layers.additive_attention(x, x, x, w, w, a(5))
 
     def test_not_arrays(self, a):
         q, k, v = a(3, 4), a(5, 4), a(5, 2)
@@ -703,9 +703,9 @@ class TestErrors:
             "key": lambda: it.attention_entropy(q, None),
             "value": lambda: it.attention(q, k, None),
             "bias": lambda: it.attention(q, k, v, bias=0.5),
-            "w_q": lambda: it.additive_attention(q, k, v, None, k, q),
-            "w_o": lambda: it.multi_head_attention(q, q, q, q, q, q, None, num_heads=1),
-            "x": lambda: it.rotary(None),
+            "w_q": lambda: it.layers.additive_attention(q, k, v, None, k, q),
+            "w_o": lambda: it.layers.multi_head_attention(q, q, q, q, q, q, None, num_heads=1),
+            "x": lambda: it.layers.rotary(None),
             "p": lambda: it.entropy((q,)),
             "logits": lambda: it.entropy_from_logits(()),
             "entropy": lambda: it.entropy_penalty(None, 1.0),
@@ -723,11 +723,13 @@ class TestErrors:
         it.attention(q, k, k, n_keys=n, mask=masks.padding(n) & masks.window(n))
         it.attention_state(q, k, block_size=n)
         it.entropy(q, axis=np.int64(0))
-        it.multi_head_attention(q, q, q, *[a(4, 4)] * 4, num_heads=n)
+        it.layers.multi_head_attention(q, q, q, *[a(4, 4)] * 4, num_heads=n)
 
     def test_positions(self, backend):
         with pytest.raises(TypeError, match="`positions` must have an integer or floating-point dtype"):
-            it.rotary(backend.array(np.ones((3, 4)), "float32"), backend.array(np.ones(3), "complex64"))
+            it.layers.rotary(
+                backend.array(np.ones((3, 4)), "float32"), backend.array(np.ones(3), "complex64")
+            )
 
     def test_mixed_libraries(self, a, backend):
         import array_api_strict

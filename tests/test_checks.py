@@ -39,7 +39,7 @@ class TestRenamed:
         assert str(inspect.signature(double)) == "(x, *, scale=2.0)"
         assert (double.__name__, double.__doc__) == ("double", "Twice.")
         assert inspect.isfunction(double)
-        assert pickle.loads(pickle.dumps(it.gaussian_projection)) is it.gaussian_projection
+        assert pickle.loads(pickle.dumps(it.jl.gaussian_projection)) is it.jl.gaussian_projection
 
     def test_compiles(self, backend):
         def call(x):

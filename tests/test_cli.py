@@ -63,9 +63,9 @@ class TestJL:
     def test_dimensions(self, run):
         data = json.loads(run("jl", 10_000, "--eps", 0.2, "--features", 5000, "--json").stdout)
         for method, k in data["dimensions"].items():
-            assert k == it.jl_min_dim(10_000, eps=0.2, method=method, n_features=5000)
+            assert k == it.jl.min_dim(10_000, eps=0.2, method=method, n_features=5000)
         assert list(data["dimensions"]) == ["exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"]
-        assert data["entropy_criterion"] == it.entropy_criterion_dim(10_000)
+        assert data["entropy_criterion"] == it.theory.entropy_criterion_dim(10_000)
         table = run("jl", 10_000, "--eps", 0.2).stdout
         assert "2206  exact" in table
         assert "haar" not in table

@@ -16,7 +16,7 @@ def _arrays(backend, dtype="float32"):
 IN_FLOAT32 = {
     "attention_entropy", "attention_entropy-0.5", "attention_entropy-tsallis", "attention_information",
     "attention_state", "attention_state-parts", "cross_entropy", "entropy", "entropy-2",
-    "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error", "merge",
+    "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error", "merge_states",
 }  # fmt: skip
 
 
@@ -88,9 +88,9 @@ class TestErrorsOfFloatingPoint:
     def test_settings_of_the_caller_do_not_matter(self, name, dtype, size):
         if dtype == "float16":
             size = min(size, 1e3)
-            if name in self.PRODUCTS or (name == "merge" and size > 30):
+            if name in self.PRODUCTS or (name == "merge_states" and size > 30):
                 pytest.skip("the case itself multiplies what it is given")
-        if name == "merge" and size > 1e9:
+        if name == "merge_states" and size > 1e9:
             pytest.skip("the case itself multiplies what it is given")
         arrays = cases.inputs(dtype)
         for key in ("q", "k", "v", "k2", "v2", "x", "bias"):
@@ -125,7 +125,12 @@ class TestErrorsOfFloatingPoint:
 
 
 def test_cases_cover_every_function():
-    functions = {name for name in it.__all__ if callable(getattr(it, name)) and name.islower()}
+    functions = {
+        name
+        for module in (it, it.jl, it.layers)
+        for name in module.__all__
+        if callable(getattr(module, name)) and name.islower()
+    }
     assert functions <= {name.partition("-")[0] for name in cases.CASES} | cases.HOST
 
 

@@ -22,8 +22,8 @@ LAWS = {
     ),
     "steps": (lambda f: laws.StepLog(0.5, 3), lambda n: 1 + 0.5 * np.log1p(n // 3)),
     "scaled": (
-        lambda f: laws.scaled(laws.shifted(laws.PowerLength(4, 0.5), 1), 0.5),
-        lambda n: 0.5 * np.sqrt(1 + (n + 1) / 4),
+        lambda f: laws.scaled(laws.shifted(laws.Power(0.5, 4), 1), 0.5),
+        lambda n: 0.5 * np.sqrt((n + 1) / 4),
     ),
 }
 
@@ -233,13 +233,13 @@ class TestRefused:
     )
     def test_flags(self, backend, flag):
         x = backend.array(np.ones((2, 3, 4)), "float32")
-        features = it.positive_features(4, 3, rng=0, like=x)
+        features = it.layers.positive_features(4, 3, rng=0, like=x)
         w = backend.array(np.ones((4, 4)), "float32")
         for call in (
             lambda: it.attention(x, x, x, is_causal=flag),
             lambda: it.match_attention_entropy(x, x, 1.0, is_causal=flag),
-            lambda: it.multi_head_attention(x, x, x, w, w, w, w, num_heads=2, is_causal=flag),
-            lambda: it.linear_attention(x, x, x, features, is_causal=flag),
+            lambda: it.layers.multi_head_attention(x, x, x, w, w, w, w, num_heads=2, is_causal=flag),
+            lambda: it.layers.linear_attention(x, x, x, features, is_causal=flag),
             lambda: it.entropy_drift([(x, x)], is_causal=flag),
         ):
             with pytest.raises(TypeError, match="`is_causal` must be True or False, got"):
@@ -249,9 +249,9 @@ class TestRefused:
         with pytest.raises(TypeError, match="`normalized` must be True or False"):
             it.attention_entropy(x, x, normalized=flag)
         with pytest.raises(TypeError, match="`interleaved` must be True or False"):
-            it.rotary(x, interleaved=flag)
+            it.layers.rotary(x, interleaved=flag)
         with pytest.raises(TypeError, match="`orthogonal` must be True or False"):
-            it.positive_features(2, 2, orthogonal=flag)
+            it.layers.positive_features(2, 2, orthogonal=flag)
 
     @pytest.mark.host
     def test_flags_of_numpy_are_flags(self):
@@ -267,19 +267,19 @@ class TestRefused:
             "n_keys": lambda: it.attention(x, x, x, n_keys=huge),
             "offset": lambda: it.attention(x, x, x, mask=masks.causal(-huge)),
             "lengths": lambda: masks.padding(huge),
-            "n_components": lambda: it.positive_features(2, huge),
+            "n_components": lambda: it.layers.positive_features(2, huge),
         }
         if huge > 1e300:
             cases |= {
                 "scale": lambda: it.attention(x, x, x, scale=huge),
                 "order": lambda: it.entropy(x, order=huge),
                 "n": lambda: laws.AffineLog(slope)(huge),
-                "eps": lambda: it.jl_min_dim(10, eps=huge),
+                "eps": lambda: it.jl.min_dim(10, eps=huge),
             }
         if huge > 10**4300:
             cases |= {
                 "axis": lambda: it.entropy(x, axis=huge),
-                "method": lambda: it.jl_min_dim(10, method=huge),
+                "method": lambda: it.jl.min_dim(10, method=huge),
             }
         for name, call in cases.items():
             with pytest.raises(ValueError, match=f"`{name}` must "):
@@ -306,13 +306,13 @@ class TestRefused:
     def test_sources_of_draws(self, rng):
         x = np.ones((5, 2))
         for call in (
-            lambda: it.gaussian_projection(3, 2, rng=rng),
-            lambda: it.sparse_projection(3, 2, rng=rng),
-            lambda: it.orthogonal_projection(3, 2, rng=rng),
-            lambda: it.hadamard_projection(3, 2, rng=rng),
-            lambda: it.count_sketch(3, 2, rng=rng),
-            lambda: it.positive_features(3, 2, rng=rng),
-            lambda: it.distortion(x, x, pairs=2, rng=rng),
+            lambda: it.jl.gaussian_projection(3, 2, rng=rng),
+            lambda: it.jl.sparse_projection(3, 2, rng=rng),
+            lambda: it.jl.orthogonal_projection(3, 2, rng=rng),
+            lambda: it.jl.hadamard_projection(3, 2, rng=rng),
+            lambda: it.jl.count_sketch(3, 2, rng=rng),
+            lambda: it.layers.positive_features(3, 2, rng=rng),
+            lambda: it.jl.distortion(x, x, pairs=2, rng=rng),
         ):
             with pytest.raises((TypeError, ValueError), match="`rng` must be None, an integer"):
                 call()
@@ -333,12 +333,12 @@ class TestRefused:
     @pytest.mark.host
     def test_sizes_beyond_all_floats(self):
         with pytest.raises(ValueError, match="`eps` must be large enough"):
-            it.jl_min_dim(10, eps=1e-200)
-        assert it.jl_lower_bound(10, eps=1e-200) == 0
+            it.jl.min_dim(10, eps=1e-200)
+        assert it.jl.lower_bound(10, eps=1e-200) == 0
         with pytest.raises(ValueError, match="`coefficient` must be small enough"):
-            it.entropy_criterion_dim(10, coefficient=1e300)
+            it.theory.entropy_criterion_dim(10, coefficient=1e300)
         with pytest.raises(ValueError, match="`n_features` must be at least 1, whole, and at most 2"):
-            it.jl_min_dim(10, method="haar", n_features=1e300)
+            it.jl.min_dim(10, method="haar", n_features=1e300)
 
 
 class TestUnusualArrays:
@@ -350,7 +350,7 @@ class TestUnusualArrays:
         args = [x.astype(dtype) for x in (q, k, v)]
         np.testing.assert_allclose(it.attention(*args), expected.output, rtol=1e-13)
         np.testing.assert_allclose(it.entropy(args[0] ** 2), it.entropy(q**2), rtol=1e-13)
-        f, g = (it.gaussian_projection(4, 3, rng=0, like=x) for x in (args[0], q))
+        f, g = (it.jl.gaussian_projection(4, 3, rng=0, like=x) for x in (args[0], q))
         np.testing.assert_allclose(f(args[0]), g(q), rtol=1e-13)
 
     @pytest.mark.host

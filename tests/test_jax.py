@@ -507,7 +507,7 @@ def test_tiles_out_of_reach_are_skipped_under_jit(tiny_tiles):
 
 
 def _heads_of_features(a):
-    return it.PositiveFeatures(jnp.stack([a["omega"]] * 4))
+    return it.layers.PositiveFeatures(jnp.stack([a["omega"]] * 4))
 
 
 # Cases, and calls with arrays of several ranks.
@@ -520,35 +520,35 @@ EXPLICIT_BROADCASTS = {
         "hadamard_transform", "rotary",
     }
 } | {
-    "rotary-positions": lambda a: it.rotary(a["q"], a["n_keys"][:1]),
-    "rotary-interleaved-positions": lambda a: it.rotary(a["q"], a["ids"], interleaved=True),
+    "rotary-positions": lambda a: it.layers.rotary(a["q"], a["n_keys"][:1]),
+    "rotary-interleaved-positions": lambda a: it.layers.rotary(a["q"], a["ids"], interleaved=True),
     "PositiveFeatures-heads": lambda a: _heads_of_features(a)(a["q"]),
     "linear_attention": cases.CASES["linear_attention"],
-    "linear_attention-causal": lambda a: it.linear_attention(
-        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), is_causal=True
+    "linear_attention-causal": lambda a: it.layers.linear_attention(
+        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True
     ),
-    "linear_attention-no-law": lambda a: it.linear_attention(
-        a["q"], a["k"], a["v"], it.PositiveFeatures(a["omega"]), law=None
+    "linear_attention-no-law": lambda a: it.layers.linear_attention(
+        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), law=None
     ),
-    "linear_attention-heads": lambda a: it.linear_attention(
+    "linear_attention-heads": lambda a: it.layers.linear_attention(
         a["q"], a["k"], a["v"], _heads_of_features(a), is_causal=True
     ),
-    "linear_attention-query": lambda a: it.linear_attention(
-        a["q"][0, 0], a["k"], a["v"][0], it.PositiveFeatures(a["omega"]), is_causal=True
+    "linear_attention-query": lambda a: it.layers.linear_attention(
+        a["q"][0, 0], a["k"], a["v"][0], it.layers.PositiveFeatures(a["omega"]), is_causal=True
     ),
-    "linear_attention-key": lambda a: it.linear_attention(
-        a["q"], a["k"][0], a["v"][0, 0], it.PositiveFeatures(a["omega"]), is_causal=True
+    "linear_attention-key": lambda a: it.layers.linear_attention(
+        a["q"], a["k"][0], a["v"][0, 0], it.layers.PositiveFeatures(a["omega"]), is_causal=True
     ),
-    "linear_attention-value": lambda a: it.linear_attention(
-        a["q"][0], a["k"][0, 0], a["v"], it.PositiveFeatures(a["omega"]), is_causal=True
+    "linear_attention-value": lambda a: it.layers.linear_attention(
+        a["q"][0], a["k"][0, 0], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True
     ),
-    "linear_attention_error": lambda a: it.linear_attention_error(
-        a["q"], a["k"][0], it.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
+    "linear_attention_error": lambda a: it.layers.linear_attention_error(
+        a["q"], a["k"][0], it.layers.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
     ),
-    "linear_attention_error-query": lambda a: it.linear_attention_error(
-        a["q"][0], a["k"], it.PositiveFeatures(a["omega"])
+    "linear_attention_error-query": lambda a: it.layers.linear_attention_error(
+        a["q"][0], a["k"], it.layers.PositiveFeatures(a["omega"])
     ),
-    "linear_attention_error-heads": lambda a: it.linear_attention_error(
+    "linear_attention_error-heads": lambda a: it.layers.linear_attention_error(
         a["q"], a["k"], _heads_of_features(a)
     ),
 }  # fmt: skip

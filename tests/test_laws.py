@@ -30,7 +30,8 @@ FORMULAS = [
     (laws.PowerLog(0.5, 0.2, 1.7), 0.5 + 0.2 * np.log(np.maximum(NS, 2)) ** 1.7),
     (laws.PowerLog(0.5, 0.2, -0.7), 0.5 + 0.2 * np.log(np.maximum(NS, 2)) ** -0.7),
     (laws.StepLog(0.1, 8192), 1 + 0.1 * np.log1p(NS // 8192)),
-    (laws.PowerLength(2048, 0.1), (1 + NS / 2048) ** 0.1),
+    (laws.Power(0.1, 2048), (np.maximum(NS, 1) / 2048) ** 0.1),
+    (laws.Power(0.5, minimum=1), np.maximum(np.sqrt(NS / 512), 1)),
     (
         laws.InfoScale(512, 64),
         np.sqrt((1 - np.maximum(NS, 1.0) ** (-1 / 32)) / (1 - 512 ** (-1 / 32))),
@@ -178,8 +179,8 @@ RANGES = [
     (lambda x: laws.InfoScale(x, 64), "base", [1.5, 512.0], [1.0, 0.0]),
     (lambda x: laws.StepLog(0.1, x), "period", [0.3, 8192.0], [0.0, -1.0]),
     (lambda x: laws.StepLog(x, 8192), "coefficient", [-0.1, 0.0], []),
-    (lambda x: laws.PowerLength(x, 0.1), "period", [0.5, 2048.0], [0.0, -1.0]),
-    (lambda x: laws.PowerLength(2048, x), "exponent", [-0.5, 0.1], []),
+    (lambda x: laws.Power(0.1, x), "base", [0.5, 2048.0], [0.0, -1.0]),
+    (lambda x: laws.Power(x), "exponent", [-0.5, 0.1], []),
     (lambda x: laws.PowerLog(x, 1.0, 1.0), "offset", [-1.0, 0.0], []),
     (lambda x: laws.PowerLog(1.0, x, 1.0), "coefficient", [-1.0, 0.0], []),
     (lambda x: laws.PowerLog(1.0, 1.0, x), "exponent", [-0.5, 2.0], []),
@@ -263,8 +264,10 @@ class TestDictionaries:
         assert laws.from_dict(data) == law
 
     def test_every_law_has_a_name(self):
-        own = {kind for kind in laws.Law.__subclasses__() if kind.__module__ == "isentropic.laws"}
-        assert set(laws._KINDS.values()) == own
+        own = {
+            kind for kind in laws.Law.__subclasses__() if kind.__module__ == "isentropic.laws._formulas"
+        }
+        assert set(laws._dictionaries._KINDS.values()) == own
 
     def test_layout(self):
         law = laws.shifted(laws.scaled(laws.AffineLog(np.array([0.25, 0.5])), np.float32(2)), -1)

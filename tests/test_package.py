@@ -7,21 +7,15 @@ import sys
 import pytest
 
 import isentropic as it
-from isentropic import laws, masks, theory
+from isentropic import jl, laws, layers, masks, theory
 
 PUBLIC = [
-    "AttentionState", "CountSketch", "DenseProjection", "DistortionReport", "DriftReport",
-    "FailureRate", "HadamardProjection", "LinearAttentionError", "LogLength", "PositiveFeatures",
-    "additive_attention", "attention", "attention_entropy", "attention_information",
-    "attention_state", "attention_weights", "calibrate", "count_sketch", "cross_entropy",
-    "distortion", "entropy", "entropy_criterion_dim", "entropy_drift", "entropy_from_logits",
-    "entropy_penalty", "gaussian_projection", "hadamard_projection", "hadamard_transform",
-    "jl_distortion", "jl_failure_probability", "jl_lower_bound", "jl_min_dim", "kl_divergence",
-    "laws", "linear_attention", "linear_attention_error", "masks", "match_attention_entropy",
-    "match_entropy", "matched_key_dim", "merge", "multi_head_attention", "orthogonal_projection",
-    "positive_features", "rademacher_projection", "rotary", "scale_queries", "sparse_projection",
-    "theory",
+    "AttentionState", "DriftReport", "attention", "attention_entropy", "attention_information",
+    "attention_state", "attention_weights", "calibrate", "cross_entropy", "entropy", "entropy_drift",
+    "entropy_from_logits", "entropy_penalty", "jl", "kl_divergence", "laws", "layers", "masks",
+    "match_attention_entropy", "match_entropy", "merge_states", "scale_queries", "theory",
 ]  # fmt: skip
+MODULES = (jl, laws, layers, masks, theory)
 
 ATTENTION = (
     "(query, key, value, *, mask=None, bias=None, is_causal=False, scale=None, law=LogLength(base=512, "
@@ -30,7 +24,7 @@ ATTENTION = (
 
 
 def _functions():
-    for module in (it, laws, masks, theory):
+    for module in (it, *MODULES):
         for name in module.__all__:
             x = getattr(module, name)
             if not inspect.ismodule(x):
@@ -40,7 +34,7 @@ def _functions():
 class TestPackage:
     def test_exports(self):
         assert it.__all__ == PUBLIC == sorted(PUBLIC)
-        for module in (laws, masks, theory):
+        for module in MODULES:
             assert module.__all__ == sorted(module.__all__)
             assert all(hasattr(module, name) for name in module.__all__)
 
@@ -51,7 +45,7 @@ class TestPackage:
         common = list(inspect.signature(it.attention).parameters)[3:]
         for function in (
             it.attention_state, it.attention_entropy, it.attention_weights, it.attention_information,
-            it.multi_head_attention,
+            it.layers.multi_head_attention,
         ):  # fmt: skip
             theirs = inspect.signature(function).parameters
             assert [name for name in theirs if name in common] == common
@@ -83,7 +77,7 @@ class TestPackage:
             "import sys, numpy as np, isentropic as it\n"
             "x = np.ones((3, 2))\n"
             "it.attention(x, x, x, is_causal=True); it.laws.LogLength()(5); it.entropy(x)\n"
-            "it.jl_min_dim(100); it.distortion(x, it.hadamard_projection(2, 1)(x)).failure_rate(0.1)\n"
+            "it.jl.min_dim(100); it.jl.distortion(x, it.jl.hadamard_projection(2, 1)(x)).failure_rate(0.1)\n"
             "found = {'torch', 'jax', 'cupy', 'scipy'} & set(sys.modules)\n"
             "assert not found, found\n"
         )

@@ -41,7 +41,7 @@ class TestMerge:
     @pytest.mark.parametrize("cuts", [(6,), (1, 2, 3), (3, 3, 8), (0,), (12,), tuple(range(1, 12))])
     def test_any_split_is_the_whole(self, backend, qkv, cuts):
         expected = oracles.attention(*qkv, factor=oracles.log_length(N))
-        whole = it.merge(*_parts(backend, qkv, cuts))
+        whole = it.merge_states(*_parts(backend, qkv, cuts))
         close = {"rtol": 1e-4, "atol": 1e-5}
         backend.assert_close(whole.output(), expected.output, **close)
         backend.assert_close(whole.entropy(), expected.entropy(), **close)
@@ -49,7 +49,7 @@ class TestMerge:
 
     def test_associative_and_commutative(self, backend, qkv):
         a, b, c = _parts(backend, qkv, (3, 7))
-        merge = it.merge
+        merge = it.merge_states
         _assert_same(backend, merge(merge(a, b), c), merge(a, merge(b, c)))
         _assert_same(backend, merge(a, b), merge(b, a))
         _assert_same(backend, merge(a, b, c), merge(merge(a, b), c))
@@ -61,9 +61,9 @@ class TestMerge:
         backend.assert_close(nothing.maximum, np.full((2, 5), -np.inf))
         for field in nothing[1:]:
             assert not backend.numpy(field).any()
-        _assert_same(backend, it.merge(state, nothing), state, rtol=1e-6)
-        _assert_same(backend, it.merge(nothing, state), state, rtol=1e-6)
-        _assert_same(backend, it.merge(nothing, nothing), nothing, rtol=1e-6)
+        _assert_same(backend, it.merge_states(state, nothing), state, rtol=1e-6)
+        _assert_same(backend, it.merge_states(nothing, state), state, rtol=1e-6)
+        _assert_same(backend, it.merge_states(nothing, nothing), nothing, rtol=1e-6)
 
     def test_log_normalizer_against_scipy(self, backend, rng):
         s = rng.normal(size=(3, N)) * 20
@@ -82,7 +82,7 @@ class TestMerge:
             it.attention_state(q, backend.array([[s]], "float32"), v, law=None) for s in (1e4, -1e4)
         ]
         for order in (states, states[::-1]):
-            merged = it.merge(*order)
+            merged = it.merge_states(*order)
             backend.assert_close(merged.output(), np.ones((1, 1)))
             backend.assert_close(merged.entropy(), np.zeros(1))
             backend.assert_close(merged.log_normalizer(), np.full(1, 1e4))
@@ -90,7 +90,7 @@ class TestMerge:
     def test_without_values(self, backend, qkv):
         q, k, _ = (backend.array(x) for x in qkv)
         a, b = (it.attention_state(q, k[:, s, :], n_keys=N) for s in (slice(0, 5), slice(5, N)))
-        merged = it.merge(a, b)
+        merged = it.merge_states(a, b)
         assert merged.weighted_value is None
         h = it.attention_entropy(q, k)
         backend.assert_close(merged.entropy(), h, rtol=1e-4, atol=1e-5)
@@ -122,7 +122,7 @@ class TestMerge:
             backend.array(np.full(state.weighted_value.shape, np.nan)),
             backend.array(np.full(shape, 3.0)),
         )
-        for merged in (it.merge(state, empty), it.merge(empty, state), state + empty):
+        for merged in (it.merge_states(state, empty), it.merge_states(empty, state), state + empty):
             backend.assert_close(merged.output(), state.output())
             backend.assert_close(merged.entropy(), state.entropy())
             backend.assert_close(merged.log_normalizer(), state.log_normalizer())
@@ -134,22 +134,22 @@ class TestMerge:
         xp = backend.xp
         states = _parts(backend, qkv, (3, 7))
         a, b, c = states
-        merged = it.merge(a, b, c)
+        merged = it.merge_states(a, b, c)
         _assert_same(backend, a + b + c, merged)
-        _assert_same(backend, it.merge(states), merged)
+        _assert_same(backend, it.merge_states(states), merged)
         for axis, place in ((0, 0), (1, 1), (-2, 1)):
             stacked = it.AttentionState(*(xp.stack(x, axis=place) for x in zip(*states, strict=True)))
-            _assert_same(backend, it.merge(stacked, axis=axis), merged)
+            _assert_same(backend, it.merge_states(stacked, axis=axis), merged)
         with pytest.raises(
             TypeError, match=r"`states` must be two or more .* `axis` of several, got a single"
         ):
-            it.merge(stacked)
+            it.merge_states(stacked)
         with pytest.raises(ValueError, match="`axis` must not be that of the queries"):
-            it.merge(stacked, axis=-1)
+            it.merge_states(stacked, axis=-1)
         with pytest.raises(ValueError, match=r"`axis` must be in \[-3, 3\), got 3"):
-            it.merge(stacked, axis=3)
+            it.merge_states(stacked, axis=3)
         with pytest.raises(TypeError, match="`axis` must be None unless one state is given"):
-            it.merge(a, b, axis=0)
+            it.merge_states(a, b, axis=0)
 
     def test_equal_by_value(self, backend, qkv):
         (a,), (b,) = _parts(backend, qkv, ()), _parts(backend, qkv, ())
@@ -166,10 +166,10 @@ class TestMerge:
         whole = it.attention_state(q, k, v)
         backend.assert_close(whole.n_seen, np.full((2, 5), float(N)))
         backend.assert_close(whole.n_keys, np.full((2, 5), float(N)))
-        merged = it.merge([it.attention_state(q, *page, n_keys=N) for page in pages])
+        merged = it.merge_states([it.attention_state(q, *page, n_keys=N) for page in pages])
         _assert_same(backend, merged, whole)
         for law in (None, laws.Constant(2.0)):
-            merged = it.merge([it.attention_state(q, *page, law=law) for page in pages])
+            merged = it.merge_states([it.attention_state(q, *page, law=law) for page in pages])
             assert merged.n_keys is None
             _assert_same(backend, merged[:4], it.attention_state(q, k, v, law=law)[:4])
 
@@ -180,7 +180,7 @@ class TestMerge:
         with pytest.warns(
             UserWarning, match=r"more keys than their laws were given.*`n_keys`"
         ) as caught:
-            it.merge([it.attention_state(q, *page) for page in pages])
+            it.merge_states([it.attention_state(q, *page) for page in pages])
         assert caught[0].filename == __file__
         ragged = [it.attention_state(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 5), (5, N))]
         with pytest.warns(UserWarning, match="different numbers of keys"):
@@ -198,19 +198,19 @@ class TestMerge:
             ]
 
         with pytest.warns(UserWarning, match=r"a causal mask the offset .* less the position"):
-            it.merge(states(0))
-        np.testing.assert_allclose(it.merge(states(1)).output(), whole.output())
+            it.merge_states(states(0))
+        np.testing.assert_allclose(it.merge_states(states(1)).output(), whole.output())
 
     def test_errors(self, backend, qkv):
         (state,) = _parts(backend, qkv, ())
         with pytest.raises(TypeError, match=r"`states` must be one or more AttentionState, got none"):
-            it.merge()
+            it.merge_states()
         with pytest.raises(TypeError, match=r"`states` must be one or more AttentionState, got tuple"):
-            it.merge(state, tuple(state))
+            it.merge_states(state, tuple(state))
         with pytest.raises(
             ValueError, match=r"`states` must all have a weighted_value or all have none"
         ):
-            it.merge(state, state._replace(weighted_value=None))
+            it.merge_states(state, state._replace(weighted_value=None))
         with pytest.raises(ValueError, match=r"`value` must be given to `attention_state`"):
             state._replace(weighted_value=None).output()
         with pytest.raises(ValueError, match=r"`weighted_score` must be an array for an entropy"):
@@ -222,9 +222,9 @@ class TestMerge:
             return it.attention_state(q, v[:, :1] * backend.array(np.ones((1, 2)), "float32"), v)
 
         with pytest.raises(ValueError, match=r"`states\[1\]\.normalizer` must have the last dimension"):
-            it.merge(state(3, 2), state(4, 2))
+            it.merge_states(state(3, 2), state(4, 2))
         with pytest.raises(ValueError, match=r"`states\[1\]\.weighted_value` must have .* 3, got 1"):
-            it.merge(state(3, 3), state(3, 1))
+            it.merge_states(state(3, 3), state(3, 1))
 
     def test_mixed_libraries(self, backend, qkv):
         (state,) = _parts(backend, qkv, ())
@@ -237,4 +237,4 @@ class TestMerge:
         with pytest.raises(
             TypeError, match=r"`states\[1\]\.maximum` must be an array of the library of"
         ):
-            it.merge(state, other)
+            it.merge_states(state, other)

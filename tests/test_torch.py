@@ -249,7 +249,7 @@ class TestTransformations:
                 self.register_buffer("bias", torch.zeros(4, 1, 1))
 
             def forward(self, x):
-                return it.multi_head_attention(
+                return it.layers.multi_head_attention(
                     x, x, x, *self.w, num_heads=4, law=laws.AffineLog(self.slope),
                     mask=self.visible, bias=self.bias,
                 )  # fmt: skip
@@ -294,7 +294,7 @@ class TestTransformations:
         for dynamic in (None, True):
             compiled, _ = compile_(call, dynamic=dynamic)
             for d, k in ((24, 8), (48, 8), (48, 16)):
-                f = it.hadamard_projection(d, k, rng=0, like=torch.zeros(1))
+                f = it.jl.hadamard_projection(d, k, rng=0, like=torch.zeros(1))
                 y = torch.randn(3, k)
                 for got, want in zip(compiled(f, y), call(f, y), strict=True):
                     torch.testing.assert_close(got, want)
@@ -303,7 +303,7 @@ class TestTransformations:
         x, w = torch.randn(3, 5, 8), torch.randn(4, 8, 8)
 
         def call(x):
-            return it.multi_head_attention(x, x, x, *w, num_heads=2, is_causal=True)
+            return it.layers.multi_head_attention(x, x, x, *w, num_heads=2, is_causal=True)
 
         torch.testing.assert_close(torch.func.vmap(call)(x), call(x))
 
@@ -384,7 +384,7 @@ class TestTransformations:
         query = torch.randn(4, 8)
 
         def gradient(x, mask):
-            out = it.multi_head_attention(query, x, x, *w, num_heads=2, mask=mask)
+            out = it.layers.multi_head_attention(query, x, x, *w, num_heads=2, mask=mask)
             return torch.autograd.grad(out.sum(), w)[0]
 
         torch.testing.assert_close(gradient(x, masks.padding(3)), gradient(x[:3], None))
@@ -595,7 +595,7 @@ class TestAgainstTorch:
         expected, _ = module(x, x, x)
         w_q, w_k, w_v = module.in_proj_weight.chunk(3)
         b_q, b_k, b_v = module.in_proj_bias.chunk(3)
-        got = it.multi_head_attention(
+        got = it.layers.multi_head_attention(
             x, x, x, w_q.T, w_k.T, w_v.T, module.out_proj.weight.T, num_heads=3, law=None,
             b_q=b_q, b_k=b_k, b_v=b_v, b_o=module.out_proj.bias,
         )  # fmt: skip
@@ -618,7 +618,7 @@ class TestAgainstTorch:
         sink = module.sinks[:, None].expand(2, 4, 5)
         zero = torch.zeros(2, 4, 5)
         extra = it.AttentionState(sink, zero + 1, torch.zeros(2, 4, 5, 8), zero)
-        merged = it.merge(it.attention_state(q, k, v, law=None), extra)
+        merged = it.merge_states(it.attention_state(q, k, v, law=None), extra)
         torch.testing.assert_close(merged.output().transpose(1, 2), expected)
         p = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
         torch.testing.assert_close(merged.entropy(), it.entropy(p), rtol=1e-4, atol=1e-5)

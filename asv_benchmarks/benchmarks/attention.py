@@ -234,9 +234,9 @@ class LinearAttention:
 
     def track_ratio(self, backend, is_causal):
         q, k, v = (x * 0.3 for x in arrays(backend, 4096))
-        phi = it.positive_features(64, 256, rng=1, like=q)
+        phi = it.layers.positive_features(64, 256, rng=1, like=q)
         ours = synchronized(
-            backend, lambda q, k, v: it.linear_attention(q, k, v, phi, is_causal=is_causal)
+            backend, lambda q, k, v: it.layers.linear_attention(q, k, v, phi, is_causal=is_causal)
         )
         exact = synchronized(backend, lambda q, k, v: it.attention(q, k, v, is_causal=is_causal))
         return ratio(lambda: ours(q, k, v), lambda: exact(q, k, v), rounds=2)

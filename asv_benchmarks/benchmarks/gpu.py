@@ -77,6 +77,6 @@ class Hadamard:
     def track_copies(self, backend, n):
         xp = namespace(backend)
         x = xp.ones((2**26 // n, n), dtype=xp.float32, device=self.device)
-        transform = synchronized(backend, it.hadamard_transform)
+        transform = synchronized(backend, it.jl.hadamard_transform)
         copy = synchronized(backend, lambda x: xp.asarray(x, copy=True))
         return ratio(lambda: transform(x), lambda: copy(x), rounds=20)

@@ -24,7 +24,7 @@ class Hadamard:
 
     def setup(self, backend, n):
         self.x = matrix(backend, n)
-        self.transform = synchronized(backend, it.hadamard_transform)
+        self.transform = synchronized(backend, it.jl.hadamard_transform)
         self.transform(self.x)
 
     def time_transform(self, backend, n):
@@ -44,7 +44,7 @@ class HadamardAgainstPeers:
 
     def setup(self, backend, n):
         self.x, self.host = matrix(backend, n), matrix("numpy", n)
-        self.transform = synchronized(backend, it.hadamard_transform)
+        self.transform = synchronized(backend, it.jl.hadamard_transform)
 
     def track_copies(self, backend, n):
         return ratio(lambda: self.transform(self.x), self.host.copy)
@@ -58,10 +58,10 @@ class HadamardAgainstPeers:
 D, K, N = length(65536), min(512, length(65536) // 2), 64
 
 MAPS = {
-    "gaussian": it.gaussian_projection,
-    "hadamard": it.hadamard_projection,
-    "hadamard-2": lambda *a, **k: it.hadamard_projection(*a, rounds=2, **k),
-    "count_sketch": it.count_sketch,
+    "gaussian": it.jl.gaussian_projection,
+    "hadamard": it.jl.hadamard_projection,
+    "hadamard-2": lambda *a, **k: it.jl.hadamard_projection(*a, rounds=2, **k),
+    "count_sketch": it.jl.count_sketch,
 }
 
 
@@ -137,8 +137,8 @@ class Bounds:
     param_names = ("method",)
 
     def time_number(self, method):
-        it.jl_min_dim(10_000, eps=0.1, method=method, n_features=50_000)
+        it.jl.min_dim(10_000, eps=0.1, method=method, n_features=50_000)
 
     def time_array(self, method):
         eps = np.linspace(0.05, 0.9, 1000)
-        it.jl_min_dim(10_000, eps=eps, method=method, n_features=50_000)
+        it.jl.min_dim(10_000, eps=eps, method=method, n_features=50_000)

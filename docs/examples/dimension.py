@@ -95,7 +95,7 @@ def retention(x: Tensor) -> list[dict]:
     for size in SIZES:
         images = {("PCA", 0): axes[:, :size]}
         for draw in range(WORD_MAPS):
-            f = it.hadamard_projection(x.shape[1], size, rng=draw, like=x)
+            f = it.jl.hadamard_projection(x.shape[1], size, rng=draw, like=x)
             images["Fast JL", draw] = f(x)
         for (name, draw), y in images.items():
             found = nearest(y, queries)
@@ -120,10 +120,10 @@ def distances(x: Tensor) -> list[dict]:
     some = torch.asarray(np.random.default_rng(3).permutation(len(x))[:POINTS])
     rows = []
     for size in SIZES:
-        y = it.hadamard_projection(x.shape[1], size, rng=0, like=x)(x)
-        every = it.distortion(x[some], y[some], pairs=POINTS * (POINTS - 1) // 2)
-        sampled = it.distortion(x, y, pairs=PAIRS, rng=0)
-        promised = it.jl_distortion([len(some), len(x)], size)
+        y = it.jl.hadamard_projection(x.shape[1], size, rng=0, like=x)(x)
+        every = it.jl.distortion(x[some], y[some], pairs=POINTS * (POINTS - 1) // 2)
+        sampled = it.jl.distortion(x, y, pairs=PAIRS, rng=0)
+        promised = it.jl.eps([len(some), len(x)], size)
         rows.append(
             {
                 "k": size,
@@ -183,9 +183,9 @@ def mapped(q: Tensor, k: Tensor, sizes: tuple[int, ...], seed: int) -> Iterator[
     """Name, size, queries and keys, and the random map."""
     best_q, best_k = best_rank(q, k)
     for size in sizes:
-        f = it.gaussian_projection(q.shape[-1], size, rng=seed, like=q)
+        f = it.jl.gaussian_projection(q.shape[-1], size, rng=seed, like=q)
         yield "Gaussian", size, f(q), f(k), f
-        f = it.hadamard_projection(q.shape[-1], size, rng=seed, like=q)
+        f = it.jl.hadamard_projection(q.shape[-1], size, rng=seed, like=q)
         yield "Fast JL", size, f(q), f(k), f
         yield "least squares", size, best_q[..., :size], best_k[..., :size], None
 
@@ -365,7 +365,7 @@ def growth(sizes: dict[int, float | None]) -> float | None:
 def doubling(results: dict, name: str) -> tuple[float, float]:
     """Nearest neighbors, in %, that one more doubling brings up to the criterion, and from it on."""
     n = results["words"]
-    size = it.entropy_criterion_dim(n)
+    size = theory.entropy_criterion_dim(n)
     values = [kept(results, "nearest", name, n, k) for k in SIZES]
     below, at, above = np.interp(np.log([size / 2, size, 2 * size]), np.log(SIZES), values)
     return float(at - below), float(above - at)
@@ -387,8 +387,8 @@ def whole(value: float | None, form: str = ".0f") -> str:
 
 def report_words(results: dict) -> str:
     n, rows = results["words"], results["distances"]
-    size = it.entropy_criterion_dim(n)
-    needed = ", ".join(f"{it.jl_min_dim(n, eps=eps)} for eps = {eps}" for eps in EPS)
+    size = theory.entropy_criterion_dim(n)
+    needed = ", ".join(f"{it.jl.min_dim(n, eps=eps)} for eps = {eps}" for eps in EPS)
     columns = [(key, name) for key in ("nearest", "ten") for name in ("Fast JL", "PCA")]
     first = table(
         [
@@ -412,7 +412,7 @@ def report_words(results: dict) -> str:
     second = table(
         ["N", "8.33 log N", "nearest: Fast JL", "PCA", "ten nearest: Fast JL", "PCA"],
         (
-            [m, it.entropy_criterion_dim(m), *(whole(found[column][m]) for column in columns)]
+            [m, theory.entropy_criterion_dim(m), *(whole(found[column][m]) for column in columns)]
             for m in (*SUBSETS, n)
         ),
     )
@@ -449,7 +449,7 @@ def report_heads(results: dict) -> str:
     for kind in KINDS:
         sizes = HEAD_SIZES[kind]
         rows = (
-            [n, it.entropy_criterion_dim(n)]
+            [n, theory.entropy_criterion_dim(n)]
             + [
                 " / ".join(
                     f"{100 * moved(results, kind, m, n, k):.0f}" for m in ("Fast JL", "least squares")
@@ -469,7 +469,10 @@ def report_heads(results: dict) -> str:
     lengths = sorted({n for sizes in found.values() for n in sizes})
     needed = table(
         ["n", "8.33 log n", *(f"{kind}, {name}" for kind, name in columns)],
-        ([n, it.entropy_criterion_dim(n), *(whole(found[c].get(n)) for c in columns)] for n in lengths),
+        (
+            [n, theory.entropy_criterion_dim(n), *(whole(found[c].get(n)) for c in columns)]
+            for n in lengths
+        ),
     )
     slopes = ", ".join(whole(growth(found[column]), ".1f") for column in columns)
     entropies = table(
@@ -520,7 +523,7 @@ Error of the outputs after Fast JL, relative to their size:
 def report_lookup(results: dict) -> str:
     found = {noise: sizes_of_lookup(results, noise) for noise in NOISES}
     rows = (
-        [n, it.entropy_criterion_dim(n)]
+        [n, theory.entropy_criterion_dim(n)]
         + [f"{whole(found[x][n])} / {capacity(n, x):.0f}" for x in NOISES]
         for n in LENGTHS["initial"]
     )
@@ -549,10 +552,10 @@ def report(results: dict) -> str:
 
 def claims(results: dict) -> list[Claim]:
     n = results["words"]
-    size = it.entropy_criterion_dim(n)
+    size = theory.entropy_criterion_dim(n)
     jl, pca = (kept(results, "nearest", name, n, size) for name in ("Fast JL", "PCA"))
-    dims = it.entropy_criterion_dim([10_000, 50_000, 100_000]).tolist()
-    lemma, eight = it.jl_min_dim(n, eps=0.5), it.entropy_criterion_dim(n, coefficient=8)
+    dims = theory.entropy_criterion_dim([10_000, 50_000, 100_000]).tolist()
+    lemma, eight = it.jl.min_dim(n, eps=0.5), theory.entropy_criterion_dim(n, coefficient=8)
     bends = {name: doubling(results, name) for name in ("Fast JL", "PCA")}
     heads = {kind: growth(sizes_of_heads(results, kind, "Fast JL")) for kind in KINDS}
     looked = [growth(sizes_of_lookup(results, noise)) for noise in NOISES]
@@ -584,8 +587,8 @@ def claims(results: dict) -> list[Claim]:
         Claim(
             "000 §5.1, eq. 52",
             "8.33 log 512 ≈ 75.",
-            f"{it.entropy_criterion_dim(512)} with the natural logarithm, 75 with that of base 2.",
-            verdict(it.entropy_criterion_dim(512) == 75),
+            f"{theory.entropy_criterion_dim(512)} with the natural logarithm, 75 with that of base 2.",
+            verdict(theory.entropy_criterion_dim(512) == 75),
         ),
         Claim(
             "000 §8.2, table",
@@ -604,8 +607,8 @@ def claims(results: dict) -> list[Claim]:
         Claim(
             "000 §8.2, observation 3",
             "8.33 log 1024 ≈ 83.",
-            f"It is {it.entropy_criterion_dim(1024)}.",
-            verdict(it.entropy_criterion_dim(1024) == 83),
+            f"It is {theory.entropy_criterion_dim(1024)}.",
+            verdict(theory.entropy_criterion_dim(1024) == 83),
         ),
         Claim(
             "000 §8.2, observation 3",
@@ -626,7 +629,7 @@ def picture(results: dict) -> Figure:
         for style, name in (("-", "PCA"), ("--", "Fast JL")):
             values = [kept(results, "nearest", name, n, k) for k in sizes]
             words.plot(sizes, values, color + style, marker=".", label=f"{name}, N = {n}")
-        words.axvline(it.entropy_criterion_dim(n), color=color, lw=0.8, ls=":")
+        words.axvline(theory.entropy_criterion_dim(n), color=color, lw=0.8, ls=":")
     words.set(xlabel="k (dotted: 8.33 log N)", ylabel="nearest neighbors kept, %", ylim=(0, 103))
     words.set_title("Word vectors")
     for i, k in enumerate(HEAD_SIZES["initial"]):
@@ -641,7 +644,7 @@ def picture(results: dict) -> Figure:
     entropy.set_title("Initial, Gaussian map: found (dots), predicted")
     for kind, style in zip(KINDS, ("--", "-", ":"), strict=True):
         for i, n in enumerate(LENGTHS[kind][-4:]):
-            ratio = [k / it.entropy_criterion_dim(n) for k in HEAD_SIZES[kind]]
+            ratio = [k / theory.entropy_criterion_dim(n) for k in HEAD_SIZES[kind]]
             values = [100 * moved(results, kind, "Fast JL", n, k) for k in HEAD_SIZES[kind]]
             label = f"{kind}, n = {n}" if i in (0, 3) else None
             threshold.plot(ratio, values, f"C{i}{style}", marker=".", label=label)

@@ -31,7 +31,7 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUERIES, DRAWS = 256, 8
 WIDTH, HEADS = 768, 12  # of the new layer
 MODEL_LENGTHS = (32, 64, 128, 256, 512)
-LAWS = {"O": None, "E, base 512": it.LogLength(512), "E, base 64": it.LogLength(64)}
+LAWS = {"O": None, "E, base 512": it.laws.LogLength(512), "E, base 64": it.laws.LogLength(64)}
 # 004 §7.2: log n − 1.92 for O by eq. 60, and the entropy at n = 64 for E.
 CLAIMED_AT_START = {64: 2.24, 128: 2.93, 256: 3.63, 512: 4.32, 1024: 5.01}
 # 000 §8.3: a model trained at n = 512.
@@ -83,7 +83,7 @@ def predicted(name: str, deviation: float = 1.0) -> list[float]:
 def needles() -> dict[str, Any]:
     """The needle model nearest to the claimed entropies of O, and what E has in it."""
     base, lengths, claimed = (CLAIMED_TRAINED[key] for key in ("base", "lengths", "O"))
-    law = it.LogLength(base)
+    law = it.laws.LogLength(base)
     best: dict[str, Any] = {"error": math.inf}
     for relevant in range(1, math.floor(math.exp(claimed[0])) + 1):
         gap = theory.invariant_factor(base, claimed[0], model="needle", n_relevant=relevant, gap=1.0)
@@ -98,7 +98,7 @@ def needles() -> dict[str, Any]:
 
 def trained(texts: int) -> dict[str, dict[str, Any]]:
     """Mean entropies of trained models per length: of MiniLM, and of the other experiments."""
-    scales = {"O": None, "E": it.LogLength(128)}
+    scales = {"O": None, "E": it.laws.LogLength(128)}
     reports = entropy_growth.measure("torch", MODEL_LENGTHS, texts, scales)
     found = {
         "MiniLM-L6, 72 heads": {

@@ -108,7 +108,7 @@ def work(job: tuple[str, int]) -> dict[str, dict]:
     """The arms of one model and one seed."""
     kind, seed = job
     if kind == "E":
-        laws = [it.LogLength(512)] * LAYERS
+        laws = [it.laws.LogLength(512)] * LAYERS
         return {"E": evaluate(train(laws, seed), laws)}
     model = train([None] * LAYERS, seed)
 
@@ -122,7 +122,7 @@ def work(job: tuple[str, int]) -> dict[str, dict]:
         of_cls = calibrate(forward, LAYERS, TRAINED, rows=slice(0, 1))
     arms = {
         "O": [None] * LAYERS,
-        "O + law": [it.LogLength(TRAINED)] * LAYERS,
+        "O + law": [it.laws.LogLength(TRAINED)] * LAYERS,
         "O + calibrated": of_all,
         "O + calibrated at CLS": of_cls,
     }

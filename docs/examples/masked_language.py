@@ -90,7 +90,7 @@ def rotary_attention(laws: Laws, entropies: list[Tensor] | None = None) -> Atten
     """Attention between rotated queries and keys; the entropies go to the list, if there is one."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = it.rotary(q), it.rotary(k)
+        q, k = it.layers.rotary(q), it.layers.rotary(k)
         if entropies is not None:
             entropies.append(it.attention_entropy(q, k, law=laws[layer]))
         return it.attention(q, k, v, law=laws[layer])
@@ -121,8 +121,8 @@ def clamped_logits(q: Tensor, k: Tensor) -> Tensor:
     far = torch.full((n,), float(CLAMP), device=q.device)
     logits = torch.where(
         apart.abs() <= CLAMP,
-        it.rotary(q) @ it.rotary(k).mT,
-        torch.where(apart > 0, it.rotary(q, far) @ k.mT, it.rotary(q, -far) @ k.mT),
+        it.layers.rotary(q) @ it.layers.rotary(k).mT,
+        torch.where(apart > 0, it.layers.rotary(q, far) @ k.mT, it.layers.rotary(q, -far) @ k.mT),
     )
     return logits / math.sqrt(q.shape[-1])
 
@@ -210,10 +210,10 @@ def work(job: tuple[str, Size, int, str]) -> dict[str, dict]:
     """The arms of one model and one seed."""
     kind, size, seed, device = job
     if kind == "E":
-        laws = [it.LogLength(512)] * size.layers
+        laws = [it.laws.LogLength(512)] * size.layers
         return {"E": evaluate(train(laws, size, seed, device), rotary_attention, laws, device)}
     standard = [None] * size.layers
-    law = [it.LogLength(TRAINED)] * size.layers
+    law = [it.laws.LogLength(TRAINED)] * size.layers
     model = train(standard, size, seed, device)
 
     def forward(attend: Attend) -> None:
@@ -224,7 +224,7 @@ def work(job: tuple[str, Size, int, str]) -> dict[str, dict]:
             model(tokens.masked_fill(hidden, MASK).to(device), attend)
 
     def rotated(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return it.rotary(q), it.rotary(k)
+        return it.layers.rotary(q), it.layers.rotary(k)
 
     with torch.no_grad():
         calibrated = calibrate(forward, size.layers, TRAINED, prepare=rotated)

@@ -218,7 +218,7 @@ def test(task: Task, reader: Reader, seed: int) -> dict[str, dict[str, list[floa
         measure = partial(task.measure, key=key, sample=sample)
         factors: dict[str, Any] = {
             "O": 1.0,
-            "O + law": it.LogLength(TRAINED)(n),
+            "O + law": it.laws.LogLength(TRAINED)(n),
             "O + calibrated": calibrated(n).item(),
             "O + held": it.match_attention_entropy(query, key, target)[..., None],
             "O + best": best_factor(lambda x: measure(query * x)["loss"].item()),  # noqa: B023

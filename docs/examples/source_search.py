@@ -69,7 +69,7 @@ def compare(x: sparse.csr_array, kinds: tuple[str, ...], seed: int = 0) -> list[
         transformer = JLTransformer(kind=kind, eps=eps, dense_output=True, random_state=seed)
         y = transformer.fit_transform(x)
         seconds = time.perf_counter() - start
-        report = it.distortion(dense, y, pairs=PAIRS, rng=seed)
+        report = it.jl.distortion(dense, y, pairs=PAIRS, rng=seed)
         mapped = pairwise_distances(y)
         apart = exact > 1e-3  # the rounding of products hides less
         found = neighbours(mapped, 10)

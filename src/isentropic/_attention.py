@@ -1,25 +1,20 @@
-"""Attention whose scale follows a law of the number of visible keys. Layer 6.
+"""Attention whose scale follows a law of the number of visible keys.
 
 Shapes: ``...`` batch and head axes (broadcast), L queries, S keys, E head size, Ev value size.
 """
 
 from __future__ import annotations
 
-import math
-from types import ModuleType
 from typing import Any
 
 from isentropic._checks import (
     check_choice,
-    check_count,
     check_flag,
     check_floating,
     check_given,
     check_ndim,
     check_order,
-    plain_integer,
     renamed,
-    value_error,
 )
 from isentropic._entropy import (
     FAMILIES,
@@ -30,22 +25,21 @@ from isentropic._entropy import (
     partition,
 )
 from isentropic._kernels import output_kernel, require, state_kernel
-from isentropic._loops import Block, take
 from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
-from isentropic._numerics import clip, divide_or_zero, lift, quietly
+from isentropic._numerics import clip, divide_or_zero, quietly
 from isentropic._state import AttentionState, as_rows
 from isentropic._tiles import array_or_none, factor, given_lengths, prepare
-from isentropic.laws import DEFAULT_LAW, Constant, Law, check_law
+from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
 # What PyTorch, JAX and transformers call the arguments of attention.
-_named = renamed(
+with_names = renamed(
     attn_mask="mask", attention_mask="mask", key_padding_mask="mask", attn_bias="bias", scaling="scale",
     causal="is_causal", logits_soft_cap="softcap", dropout_p=None, dropout=None,
 )  # fmt: skip
 
 
-@_named
+@with_names
 @quietly
 def attention(
     query: ArrayT,
@@ -149,7 +143,7 @@ def attention(
     return problem.xp.astype(out, problem.dtype, copy=False)
 
 
-@_named
+@with_names
 @quietly
 def attention_state(
     query: Array,
@@ -219,7 +213,7 @@ def attention_state(
     return state._replace(n_seen=n_seen, n_keys=n)
 
 
-@_named
+@with_names
 @quietly
 def attention_entropy(
     query: Array,
@@ -296,7 +290,7 @@ def attention_entropy(
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
-@_named
+@with_names
 @quietly
 def attention_weights(
     query: ArrayT,
@@ -353,7 +347,7 @@ def attention_weights(
     return xp.astype(divide_or_zero(xp, weight, normalizer), problem.dtype)
 
 
-@_named
+@with_names
 @quietly
 def attention_information(
     query: Array,
@@ -422,7 +416,7 @@ def attention_information(
     return information[..., 0]
 
 
-@_named
+@with_names
 @quietly
 def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW) -> ArrayT:
     """Queries multiplied by ``law(n)``: brings a law to any attention kernel.
@@ -467,216 +461,3 @@ def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW)
     dtype = accumulator(xp, query.dtype)
     n = given_lengths(xp, place, dtype, n_keys, query.shape[:-1])
     return xp.astype(xp.astype(query, dtype) * factor(xp, law, n, query.shape[:-1]), query.dtype)
-
-
-@_named
-@quietly
-def multi_head_attention(
-    query: ArrayT,
-    key: ArrayT,
-    value: ArrayT,
-    w_q: ArrayT,
-    w_k: ArrayT,
-    w_v: ArrayT,
-    w_o: ArrayT,
-    *,
-    num_heads: int,
-    b_q: Array | None = None,
-    b_k: Array | None = None,
-    b_v: Array | None = None,
-    b_o: Array | None = None,
-    mask: Array | Mask | None = None,
-    bias: Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    law: Law | None = DEFAULT_LAW,
-    n_keys: int | Array | None = None,
-    softcap: float | None = None,
-    enable_gqa: bool = False,
-    implementation: str | None = None,
-) -> ArrayT:
-    """Attention in `num_heads` subspaces: project, attend in each head, join, project.
-
-    Parameters
-    ----------
-    query : array (..., L, D)
-    key : array (..., S, Dk)
-    value : array (..., S, Dv)
-    w_q : array (D, num_heads · E)
-    w_k : array (Dk, G · E)
-    w_v : array (Dv, G · Ev)
-    w_o : array (num_heads · Ev, Do)
-        Projections, multiplied from the right. G = `num_heads`, or with `enable_gqa` a divisor of it.
-    num_heads : int ≥ 1
-    b_q, b_k, b_v, b_o : arrays, optional
-        Added after each projection; as long as its result.
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
-        As in `attention`, where the heads are the last of the axes ``...``: a mask per sequence has
-        the shape (B, 1, L, S), an `n_keys` per sequence (B, 1, L), a law per head parameters (H,).
-
-    Returns
-    -------
-    array (..., L, Do)
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `attention`; also where the widths of the projections do not divide into the heads.
-
-    References
-    ----------
-    Vaswani et al. 2017, arXiv 1706.03762.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic import multi_head_attention
-    >>> rng = np.random.default_rng(0)
-    >>> x, w = rng.normal(size=(10, 16)), rng.normal(size=(4, 16, 16))
-    >>> multi_head_attention(x, x, x, *w, num_heads=2).shape
-    (10, 16)
-    """
-    inputs = {"query": query, "key": key, "value": value}
-    weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o}
-    shifts = present(b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o)
-    xp = namespace(**inputs, **weights, **shifts)
-    device(**inputs, **weights, **shifts)
-    check_floating(xp, **inputs, **weights, **shifts)
-    check_ndim(2, **inputs, **weights)
-    check_count("num_heads", num_heads)
-    check_flag(is_causal=is_causal, enable_gqa=enable_gqa)
-    num_heads = plain_integer(num_heads)
-    widths = (query.shape[-1], key.shape[-1], value.shape[-1])
-    for (name, w), width in zip(weights.items(), widths, strict=False):
-        if w.ndim != 2 or w.shape[0] != width:
-            raise value_error(name, f"have the shape ({width}, ...)", w.shape)
-    head_dim = _divided("w_q", w_q.shape[-1], num_heads)
-    groups = _divided("w_k", w_k.shape[-1], head_dim) if enable_gqa else num_heads
-    value_dim = _divided("w_v", w_v.shape[-1], groups)
-    if w_k.shape[-1] != groups * head_dim:
-        must = f"have a last dimension of {groups * head_dim}, as `w_q` has per head"
-        raise value_error("w_k", must, w_k.shape[-1])
-    if w_o.ndim != 2 or w_o.shape[0] != num_heads * value_dim:
-        raise value_error("w_o", f"have the shape ({num_heads * value_dim}, ...)", w_o.shape)
-    for name, b in shifts.items():
-        width = weights[name.replace("b", "w")].shape[-1]
-        if b.shape != (width,):
-            raise value_error(name, f"have the shape ({width},)", b.shape)
-
-    heads = []
-    sizes = ((num_heads, head_dim), (groups, head_dim), (groups, value_dim))
-    projections = zip(inputs.values(), (w_q, w_k, w_v), (b_q, b_k, b_v), sizes, strict=True)
-    for x, w, b, size in projections:
-        y = _project(xp, x, w, b, masked=mask is not None or is_causal)
-        heads.append(_swap_heads(xp, xp.reshape(y, (*x.shape[:-1], *size))))
-    out = attention(
-        *heads, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys,
-        softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    )  # fmt: skip
-    joined = _swap_heads(xp, out)
-    joined = xp.reshape(joined, (*joined.shape[:-2], num_heads * value_dim))
-    return _project(xp, joined, w_o, b_o)
-
-
-@_named
-@quietly
-def additive_attention(
-    query: ArrayT,
-    key: ArrayT,
-    value: ArrayT,
-    w_q: ArrayT,
-    w_k: ArrayT,
-    v: ArrayT,
-    *,
-    mask: Array | Mask | None = None,
-) -> ArrayT:
-    """Attention by a small network instead of a product: ``vᵀ tanh(q W_q + k W_k)``.
-
-    Parameters
-    ----------
-    query : array (..., L, Eq)
-    key : array (..., S, Ek)
-    value : array (..., S, Ev)
-    w_q : array (Eq, A)
-    w_k : array (Ek, A)
-    v : array (A,)
-    mask : boolean array or Mask, optional
-        As in `attention`.
-
-    Returns
-    -------
-    array (..., L, Ev)
-        0 for a query that sees no key.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `attention`.
-
-    Notes
-    -----
-    Needs O(L·S·A) time and a tile of it in memory. There is no scale, hence no law.
-
-    References
-    ----------
-    Bahdanau, Cho & Bengio 2015, arXiv 1409.0473.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic import additive_attention
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.normal(size=(3, 5, 4))
-    >>> additive_attention(q, k, v, *rng.normal(size=(2, 4, 8)), np.ones(8)).shape
-    (5, 4)
-    """
-    weights = {"w_q": w_q, "w_k": w_k, "v": v}
-    arrays = {"query": query, "key": key, "value": value}
-    xp = namespace(**arrays, **weights)
-    device(**arrays, **weights)
-    check_floating(xp, **weights)
-    check_ndim(2, **arrays)
-    for name, x, w in (("w_q", query, w_q), ("w_k", key, w_k)):
-        if w.ndim != 2 or w.shape[0] != x.shape[-1]:
-            raise value_error(name, f"have the shape ({x.shape[-1]}, A)", w.shape)
-    hidden = w_q.shape[-1]
-    if w_k.shape[-1] != hidden:
-        raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
-    if v.shape != (hidden,):
-        raise value_error("v", f"have the shape ({hidden},)", v.shape)
-    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).scale()
-
-    dtype = problem.compute
-    queries = problem.query @ xp.astype(w_q, dtype)
-    keys = xp.astype(problem.key, dtype) @ xp.astype(w_k, dtype)
-    v = xp.astype(v, dtype)
-
-    def score(rows: Block, columns: Block) -> Array:
-        q = take(queries, rows, -2)[..., :, None, :]
-        k = take(keys, columns, -2)[..., None, :, :]
-        return xp.sum(xp.tanh(q + k) * lift(v, q.ndim), axis=-1)
-
-    return xp.astype(problem.output(score), problem.dtype)
-
-
-def _divided(name: str, width: int, parts: int) -> int:
-    if parts == 0 or width % parts:
-        raise value_error(name, f"have a last dimension divisible by {parts}", width)
-    return width // parts
-
-
-def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: bool = False) -> Any:
-    """``x w + b``. Where rows may be hidden, those that are not finite do not reach w's gradient."""
-    dtype = xp.result_type(x, w)
-    x = xp.astype(x, dtype)
-    finite = xp.isfinite(x) if masked else None
-    y = (x if finite is None else xp.where(finite, x, 0.0)) @ xp.astype(w, dtype)
-    if finite is not None:
-        y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, math.nan)
-    return y if b is None else y + lift(b, y.ndim)
-
-
-def _swap_heads(xp: ModuleType, x: Array) -> Array:
-    """(..., L, H, E) ↔ (..., H, L, E)."""
-    n = x.ndim
-    return xp.permute_dims(x, (*range(n - 3), n - 2, n - 3, n - 1))

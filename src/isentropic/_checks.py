@@ -1,4 +1,4 @@
-"""Checks of arguments, all with one message: what it must be, and what came. Layer 0."""
+"""Checks of arguments, all with one message: what it must be, and what came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How attention entropies change with the number of keys, and the laws that hold them. Layer 7."""
+"""How attention entropies change with the number of keys, and the laws that hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._namespace import Array, accumulator, from_numpy, namespace, to_numpy
-from isentropic.laws import AffineLog, Constant, Law, check_law, scaled
+from isentropic.laws._formulas import AffineLog, Constant, Law, check_law, scaled
 from isentropic.masks import Mask, as_mask, causal
 
 if TYPE_CHECKING:

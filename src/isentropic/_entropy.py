@@ -1,4 +1,4 @@
-"""Entropies of every order, from logits or from probabilities. Layer 1.
+"""Entropies of every order, from logits or from probabilities.
 
 With x = s − max s, z = Σ eˣ and α = 1 + t, the probabilities are p = eˣ/z and the Rényi entropy is
 

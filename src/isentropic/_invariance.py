@@ -1,4 +1,4 @@
-"""The factor that gives the entropy a wanted value, row by row. Layer 6.
+"""The factor that gives the entropy a wanted value, row by row.
 
 With scores s, H(λ) the entropy of softmax(λs) falls from log n at λ = 0 to the logarithm of the
 number of ties at the maximum, at the rate

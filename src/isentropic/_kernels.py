@@ -1,4 +1,4 @@
-"""Kernels in front of the generic tile pass, chosen by what they mean. Layer 5.
+"""Kernels in front of the generic tile pass, chosen by what they mean.
 
 Each gives the values and gradients of the generic pass, which remains their reference.
 

@@ -1,4 +1,4 @@
-"""The one loop over tiles. Layer 0.
+"""The one loop over tiles.
 
 What is eager runs a Python loop. Under a JAX transformation it is ``lax.scan`` over key blocks
 inside ``lax.map`` over query blocks, so that the compiled program does not grow with the number of

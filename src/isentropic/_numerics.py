@@ -1,4 +1,4 @@
-"""Elementary functions made safe where they are singular, in value and in gradient. Layer 0.
+"""Elementary functions made safe where they are singular, in value and in gradient.
 
 The argument of a singular function is guarded, not its result: the gradient of
 ``where(z > 0, log(z), 0)`` is NaN at z = 0, that of ``log(where(z > 0, z, 1))`` is 0.

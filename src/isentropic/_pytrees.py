@@ -1,4 +1,4 @@
-"""Classes as nodes of the trees of JAX and PyTorch. Layer 0.
+"""Classes as nodes of the trees of JAX and PyTorch.
 
 Such a class has a method ``_flatten``, which gives the children as pairs of a name and a value, and all
 else as something that can be hashed and compared; and a class method ``_unflatten`` for the way back.

@@ -1,4 +1,4 @@
-"""The mean entropy of a softmax over independent scores of one distribution, by quadrature. Layer 1.
+"""The mean entropy of a softmax over independent scores of one distribution, by quadrature.
 
 With n scores s of a density ρ, h(v) = exp(v − e^v) and v = s − y, the function
 

@@ -1,4 +1,4 @@
-"""The state of attention over a set of keys, and how states of disjoint sets merge. Layer 2."""
+"""The state of attention over a set of keys, and how states of disjoint sets merge."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class AttentionState(NamedTuple):
         How many keys the query sees among those of the state.
     n_keys : array (..., L) or None
         The n that the law was given. Like `n_seen`, None where there is no law that depends on it, or
-        where the state was made by hand: then `merge` cannot tell whether they agree.
+        where the state was made by hand: then `merge_states` cannot tell whether they agree.
 
     Notes
     -----
     Being a NamedTuple it is a pytree in JAX and PyTorch. Half-precision inputs give float32 states.
-    `merge` combines states of disjoint sets of keys, and so does ``+``. See `attention_state`.
+    `merge_states` combines states of disjoint sets of keys, and so does ``+``. See `attention_state`.
 
     A state weighs nothing where its maximum is −∞ or its normalizer 0, whatever its other fields hold:
     some kernels report a log-sum-exp of −∞, and no zeros, for keys that are all hidden.
@@ -66,7 +66,7 @@ class AttentionState(NamedTuple):
 
     def __add__(self, other: AttentionState) -> AttentionState:  # type: ignore[override]
         """The merged state, not a longer tuple."""
-        return merge(self, other)
+        return merge_states(self, other)
 
     def output(self) -> Any:
         """The attention output Σ p v, (..., L, Ev); 0 where no key is seen.
@@ -109,7 +109,7 @@ class AttentionState(NamedTuple):
         return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
 
 
-def merge(
+def merge_states(
     *states: AttentionState | Sequence[AttentionState], axis: int | None = None
 ) -> AttentionState:
     """The state of the union of disjoint sets of keys.
@@ -160,11 +160,11 @@ def merge(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import attention_state, merge
+    >>> from isentropic import attention_state, merge_states
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.normal(size=(3, 6, 4))
     >>> halves = [attention_state(q, k[i : i + 3], v[i : i + 3], n_keys=6) for i in (0, 3)]
-    >>> bool(np.allclose(merge(*halves).output(), attention_state(q, k, v).output()))
+    >>> bool(np.allclose(merge_states(*halves).output(), attention_state(q, k, v).output()))
     True
     """
     states = _members(states, axis)
@@ -273,7 +273,7 @@ def _warn_of_counts(what: str) -> None:
     warnings.warn(
         f"{what}: give each attention_state the number of keys that a query sees in all as `n_keys`, "
         "and a causal mask the offset of the queries less the position of the first key of the block.",
-        stacklevel=4,  # the caller of `merge`
+        stacklevel=4,  # the caller of `merge_states`
     )
 
 
@@ -293,7 +293,7 @@ def tile_state(
 def empty_state(
     xp: ModuleType, shape: tuple[int, ...], n_values: int | None, order: float | None, **kind: Any
 ) -> AttentionState:
-    """The identity of `merge`, for queries of the given shape (..., L)."""
+    """The identity of `merge_states`, for queries of the given shape (..., L)."""
     zero = xp.zeros((*shape, 1), **kind)
     value = None if n_values is None else xp.zeros((*shape, n_values), **kind)
     return AttentionState(zero - math.inf, zero, value, None if order is None else zero)

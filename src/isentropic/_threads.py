@@ -1,4 +1,4 @@
-"""Threads for work of NumPy in blocks, each with NumPy's BLAS held to one thread. Layer 0.
+"""Threads for work of NumPy in blocks, each with NumPy's BLAS held to one thread.
 
 Every call has a pool of its own, so that none waits for another, that nothing is left behind by an
 interrupt, and that a forked process finds none of it.

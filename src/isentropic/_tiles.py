@@ -1,4 +1,4 @@
-"""The pass over the tiles of attention, and the checks of its arguments. Layer 3."""
+"""The pass over the tiles of attention, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from isentropic._namespace import (
 )
 from isentropic._numerics import lift
 from isentropic._state import AttentionState, empty_state, merge_columns, output_of_columns, tile_state
-from isentropic.laws import Law, check_law
+from isentropic.laws._formulas import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # Keys of a tile; and numbers in it, over all batch and head axes, which bounds the memory of a call.

@@ -1,4 +1,4 @@
-"""Attention of PyTorch's tensors: its own kernel for outputs, and gradients without L×S. Layer 4."""
+"""Attention of PyTorch's tensors: its own kernel for outputs, and gradients without L×S."""
 
 from __future__ import annotations
 

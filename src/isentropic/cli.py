@@ -1,4 +1,4 @@
-"""The command ``isentropic``: laws, dimensions, and the entropies of a Hugging Face model. Layer 9.
+"""The command ``isentropic``: laws, dimensions, and the entropies of a Hugging Face model.
 
 >>> from click.testing import CliRunner
 >>> from isentropic.cli import main
@@ -129,7 +129,7 @@ def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: 
     }
     try:
         dims = {
-            method: isentropic.jl_min_dim(
+            method: isentropic.jl.min_dim(
                 n_samples, eps=eps, delta=delta, method=method, n_features=features
             )
             for method in methods
@@ -137,7 +137,7 @@ def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: 
         }
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    criterion = isentropic.entropy_criterion_dim(n_samples)
+    criterion = isentropic.theory.entropy_criterion_dim(n_samples)
     if as_json:
         click.echo(json.dumps({"dimensions": dims, "entropy_criterion": criterion}))
         return

@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib (the extra ``plots``); each function returns its Axes. Layer 8."""
+"""Pictures, with matplotlib (the extra ``plots``); each function returns its Axes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from isentropic._bounds import jl_distortion
 from isentropic._checks import extra_of, type_error, value_error
-from isentropic._distortion import DistortionReport
 from isentropic._drift import DriftReport
 from isentropic._entropy import entropy as entropy_of
 from isentropic._namespace import Array, to_numpy
-from isentropic.laws import Law, check_law
+from isentropic.jl import _dimensions
+from isentropic.jl._distortion import DistortionReport
+from isentropic.laws._formulas import Law, check_law
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -214,7 +214,7 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     Parameters
     ----------
     report : DistortionReport
-        From `isentropic.distortion`. Errors that are not finite are left out.
+        From `isentropic.jl.distortion`. Errors that are not finite are left out.
     ax : matplotlib.axes.Axes, optional
         Where to draw; new by default.
     bins : int
@@ -227,7 +227,8 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import distortion, hadamard_projection, plots
+    >>> from isentropic.jl import distortion, hadamard_projection
+    >>> from isentropic import plots
     >>> x = np.random.default_rng(0).normal(size=(100, 1000))
     >>> ax = plots.distortion(distortion(x, hadamard_projection(1000, 200, rng=1)(x)))
     >>> ax.get_xlabel()
@@ -247,7 +248,7 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     log_density = (k / 2 - 1) * np.log1p(e) - k / 2 * e
     log_norm = math.lgamma(k / 2) - k / 2 * math.log(k / 2) + k / 2
     ax.plot(e, np.exp(log_density - log_norm), color="black", lw=1.2, label=f"Gaussian map, χ²/{k}")
-    eps = jl_distortion(report.n_points, k, delta=0.01)
+    eps = _dimensions.eps(report.n_points, k, delta=0.01)
     if eps < 1:
         for side in (-eps, eps):
             ax.axvline(

@@ -39,11 +39,14 @@ from isentropic._numerics import (
     von_mises_fisher,
 )
 from isentropic._scores import GaussianScores, SphereScores, mean_entropy
+from isentropic.jl._dimensions import entropy_criterion_dim, matched_key_dim
 
 __all__ = [
+    "entropy_criterion_dim",
     "frozen_entropy",
     "gaussian_entropy",
     "invariant_factor",
+    "matched_key_dim",
     "needle_entropy",
     "sphere_entropy",
     "tied_entropy",

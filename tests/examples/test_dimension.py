@@ -34,7 +34,7 @@ def tiny(monkeypatch):
     small = {
         "word_vectors": lambda: words,
         "SUBSETS": (300,),
-        "SIZES": (16, it.entropy_criterion_dim(len(words)), 192),
+        "SIZES": (16, it.theory.entropy_criterion_dim(len(words)), 192),
         "QUERIES": 50,
         "PAIRS": 1000,
         "POINTS": 60,
@@ -93,7 +93,7 @@ def test_size_for():
 class TestCommitted:
     def test_distances_keep_the_promise(self, results):
         sizes = [row["k"] for row in results["distances"]]
-        bounds = it.jl_distortion([[dimension.POINTS], [results["words"]]], sizes).T
+        bounds = it.jl.eps([[dimension.POINTS], [results["words"]]], sizes).T
         promises = 0
         for row, exact in zip(results["distances"], bounds.tolist(), strict=True):
             found = (row["worst of some"], row["worst"])
@@ -129,7 +129,7 @@ class TestCommitted:
     def test_no_threshold_at_the_criterion(self, results):
         # Half of the weight, at a k that is far above 8.33 log n and hardly grows with n.
         sizes = dimension.sizes_of_heads(results, "initial", "Fast JL")
-        assert all(k > 2 * it.entropy_criterion_dim(n) for n, k in sizes.items())
+        assert all(k > 2 * it.theory.entropy_criterion_dim(n) for n, k in sizes.items())
         assert max(sizes.values()) < 1.1 * min(sizes.values())
 
     def test_more_dimensions_keep_more_neighbors(self, results):

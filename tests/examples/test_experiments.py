@@ -113,11 +113,12 @@ class TestMaskedLanguage:
             for j in range(9):
                 apart = torch.tensor([max(-3.0, min(3.0, i - j))], dtype=torch.float64)
                 expected = (
-                    it.rotary(q[..., i : i + 1, :], apart) @ it.rotary(k[..., j : j + 1, :], zero).mT
+                    it.layers.rotary(q[..., i : i + 1, :], apart)
+                    @ it.layers.rotary(k[..., j : j + 1, :], zero).mT
                 )
                 torch.testing.assert_close(got[..., i, j], expected[..., 0, 0] / math.sqrt(8))
 
-    @pytest.mark.parametrize("law", [None, it.LogLength(4)])
+    @pytest.mark.parametrize("law", [None, it.laws.LogLength(4)])
     def test_clamp_beyond_the_context_changes_nothing(self, law):
         q, k, v = torch.randn(3, 1, 2, 20, 8)
         plain, clamped = [], []

@@ -17,7 +17,7 @@ def test_finds_what_the_lemma_promises(tmp_path, capsys):
     x = source_search.vectors(paths)
     rows = source_search.compare(x, ("gaussian",))
     for row in rows:
-        assert row["k"] == it.jl_min_dim(60, eps=row["eps"])
+        assert row["k"] == it.jl.min_dim(60, eps=row["eps"])
         assert row["worst"] <= row["eps"]
         assert 1 <= row["ratio"] <= row["promise"]
     assert rows[0]["kept"] > rows[-1]["kept"]

@@ -12,9 +12,9 @@ import isentropic as it
 da = pytest.importorskip("dask.array")
 
 MAPS = [
-    it.gaussian_projection(60, 8, rng=0),
-    it.hadamard_projection(60, 8, rounds=2, rng=0),
-    it.count_sketch(60, 8, nonzeros=2, rng=0),
+    it.jl.gaussian_projection(60, 8, rng=0),
+    it.jl.hadamard_projection(60, 8, rounds=2, rng=0),
+    it.jl.count_sketch(60, 8, nonzeros=2, rng=0),
 ]
 
 
@@ -52,15 +52,15 @@ def test_rows_stay_in_their_chunks():
 
 def test_hadamard_transform(rng):
     x = rng.normal(size=(12, 64))
-    lazy = it.hadamard_transform(da.from_array(x, chunks=(5, 16)), norm="backward")
+    lazy = it.jl.hadamard_transform(da.from_array(x, chunks=(5, 16)), norm="backward")
     assert isinstance(lazy, da.Array)
     np.testing.assert_allclose(
-        lazy.compute(scheduler="synchronous"), it.hadamard_transform(x, norm="backward"), atol=1e-10
+        lazy.compute(scheduler="synchronous"), it.jl.hadamard_transform(x, norm="backward"), atol=1e-10
     )
 
 
 def test_like_a_dask_array():
-    f = it.gaussian_projection(60, 8, rng=0, like=da.zeros(3, dtype="float32"))
+    f = it.jl.gaussian_projection(60, 8, rng=0, like=da.zeros(3, dtype="float32"))
     assert isinstance(f.weights, np.ndarray)
     assert f.weights.dtype == np.float32
 
@@ -71,12 +71,12 @@ def test_errors():
     with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
         MAPS[0](da.zeros((20, 60), dtype="int32"))
     with pytest.raises(TypeError, match="`x` must be an array in memory, got a Dask array"):
-        it.distortion(da.zeros((20, 60)), da.zeros((20, 60)))
+        it.jl.distortion(da.zeros((20, 60)), da.zeros((20, 60)))
     # At once, and not when it is computed.
     with pytest.raises(ValueError, match="`x` must have a power of two of entries along axis 1, got 6"):
-        it.hadamard_transform(da.zeros((3, 6)))
+        it.jl.hadamard_transform(da.zeros((3, 6)))
     with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
-        it.hadamard_transform(da.zeros((3, 8), dtype="int32"))
+        it.jl.hadamard_transform(da.zeros((3, 8), dtype="int32"))
 
 
 @pytest.mark.parametrize("chunks", [(7, 60), (7, 13)])
@@ -90,7 +90,7 @@ def test_unknown_numbers_of_rows(chunks, rng):
     with pytest.raises(ValueError, match="`x` must have 60 entries along axis 0"):
         MAPS[1](some, axis=0)
     with pytest.raises(ValueError, match="`x` must have a power of two"):
-        it.hadamard_transform(some, axis=0)
+        it.jl.hadamard_transform(some, axis=0)
 
 
 def test_larger_than_the_memory_of_a_worker(tmp_path):
@@ -109,7 +109,7 @@ def test_larger_than_the_memory_of_a_worker(tmp_path):
             x = da.map_blocks(block, chunks=((1000,) * (n // 1000), (8192,)), dtype="float32",
                               meta=np.zeros((0, 0), "float32"))
             assert x.nbytes > 2 * limit
-            f = it.hadamard_projection(8192, 64, rng=0, like=np.zeros(1, "float32"))
+            f = it.jl.hadamard_projection(8192, 64, rng=0, like=np.zeros(1, "float32"))
             dask.config.set({"distributed.worker.memory.terminate": 0.95})
             with LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=limit,
                               dashboard_address=None) as cluster, Client(cluster):

@@ -846,7 +846,7 @@ class TestReports:
     def test_calibration(self):
         """Fitted on some texts at 64 … 256 tokens, tried on others at 512."""
         model = pretrained()
-        texts = torch.tensor(list(minilm.texts(512, 40, minilm.tokenizer())))
+        texts = torch.tensor(list(minilm.texts(512, 24, minilm.tokenizer())))
 
         def cut(texts, n):
             return torch.cat((texts[:, : n - 1], texts[:, -1:]), dim=1).split(10)
@@ -864,7 +864,7 @@ class TestReports:
         def error(laws):
             return abs(huggingface.profile(model, cut(unseen, 512), laws=laws).entropy - target).mean()
 
-        # Measured: 1.29 nats a head, 0.63 with Su's law of base 128, and 0.126 with the laws of the
+        # Measured: 1.29 nats a head, 0.64 with Su's law of base 128, and 0.141 with the laws of the
         # heads; texts other than those of the fit cost 0.03 at the reference already. (One run of the
         # fit gives 0.20: the later layers do not know the laws of the others yet.)
         assert error(None) > 1.1

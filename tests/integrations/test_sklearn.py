@@ -137,8 +137,8 @@ class TestEveryKind:
         method = {"orthogonal": "haar", "rademacher": "achlioptas", "sparse": "achlioptas"}.get(
             kind, "exact"
         )
-        assert t.n_components_ == it.jl_min_dim(30, eps=0.4, delta=0.05, method=method, n_features=2000)
-        assert it.distortion(x, t.transform(x)).worst < 0.4
+        assert t.n_components_ == it.jl.min_dim(30, eps=0.4, delta=0.05, method=method, n_features=2000)
+        assert it.jl.distortion(x, t.transform(x)).worst < 0.4
 
     def test_auto_with_too_few_features_is_the_identity(self, kind, x):
         if kind == "orthogonal":
@@ -209,10 +209,10 @@ class TestConventions:
 
     def test_one_sample(self):
         y = JLTransformer(eps=0.5).fit_transform(np.ones((1, 1000)))
-        assert y.shape == (1, it.jl_min_dim(2, eps=0.5))
+        assert y.shape == (1, it.jl.min_dim(2, eps=0.5))
 
     def test_as_many_components_as_features(self, rng):
-        k = it.jl_min_dim(40, eps=0.5)
+        k = it.jl.min_dim(40, eps=0.5)
         x = rng.normal(size=(40, k))
         for n_components in ("auto", k):
             with warnings.catch_warnings():

@@ -25,12 +25,12 @@ pytestmark = [
 ]
 
 MAPS = {
-    "gaussian": it.gaussian_projection,
-    "rademacher": it.rademacher_projection,
-    "sparse": it.sparse_projection,
-    "orthogonal": it.orthogonal_projection,
-    "hadamard": it.hadamard_projection,
-    "count_sketch": it.count_sketch,
+    "gaussian": it.jl.gaussian_projection,
+    "rademacher": it.jl.rademacher_projection,
+    "sparse": it.jl.sparse_projection,
+    "orthogonal": it.jl.orthogonal_projection,
+    "hadamard": it.jl.hadamard_projection,
+    "count_sketch": it.jl.count_sketch,
 }
 # Kinds in the places of GaussianRandomProjection and of SparseRandomProjection.
 PAIRS = [
@@ -65,7 +65,7 @@ SLOW = {
 
 def min_dim(n_samples, *, eps=0.1):
     """scikit-learn's dimension: Achlioptas' at δ = 1, rounded down."""
-    return it.jl_min_dim(n_samples, eps=eps, delta=math.nextafter(1, 0), method="achlioptas") - 1
+    return it.jl.min_dim(n_samples, eps=eps, delta=math.nextafter(1, 0), method="achlioptas") - 1
 
 
 def transformer(name, kind):
@@ -121,7 +121,7 @@ def _as_in_sklearn(request, monkeypatch):
     if request.cls is None:
         return
     monkeypatch.setattr(
-        "isentropic.integrations.sklearn.jl_min_dim",
+        "isentropic.integrations.sklearn.min_dim",
         lambda n_samples, *, eps, **others: min_dim(n_samples, eps=eps),
     )
     np.random.seed(0)  # noqa: NPY002, some draw from this state

@@ -283,7 +283,7 @@ class TestLaw:
         q, k, v = inputs(module)
         projections = [w.T for w in (*module.in_proj_weight.chunk(3), module.out_proj.weight)]
         shifts = dict(zip(("b_q", "b_k", "b_v"), module.in_proj_bias.chunk(3), strict=True))
-        expected = it.multi_head_attention(
+        expected = it.layers.multi_head_attention(
             q,
             k,
             v,
@@ -425,7 +425,7 @@ class TestLearnableLaw:
             laws.SqrtLogLength(100, minimum=0.5),
             laws.AffineLog(0.5, 1.0),
             laws.PowerLog(1.0, 0.5, 2.0),
-            laws.PowerLength(100, 0.5),
+            laws.Power(0.5, 100),
             laws.StepLog(0.1, 7),
             laws.InfoScale(64, 16),
             *(laws.preset(name) for name in ("su", "chiang-cholak")),

@@ -20,7 +20,7 @@ def bad_pairs(n, k, eps):
 
 def simplex_errors(n, k, rng):
     """The errors of all squared distances between the corners of a simplex, under a Gaussian map."""
-    y = it.gaussian_projection(n, k, rng=rng)(np.eye(n))
+    y = it.jl.gaussian_projection(n, k, rng=rng)(np.eye(n))
     square = (y**2).sum(-1)
     distance = square[:, None] + square - 2 * y @ y.T
     return abs(distance[np.triu_indices(n, 1)] / 2 - 1)
@@ -117,8 +117,8 @@ def test_chebyshev_is_far_too_much():
 @functools.cache
 def constants_at_half():
     n = np.rint(np.geomspace(300, 1e9, 200))
-    constant = it.jl_min_dim(n, eps=0.5, delta=0.01) / (4 * np.log(n))
-    k = it.entropy_criterion_dim(300, coefficient=8)
+    constant = it.jl.min_dim(n, eps=0.5, delta=0.01) / (4 * np.log(n))
+    k = it.theory.entropy_criterion_dim(300, coefficient=8)
     return {
         "delta": 0.01,
         "constant": [constant.min(), constant.max()],
@@ -135,7 +135,7 @@ def constants_at_half():
     verdict="holds with a condition",
     correct="C is between @{constant:.1f} for N from 300 to 10⁹ and δ = @{delta}, not 2.",
     numbers=constants_at_half,
-    function="isentropic.jl_min_dim",
+    function="isentropic.jl.min_dim",
 )
 @claim(
     "9588-40",
@@ -144,26 +144,26 @@ def constants_at_half():
     correct=r"At $8\log N$ on average @{off:.0f} of the @{pairs:_d} pairs of 300 points are off by more than half. The rule is Su's entropy "
     r"criterion, and no bound on distances. $8\ln 10^5 = @{natural:.1f}$ without the ln 2, with it @{binary:.1f}.",
     numbers=constants_at_half,
-    function="isentropic.entropy_criterion_dim",
+    function="isentropic.theory.entropy_criterion_dim",
 )
 def test_the_constant_at_half():
     numbers, delta = constants_at_half(), 0.01
     for n in (300, 10**5, 10**9):
-        k = it.jl_min_dim(n, eps=0.5)
+        k = it.jl.min_dim(n, eps=0.5)
         assert bad_pairs(n, k, 0.5) <= delta < bad_pairs(n, k - 1, 0.5)
         low, high = numbers["constant"]
         assert low <= k / (4 * math.log(n)) <= high
     assert low > 5 * 2
 
-    k = it.entropy_criterion_dim(300, coefficient=8)
+    k = it.theory.entropy_criterion_dim(300, coefficient=8)
     found = [(simplex_errors(300, k, seed) > 0.5).sum() for seed in range(40)]
     assert len(simplex_errors(300, k, 0)) == numbers["pairs"]
     # Pairs share points: the spread is measured, and not that of independent pairs.
     assert abs(np.mean(found) - numbers["off"]) < 4 * np.std(found, ddof=1) / math.sqrt(40)
     assert min(found) > 300
-    assert it.jl_distortion(300, k) == math.inf
+    assert it.jl.eps(300, k) == math.inf
 
-    assert it.entropy_criterion_dim(10**5, coefficient=8) == math.ceil(numbers["natural"])
+    assert it.theory.entropy_criterion_dim(10**5, coefficient=8) == math.ceil(numbers["natural"])
     assert numbers["binary"] == pytest.approx(numbers["natural"] / math.log(2))
 
 
@@ -173,7 +173,7 @@ def refined_constants():
     rate = eps**2 / 2 - eps**3 / 3
     numbers = {"eps": eps, "slope": 4 / rate, "intercept": 2 * math.log(1 / delta) / rate}
     for n in (300, 10_000):
-        numbers[f"exact_{n}"] = it.jl_min_dim(n, eps=eps, delta=delta)
+        numbers[f"exact_{n}"] = it.jl.min_dim(n, eps=eps, delta=delta)
         numbers[f"written_{n}"] = math.ceil(
             4 * math.log(n) / (eps**2 - eps**3 / 3) + 2 / 3 * math.log(2 / delta)
         )
@@ -185,7 +185,7 @@ def refined_constants():
     says=r"$d \ge \frac{4\log N}{ε^2-ε^3/3} + \frac23\log\frac2δ$.",
     verdict="does not hold",
     correct=r"The ε² lacks its ½. $d \ge \frac{4\log N + 2\log(1/δ)}{ε^2/2-ε^3/3}$ holds (Achlioptas).",
-    function="isentropic.jl_min_dim",
+    function="isentropic.jl.min_dim",
 )
 @claim(
     "9588-42",
@@ -194,7 +194,7 @@ def refined_constants():
     correct=r"The arithmetic is that of 41. The bound that holds is $@{slope:.0f}\log N + @{intercept:.0f}$; exact tails give @{exact_300} for N = 300 "
     "(@{written_300} written here) and @{exact_10000} for 10 000 (@{written_10000}).",
     numbers=refined_constants,
-    function="isentropic.jl_min_dim",
+    function="isentropic.jl.min_dim",
 )
 def test_the_refined_constant():
     eps, delta = 0.3, 0.01
@@ -205,9 +205,9 @@ def test_the_refined_constant():
         k, enough = numbers[f"written_{n}"], numbers[f"exact_{n}"]
         assert k == math.ceil(49.4 * math.log(n) + 3.5)
         assert bad_pairs(n, k, eps) > 20
-        assert it.jl_min_dim(n, eps=eps, delta=delta) == enough
+        assert it.jl.min_dim(n, eps=eps, delta=delta) == enough
         assert bad_pairs(n, enough, eps) <= delta < bad_pairs(n, enough - 1, eps)
-        right = it.jl_min_dim(n, eps=eps, delta=delta, method="achlioptas")
+        right = it.jl.min_dim(n, eps=eps, delta=delta, method="achlioptas")
         assert right == math.ceil(numbers["slope"] * math.log(n) + numbers["intercept"])
         assert right > enough
     # Every one of ten draws fails, where one in a hundred may.
@@ -216,7 +216,7 @@ def test_the_refined_constant():
 
 @functools.cache
 def famous_constant():
-    k = it.entropy_criterion_dim(300)
+    k = it.theory.entropy_criterion_dim(300)
     off = bad_pairs(300, k, 0.3)
     return {"eps": 0.3, "k": k, "off": off, "pairs": 300 * 299 // 2}
 
@@ -228,16 +228,16 @@ def famous_constant():
     correct="49.4 does not simplify to 8.33, which is 2/0.24, Su's entropy criterion. As a dimension for ε = @{eps} it leaves "
     "@{off:.0f} of the @{pairs:_d} pairs of 300 points off, on average.",
     numbers=famous_constant,
-    function="isentropic.entropy_criterion_dim",
+    function="isentropic.theory.entropy_criterion_dim",
 )
 def test_the_famous_constant():
     assert round(2 / 0.24, 2) == 8.33
     numbers = famous_constant()
-    k = it.entropy_criterion_dim(300)
+    k = it.theory.entropy_criterion_dim(300)
     assert k == numbers["k"] == math.ceil(2 / 0.24 * math.log(300))
     found = [(simplex_errors(300, k, seed) > 0.3).sum() for seed in range(20)]
     assert abs(np.mean(found) - numbers["off"]) < 4 * np.std(found, ddof=1) / math.sqrt(20)
-    assert it.jl_min_dim(300, eps=0.3) > 10 * k
+    assert it.jl.min_dim(300, eps=0.3) > 10 * k
 
 
 @claim(
@@ -262,7 +262,7 @@ def criterion():
     return {
         "of_512": 8.33 * math.log(512),
         "of_1024": 8.33 * math.log(1024),
-        "of_words": it.entropy_criterion_dim(np.asarray([1e4, 5e4, 1e5])).tolist(),
+        "of_words": it.theory.entropy_criterion_dim(np.asarray([1e4, 5e4, 1e5])).tolist(),
     }
 
 
@@ -272,7 +272,7 @@ def criterion():
     verdict="does not hold",
     correct=r"The logarithm of the criterion is natural: $8.33\ln 512 = @{of_512:.1f}$, and 64 is enough. (9 is $\log_2 512$.)",
     numbers=criterion,
-    function="isentropic.entropy_criterion_dim",
+    function="isentropic.theory.entropy_criterion_dim",
 )
 @claim(
     "9588-8.2",
@@ -280,7 +280,7 @@ def criterion():
     verdict="does not hold",
     correct=r"$8.33\ln 1024 = @{of_1024:.1f}$. (The perplexities beside it are of a training run that is not described.)",
     numbers=criterion,
-    function="isentropic.entropy_criterion_dim",
+    function="isentropic.theory.entropy_criterion_dim",
 )
 @claim(
     "9588-78",
@@ -288,40 +288,40 @@ def criterion():
     verdict="holds with a condition",
     correct="As the entropy criterion. A least dimension is rounded up: @{of_words}.",
     numbers=criterion,
-    function="isentropic.entropy_criterion_dim",
+    function="isentropic.theory.entropy_criterion_dim",
 )
 @claim(
     "9588-post-vocabulary",
     says=r"n word vectors need about $8\log n$ dimensions; for n = 100 000 that is 92.",
     verdict="holds with a condition",
     correct="As a rule of thumb for telling words apart in a skip-gram model. It is no bound on distances (9588-40).",
-    function="isentropic.entropy_criterion_dim",
+    function="isentropic.theory.entropy_criterion_dim",
 )
 @claim(
     "9588-post-heads",
     says=r"$8\log 512 \approx 50$, close to the usual 64.",
     verdict="holds",
-    function="isentropic.entropy_criterion_dim",
+    function="isentropic.theory.entropy_criterion_dim",
 )
 def test_the_criterion_in_numbers():
     numbers = criterion()
     assert 8.33 * math.log2(512) == pytest.approx(75, abs=0.05)
-    assert it.entropy_criterion_dim(512) == math.ceil(numbers["of_512"]) < 64
+    assert it.theory.entropy_criterion_dim(512) == math.ceil(numbers["of_512"]) < 64
     assert 8.33 * math.log2(1024) == pytest.approx(83.3, abs=0.05)
-    assert it.entropy_criterion_dim(1024) == math.ceil(numbers["of_1024"])
+    assert it.theory.entropy_criterion_dim(1024) == math.ceil(numbers["of_1024"])
     assert numbers["of_1024"] - numbers["of_512"] == pytest.approx(8.33 * math.log(2))
     words = np.asarray([1e4, 5e4, 1e5])
     np.testing.assert_array_equal(np.round(8.33 * np.log(words)), [77, 90, 96])
     np.testing.assert_array_equal(np.ceil(2 / 0.24 * np.log(words)), numbers["of_words"])
     assert 8 * math.log(1e5) == pytest.approx(92, abs=0.5)
-    assert it.entropy_criterion_dim(512, coefficient=8) == 50
+    assert it.theory.entropy_criterion_dim(512, coefficient=8) == 50
 
 
 @functools.cache
 def factors_above_the_lower_bound():
     eps = 0.5 ** np.asarray([1, 2, 3, 6, 12])
     n = 100 / eps**4
-    ratio = it.jl_min_dim(n, eps=eps, delta=0.01) / it.jl_lower_bound(n, eps=eps)
+    ratio = it.jl.min_dim(n, eps=eps, delta=0.01) / it.jl.lower_bound(n, eps=eps)
     return {"delta": 0.01, "ratio": [ratio.min(), ratio.max()]}
 
 
@@ -332,19 +332,19 @@ def factors_above_the_lower_bound():
     correct=r"Larsen & Nelson 2017: $Ω(\log(ε^2n)/ε^2)$ for ε above $\log^{0.5001} n/\sqrt n$. Gaussian maps with "
     "δ = @{delta} take between @{ratio:.1f} times that at $n = 100/ε^4$, for ε from ½ to 2⁻¹².",
     numbers=factors_above_the_lower_bound,
-    function="isentropic.jl_lower_bound",
+    function="isentropic.jl.lower_bound",
 )
 @claim(
     "9588-81",
     says=r"Maps that adapt to the points need only $k = O\left(\frac{\log n}{ε^2\log(1/ε)}\right)$.",
     verdict="does not hold",
     correct="It contradicts 79, which is about any map, random or not, linear or not.",
-    function="isentropic.jl_lower_bound",
+    function="isentropic.jl.lower_bound",
 )
 def test_no_map_does_better():
     eps = 0.5 ** np.asarray([1, 2, 3, 6, 12, 100])
     n = 100 / eps**4
-    lower = it.jl_lower_bound(n, eps=eps)
+    lower = it.jl.lower_bound(n, eps=eps)
     np.testing.assert_allclose(lower, np.log(eps**2 * n) / eps**2)
     # 81 below any multiple of the lower bound: their ratio falls without end.
     adaptive = np.log(n) / (eps**2 * np.log(1 / eps))
@@ -352,7 +352,7 @@ def test_no_map_does_better():
     assert (np.diff(ratio) < 0).all()
     assert ratio[-1] < ratio[0] / 20
     low, high = factors_above_the_lower_bound()["ratio"]
-    k = it.jl_min_dim(n[:-1], eps=eps[:-1], delta=0.01)
+    k = it.jl.min_dim(n[:-1], eps=eps[:-1], delta=0.01)
     assert (low * lower[:-1] <= k * (1 + 1e-12)).all()
     assert (k <= high * lower[:-1] * (1 + 1e-12)).all()
     log_failure = np.log(n[:3] ** 2 / 2) + np.log(
@@ -362,7 +362,7 @@ def test_no_map_does_better():
     # Counting dimensions alone (Welch 1974): n unit vectors in k dimensions have an inner product of
     # at least √((n − k)/(k(n − 1))) between two of them; the corners of a simplex have none.
     points, k = 300, 48
-    y = it.gaussian_projection(points, k, rng=32)(np.eye(points))
+    y = it.jl.gaussian_projection(points, k, rng=32)(np.eye(points))
     y = y / np.linalg.norm(y, axis=-1, keepdims=True)
     inner = abs(y @ y.T - np.eye(points)).max()
     assert inner >= math.sqrt((points - k) / (k * (points - 1)))

@@ -47,13 +47,13 @@ def test_differential_entropy():
     verdict="does not hold",
     correct=r"They are entropies of k and d dimensions. For a normal X with Σ = I the difference is $\frac12\log|RR^\top/k| - \frac{d-k}2\log(2πe)$, "
     r"which is of the order d whatever ε is.",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 def test_entropy_of_a_projection():
     ratios = []
     for d, eps in ((2000, 0.5), (3000, 0.3)):
-        k = it.jl_min_dim(30, eps=eps)
-        r = it.gaussian_projection(d, k, rng=101).matrix()
+        k = it.jl.min_dim(30, eps=eps)
+        r = it.jl.gaussian_projection(d, k, rng=101).matrix()
         change = logdet(r @ r.T) / 2 - (d - k) * GAUSSIAN
         # The definition, with the covariance of f(X).
         image = multivariate_normal(np.zeros(k), r @ r.T).entropy()
@@ -83,13 +83,13 @@ def test_entropy_of_a_projection():
     verdict="does not hold",
     correct="It has nothing to do with ε. For a discrete X a Gaussian map to one dimension keeps all of the information, since it is injective on the "
     "points; for a continuous X seen at a finite resolution k of d dimensions keep about the share k/d.",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 def test_information_of_a_projection():
     rng = np.random.default_rng(102)
     p = rng.dirichlet(np.ones(50))
     x = rng.normal(size=(50, 20))
-    y = it.gaussian_projection(20, 1, rng=103)(x)
+    y = it.jl.gaussian_projection(20, 1, rng=103)(x)
     assert len(np.unique(y)) == 50  # so Y has the probabilities of X
     joint = np.diag(p)
     information = it.entropy(p) + it.entropy(joint.sum(0)) - it.entropy(joint.ravel())
@@ -98,9 +98,9 @@ def test_information_of_a_projection():
     assert it.entropy(merged) < it.entropy(p) - 1
 
     # Normal X, with noise of variance s on both sides.
-    d, k = 400, it.jl_min_dim(10, eps=0.5)
+    d, k = 400, it.jl.min_dim(10, eps=0.5)
     assert k < d / 2
-    r = it.gaussian_projection(d, k, rng=104).matrix()
+    r = it.jl.gaussian_projection(d, k, rng=104).matrix()
     shares = []
     for s in (1e-2, 1e-6, 1e-12):
         whole = d / 2 * math.log1p(1 / s)
@@ -122,19 +122,19 @@ def test_information_of_a_projection():
     says=r"$\mathcal I_Y(θ) = R^\top\mathcal I_X(θ)R$.",
     verdict="does not hold",
     correct=r"The sizes do not fit: R is k × d. For the mean of a normal X, $\mathcal I_Y = R^\top(RΣR^\top)^{-1}R$.",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 @claim(
     "9588-75",
     says=r"$(1-ε)λ_i(\mathcal I_X) \le λ_i(\mathcal I_Y) \le (1+ε)λ_i(\mathcal I_X)$.",
     verdict="does not hold",
     correct=r"$\mathcal I_Y$ has rank k: d − k of its eigenvalues are 0. For Σ = I the others are 1.",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 def test_fisher_information():
     rng = np.random.default_rng(105)
     d, k, draws = 12, 5, 100_000
-    r = it.gaussian_projection(d, k, rng=106).matrix()
+    r = it.jl.gaussian_projection(d, k, rng=106).matrix()
     information = r.T @ np.linalg.inv(r @ r.T) @ r
     with pytest.raises(ValueError, match="mismatch"):
         r.T @ np.eye(d) @ r

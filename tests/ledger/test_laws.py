@@ -140,14 +140,14 @@ def test_a_factor_is_a_power():
     "9588-post-2",
     says=r"$d_n = \frac d{\log512}\log n = d\log_{512}n$.",
     verdict="definition",
-    function="isentropic.matched_key_dim",
+    function="isentropic.theory.matched_key_dim",
 )
 @claim(
     "9588-post-3",
     says=r"The factor that makes up for fixed d is $d_n/d = \log_{512}n$.",
     verdict="holds",
     correct="As arithmetic; that the sum should have $d_n$ terms is an analogy, as the post says.",
-    function="isentropic.matched_key_dim",
+    function="isentropic.theory.matched_key_dim",
 )
 @claim(
     "9588-62",
@@ -160,14 +160,14 @@ def test_a_factor_is_a_power():
     says=r"Ideal scores are $q\cdot k/(C\log n)$, so to $q\cdot k/d$ belongs the factor $λ(n) = d/(C\log n)$.",
     verdict="does not hold",
     correct="The reciprocal: the ideal product has more terms, not a larger divisor.",
-    function="isentropic.matched_key_dim",
+    function="isentropic.theory.matched_key_dim",
 )
 @claim(
     "9588-68",
     says=r"$λ(n) = \log512/\log n$.",
     verdict="does not hold",
     correct=r"$\log n/\log512$. The reciprocal makes attention flatter than with no factor at all.",
-    function="isentropic.matched_key_dim",
+    function="isentropic.theory.matched_key_dim",
 )
 @claim(
     "9588-69",
@@ -179,7 +179,7 @@ def test_matched_dimension_is_the_law():
     d, law = 64, laws.LogLength(512)
     kappa = 1 / math.log(512)
     for n in LENGTHS:
-        ideal = it.matched_key_dim(n, d)
+        ideal = it.theory.matched_key_dim(n, d)
         assert ideal == pytest.approx(d / math.log(512) * math.log(n))
         assert ideal / d == pytest.approx(law(n)) == pytest.approx(kappa * math.log(n))
         q, k, _ = draw(n)
@@ -200,17 +200,17 @@ def test_matched_dimension_is_the_law():
     verdict="does not hold",
     correct=r"It does not follow: logits of $d_n$ features at the scale $1/\sqrt{d_n}$ have the variance 1 for every n, as those of d features "
     r"have, so there is nothing to make up for; and $1/\sqrt{C\log n}$ falls with n.",
-    function="isentropic.matched_key_dim",
+    function="isentropic.theory.matched_key_dim",
 )
 def test_standard_scale_needs_no_compensation():
     rng, draws = np.random.default_rng(91), 20_000
     for n in (64, 8192):
-        size = round(it.matched_key_dim(n, 64))
+        size = round(it.theory.matched_key_dim(n, 64))
         q, k = rng.normal(size=(2, draws, size))
         logits = (q * k).sum(-1) / math.sqrt(size)
         assert logits.var() == pytest.approx(1, rel=4 * math.sqrt(2.2 / draws))
-    assert it.matched_key_dim(512, 64) == pytest.approx(64)
-    assert it.matched_key_dim(8192, 64) ** -0.5 < it.matched_key_dim(64, 64) ** -0.5
+    assert it.theory.matched_key_dim(512, 64) == pytest.approx(64)
+    assert it.theory.matched_key_dim(8192, 64) ** -0.5 < it.theory.matched_key_dim(64, 64) ** -0.5
 
 
 @claim(
@@ -275,15 +275,15 @@ def test_the_sketch():
     "8823-9.3",
     says="It combines with rotary positions; in sparse attention n is the number of keys that take part.",
     verdict="holds",
-    function="isentropic.rotary",
+    function="isentropic.layers.rotary",
 )
 def test_combinations():
     q, k, v = draw(60, queries=60)
-    q_turned, k_turned = it.rotary(q), it.rotary(k)
+    q_turned, k_turned = it.layers.rotary(q), it.layers.rotary(k)
     np.testing.assert_allclose(
         np.linalg.norm(q_turned, axis=-1), np.linalg.norm(q, axis=-1), rtol=1e-12
     )
-    scaled = it.rotary(it.scale_queries(q, 60))
+    scaled = it.layers.rotary(it.scale_queries(q, 60))
     expected = it.attention(q_turned, k_turned, v)
     np.testing.assert_allclose(it.attention(scaled, k_turned, v, law=None), expected, atol=1e-12)
     out = it.attention(q, k, v, mask=masks.window(9) & masks.causal())

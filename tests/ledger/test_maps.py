@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import chi2, hypergeom
 
 import isentropic as it
-from isentropic._hadamard import hadamard_factors
+from isentropic.jl._hadamard import hadamard_factors
 from ledger import claim
 
 pytestmark = pytest.mark.host
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.host
     "9588-45",
     says=r"$\langle f(x), f(y)\rangle = \frac1k\langle x, R^\top R y\rangle$.",
     verdict="holds",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 @claim(
     "9588-46",
     says=r"$E\langle f(x), f(y)\rangle = \langle x, y\rangle$.",
     verdict="holds",
     correct=r"With the variance $(\|x\|^2\|y\|^2 + \langle x,y\rangle^2)/k$: relative to the lengths, not to the product.",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 def test_inner_products():
     x, y = np.random.default_rng(40).normal(size=(2, 6))
     k, draws = 10, 40_000
-    f = it.gaussian_projection(6, k * draws, rng=41)
+    f = it.jl.gaussian_projection(6, k * draws, rng=41)
     assert f(x) @ f(y) == pytest.approx(x @ f.adjoint(f(y)), rel=1e-10)
     assert f(x) @ f(y) == pytest.approx(x @ (f.weights.T @ (f.weights @ y)) / (k * draws), rel=1e-10)
     products = (f(x) * f(y)).reshape(draws, k).sum(-1) * draws
@@ -45,7 +45,7 @@ def test_inner_products():
     "9588-47",
     says=r"$\cos\tildeθ = \frac{\langle f(x), f(y)\rangle}{\|f(x)\|\|f(y)\|}$.",
     verdict="definition",
-    function="isentropic.distortion",
+    function="isentropic.jl.distortion",
 )
 @claim(
     "9588-48",
@@ -53,7 +53,7 @@ def test_inner_products():
     verdict="holds",
     correct=r"At most $2ε/(1-ε)$ where x, y and $x/\|x\| \pm y/\|y\|$ keep their squared lengths within 1 ± ε. The standard "
     r"deviation of the error is about $(1-\cos^2θ)/\sqrt k$.",
-    function="isentropic.distortion",
+    function="isentropic.jl.distortion",
 )
 def test_angles():
     d, k, draws = 50, 400, 150
@@ -67,12 +67,12 @@ def test_angles():
         corners = np.stack((*x, x[0] + x[1], x[0] - x[1]))
         errors = []
         for seed in range(draws):
-            f = it.gaussian_projection(d, k, rng=seed)
+            f = it.jl.gaussian_projection(d, k, rng=seed)
             a, b = f(x)
             new = a @ b / math.sqrt((a @ a) * (b @ b))
             eps = abs((f(corners) ** 2).sum(-1) / (corners**2).sum(-1) - 1).max()
             assert abs(new - cosine) <= 2 * eps / (1 - eps)
-            angle = float(it.distortion(x, f(x)).angle[0])
+            angle = float(it.jl.distortion(x, f(x)).angle[0])
             assert math.cos(math.acos(cosine) + angle) == pytest.approx(new, abs=1e-9)
             errors.append(new - cosine)
         # The relative standard error of a standard deviation is 1/√(2·draws).
@@ -86,13 +86,13 @@ def test_angles():
     verdict="definition",
     correct="It is the subsampled randomized Hadamard transform; in the map of Ailon & Chazelle 2009 P is a sparse Gaussian "
     "matrix. Squared lengths are kept on average.",
-    function="isentropic.hadamard_projection",
+    function="isentropic.jl.hadamard_projection",
 )
 def test_fast_map():
     d, k = 64, 16
-    f = it.hadamard_projection(d, k, rng=43)
+    f = it.jl.hadamard_projection(d, k, rng=43)
     x = np.random.default_rng(44).normal(size=d)
-    mixed = it.hadamard_transform(f.signs[0] * x)
+    mixed = it.jl.hadamard_transform(f.signs[0] * x)
     np.testing.assert_allclose(f(x), math.sqrt(d / k) * mixed[f.rows], atol=1e-12)
     # Averaged over P exactly: every coordinate is kept in k of d samples.
     assert (math.sqrt(d / k) ** 2 * k / d) * (mixed**2).sum() == pytest.approx(x @ x)
@@ -115,11 +115,11 @@ def failures_of_a_spike(d=4096, k=316, eps=0.5, block=8, concentrated=16 / 256):
     r"features are off by half with probability @{hadamard:.1e} at k = 316, where the χ² tail says @{gaussian:.1e}. Verify by "
     r"`distortion`, or take two rounds.",
     numbers=failures_of_a_spike,
-    function="isentropic.hadamard_projection",
+    function="isentropic.jl.hadamard_projection",
 )
 def test_fast_map_is_no_gaussian_map():
     d, k, eps, block = 4096, 316, 0.5, 8
-    f = it.hadamard_projection(d, k, rng=45)
+    f = it.jl.hadamard_projection(d, k, rng=45)
     assert sum(part.size for part in f.signs) + f.rows.size == d + k
     for doublings in (6, 12, 18, 24):  # products per feature, factor by factor: in proportion to log d
         factors = hadamard_factors(np, (1, doublings), scale=1.0, dtype=np.float64, place=None)
@@ -130,13 +130,13 @@ def test_fast_map_is_no_gaussian_map():
     v = np.zeros(d)
     v[:: d // block] = 1 / math.sqrt(block)
     patterns = np.asarray(list(itertools.product((-1.0, 1.0), repeat=block)))
-    energy = it.hadamard_transform(patterns) ** 2 / block
+    energy = it.jl.hadamard_transform(patterns) ** 2 / block
     concentrated = (energy.max(-1) > 0.999).mean()
     assert concentrated == 16 / 256
     largest = []
     for seed in range(200):
-        g = it.hadamard_projection(d, k, rng=seed)
-        mixed = it.hadamard_transform(g.signs[0] * v)
+        g = it.jl.hadamard_projection(d, k, rng=seed)
+        mixed = it.jl.hadamard_transform(g.signs[0] * v)
         assert mixed @ mixed == pytest.approx(1)
         largest.append((mixed**2).reshape(block, -1).sum(-1).max())
     count = sum(energy > 0.999 for energy in largest)
@@ -150,7 +150,7 @@ def test_fast_map_is_no_gaussian_map():
     for least in (40, 45, 50):
         share = hypergeom(d, d // block, k).sf(least - 1)
         assert (hits >= least).mean() == pytest.approx(share, abs=4 * math.sqrt(share / 4000))
-    assert it.jl_failure_probability(2, k, eps=eps) == pytest.approx(numbers["gaussian"])
+    assert it.jl.failure_probability(2, k, eps=eps) == pytest.approx(numbers["gaussian"])
     assert numbers["hadamard"] > 1000 * numbers["gaussian"]
 
 
@@ -158,13 +158,13 @@ def test_fast_map_is_no_gaussian_map():
     "9588-50",
     says=r"$H_1 = [1]$, $H_{2^n} = \frac1{\sqrt2}\begin{pmatrix}H_{2^{n-1}}&H_{2^{n-1}}\\H_{2^{n-1}}&-H_{2^{n-1}}\end{pmatrix}$.",
     verdict="definition",
-    function="isentropic.hadamard_transform",
+    function="isentropic.jl.hadamard_transform",
 )
 def test_hadamard_recursion():
     h = np.ones((1, 1))
     for _ in range(7):
         h = np.block([[h, h], [h, -h]]) / math.sqrt(2)
-        np.testing.assert_allclose(it.hadamard_transform(np.eye(len(h))), h, atol=1e-14)
+        np.testing.assert_allclose(it.jl.hadamard_transform(np.eye(len(h))), h, atol=1e-14)
         np.testing.assert_allclose(h @ h.T, np.eye(len(h)), atol=1e-13)
 
 
@@ -172,12 +172,12 @@ def test_hadamard_recursion():
     "9588-53",
     says=r"$d_{\text{total}} = h\,d_k = 12\cdot64 = 768$.",
     verdict="holds",
-    function="isentropic.multi_head_attention",
+    function="isentropic.layers.multi_head_attention",
 )
 def test_width_of_heads():
     x = np.random.default_rng(46).normal(size=(3, 768))
     w = np.eye(768)
-    out = it.multi_head_attention(x, x, x, w, w, w, w, num_heads=12, law=None)
+    out = it.layers.multi_head_attention(x, x, x, w, w, w, w, num_heads=12, law=None)
     first = it.attention(x[:, :64], x[:, :64], x[:, :64], law=None)
     np.testing.assert_allclose(out[:, :64], first, atol=1e-12)
 
@@ -187,18 +187,18 @@ def test_width_of_heads():
     says=r"Heads are independent random projections; their effective dimension is $\sqrt h\,d_k$.",
     verdict="does not hold",
     correct=r"It is $h\,d_k$: h independent maps to $d_k$ dimensions are one to $h\,d_k$, of the variance $2/(h\,d_k)$.",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 @claim(
     "9588-55",
     says=r"For h = 12 and $d_k = 64$ it is 221.",
     verdict="does not hold",
     correct="768.",
-    function="isentropic.gaussian_projection",
+    function="isentropic.jl.gaussian_projection",
 )
 def test_effective_dimension_of_heads():
     h, size, draws, v = 12, 64, 3000, np.asarray([0.6, 0.8])
-    images = it.gaussian_projection(2, draws * h * size, rng=47)(v).reshape(draws, h, size)
+    images = it.jl.gaussian_projection(2, draws * h * size, rng=47)(v).reshape(draws, h, size)
     heads = (images**2).sum(-1) * draws * h  # ‖f(v)‖² of each head
     together = heads.mean(-1)
     effective = 2 / together.var()
@@ -213,14 +213,14 @@ def test_effective_dimension_of_heads():
     "9588-56",
     says=r"$\mathrm{Attn}(Q,K,V) \approx \frac{φ(Q)(φ(K)^\top V)}{φ(Q)φ(K)^\top 1}$.",
     verdict="definition",
-    function="isentropic.linear_attention",
+    function="isentropic.layers.linear_attention",
 )
 def test_linear_attention():
     q, k, v = np.random.default_rng(48).normal(size=(3, 20, 4)) * 0.5
-    features = it.positive_features(4, 3000, rng=49)
+    features = it.layers.positive_features(4, 3000, rng=49)
     phi_q, phi_k = features(q / 4**0.25), features(k / 4**0.25)
     expected = phi_q @ (phi_k.T @ v) / (phi_q @ phi_k.sum(0))[:, None]
-    out = it.linear_attention(q, k, v, features, law=None)
+    out = it.layers.linear_attention(q, k, v, features, law=None)
     np.testing.assert_allclose(out, expected, atol=1e-12)
     np.testing.assert_allclose(out, it.attention(q, k, v, law=None), atol=0.05)
 
@@ -231,16 +231,16 @@ def test_linear_attention():
     verdict="does not hold",
     correct=r"The relative variance of the kernel is $(e^{\|x+y\|^2}-1)/m$ with $x = q/d^{1/4}$, $y = k/d^{1/4}$: the m for a given "
     "error grows exponentially with the squared norms, and not with n.",
-    function="isentropic.linear_attention_error",
+    function="isentropic.layers.linear_attention_error",
 )
 def test_features_needed():
     m, rng = 512, np.random.default_rng(50)
-    features = it.positive_features(8, m, orthogonal=False, rng=51)
+    features = it.layers.positive_features(8, m, orthogonal=False, rng=51)
 
     def error(n, length):
         q, k = rng.normal(size=(2, n, 8))
         q, k = (length * math.sqrt(8) * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-        return it.linear_attention_error(q, k, features, law=None)
+        return it.layers.linear_attention_error(q, k, features, law=None)
 
     # 64 times the keys: the same error (a standard error of a few percent).
     few, many = (float(np.sqrt((error(n, 0.7).predicted ** 2).mean())) for n in (64, 4096))
@@ -250,18 +250,20 @@ def test_features_needed():
     assert long > 10 * short
     # The formula, over 2000 draws of the features.
     x, y = np.asarray([0.6, 0.2]), np.asarray([0.3, -0.4])
-    phi = it.positive_features(2, 2000 * 20, orthogonal=False, rng=52)
+    phi = it.layers.positive_features(2, 2000 * 20, orthogonal=False, rng=52)
     estimates = (phi(x) * phi(y)).reshape(2000, 20).sum(-1) * 2000
     relative = estimates / math.exp(x @ y) - 1
     variance = (math.exp(((x + y) ** 2).sum()) - 1) / 20
     assert relative.var() == pytest.approx(variance, rel=0.25)
     q, k = rng.normal(size=(2, 30, 8)) * 0.5
     square = ((q[:, None] + k) ** 2).sum(-1) / math.sqrt(8)
-    predicted = it.linear_attention_error(q, k, features, law=None).predicted
+    predicted = it.layers.linear_attention_error(q, k, features, law=None).predicted
     np.testing.assert_allclose(predicted, np.sqrt((np.expm1(square) / m).mean(-1)), rtol=1e-10)
     # 64 normal features at the scale 1/8, where ‖x + y‖² is about 16: 16 log n features say nothing.
     q, k = rng.normal(size=(2, 256, 64))
-    useless = it.linear_attention_error(q, k, it.positive_features(64, 89, rng=54), law=None)
+    useless = it.layers.linear_attention_error(
+        q, k, it.layers.positive_features(64, 89, rng=54), law=None
+    )
     assert np.median(useless.predicted) > 100
     assert np.median(useless.measured) > 0.8
 
@@ -272,11 +274,11 @@ def test_features_needed():
     verdict="does not hold",
     correct=r"The norm term is missing: $φ(x) = m^{-1/2}\exp(ω\cdot x - \|x\|^2/2)$. Without it $E[φ(x)\cdotφ(y)]$ is "
     r"$e^{\|x+y\|^2/2}$, not $e^{x\cdot y}$.",
-    function="isentropic.positive_features",
+    function="isentropic.layers.positive_features",
 )
 def test_norm_term():
     x, y, m = np.asarray([0.9, 0.2]), np.asarray([0.5, -0.4]), 200_000
-    features = it.positive_features(2, m, orthogonal=False, rng=53)
+    features = it.layers.positive_features(2, m, orthogonal=False, rng=53)
     product = features(x) * features(y) * m
     error = 4 * product.std() / math.sqrt(m)
     assert abs(product.mean() - math.exp(x @ y)) < error

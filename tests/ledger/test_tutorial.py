@@ -148,15 +148,15 @@ def test_output():
     says=r"Self-attention is the case Q = K = V: $\mathrm{softmax}(XX^\top/\sqrt{d_k})X$.",
     verdict="holds with a condition",
     correct="Without projections. In general Q, K and V are three projections of one X.",
-    function="isentropic.multi_head_attention",
+    function="isentropic.layers.multi_head_attention",
 )
 def test_self_attention():
     x, one = draw(6, 8), np.eye(8)
     plain = softmax(x @ x.T / math.sqrt(8)) @ x
-    same = it.multi_head_attention(x, x, x, one, one, one, one, num_heads=1, law=None)
+    same = it.layers.multi_head_attention(x, x, x, one, one, one, one, num_heads=1, law=None)
     np.testing.assert_allclose(same, plain, atol=1e-13)
     w_q, w_k, w_v = draw(3, 8, 8, seed=65)
-    projected = it.multi_head_attention(x, x, x, w_q, w_k, w_v, one, num_heads=1, law=None)
+    projected = it.layers.multi_head_attention(x, x, x, w_q, w_k, w_v, one, num_heads=1, law=None)
     expected = softmax(x @ w_q @ (x @ w_k).T / math.sqrt(8)) @ (x @ w_v)
     np.testing.assert_allclose(projected, expected, atol=1e-12)
     assert abs(projected - plain).max() > 0.5
@@ -299,7 +299,7 @@ def test_similarity_is_no_cosine():
     "tutorial-7.1",
     says=r"Additive attention: $e_{ij} = v^\top\tanh(W_qQ_i + W_kK_j)$.",
     verdict="definition",
-    function="isentropic.additive_attention",
+    function="isentropic.layers.additive_attention",
 )
 @claim(
     "tutorial-7.1.1",
@@ -307,14 +307,14 @@ def test_similarity_is_no_cosine():
     verdict="does not hold",
     correct=r"The product has none. Additive attention has $2d_kA + A$ with A hidden units, as many as the projections of q and k "
     "before a product.",
-    function="isentropic.additive_attention",
+    function="isentropic.layers.additive_attention",
 )
 def test_additive():
     q, k, values = draw(3, 5, 4)
     w_q, w_k = draw(2, 4, 8, seed=69)
     v = draw(8, seed=70)
     scores = np.tanh((q @ w_q)[:, None] + (k @ w_k)[None]) @ v
-    out = it.additive_attention(q, k, values, w_q, w_k, v)
+    out = it.layers.additive_attention(q, k, values, w_q, w_k, v)
     np.testing.assert_allclose(out, softmax(scores) @ values, atol=1e-13)
     assert w_q.size + w_k.size + v.size == 2 * 4 * 8 + 8
     # The product takes no parameter beside its inputs.
@@ -327,7 +327,7 @@ def test_additive():
     "tutorial-7.2",
     says=r"$\mathrm{head}_i = \mathrm{Attn}(QW_i^Q, KW_i^K, VW_i^V)$, joined and multiplied by $W^O$.",
     verdict="definition",
-    function="isentropic.multi_head_attention",
+    function="isentropic.layers.multi_head_attention",
 )
 def test_heads():
     q, k, v = draw(3, 5, 8)
@@ -337,7 +337,7 @@ def test_heads():
         part = slice(4 * i, 4 * i + 4)
         a, b, c = q @ w_q[:, part], k @ w_k[:, part], v @ w_v[:, part]
         heads.append(softmax(a @ b.T / 2) @ c)
-    out = it.multi_head_attention(q, k, v, w_q, w_k, w_v, w_o, num_heads=2, law=None)
+    out = it.layers.multi_head_attention(q, k, v, w_q, w_k, w_v, w_o, num_heads=2, law=None)
     np.testing.assert_allclose(out, np.concatenate(heads, -1) @ w_o, atol=1e-12)
 
 

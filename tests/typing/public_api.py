@@ -20,28 +20,30 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
     packed = masks.causal() & masks.window(8) | masks.segments(ids)
     assert_type(it.attention(x, x, x, mask=packed), np.ndarray)
     assert_type(it.attention_entropy(x, x, order=2.0, family="tsallis"), Any)
-    assert_type(it.linear_attention(x, x, x, it.positive_features(8, 64, like=x)), np.ndarray)
-    assert_type(it.rotary(it.hadamard_transform(x)), np.ndarray)
+    assert_type(
+        it.layers.linear_attention(x, x, x, it.layers.positive_features(8, 64, like=x)), np.ndarray
+    )
+    assert_type(it.layers.rotary(it.jl.hadamard_transform(x)), np.ndarray)
     assert_type(masks.causal() & (x > 0), masks.Mask)
     masks.padding(ids).visible_count(4, 4, like=x).max()
 
-    state = it.merge(it.attention_state(x, x, x), it.attention_state(x, x))
+    state = it.merge_states(it.attention_state(x, x, x), it.attention_state(x, x))
     assert_type(state, it.AttentionState)
     state.output().sum()
 
     assert_type(laws.preset("su"), laws.Law)
-    assert_type(it.LogLength(512), laws.LogLength)
-    assert_type(laws.scaled(it.LogLength(), x), laws.Law)
+    assert_type(it.laws.LogLength(512), laws.LogLength)
+    assert_type(laws.scaled(it.laws.LogLength(), x), laws.Law)
     assert_type(it.calibrate([(x, x)], reference_length=128), laws.AffineLog)
     assert_type(it.entropy_drift([(x, x)]).slope, np.ndarray)
     it.entropy_drift([(x, x, masks.causal())])
     it.entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64))
 
-    projection = it.hadamard_projection(100, 10, rng=0, like=x)
+    projection = it.jl.hadamard_projection(100, 10, rng=0, like=x)
     assert_type(projection(x), np.ndarray)
     assert_type(projection.n_components, int)
-    assert_type(it.distortion(x, projection(x)).failure_rate(0.1), it.FailureRate)
-    assert_type(it.jl_min_dim(100), Any)  # an int, or an array of them
+    assert_type(it.jl.distortion(x, projection(x)).failure_rate(0.1), it.jl.FailureRate)
+    assert_type(it.jl.min_dim(100), Any)  # an int, or an array of them
 
 
 def results(x: np.ndarray) -> None:
@@ -68,7 +70,7 @@ def mistakes(x: np.ndarray) -> None:
     it.attention(x, x, x, law="log")  # type: ignore[arg-type]
     it.attention(x, x, x, law=laws.LogLength)  # type: ignore[arg-type]
     it.attention(x, x, x, causal=True)  # type: ignore[call-arg]
-    it.merge(x)  # type: ignore[arg-type]
-    it.hadamard_projection("100", 10)  # type: ignore[arg-type]
-    it.hadamard_projection(100, 10, seed=0)  # type: ignore[call-arg]
+    it.merge_states(x)  # type: ignore[arg-type]
+    it.jl.hadamard_projection("100", 10)  # type: ignore[arg-type]
+    it.jl.hadamard_projection(100, 10, seed=0)  # type: ignore[call-arg]
     masks.window("8")  # type: ignore[arg-type]

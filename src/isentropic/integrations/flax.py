@@ -1,4 +1,4 @@
-"""Attention with a law for the modules of Flax, nnx and linen (the extra ``flax``). Layer 8."""
+"""Attention with a law for the modules of Flax, nnx and linen (the extra ``flax``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from isentropic._attention import attention, attention_weights
 from isentropic._checks import check_ndim, extra_of, value_error
 from isentropic._namespace import Array, ArrayT
-from isentropic.laws import DEFAULT_LAW, Law
+from isentropic.laws._formulas import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
 with extra_of(__name__):

@@ -1,4 +1,4 @@
-"""Laws for the attention of Hugging Face transformers (the extra ``huggingface``). Layer 8.
+"""Laws for the attention of Hugging Face transformers (the extra ``huggingface``).
 
 Here H is the number of heads and L that of queries; a model's attention layers are counted from 0, in
 the order of ``model.modules()``.
@@ -31,8 +31,8 @@ from isentropic._checks import (
 )
 from isentropic._drift import FACTORS, DriftReport, Recorder
 from isentropic._namespace import to_numpy
-from isentropic._state import AttentionState, merge
-from isentropic.laws import AffineLog, Constant, Law, check_law
+from isentropic._state import AttentionState, merge_states
+from isentropic.laws._formulas import AffineLog, Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
 with extra_of(__name__):
@@ -595,7 +595,7 @@ def _state(query: Any, key: Any, value: Any, sink: Any, law: Law | None, call: A
         return state
     zero = torch.zeros_like(state.normalizer)
     nothing = None if state.weighted_value is None else torch.zeros_like(state.weighted_value)
-    return merge(state, AttentionState(zero + sink[:, None], zero + 1, nothing, zero))
+    return merge_states(state, AttentionState(zero + sink[:, None], zero + 1, nothing, zero))
 
 
 def _weights(query: Any, key: Any, sink: Any, law: Law | None, call: Any) -> Any:

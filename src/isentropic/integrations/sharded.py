@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over devices, in JAX and in PyTorch. Layer 8.
+"""Attention over a sequence that is spread over devices, in JAX and in PyTorch.
 
 Each device holds a shard: L of the queries, S of the keys, and their values; shards are contiguous,
 in the order of the devices, and of one shape. In a ring of P devices every block of keys meets every
@@ -24,8 +24,8 @@ from isentropic._checks import check_floating, check_given, check_ndim, type_err
 from isentropic._entropy import shift_moment
 from isentropic._namespace import Array, ArrayT, accumulator, is_jax, is_torch, namespace, present
 from isentropic._numerics import replace_infinite_minimum
-from isentropic._state import AttentionState, merge
-from isentropic.laws import DEFAULT_LAW, Constant, Law
+from isentropic._state import AttentionState, merge_states
+from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law
 from isentropic.masks import causal
 
 __all__ = [
@@ -401,7 +401,7 @@ def _ring_of_keys(
 
     def forward(query: Any, block: Any) -> tuple[AttentionState, Any]:
         def visit(state: Any, block: Any, offset: Any) -> Any:
-            return merge(state, shards.state(query, *block, offset=offset)), block
+            return merge_states(state, shards.state(query, *block, offset=offset)), block
 
         empty = _varying_alike(shards.empty_state(query, *block), query)
         state, _ = circulate(visit, empty, block)
@@ -494,7 +494,7 @@ def _ring_of_queries() -> Any:
                 return shards.state(query, *block, offset=offset)
 
             def join(a: Any, b: Any) -> AttentionState:
-                return merge(AttentionState(*a), b)
+                return merge_states(AttentionState(*a), b)
 
             state = AttentionState(*_circulate_queries(group, visit, join, (query,)))
             ctx.shards, ctx.group = shards, group

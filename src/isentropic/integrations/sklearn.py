@@ -1,4 +1,4 @@
-"""A scikit-learn transformer for Johnson–Lindenstrauss maps (the extra ``sklearn``). Layer 8."""
+"""A scikit-learn transformer for Johnson–Lindenstrauss maps (the extra ``sklearn``)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from isentropic._bounds import jl_min_dim
 from isentropic._checks import check_choice, check_flag, check_real, counts, extra_of, value_error
-from isentropic._draws import draw_rows
-from isentropic._maps import CountSketch, HadamardProjection, Projection
 from isentropic._namespace import accumulator, device, namespace
-from isentropic._projections import (
+from isentropic.jl._dimensions import min_dim
+from isentropic.jl._draws import draw_rows
+from isentropic.jl._maps import CountSketch, HadamardProjection, Projection
+from isentropic.jl._projections import (
     count_sketch,
     dense_map,
     gaussian_projection,
@@ -39,8 +39,8 @@ with extra_of(__name__):
 
 __all__ = ["JLTransformer"]
 
-# Each kind of map, and the bound of `jl_min_dim` that is proven for it; for the Hadamard map and the
-# count sketch none is, and the exact Gaussian one is a heuristic.
+# Each kind of map, and the bound of `jl.min_dim` that is proven for it. None is proven for the Hadamard
+# map and the count sketch: there the exact Gaussian bound is a heuristic.
 _KINDS: dict[str, tuple[Any, str]] = {
     "hadamard": (hadamard_projection, "exact"),
     "gaussian": (gaussian_projection, "exact"),
@@ -64,13 +64,13 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     Parameters
     ----------
     n_components : int ≥ 1 or "auto"
-        The dimension k; ``"auto"`` takes the one of `jl_min_dim` for as many points as `fit` sees.
-        Where that exceeds the number of features the data are left as they are, with a warning: the
-        identity keeps distances exactly, in fewer dimensions. Then sparse data stay sparse, and
+        The dimension k; ``"auto"`` takes the one of `isentropic.jl.min_dim` for as many points as `fit`
+        sees. Where that exceeds the number of features the data are left as they are, with a warning:
+        the identity keeps distances exactly, in fewer dimensions. Then sparse data stay sparse, and
         features keep their names.
     kind : {"hadamard", "gaussian", "rademacher", "sparse", "orthogonal", "count_sketch"}
         The map. For ``"hadamard"`` and ``"count_sketch"`` the dimension of ``"auto"`` is a heuristic:
-        verify it by `isentropic.distortion`.
+        verify it by `isentropic.jl.distortion`.
     eps : float in (0, 1)
         The distortion of squared distances that ``"auto"`` allows.
     delta : float in (0, 1)
@@ -167,7 +167,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if self.n_components == "auto":
             # A single point has no distances; the dimension for two is what it gets.
             _, method = _KINDS[self.kind]
-            k: int = jl_min_dim(
+            k: int = min_dim(
                 max(n_samples, 2), eps=self.eps, delta=self.delta, method=method, n_features=n_features
             )
             if k <= n_features:

@@ -1,4 +1,4 @@
-"""Modules for PyTorch: attention with a law, and laws that learn (the extra ``torch``). Layer 8.
+"""Modules for PyTorch: attention with a law, and laws that learn (the extra ``torch``).
 
 Shapes: N sequences, L queries, S keys, H heads, E features of queries and outputs.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from isentropic._attention import attention, attention_entropy, attention_weights
 from isentropic._checks import extra_of, is_array, type_error, value_error
 from isentropic._namespace import present
-from isentropic.laws import DEFAULT_LAW, Law, check_law
+from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
 with extra_of(__name__):

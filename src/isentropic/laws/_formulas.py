@@ -1,73 +1,22 @@
-"""Laws: how the scale of the logits depends on the number n of keys that a query sees.
-
-A law is a small immutable value that maps n to a dimensionless factor, which multiplies the scale of
-the attention (``1/√E`` by default). All logarithms are natural; ln n is computed in float32 or
-better, and n ≤ 1 counts as 1, so that ln n is never negative.
-
-Parameters are numbers or arrays (learnable, per head). Array parameters range over the batch and
-head axes: with n of shape (..., L) a parameter of shape (H,) gives a factor of shape (H, L).
-
->>> from isentropic import laws
->>> laws.LogLength(512)(512)
-1.0
->>> round(laws.LogLength(512)(8192), 3)
-1.444
-"""
+"""The formulas of the laws."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import ModuleType
 from typing import Any, Self
 
 from array_api_extra import default_dtype
 
-from isentropic._checks import (
-    check_choice,
-    check_floating,
-    check_real,
-    common_shape,
-    is_array,
-    type_error,
-    value_error,
-    within,
-)
+from isentropic._checks import check_real, common_shape, is_array, type_error, value_error, within
 from isentropic._loops import is_readable
-from isentropic._namespace import (
-    Array,
-    accumulator,
-    device,
-    from_numpy,
-    namespace,
-    same_arrays,
-    to_numpy,
-)
+from isentropic._namespace import Array, accumulator, device, namespace, same_arrays, to_numpy
 from isentropic._numerics import clip, lift, root_or_zero
 from isentropic._pytrees import register_nodes
-
-__all__ = [
-    "AffineLog",
-    "Constant",
-    "InfoScale",
-    "Law",
-    "LogLength",
-    "PowerLength",
-    "PowerLog",
-    "SqrtLogLength",
-    "StepLog",
-    "from_dict",
-    "from_kappa",
-    "preset",
-    "presets",
-    "scaled",
-    "shifted",
-    "to_dict",
-]
 
 Parameter = float | Array
 
@@ -439,31 +388,44 @@ class StepLog(Law):
 
 
 @dataclass(frozen=True)
-class PowerLength(Law):
-    """``(1 + n / period)^exponent``.
+class Power(Law):
+    """``(n / base)^exponent``: the growth that holds the entropy of keys on a sphere of few dimensions.
 
     Parameters
     ----------
-    period : float > 0, or array
     exponent : float or array
+    base : float > 0, or array
+        The length at which the factor is 1.
+    minimum : float, optional
+        The smallest factor. 1 leaves lengths up to `base` as they are.
+
+    Notes
+    -----
+    Among n keys that are uniform on a sphere of d dimensions, the distance to the nearest falls like
+    ``n^(−1/(d−1))``, and the gaps between the highest scores fall like its square. So the factor that
+    holds the entropy tends to ``n^(2/(d−1))``; `isentropic.theory.invariant_factor` computes it.
+
+    ``laws.shifted(laws.Power(exponent, period), period)`` is ``(1 + n / period)^exponent``.
 
     Examples
     --------
     >>> from isentropic import laws
-    >>> laws.PowerLength(100, 0.5)(300)
-    2.0
+    >>> laws.Power(0.5, base=100)(400), laws.Power(0.5, base=100, minimum=1)(25)
+    (2.0, 1.0)
     """
 
-    period: Parameter
     exponent: Parameter
+    base: Parameter = 512
+    minimum: float | None = None
 
     def __post_init__(self) -> None:
-        _check_parameter("period", self.period, above=0)
         _check_parameter("exponent", self.exponent)
+        _check_parameter("base", self.base, above=0)
+        _check_minimum(self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        growth = clip(xp, n, min=0.0) / _over_queries(xp, self.period, n) + 1.0
-        return growth ** _over_queries(xp, self.exponent, n)
+        growth = clip(xp, n, min=1.0) / _over_queries(xp, self.base, n)
+        return _at_least(xp, growth ** _over_queries(xp, self.exponent, n), self.minimum)
 
 
 @dataclass(frozen=True)
@@ -505,7 +467,9 @@ class InfoScale(Law):
 
 
 @dataclass(frozen=True)
-class _Scaled(Law):
+class Scaled(Law):
+    """What `scaled` makes."""
+
     law: Law
     factor: Parameter
 
@@ -513,18 +477,26 @@ class _Scaled(Law):
         check_law(self.law)
         _check_parameter("factor", self.factor)
 
+    def __repr__(self) -> str:
+        return f"scaled({self.law!r}, {self.factor!r})"
+
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return self.law.evaluate(xp, n) * _over_queries(xp, self.factor, n)
 
 
 @dataclass(frozen=True)
-class _Shifted(Law):
+class Shifted(Law):
+    """What `shifted` makes."""
+
     law: Law
     shift: float
 
     def __post_init__(self) -> None:
         check_law(self.law)
         check_real("shift", self.shift)
+
+    def __repr__(self) -> str:
+        return f"shifted({self.law!r}, {self.shift!r})"
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return self.law.evaluate(xp, n + float(self.shift))
@@ -548,7 +520,7 @@ def scaled(law: Law, factor: Parameter) -> Law:
     >>> laws.scaled(laws.LogLength(16), 0.5)(256)
     1.0
     """
-    return _Scaled(law, factor)
+    return Scaled(law, factor)
 
 
 def shifted(law: Law, shift: float) -> Law:
@@ -569,7 +541,7 @@ def shifted(law: Law, shift: float) -> Law:
     >>> laws.shifted(laws.LogLength(16), -1)(17)
     1.0
     """
-    return _Shifted(law, shift)
+    return Shifted(law, shift)
 
 
 def from_kappa(kappa: Parameter, head_dim: int) -> Law:
@@ -599,314 +571,6 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     return AffineLog(kappa / math.sqrt(head_dim))
 
 
-def _position_count(length: float) -> Law:
-    return LogLength(length, minimum=1)
-
-
-def _index_count(length: float) -> Law:
-    return _Shifted(LogLength(length, minimum=1), -1)
-
-
-def _su(base: float = 512) -> Law:
-    check_real("base", base, above=1)
-    return LogLength(base, minimum=math.log(16) / math.log(base))
-
-
-def _inkling(length: float = 128_000, coefficient: float = 0.1) -> Law:
-    check_real("length", length, above=0)
-    check_real("coefficient", coefficient, least=0)
-    return AffineLog(coefficient, 1 - coefficient * math.log(length), minimum=1)
-
-
-def _static_factor(scale: float) -> float:
-    check_real("scale", scale, above=0)
-    return max(scale, 1.0)
-
-
-def _yarn(scale: float) -> Law:
-    return Constant((0.1 * math.log(_static_factor(scale)) + 1) ** 2)
-
-
-def _longrope(scale: float, length: float) -> Law:
-    check_real("length", length, above=1)
-    return Constant(1 + math.log(_static_factor(scale)) / math.log(length))
-
-
-_PRESETS: dict[str, Callable[..., Law]] = {
-    "asentmax-constant": lambda coefficient, exponent, offset=1.0: _Shifted(
-        PowerLog(offset, coefficient, exponent), 1
-    ),
-    "beam": lambda period=2048, exponent=0.1: PowerLength(period, exponent),
-    "chiang-cholak": lambda: AffineLog(1.0),
-    "entropy-abf": lambda length=4096: _position_count(length),
-    "grok-2": lambda length: _index_count(length),
-    "infoscale": lambda length, head_dim: InfoScale(length, head_dim),
-    "inkling": _inkling,
-    "llama-4": lambda coefficient=0.1, period=8192: StepLog(coefficient, period),
-    "lmdeploy": lambda length: _index_count(length),
-    "longrope": _longrope,
-    "lumina": lambda base: SqrtLogLength(base),
-    "ministral-3": lambda coefficient=0.1, length=16384: _Shifted(StepLog(coefficient, length), -1),
-    "mistral-large-4": lambda slope, intercept=0.0: AffineLog(slope, intercept),
-    "qwen": lambda length: _position_count(length),
-    "ssmax": lambda slope, intercept=0.0: AffineLog(slope, intercept),
-    "su": _su,
-    "su-decoder": lambda length=512: _position_count(length),
-    "yarn": _yarn,
-}
-
-
-def presets() -> tuple[str, ...]:
-    """The names that `preset` knows, sorted.
-
-    Returns
-    -------
-    tuple of str
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> "llama-4" in laws.presets()
-    True
-    """
-    return tuple(_PRESETS)
-
-
-def preset(name: str, **parameters: Any) -> Law:
-    """The law of a model or a paper.
-
-    =================  ======================================  =========  ==========
-    name               factor                                  n counts   below L
-    =================  ======================================  =========  ==========
-    asentmax-constant  δ + β (ln(n + 1))^γ, δ = 1              slots      –
-    beam               (1 + n/2048)^0.1                        positions  above 1
-    chiang-cholak      ln n                                    length     0 at n = 1
-    entropy-abf        max(1, ln n / ln L), L = 4096           positions  1
-    grok-2             max(1, ln(n − 1) / ln L)                positions  1
-    infoscale          √((1 − n^(−2/d)) / (1 − L^(−2/d)))      keys       < 1
-    inkling            max(1, 1 + 0.1 ln(n/L)), L = 128000     slots      1
-    llama-4            1 + 0.1 ln(1 + ⌊n/8192⌋)                slots      1
-    lmdeploy           max(1, ln(n − 1) / ln L)                positions  1
-    longrope           1 + ln s / ln L, s ≥ 1                  –          1 (s ≤ 1)
-    lumina             √(ln n / ln base)                       length     < 1
-    ministral-3        1 + 0.1 ln(1 + ⌊(n − 1)/L⌋), L = 16384  positions  1
-    mistral-large-4    slope ln n + intercept, per head        positions  may be 0
-    qwen               max(1, ln n / ln L)                     slots      1
-    ssmax              slope ln n + intercept, learned         keys       0 at n = 1
-    su                 ln max(n, 16) / ln base                 keys       < 1
-    su-decoder         max(1, ln n / ln L), L = 512            positions  1
-    yarn               (0.1 ln s + 1)², s ≥ 1                  –          1 (s ≤ 1)
-    =================  ======================================  =========  ==========
-
-    What n counts, and what to pass:
-
-    - *keys*: those that the query sees. Attention counts them by itself.
-    - *positions*: the position of the query, from 0, plus 1, whatever is hidden from it. Padding has
-      no positions.
-    - *slots*: likewise, but padding before the query counts.
-    - *length*: all of the sequence.
-
-    Under a causal mask without padding the first three are one number. Under a window a query sees
-    fewer keys than its position says. So rules of positions, slots or a length need that number as
-    `n_keys`, such as ``n_keys=positions + 1``; for positions in models of transformers it is
-    ``huggingface.use(model, law, count="positions")``.
-
-    Parameters
-    ----------
-    name : str
-        One of `presets()`.
-    **parameters
-        The letters of the formula: ``length`` (L), ``base``, ``slope``, ``intercept``, ``scale`` (s),
-        ``coefficient`` (c or β), ``period``, ``offset`` (δ), ``exponent`` (γ), ``head_dim`` (d).
-
-    Returns
-    -------
-    Law
-
-    Raises
-    ------
-    ValueError
-        For an unknown name.
-    TypeError
-        For parameters that the rule does not have or that are missing.
-
-    Notes
-    -----
-    The law *asentmax-constant* is not the ASEntmax of the paper, but what its code calls "learn": β and
-    γ are numbers of each head. In ASEntmax they depend on the query, β = softplus(·) and
-    γ = 2 tanh(·) of its hidden state, which no function of n can do. Both have weights by α-entmax,
-    and not by a softmax. γ may be negative.
-
-    The factors of *yarn* and *longrope* act on the rotated dimensions alone in their models, as a
-    factor on cosine and sine, whose square this is.
-
-    References
-    ----------
-    Where each rule is written down. Those of transformers are tested against its code.
-
-    - asentmax-constant: Vasylenko et al. 2025, arXiv 2506.16640; github.com/deep-spin/asentmax,
-      ``synthetic/src/models/architectures/sparse_gemma.py``.
-    - beam: transformers, ``models/beam``; layers without rotary positions.
-    - chiang-cholak: Chiang & Cholak 2022, arXiv 2202.12172; github.com/ndnlp/parity, ``encoder.py``.
-    - entropy-abf: Zhang et al. 2024, arXiv 2401.07004; github.com/GAIR-NLP/Entropy-ABF,
-      ``patch/EABF.py``; layers from the third on.
-    - grok-2: github.com/sgl-project/sglang, ``xai_temperature_len`` in the Triton kernels of attention.
-    - infoscale: Li et al. 2025, arXiv 2501.08570; github.com/HT-NEKO/Information-Entropy-Invariance,
-      ``model/my_gau_alpha_eval/layer.py``.
-    - inkling: transformers, ``models/inkling``; layers without a window, and position biases too.
-    - llama-4: transformers, ``models/llama4``; layers without rotary positions.
-    - lmdeploy: github.com/InternLM/lmdeploy, ``LogNScaling`` in
-      ``src/turbomind/kernels/attention/rotary_embedding.h``.
-    - longrope: Ding et al. 2024, arXiv 2402.13753; transformers, ``modeling_rope_utils.py``.
-    - lumina: Jin et al. 2023, arXiv 2306.08645; github.com/Alpha-VLLM/Lumina-T2X,
-      ``lumina_next_t2i_mini/models/nextdit.py``; self-attention.
-    - ministral-3: transformers, ``models/ministral3`` and ``models/mistral4``.
-    - mistral-large-4: transformers, ``models/mistral_large4``.
-    - qwen: huggingface.co/Qwen/Qwen-7B, ``modeling_qwen.py``; in inference.
-    - ssmax: Nakanishi 2025, arXiv 2501.19399.
-    - su: Su 2021, spaces.ac.cn/archives/8823; github.com/bojone/bert4keras, "softmax_plus" in
-      ``backend.py``.
-    - su-decoder: Su 2023, spaces.ac.cn/archives/9708; github.com/bojone/rerope, ``rerope_patch.py``.
-    - yarn: Peng et al. 2023, arXiv 2309.00071; transformers, ``modeling_rope_utils.py``.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.preset("qwen", length=2048)(1000)
-    1.0
-    """
-    check_choice("name", name, presets())
-    make = _PRESETS[name]
-    try:
-        bound = inspect.signature(make).bind(**parameters)
-    except TypeError:
-        takes = ", ".join(str(p) for p in inspect.signature(make).parameters.values()) or "none"
-        got = ", ".join(sorted(parameters)) or "none"
-        raise type_error("parameters", f"be those of {name!r} ({takes})", got) from None
-    return make(*bound.args, **bound.kwargs)
-
-
-# What a dictionary may name, and the class it makes.
-_KINDS: dict[str, type[Law]] = {
-    "AffineLog": AffineLog,
-    "Constant": Constant,
-    "InfoScale": InfoScale,
-    "LogLength": LogLength,
-    "PowerLength": PowerLength,
-    "PowerLog": PowerLog,
-    "SqrtLogLength": SqrtLogLength,
-    "StepLog": StepLog,
-    "scaled": _Scaled,
-    "shifted": _Shifted,
-}
-# A dictionary may come from anywhere; deeper nesting means nothing and would end in a RecursionError.
-_MOST_NESTED = 32
-
-
-def to_dict(law: Law) -> dict[str, Any]:
-    """A law as a dictionary of plain values, as JSON and YAML hold them.
-
-    Parameters
-    ----------
-    law : Law
-        Arrays in it must be readable (not traced), and their numbers finite.
-
-    Returns
-    -------
-    dict
-        ``"law"`` names the class, or the function "scaled" or "shifted", whose law is under ``"of"``;
-        the parameters follow. Arrays are nested lists. `from_dict` makes the same law of it.
-
-    Raises
-    ------
-    TypeError
-        For what is no law of this module.
-    ValueError
-        For an array that is not finite.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.to_dict(laws.LogLength(512))
-    {'law': 'LogLength', 'base': 512, 'minimum': None}
-    """
-    kind = next((name for name, kind in _KINDS.items() if type(law) is kind), None)
-    if kind is None:
-        raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
-    data: dict[str, Any] = {"law": kind}
-    for name, x in vars(law).items():
-        if isinstance(x, Law):
-            data["of"] = to_dict(x)
-        elif x is None or isinstance(x, int):
-            data[name] = x
-        else:
-            data[name] = _plain_numbers(name, x) if is_array(x) else float(x)
-    return data
-
-
-def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
-    """The law that a dictionary of `to_dict` describes.
-
-    Nothing in the dictionary is executed or imported; what it may name is fixed.
-
-    Parameters
-    ----------
-    data : dict
-        As `to_dict` gives it. Parameters that have a default may be left out.
-    like : array, optional
-        An array whose library, device and dtype the arrays in the law take. The default is NumPy's
-        float64.
-
-    Returns
-    -------
-    Law
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a name that is not known, for parameters that are missing, that the law does not have or
-        that it does not take, naming them.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.from_dict({"law": "AffineLog", "slope": [0.25, 0.5]})(1).shape
-    (2,)
-    """
-    if like is None:
-        return _from_dict(data, depth=0)
-    check_floating(namespace(like=like), like=like)
-    # Not at once, as the numbers are checked on the host.
-    return _from_dict(data, depth=0)._with_arrays(lambda x: from_numpy(x, like))
-
-
-def _from_dict(data: Any, depth: int) -> Law:
-    if not isinstance(data, dict):
-        raise type_error("data", "be a dictionary that describes a law", type(data).__name__)
-    if depth > _MOST_NESTED:
-        raise value_error("data", f"be nested at most {_MOST_NESTED} deep", "more")
-    if "law" not in data:
-        raise value_error("data", "name a law under 'law'", f"the keys {_listed(data)}")
-    check_choice("law", data["law"], tuple(_KINDS))
-    kind = _KINDS[data["law"]]
-    given = {"law" if key == "of" else key: x for key, x in data.items() if key != "law"}
-    known = {field.name: field.default is MISSING for field in fields(kind)}
-    required = {name for name, is_required in known.items() if is_required}
-    if not required <= given.keys() <= known.keys():
-        names = ["of" if name == "law" else name for name in known]
-        must = f"have the parameters of {data['law']!r} ({', '.join(names)})"
-        raise value_error("data", must, _listed(data.keys() - {"law"}))
-    arguments = {
-        name: _from_dict(x, depth + 1)
-        if name == "law"
-        else _array(name, x)
-        if isinstance(x, list)
-        else x
-        for name, x in given.items()
-    }
-    return kind(**arguments)
-
-
 def _is_same(a: Any, b: Any) -> bool:
     if a is b:  # tracers too, which cannot be read
         return True
@@ -919,30 +583,6 @@ def _is_same(a: Any, b: Any) -> bool:
     except (AttributeError, BufferError, RuntimeError, TypeError):  # each library's own
         must = "have arrays that can be read, to be compared"
         raise type_error("law", must, type(a).__name__) from None
-
-
-def _listed(keys: Any) -> str:
-    return ", ".join(sorted(map(str, keys))) or "none"
-
-
-def _plain_numbers(name: str, x: Array) -> Any:
-    """The numbers of an array as nested lists."""
-    numbers = to_numpy(x)
-    _check_numbers(name, numbers)
-    return numbers.tolist()
-
-
-def _array(name: str, numbers: list[Any]) -> Any:
-    """Nested lists of numbers as an array."""
-    import numpy as np
-
-    try:
-        array = np.asarray(numbers)
-    except ValueError:  # ragged, or deeper than NumPy's arrays
-        raise value_error(name, "be nested lists of equal lengths", "others") from None
-    if array.dtype.kind not in "fiu":
-        raise type_error(name, "be lists of real numbers", f"{array.dtype} values")
-    return array.astype(np.float64)
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
@@ -979,14 +619,14 @@ def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
         if 0 in x.shape:
             raise value_error(name, "have numbers in it", f"the shape {tuple(x.shape)}")
         if is_readable(xp, x):
-            _check_numbers(name, to_numpy(x), above)
+            check_numbers(name, to_numpy(x), above)
     elif isinstance(x, Real):
         check_real(name, x, above=above)
     else:
         raise type_error(name, "be a real number or an array of them", type(x).__name__)
 
 
-def _check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
+def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
     """Refuse what `check_real` refuses, in an array on the host."""
     # The minimum is NaN where a number is.
     if numbers.min() > above and numbers.max() < math.inf:

@@ -1,4 +1,4 @@
-"""Rotary position embedding. Layer 1."""
+"""Rotary position embedding."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rotary(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import rotary
+    >>> from isentropic.layers import rotary
     >>> bool(np.allclose(rotary(np.ones((3, 2)))[:, 0], np.sqrt(2) * np.cos(np.arange(3) + np.pi / 4)))
     True
     """

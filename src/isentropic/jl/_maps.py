@@ -1,4 +1,4 @@
-"""Linear maps that keep distances, applied along any axis: dense, Hadamard, count sketch. Layer 2.
+"""Linear maps that keep distances, applied along any axis: dense, Hadamard, count sketch.
 
 A map is an immutable tuple of arrays, so a pytree in JAX and PyTorch. How maps are drawn is in
 `_projections`.
@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from isentropic._checks import check_axis, check_floating, check_shape, type_error, value_error
-from isentropic._hadamard import Order, apply_kronecker, hadamard_factors, hadamard_order
 from isentropic._loops import map_chunks, map_rows
 from isentropic._namespace import (
     Array,
@@ -29,6 +28,7 @@ from isentropic._namespace import (
     namespace_with_drawn,
 )
 from isentropic._numerics import product, quietly
+from isentropic.jl._hadamard import Order, apply_kronecker, hadamard_factors, hadamard_order
 
 
 @equal_by_value
@@ -47,7 +47,7 @@ class DenseProjection(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import gaussian_projection
+    >>> from isentropic.jl import gaussian_projection
     >>> f = gaussian_projection(1000, 64, rng=0)
     >>> f(np.ones((5, 7, 1000))).shape, f(np.ones((1000, 3)), axis=0).shape
     ((5, 7, 64), (64, 3))
@@ -123,7 +123,7 @@ class HadamardProjection(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import hadamard_projection
+    >>> from isentropic.jl import hadamard_projection
     >>> f = hadamard_projection(65536, 512, rng=0)
     >>> f(np.ones((3, 65536))).shape, sum(part.size for part in f.signs)
     ((3, 512), 65536)
@@ -172,7 +172,7 @@ class HadamardProjection(NamedTuple):
 
         Examples
         --------
-        >>> from isentropic import hadamard_projection
+        >>> from isentropic.jl import hadamard_projection
         >>> [hadamard_projection(d, d, rng=0).has_orthogonal_rows for d in (768, 1000, 4096, 11008)]
         [True, False, True, False]
         """
@@ -264,7 +264,7 @@ class CountSketch(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import count_sketch
+    >>> from isentropic.jl import count_sketch
     >>> count_sketch(1000, 64, rng=0)(np.ones((5, 1000))).shape
     (5, 64)
     """

@@ -35,7 +35,7 @@ class TestFeatures:
         m, draws = 8, 8000
         products = np.empty(draws)
         for seed in range(draws):
-            phi = it.positive_features(6, m, orthogonal=orthogonal, rng=seed)
+            phi = it.layers.positive_features(6, m, orthogonal=orthogonal, rng=seed)
             products[seed] = phi(x) @ phi(y) / np.exp(x @ y)
         assert abs(products.mean() - 1) < 4.5 * products.std() / draws**0.5
         predicted = np.expm1(((x + y) ** 2).sum()) / m
@@ -49,38 +49,38 @@ class TestFeatures:
         # Equation 58 of the document lacks it: the mean is e^{‖x + y‖²/2}.
         rng = np.random.default_rng(1)
         x, y = rng.normal(size=(2, 6)) * 0.35
-        w = it.positive_features(6, 400_000, rng=0).weights
+        w = it.layers.positive_features(6, 400_000, rng=0).weights
         got = np.mean(np.exp(w @ x) * np.exp(w @ y))
         np.testing.assert_allclose(got, np.exp(((x + y) ** 2).sum() / 2), rtol=0.02)
         assert abs(got / np.exp(x @ y) - 1) > 0.2
 
     @pytest.mark.host
     def test_orthogonal_blocks(self):
-        w = it.positive_features(16, 40, rng=0).weights
+        w = it.layers.positive_features(16, 40, rng=0).weights
         for start in (0, 16, 32):
             block = w[start : start + 16]
             gram = block @ block.T
             np.testing.assert_allclose(gram - np.diag(np.diagonal(gram)), 0, atol=1e-10)
         lengths = np.concatenate(
-            [(it.positive_features(16, 16, rng=s).weights ** 2).sum(axis=1) for s in range(300)]
+            [(it.layers.positive_features(16, 16, rng=s).weights ** 2).sum(axis=1) for s in range(300)]
         )
         np.testing.assert_allclose(lengths.mean(), 16, rtol=0.02)
         np.testing.assert_allclose(lengths.var(), 32, rtol=0.1)
 
     def test_same_draw_everywhere(self, backend):
         for orthogonal in (True, False):
-            exact = it.positive_features(8, 20, rng=3, orthogonal=orthogonal).weights
+            exact = it.layers.positive_features(8, 20, rng=3, orthogonal=orthogonal).weights
             like = backend.array(np.zeros(1, "float32"))
-            got = it.positive_features(8, 20, rng=3, orthogonal=orthogonal, like=like).weights
+            got = it.layers.positive_features(8, 20, rng=3, orthogonal=orthogonal, like=like).weights
             np.testing.assert_array_equal(backend.numpy(got), exact.astype("float32"))
 
     def test_equality_is_by_value(self, backend):
         like = backend.array(np.zeros(1, "float32"))
-        phi, again, other = (it.positive_features(8, 20, rng=i, like=like) for i in (3, 3, 4))
+        phi, again, other = (it.layers.positive_features(8, 20, rng=i, like=like) for i in (3, 3, 4))
         assert phi == again
         assert phi != other
         x = backend.array(np.ones((3, 8), "float32"))
-        error, same, longer = (it.linear_attention_error(y, y, phi) for y in (x, x, 2 * x))
+        error, same, longer = (it.layers.linear_attention_error(y, y, phi) for y in (x, x, 2 * x))
         assert error == same
         assert error != longer
         for unhashable in (phi, error):
@@ -88,14 +88,14 @@ class TestFeatures:
                 hash(unhashable)
 
     def test_errors(self, backend):
-        phi = it.positive_features(8, 20, rng=3, like=backend.array(np.zeros(1)))
+        phi = it.layers.positive_features(8, 20, rng=3, like=backend.array(np.zeros(1)))
         assert (phi.n_features, phi.n_components) == (8, 20)
         with pytest.raises(ValueError, match="`x` must have a last dimension of 8, got 7"):
             phi(backend.array(np.zeros((3, 7))))
         with pytest.raises(TypeError, match="`x` must have a real floating-point dtype"):
             phi(backend.array(np.zeros((3, 8), np.int32)))
         with pytest.raises(ValueError, match="`n_components` must be at least 1"):
-            it.positive_features(8, 0)
+            it.layers.positive_features(8, 0)
 
 
 class TestLinearAttention:
@@ -106,10 +106,10 @@ class TestLinearAttention:
         q = rng.normal(size=(2, 3, n_queries, 4))
         k = rng.normal(size=(2, 1, n_keys, 4))
         v = rng.normal(size=(3, n_keys, 5))
-        w = it.positive_features(4, 9, rng=1).weights
+        w = it.layers.positive_features(4, 9, rng=1).weights
         expected = estimate(q, k, v, w, is_causal=is_causal, law=law, scale=0.4)
-        got = it.linear_attention(
-            *map(backend.array, (q, k, v)), it.PositiveFeatures(backend.array(w)),
+        got = it.layers.linear_attention(
+            *map(backend.array, (q, k, v)), it.layers.PositiveFeatures(backend.array(w)),
             is_causal=is_causal, law=law, scale=0.4,
         )  # fmt: skip
         backend.assert_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -120,8 +120,8 @@ class TestLinearAttention:
             exact = backend.numpy(it.attention(q, k, v, is_causal=is_causal))
             errors = []
             for m in (20, 1000):  # the error falls like 1/√m
-                phi = it.positive_features(4, m, rng=0, like=q)
-                got = backend.numpy(it.linear_attention(q, k, v, phi, is_causal=is_causal))
+                phi = it.layers.positive_features(4, m, rng=0, like=q)
+                got = backend.numpy(it.layers.linear_attention(q, k, v, phi, is_causal=is_causal))
                 errors.append(np.abs(got - exact).mean())
             assert errors[1] < 0.02
             assert errors[1] < errors[0] / 3
@@ -129,24 +129,24 @@ class TestLinearAttention:
     def test_no_overflow_and_no_leak_through_causality(self, backend, rng):
         # Norms whose features overflow float32 by far; and a huge last key, which only shifts may leak.
         q, k, v = rng.normal(size=(3, 30, 4)).astype("float32")
-        phi = it.positive_features(4, 20, rng=0, like=backend.array(q))
-        big = it.linear_attention(*map(backend.array, (20 * q, 20 * k, v)), phi, is_causal=True)
+        phi = it.layers.positive_features(4, 20, rng=0, like=backend.array(q))
+        big = it.layers.linear_attention(*map(backend.array, (20 * q, 20 * k, v)), phi, is_causal=True)
         assert np.isfinite(backend.numpy(big)).all()
-        calm = it.linear_attention(*map(backend.array, (q, k, v)), phi, is_causal=True)
+        calm = it.layers.linear_attention(*map(backend.array, (q, k, v)), phi, is_causal=True)
         k[-1] *= 1e4
-        wild = it.linear_attention(*map(backend.array, (q, k, v)), phi, is_causal=True)
+        wild = it.layers.linear_attention(*map(backend.array, (q, k, v)), phi, is_causal=True)
         np.testing.assert_array_equal(backend.numpy(calm)[:-1], backend.numpy(wild)[:-1])
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     @pytest.mark.parametrize("which", [1, 2])
     def test_later_keys_that_are_not_finite_do_not_leak(self, backend, bad, which, rng):
         arrays = list(rng.normal(size=(3, 10, 4)).astype("float32"))
-        phi = it.positive_features(4, 20, rng=0, like=backend.array(arrays[0]))
-        clean = it.linear_attention(*map(backend.array, arrays), phi, is_causal=True)
+        phi = it.layers.positive_features(4, 20, rng=0, like=backend.array(arrays[0]))
+        clean = it.layers.linear_attention(*map(backend.array, arrays), phi, is_causal=True)
         arrays[which] = arrays[which].copy()
         arrays[which][6, 1] = bad
         with np.errstate(invalid="ignore"):
-            dirty = it.linear_attention(*map(backend.array, arrays), phi, is_causal=True)
+            dirty = it.layers.linear_attention(*map(backend.array, arrays), phi, is_causal=True)
         clean, dirty = backend.numpy(clean), backend.numpy(dirty)
         np.testing.assert_allclose(dirty[:6], clean[:6], rtol=1e-5, atol=1e-6)
         assert not np.isfinite(dirty[6:]).all(axis=-1).any()
@@ -155,10 +155,10 @@ class TestLinearAttention:
     @pytest.mark.parametrize("which", [1, 2])
     def test_nor_do_they_leak_into_gradients_of_earlier_queries(self, backend, bad, which, rng):
         arrays = list(rng.normal(size=(3, 10, 4)).astype("float32"))
-        phi = it.positive_features(4, 20, rng=0, like=backend.array(arrays[0]))
+        phi = it.layers.positive_features(4, 20, rng=0, like=backend.array(arrays[0]))
 
         def loss(*qkv):
-            return (it.linear_attention(*qkv, phi, is_causal=True)[:6] ** 2).sum()
+            return (it.layers.linear_attention(*qkv, phi, is_causal=True)[:6] ** 2).sum()
 
         def of_query():
             own = [backend.array(x) for x in arrays]
@@ -182,11 +182,13 @@ class TestLinearAttention:
     def test_with_the_standard_of_2024(self, rng):
         xp = pytest.importorskip("array_api_strict")
         q, k, v = rng.normal(size=(3, 2, 9, 4))
-        phi = it.positive_features(4, 20, rng=0)
+        phi = it.layers.positive_features(4, 20, rng=0)
         with xp.ArrayAPIStrictFlags(api_version="2024.12"):
             arrays = [xp.asarray(x) for x in (q, k, v, phi.weights)]
-            got = it.linear_attention(*arrays[:3], it.PositiveFeatures(arrays[3]), is_causal=True)
-        expected = it.linear_attention(q, k, v, phi, is_causal=True)
+            got = it.layers.linear_attention(
+                *arrays[:3], it.layers.PositiveFeatures(arrays[3]), is_causal=True
+            )
+        expected = it.layers.linear_attention(q, k, v, phi, is_causal=True)
         np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-12)
 
     @pytest.mark.host
@@ -195,11 +197,11 @@ class TestLinearAttention:
 
         n = 8192
         q, k, v = rng.normal(size=(3, n, 16)).astype("float32") * 0.3
-        phi = it.positive_features(16, 32, rng=0, like=q)
+        phi = it.layers.positive_features(16, 32, rng=0, like=q)
         for is_causal in (False, True):
             tracemalloc.start()
             try:
-                it.linear_attention(q, k, v, phi, is_causal=is_causal)
+                it.layers.linear_attention(q, k, v, phi, is_causal=is_causal)
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
@@ -207,21 +209,21 @@ class TestLinearAttention:
 
     def test_errors(self, backend, rng):
         q, k, v = (backend.array(x) for x in rng.normal(size=(3, 5, 4)))
-        phi = it.positive_features(4, 9, rng=1, like=q)
+        phi = it.layers.positive_features(4, 9, rng=1, like=q)
         with pytest.raises(TypeError, match="`features` must be PositiveFeatures"):
-            it.linear_attention(q, k, v, phi.weights)
+            it.layers.linear_attention(q, k, v, phi.weights)
         with pytest.raises(ValueError, match="`features` must be for vectors of the last dimension"):
-            it.linear_attention(q, k, v, it.positive_features(5, 9, rng=1, like=q))
+            it.layers.linear_attention(q, k, v, it.layers.positive_features(5, 9, rng=1, like=q))
         with pytest.raises(ValueError, match="`scale` must be above 0"):
-            it.linear_attention(q, k, v, phi, scale=-1.0)
+            it.layers.linear_attention(q, k, v, phi, scale=-1.0)
         with pytest.raises(TypeError, match="`law` must be a law"):
-            it.linear_attention(q, k, v, phi, law=2.0)
+            it.layers.linear_attention(q, k, v, phi, law=2.0)
         with pytest.raises(ValueError, match="`key` must have the last dimension of `query`"):
-            it.linear_attention(q, k[:, :3], v, phi)
+            it.layers.linear_attention(q, k[:, :3], v, phi)
         if backend.library != "numpy":
-            drawn = it.positive_features(4, 9, rng=1)
+            drawn = it.layers.positive_features(4, 9, rng=1)
             with pytest.raises(TypeError, match="draw the features with `like=query`"):
-                it.linear_attention(q, k, v, drawn)
+                it.layers.linear_attention(q, k, v, drawn)
             with pytest.raises(TypeError, match="draw the features with `like=x`"):
                 drawn(q)
 
@@ -229,14 +231,14 @@ class TestLinearAttention:
 class TestError:
     def test_measured_and_predicted(self, backend, rng, tiny_tiles):
         q, k = rng.normal(size=(2, 2, 7, 4)) * 0.6
-        phi = it.positive_features(4, 12, rng=1)
+        phi = it.layers.positive_features(4, 12, rng=1)
         x, y = q * 0.5**0.5, k * 0.5**0.5
         error = phi(x) @ phi(y).swapaxes(-1, -2) / np.exp(x @ y.swapaxes(-1, -2)) - 1
         variance = np.expm1(((x[..., None, :] + y[..., None, :, :]) ** 2).sum(-1)) / 12
         visible = np.tril(np.ones((7, 7)))
         for is_causal, mask in ((False, np.ones((7, 7))), (True, visible)):
-            got = it.linear_attention_error(
-                backend.array(q), backend.array(k), it.PositiveFeatures(backend.array(phi.weights)),
+            got = it.layers.linear_attention_error(
+                backend.array(q), backend.array(k), it.layers.PositiveFeatures(backend.array(phi.weights)),
                 is_causal=is_causal, law=None, scale=0.5,
             )  # fmt: skip
             for ours, theirs in ((got.measured, error**2), (got.predicted, variance)):
@@ -248,8 +250,8 @@ class TestError:
         # m = O(log n), equation 57 of the document, is false.
         def predicted(n, norm, m):
             q, k = rng.normal(size=(2, n, 16)) * norm
-            phi = it.positive_features(16, m, rng=0)
-            return float(np.median(it.linear_attention_error(q, k, phi, law=None).predicted))
+            phi = it.layers.positive_features(16, m, rng=0)
+            return float(np.median(it.layers.linear_attention_error(q, k, phi, law=None).predicted))
 
         assert predicted(2000, 0.5, 64) == pytest.approx(predicted(50, 0.5, 64), rel=0.2)
         assert predicted(200, 2.0, 10**4) > 100 * predicted(200, 0.5, 64)
@@ -257,17 +259,17 @@ class TestError:
     def test_extremes(self, backend):
         # Opposite vectors, whose sum rounds to less than nothing; and errors beyond all floats.
         x = np.random.default_rng(0).normal(size=(50, 8)).astype("float32")
-        phi = it.positive_features(8, 9, rng=1, like=backend.array(x))
-        error = it.linear_attention_error(backend.array(x), backend.array(-x), phi, law=None)
+        phi = it.layers.positive_features(8, 9, rng=1, like=backend.array(x))
+        error = it.layers.linear_attention_error(backend.array(x), backend.array(-x), phi, law=None)
         assert np.isfinite(backend.numpy(error.predicted)).all()
         big = backend.array(40 * x)
-        error = it.linear_attention_error(big, big, phi, law=None)
+        error = it.layers.linear_attention_error(big, big, phi, law=None)
         assert np.isinf(backend.numpy(error.predicted)).all()
         assert not np.isnan(backend.numpy(error.measured)).any()
 
     def test_no_keys(self, backend):
         q, k = backend.array(np.ones((3, 4))), backend.array(np.ones((0, 4)))
-        phi = it.positive_features(4, 9, rng=1, like=q)
-        error = it.linear_attention_error(q, k, phi)
+        phi = it.layers.positive_features(4, 9, rng=1, like=q)
+        error = it.layers.linear_attention_error(q, k, phi)
         assert error.measured.shape == error.predicted.shape == (3,)
-        assert it.linear_attention(q, k, k, phi).shape == (3, 4)
+        assert it.layers.linear_attention(q, k, k, phi).shape == (3, 4)

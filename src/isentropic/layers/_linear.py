@@ -1,4 +1,4 @@
-"""Positive random features of the softmax kernel, and attention in linear time with them. Layer 6.
+"""Positive random features of the softmax kernel, and attention in linear time with them.
 
 With ω normal, E[exp(ω·x − ‖x‖²/2) exp(ω·y − ‖y‖²/2)] = exp(x·y). Averaged over m features this turns
 attention into two attentions that never form L×S: with y the keys and x the queries,
@@ -26,7 +26,6 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._draws import draw_matrix, generator_of, place_draw, random_orthonormal, takes_rng
 from isentropic._loops import Block, map_blocks, scan_blocks, take, traces_lengths
 from isentropic._namespace import (
     Array,
@@ -41,7 +40,8 @@ from isentropic._namespace import (
 from isentropic._numerics import align, clip, lift, log_or, product, quietly
 from isentropic._state import AttentionState, merge_columns, output_of_columns, tile_state
 from isentropic._tiles import Problem, array_or_none, factor, prepare, visible_lengths
-from isentropic.laws import DEFAULT_LAW, Law, check_law
+from isentropic.jl._draws import draw_matrix, generator_of, place_draw, random_orthonormal, takes_rng
+from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
 # Queries and keys whose products are formed at a time under causality; and rows of an error.
@@ -62,7 +62,7 @@ class PositiveFeatures(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import positive_features
+    >>> from isentropic.layers import positive_features
     >>> phi = positive_features(4, 100_000, rng=0)
     >>> x, y = np.asarray([0.5, 0, 0, 0]), np.asarray([0.3, 0.4, 0, 0])
     >>> estimate = phi(x) @ phi(y)
@@ -112,7 +112,7 @@ class LinearAttentionError(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import linear_attention_error, positive_features
+    >>> from isentropic.layers import linear_attention_error, positive_features
     >>> q, k = np.random.default_rng(0).normal(size=(2, 5, 16)) / 4
     >>> error = linear_attention_error(q, k, positive_features(16, 1024, rng=1))
     >>> error.measured.shape, bool((error.predicted < 0.1).all())
@@ -144,7 +144,7 @@ def positive_features(
         Directions orthogonal in blocks of d, of the lengths of normal vectors: as unbiased as
         independent ones, and of less variance.
     rng, like
-        As for `gaussian_projection`.
+        As for `isentropic.jl.gaussian_projection`.
 
     Returns
     -------
@@ -164,7 +164,7 @@ def positive_features(
 
     Examples
     --------
-    >>> from isentropic import positive_features
+    >>> from isentropic.layers import positive_features
     >>> phi = positive_features(16, 64, rng=0)
     >>> phi.n_features, phi.n_components
     (16, 64)
@@ -242,7 +242,8 @@ def linear_attention(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import attention, linear_attention, positive_features
+    >>> from isentropic import attention
+    >>> from isentropic.layers import linear_attention, positive_features
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 50, 4)) * 0.7
     >>> out = linear_attention(q, k, v, positive_features(4, 4000, rng=0), is_causal=True)
     >>> bool(abs(out - attention(q, k, v, is_causal=True)).max() < 0.05)
@@ -318,7 +319,7 @@ def linear_attention_error(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import linear_attention_error, positive_features
+    >>> from isentropic.layers import linear_attention_error, positive_features
     >>> q, k = np.random.default_rng(0).normal(size=(2, 100, 8)) * 0.5
     >>> error = linear_attention_error(q, k, positive_features(8, 1000, rng=0))
     >>> bool(error.measured.mean() < error.predicted.mean() < 0.1)

@@ -10,14 +10,14 @@ import scipy.linalg
 import isentropic as it
 
 MAPS = {
-    "gaussian": it.gaussian_projection,
-    "rademacher": it.rademacher_projection,
-    "sparse": it.sparse_projection,
-    "orthogonal": it.orthogonal_projection,
-    "hadamard": it.hadamard_projection,
-    "hadamard-2": lambda *a, **k: it.hadamard_projection(*a, rounds=2, **k),
-    "count_sketch": it.count_sketch,
-    "count_sketch-4": lambda *a, **k: it.count_sketch(*a, nonzeros=4, **k),
+    "gaussian": it.jl.gaussian_projection,
+    "rademacher": it.jl.rademacher_projection,
+    "sparse": it.jl.sparse_projection,
+    "orthogonal": it.jl.orthogonal_projection,
+    "hadamard": it.jl.hadamard_projection,
+    "hadamard-2": lambda *a, **k: it.jl.hadamard_projection(*a, rounds=2, **k),
+    "count_sketch": it.jl.count_sketch,
+    "count_sketch-4": lambda *a, **k: it.jl.count_sketch(*a, nonzeros=4, **k),
 }
 SIZES = [(24, 8), (50, 12)]
 
@@ -216,24 +216,24 @@ class TestMoments:
     @pytest.mark.parametrize(
         ("draw", "variance"),
         [
-            (it.gaussian_projection, lambda k, fourth: 2 / k),
-            (it.rademacher_projection, lambda k, fourth: (2 - 2 * fourth) / k),
-            (it.sparse_projection, lambda k, fourth: 2 / k),  # s = 3
+            (it.jl.gaussian_projection, lambda k, fourth: 2 / k),
+            (it.jl.rademacher_projection, lambda k, fourth: (2 - 2 * fourth) / k),
+            (it.jl.sparse_projection, lambda k, fourth: 2 / k),  # s = 3
             (
-                lambda d, k, rng: it.sparse_projection(d, k, density=0.5, rng=rng),
+                lambda d, k, rng: it.jl.sparse_projection(d, k, density=0.5, rng=rng),
                 lambda k, fourth: (2 - fourth) / k,
             ),
-            (it.orthogonal_projection, lambda k, fourth: 2 * (64 - k) / (k * 66)),
+            (it.jl.orthogonal_projection, lambda k, fourth: 2 * (64 - k) / (k * 66)),
             # 16 components of 64 features: two meet with probability 3/63.
-            (it.count_sketch, lambda k, fourth: 2 * 3 / 63 * (1 - fourth)),
+            (it.jl.count_sketch, lambda k, fourth: 2 * 3 / 63 * (1 - fourth)),
             (
-                lambda d, k, rng: it.count_sketch(d, k, nonzeros=4, rng=rng),
+                lambda d, k, rng: it.jl.count_sketch(d, k, nonzeros=4, rng=rng),
                 lambda k, fourth: 2 * (15 / 63) / 4 * (1 - fourth),
             ),
             # The rows are a sample without repetition of z = √D H S v, whose squares have the variance
             # 2 − 2Σv⁴ over the signs, and one mean, 1, for every draw of them.
             (
-                it.hadamard_projection,
+                it.jl.hadamard_projection,
                 lambda k, fourth: (2 - 2 * fourth) / k * (64 - k) / 63,
             ),
         ],
@@ -252,7 +252,7 @@ class TestMoments:
         u, v = rng.normal(size=(2, 50))
         u, v = u / np.linalg.norm(u), v / np.linalg.norm(v)
         k, draws = 200, 4000
-        images = [(f(u), f(v)) for f in (it.gaussian_projection(50, k, rng=s) for s in range(draws))]
+        images = [(f(u), f(v)) for f in (it.jl.gaussian_projection(50, k, rng=s) for s in range(draws))]
         products = np.asarray([a @ b for a, b in images])
         cosines = np.asarray([a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in images])
         np.testing.assert_allclose(products.var(), (1 + (u @ v) ** 2) / k, rtol=0.1)
@@ -263,14 +263,16 @@ class TestMoments:
 class TestHaar:
     def test_rows_are_orthonormal(self):
         for d, k in ((30, 30), (30, 7), (7, 30)):
-            f = it.orthogonal_projection(d, k, rng=0)
+            f = it.jl.orthogonal_projection(d, k, rng=0)
             w = f.weights if k <= d else f.weights.T
             np.testing.assert_allclose(w @ w.T, np.eye(min(d, k)), atol=1e-12)
         np.testing.assert_allclose(f.matrix().T @ f.matrix(), np.eye(7), atol=1e-12)
 
     def test_uniform(self):
         # The first entry of a uniformly random orthogonal matrix is symmetric about 0; QR alone is not.
-        first = np.asarray([it.orthogonal_projection(3, 3, rng=s).weights[0, 0] for s in range(2000)])
+        first = np.asarray(
+            [it.jl.orthogonal_projection(3, 3, rng=s).weights[0, 0] for s in range(2000)]
+        )
         assert abs((first > 0).mean() - 0.5) < 0.05
         assert abs((first**2).mean() - 1 / 3) < 0.03
 
@@ -278,27 +280,27 @@ class TestHaar:
 @pytest.mark.host
 class TestSparse:
     def test_density(self):
-        w = it.sparse_projection(1000, 300, density=0.4, rng=0).weights
+        w = it.jl.sparse_projection(1000, 300, density=0.4, rng=0).weights
         assert set(np.unique(w)) == {-1.0, 0.0, 1.0}
         assert abs((w == 1).mean() - 0.2) < 0.005
         assert abs((w == -1).mean() - 0.2) < 0.005
 
     def test_very_sparse_warns_and_fails_on_spikes(self):
         n, d = 1000, 10**4
-        k = it.jl_min_dim(n, eps=0.5)
+        k = it.jl.min_dim(n, eps=0.5)
         with pytest.warns(UserWarning, match=r"A density of 0.01, below 1/3") as record:
-            f = it.sparse_projection(d, k, density=0.01, rng=0, like=np.zeros(1, "float32"))
+            f = it.jl.sparse_projection(d, k, density=0.01, rng=0, like=np.zeros(1, "float32"))
         assert record[0].filename == __file__
         x = np.eye(n, dtype="float32")
         y = f.matrix().T[:n]  # the images of n single features
         # The figures of the documentation.
-        assert 0.2 < it.distortion(x, y, pairs=10**5, rng=1).failure_rate(0.5).rate < 0.28
+        assert 0.2 < it.jl.distortion(x, y, pairs=10**5, rng=1).failure_rate(0.5).rate < 0.28
         assert 0.03 < (np.abs(y).sum(axis=1) == 0).mean() < 0.07
 
     @pytest.mark.parametrize("density", [0.0, 1.5, "auto"])
     def test_errors(self, density):
         with pytest.raises((ValueError, TypeError), match="`density` must be"):
-            it.sparse_projection(10, 5, density=density)
+            it.jl.sparse_projection(10, 5, density=density)
 
 
 @pytest.mark.host
@@ -306,11 +308,11 @@ class TestHadamard:
     @pytest.mark.parametrize("d", [8, 12, 768, 100, 1000])
     @pytest.mark.parametrize("rounds", [1, 2, 3])
     def test_mixing_is_orthogonal_for_every_size(self, d, rounds):
-        base, doublings = it._hadamard.hadamard_order(d)
+        base, doublings = it.jl._hadamard.hadamard_order(d)
         order = base << doublings
-        m = it.hadamard_projection(d, order, rounds=rounds, rng=0).matrix()  # keeps all coordinates
+        m = it.jl.hadamard_projection(d, order, rounds=rounds, rng=0).matrix()  # keeps all coordinates
         np.testing.assert_allclose(m.T @ m, np.eye(d), atol=1e-10)
-        f = it.hadamard_projection(d, 5, rounds=rounds, rng=0)
+        f = it.jl.hadamard_projection(d, 5, rounds=rounds, rng=0)
         assert f.has_orthogonal_rows == (order == d)
         if order == d:
             np.testing.assert_allclose(f.matrix() @ f.matrix().T, d / 5 * np.eye(5), atol=1e-10)
@@ -326,7 +328,7 @@ class TestHadamard:
     )  # fmt: skip
     @pytest.mark.parametrize("rounds", [1, 2])
     def test_is_a_rotation_where_it_says_so(self, d, rounds, rng):
-        f = it.hadamard_projection(d, d, rounds=rounds, rng=0)
+        f = it.jl.hadamard_projection(d, d, rounds=rounds, rng=0)
         x = rng.normal(size=(2, d))
         assert np.allclose(f.adjoint(f(x)), x) == f.has_orthogonal_rows
         assert np.allclose(f(f.adjoint(x)), x) == f.has_orthogonal_rows
@@ -334,17 +336,17 @@ class TestHadamard:
     def test_examples_of_rotations_and_others(self):
         # The figures of the documentation.
         for d in (64, 80, 768, 896, 4096, 28672):
-            assert it.hadamard_projection(d, d, rng=0).has_orthogonal_rows
+            assert it.jl.hadamard_projection(d, d, rng=0).has_orthogonal_rows
         for d in (104, 1000, 4864, 11008, 13696, 29568):
-            assert not it.hadamard_projection(d, d, rng=0).has_orthogonal_rows
-        matrices = [it.hadamard_projection(104, 104, rng=seed).matrix() for seed in range(20)]
+            assert not it.jl.hadamard_projection(d, d, rng=0).has_orthogonal_rows
+        matrices = [it.jl.hadamard_projection(104, 104, rng=seed).matrix() for seed in range(20)]
         assert np.linalg.matrix_rank(matrices).max() < 104
 
     @pytest.mark.parametrize("d", [100, 1000])
     def test_the_sample_is_of_all_coordinates(self, d):
-        order = it.hadamard_projection(d, d, rounds=2).signs[1].shape[0]
+        order = it.jl.hadamard_projection(d, d, rounds=2).signs[1].shape[0]
         assert order > d
-        rows = np.concatenate([it.hadamard_projection(d, 50, rng=seed).rows for seed in range(2000)])
+        rows = np.concatenate([it.jl.hadamard_projection(d, 50, rng=seed).rows for seed in range(2000)])
         counts = np.bincount(rows, minlength=order)
         assert counts.shape == (order,)
         # Binomial, each: the share of those from d on is theirs.
@@ -354,14 +356,14 @@ class TestHadamard:
 
     def test_definition(self, rng):
         # √(d/k) P H D of the document, with H by SciPy.
-        f = it.hadamard_projection(64, 10, rng=0)
+        f = it.jl.hadamard_projection(64, 10, rng=0)
         h = scipy.linalg.hadamard(64) / 8
         expected = np.sqrt(64 / 10) * h[f.rows] * f.signs[0]
         np.testing.assert_allclose(f.matrix(), expected, atol=1e-12)
 
     def test_one_hot_keeps_its_length(self):
         for d in (64, 768, 100):
-            y = it.hadamard_projection(d, 10, rng=0)(np.eye(d))
+            y = it.jl.hadamard_projection(d, 10, rng=0)(np.eye(d))
             np.testing.assert_allclose((y**2).sum(axis=-1), 1)
 
     @pytest.mark.parametrize("entries", [8, 16])
@@ -378,7 +380,7 @@ class TestHadamard:
         # The figures of the documentation.
         if entries == 8:
             assert of_pattern(4096, 316, 0.5) * 2 * 8 / 2**8 > 2.7e-5
-            assert it.jl_failure_probability(2, 316, eps=0.5) < 2.1e-8
+            assert it.jl.failure_probability(2, 316, eps=0.5) < 2.1e-8
 
         d, k, eps, draws = 1024, 79, 0.5, 3000
         v = np.zeros(d)
@@ -387,37 +389,37 @@ class TestHadamard:
         for rounds in (1, 2):
             failures = 0
             for seed in range(draws):
-                f = it.hadamard_projection(d, k, rounds=rounds, rng=seed)
+                f = it.jl.hadamard_projection(d, k, rounds=rounds, rng=seed)
                 f = f._replace(signs=(np.ones(d), *f.signs[1:]))
                 failures += abs((f(v) ** 2).sum() - 1) > eps
-            rates[rounds] = it._tails.binomial_interval(failures, draws, 0.999)
+            rates[rounds] = it.jl._tails.binomial_interval(failures, draws, 0.999)
         low, high = rates[1]
         assert low < of_pattern(d, k, eps) < high
-        gaussian = it.jl_failure_probability(2, k, eps=eps)
+        gaussian = it.jl.failure_probability(2, k, eps=eps)
         assert low > 10 * gaussian
         assert rates[2][0] < gaussian < rates[2][1]  # the second round mends it
 
     def test_memory(self):
-        f = it.hadamard_projection(65536, 512, rng=0, like=np.zeros(1, "float32"))
+        f = it.jl.hadamard_projection(65536, 512, rng=0, like=np.zeros(1, "float32"))
         assert sum(part.nbytes for part in flat(f)) < 5 * 65536
 
     def test_errors(self):
         with pytest.raises(ValueError, match="`rounds` must be at least 1"):
-            it.hadamard_projection(8, 2, rounds=0)
+            it.jl.hadamard_projection(8, 2, rounds=0)
         rows = np.arange(2)
         with pytest.raises(ValueError, match=r"`signs` must hold an array for each round, got \(\)"):
-            it.HadamardProjection((), rows).matrix()
+            it.jl.HadamardProjection((), rows).matrix()
         with pytest.raises(TypeError, match="`signs` must be a tuple of arrays, got ndarray"):
-            it.HadamardProjection(np.ones(8), rows)(np.ones(8))
+            it.jl.HadamardProjection(np.ones(8), rows)(np.ones(8))
         with pytest.raises(ValueError, match=r"`signs\[1\]` must have the shape \(12,\), got \(9,\)"):
-            it.HadamardProjection((np.ones(9), np.ones(9)), rows)(np.ones(9))
+            it.jl.HadamardProjection((np.ones(9), np.ones(9)), rows)(np.ones(9))
 
 
 @pytest.mark.host
 class TestCountSketch:
     @pytest.mark.parametrize(("d", "k", "s"), [(100, 10, 1), (101, 12, 3), (5, 12, 4), (12, 12, 1)])
     def test_matrix_has_the_nonzeros(self, d, k, s):
-        m = it.count_sketch(d, k, nonzeros=s, rng=0).matrix()
+        m = it.jl.count_sketch(d, k, nonzeros=s, rng=0).matrix()
         np.testing.assert_allclose(np.abs(m).sum(axis=0), s**0.5)
         blocks = (m != 0).reshape(s, k // s, d)
         assert (blocks.sum(axis=1) == 1).all()  # one in each block
@@ -426,14 +428,14 @@ class TestCountSketch:
 
     def test_errors(self):
         with pytest.raises(ValueError, match=r"`nonzeros` must divide `n_components` \(10\), got 3"):
-            it.count_sketch(100, 10, nonzeros=3)
+            it.jl.count_sketch(100, 10, nonzeros=3)
         with pytest.raises(ValueError, match="`nonzeros` must be at least 1"):
-            it.count_sketch(100, 10, nonzeros=0)
-        f = it.count_sketch(100, 10, rng=0)
+            it.jl.count_sketch(100, 10, nonzeros=0)
+        f = it.jl.count_sketch(100, 10, rng=0)
         with pytest.raises(
             ValueError, match=r"`components` must have the shape \(1, 100\), got \(10, 10\)"
         ):
-            it.CountSketch(f.signs, f.features, f.components)(np.ones(100))
+            it.jl.CountSketch(f.signs, f.features, f.components)(np.ones(100))
 
 
 @pytest.mark.host
@@ -442,7 +444,7 @@ def test_memory_of_float32_draws():
 
     tracemalloc.start()
     try:
-        it.gaussian_projection(20_000, 200, rng=0, like=np.zeros(1, "float32"))
+        it.jl.gaussian_projection(20_000, 200, rng=0, like=np.zeros(1, "float32"))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -454,9 +456,9 @@ def test_memory_of_float32_draws():
 @pytest.mark.parametrize(
     "function",
     [
-        it.gaussian_projection, it.rademacher_projection, it.sparse_projection,
-        it.orthogonal_projection, it.hadamard_projection, it.count_sketch, it.positive_features,
-        it.distortion,
+        it.jl.gaussian_projection, it.jl.rademacher_projection, it.jl.sparse_projection,
+        it.jl.orthogonal_projection, it.jl.hadamard_projection, it.jl.count_sketch, it.layers.positive_features,
+        it.jl.distortion,
     ],
 )  # fmt: skip
 def test_the_source_of_a_draw_is_rng(function, name):

@@ -6,7 +6,7 @@ from scipy.spatial.distance import pdist
 from scipy.stats import binomtest
 
 import isentropic as it
-from isentropic import _distortion
+from isentropic.jl import _distortion
 
 
 def cosine_angles(x):
@@ -23,7 +23,7 @@ class TestValues:
     def test_all_pairs(self, backend, rng, tiny_tiles):
         x = rng.normal(size=(23, 40))
         y = x @ rng.normal(size=(40, 7)) / 7**0.5
-        report = it.distortion(backend.array(x), backend.array(y))
+        report = it.jl.distortion(backend.array(x), backend.array(y))
         order = upper(23)
         expected = {
             "distance": pdist(y) ** 2 / pdist(x) ** 2 - 1,
@@ -47,42 +47,44 @@ class TestValues:
     def test_sampled_pairs(self, backend, rng):
         x = rng.normal(size=(60, 30))
         y = x[:, :10] * 3**0.5
-        whole = backend.numpy(it.distortion(backend.array(x), backend.array(y)).distance)
-        sample = it.distortion(backend.array(x), backend.array(y), pairs=300, rng=1)
+        whole = backend.numpy(it.jl.distortion(backend.array(x), backend.array(y)).distance)
+        sample = it.jl.distortion(backend.array(x), backend.array(y), pairs=300, rng=1)
         got = backend.numpy(sample.distance)
         assert got.shape == (300,)
         assert (np.abs(got[:, None] - whole).min(axis=1) < 1e-5).all()
-        again = it.distortion(backend.array(x), backend.array(y), pairs=300, rng=1)
+        again = it.jl.distortion(backend.array(x), backend.array(y), pairs=300, rng=1)
         np.testing.assert_array_equal(got, backend.numpy(again.distance))
         rate = sample.failure_rate(0.5, confidence=0.9)
         failures = int((np.abs(got) > 0.5).sum())
         interval = binomtest(failures, 300).proportion_ci(0.9)
         assert rate == pytest.approx((failures / 300, interval.low, interval.high))
         # More pairs than there are: all.
-        assert it.distortion(backend.array(x), backend.array(y), pairs=10**6).distance.shape == (1770,)
+        assert it.jl.distortion(backend.array(x), backend.array(y), pairs=10**6).distance.shape == (
+            1770,
+        )
 
     def test_an_isometry(self, backend, rng):
         x = backend.array(rng.normal(size=(20, 8)).astype("float32"))
-        report = it.distortion(x, it.orthogonal_projection(8, 8, rng=0, like=x)(x))
+        report = it.jl.distortion(x, it.jl.orthogonal_projection(8, 8, rng=0, like=x)(x))
         for errors in (report.distance, report.norm, report.inner_product, report.angle):
             assert np.abs(backend.numpy(errors)).max() < 1e-5
 
     def test_degenerate_points(self, backend):
         x = backend.array([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [2.0, 2.0], [-1.0, -1.0]])
-        report = it.distortion(x, x)
+        report = it.jl.distortion(x, x)
         for errors in (report.distance, report.norm, report.inner_product, report.angle):
             np.testing.assert_allclose(backend.numpy(errors), 0, atol=1e-6)
         # A point that a map loses has no angle, which is taken as 0.
         lost = backend.array([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [2.0, 2.0], [-1.0, -1.0]])
-        assert np.isfinite(backend.numpy(it.distortion(x, lost).angle)).all()
-        report = it.distortion(backend.array(np.eye(3)), backend.array(np.eye(3)[:, :2]))
+        assert np.isfinite(backend.numpy(it.jl.distortion(x, lost).angle)).all()
+        report = it.jl.distortion(backend.array(np.eye(3)), backend.array(np.eye(3)[:, :2]))
         np.testing.assert_allclose(backend.numpy(report.angle), [0, -np.pi / 2, -np.pi / 2], atol=1e-6)
         # What is off by eps itself is not off by more.
         assert report.failure_rate(0.5) == (0.0, 0.0, 0.0)
         assert report.failure_rate(0.4999).rate == 2 / 3
         # Equal points that the map tells apart.
         y = backend.array([[0.0, 0.0], [1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [-1.0, -1.0]])
-        report = it.distortion(x, y)
+        report = it.jl.distortion(x, y)
         assert report.worst == np.inf
         assert "inf" in repr(report)
         assert np.isfinite(backend.numpy(report.angle)).all()
@@ -94,13 +96,13 @@ class TestValues:
             import jax
 
             def total(y):
-                report = it.distortion(backend.array(x), y)
+                report = it.jl.distortion(backend.array(x), y)
                 return sum(getattr(report, name).sum() for name in names)
 
             gradient = jax.grad(total)(backend.array(x))
         elif backend.library == "torch":
             y = backend.array(x).requires_grad_()
-            report = it.distortion(backend.array(x), y)
+            report = it.jl.distortion(backend.array(x), y)
             sum(getattr(report, name).sum() for name in names).backward()
             gradient = y.grad
         else:
@@ -110,22 +112,22 @@ class TestValues:
     def test_angles_of_nearly_opposite_vectors(self, backend, rng):
         a = rng.normal(size=(20, 64))
         x = np.concatenate((a, -1.3 * a + 1e-3 * rng.normal(size=(20, 64)))).astype("float32")
-        turned = it.orthogonal_projection(64, 64, rng=1, like=backend.array(x))(backend.array(x))
-        report = it.distortion(backend.array(x), turned)
+        turned = it.jl.orthogonal_projection(64, 64, rng=1, like=backend.array(x))(backend.array(x))
+        report = it.jl.distortion(backend.array(x), turned)
         assert np.abs(backend.numpy(report.angle)).max() < 1e-5
 
     @pytest.mark.host
     def test_close_points_keep_their_digits(self, rng):
         # Through inner products the distance of 1e-5 would drown in the rounding of 1e6.
         x = (1000 + 1e-5 * rng.normal(size=(5, 100))).astype("float64")
-        report = it.distortion(x, 2 * x)
+        report = it.jl.distortion(x, 2 * x)
         np.testing.assert_allclose(report.distance, 3, rtol=1e-6)
 
     def test_half_precision(self, backend, rng):
         if backend.half is None:
             pytest.skip("no half precision here")
         x = backend.array(rng.normal(size=(10, 3000)).astype("float16") * 10)  # squared norms overflow
-        report = it.distortion(x, x)
+        report = it.jl.distortion(x, x)
         assert report.distance.dtype == backend.xp.float32
         assert report.worst == 0
 
@@ -134,7 +136,7 @@ class TestValues:
         x = np.ones((3, 2)) * np.arange(3)[:, None]
         y = x.copy()
         y[2] = np.nan
-        assert it.distortion(x, y).failure_rate(0.1).rate == pytest.approx(2 / 3)
+        assert it.jl.distortion(x, y).failure_rate(0.1).rate == pytest.approx(2 / 3)
 
     @pytest.mark.host
     def test_pairs_of_many_points(self):
@@ -154,7 +156,7 @@ class TestValues:
         y = x[:, :50].copy()
         tracemalloc.start()
         try:
-            it.distortion(x, y)
+            it.jl.distortion(x, y)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -164,7 +166,7 @@ class TestValues:
 class TestReport:
     def test_table(self, backend, rng):
         x = backend.array(rng.normal(size=(50, 64)).astype("float32"))
-        text = repr(it.distortion(x, it.hadamard_projection(64, 16, rng=0, like=x)(x)))
+        text = repr(it.jl.distortion(x, it.jl.hadamard_projection(64, 16, rng=0, like=x)(x)))
         assert "50 points, 64 → 16 dimensions, all 1225 pairs" in text
         for word in (
             "squared distance",
@@ -176,23 +178,23 @@ class TestReport:
         ):
             assert word in text
         assert all(len(line) <= 100 for line in text.splitlines())
-        sampled = repr(it.distortion(x, x, pairs=100, rng=0))
+        sampled = repr(it.jl.distortion(x, x, pairs=100, rng=0))
         assert "100 of 1225 pairs" in sampled
         assert "at 95 %" in sampled
 
     def test_errors(self, backend):
         x = backend.array(np.ones((4, 3)))
         with pytest.raises(ValueError, match=r"`y` must have as many rows as `x` \(4\), got 2"):
-            it.distortion(x, x[:2, :])
+            it.jl.distortion(x, x[:2, :])
         with pytest.raises(ValueError, match="`x` must have 2 dimensions, got 1"):
-            it.distortion(x[0, :], x)
+            it.jl.distortion(x[0, :], x)
         with pytest.raises(ValueError, match="`x` must have at least 2 rows, got 1"):
-            it.distortion(x[:1, :], x[:1, :])
+            it.jl.distortion(x[:1, :], x[:1, :])
         with pytest.raises(ValueError, match="`pairs` must be at least 1"):
-            it.distortion(x, x, pairs=0)
+            it.jl.distortion(x, x, pairs=0)
         with pytest.raises(TypeError, match="`y` must have a real floating-point dtype"):
-            it.distortion(x, backend.array(np.ones((4, 3), np.int32)))
-        report = it.distortion(x, x)
+            it.jl.distortion(x, backend.array(np.ones((4, 3), np.int32)))
+        report = it.jl.distortion(x, x)
         with pytest.raises(ValueError, match="`eps` must be above 0"):
             report.failure_rate(0.0)
         with pytest.raises(ValueError, match="`confidence` must be below 1"):

@@ -1,4 +1,4 @@
-"""How well an embedding keeps distances, norms, inner products and angles, measured. Layer 2."""
+"""How well an embedding keeps distances, norms, inner products and angles, measured."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isentropic._bounds import jl_distortion
 from isentropic._checks import check_floating, check_real, counts, value_error
-from isentropic._draws import generator_of, takes_rng
 from isentropic._loops import Block, map_blocks, take
 from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 from isentropic._numerics import divide_or_zero, root_or_zero
-from isentropic._tails import binomial_interval
+from isentropic.jl import _dimensions
+from isentropic.jl._draws import generator_of, takes_rng
+from isentropic.jl._tails import binomial_interval
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,7 @@ class FailureRate(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import distortion
+    >>> from isentropic.jl import distortion
     >>> x = np.eye(3)
     >>> distortion(x, x[:, :2]).failure_rate(0.6)  # no pair is off by more than half
     FailureRate(rate=0.0, low=0.0, high=0.0)
@@ -79,7 +79,7 @@ class DistortionReport:
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import distortion
+    >>> from isentropic.jl import distortion
     >>> x = np.eye(3)
     >>> report = distortion(x, x[:, :2])  # the last feature left away
     >>> report.norm, report.worst
@@ -150,7 +150,7 @@ class DistortionReport:
             rate, low, high = self.failure_rate(eps)
             interval = "" if low == high else f"  [{100 * low:.3g}, {100 * high:.3g}] % at 95 %"
             lines.append(f"{eps:>8}: {100 * rate:.3g} %{interval}")
-        eps = jl_distortion(max(self.n_points, 2), self.n_components, delta=0.01)
+        eps = _dimensions.eps(max(self.n_points, 2), self.n_components, delta=0.01)
         bought = f"within {eps:.3g}" if eps < 1 else "within no eps below 1"
         lines.append(
             f"A Gaussian map to {self.n_components} dimensions keeps them all {bought} "
@@ -197,7 +197,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import distortion, gaussian_projection
+    >>> from isentropic.jl import distortion, gaussian_projection
     >>> x = np.random.default_rng(0).normal(size=(100, 2000))
     >>> distortion(x, gaussian_projection(2000, 500, rng=1)(x))
     Distortion of 100 points, 2000 → 500 dimensions, all 4950 pairs

@@ -1,4 +1,4 @@
-"""How many dimensions the Johnson–Lindenstrauss lemma asks for. Layer 1.
+"""How many dimensions the Johnson–Lindenstrauss lemma asks for.
 
 The lemma: a random linear map f from d to k dimensions keeps, with probability at least 1 − δ, all
 squared distances of n points within (1 ± ε):
@@ -17,7 +17,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_choice, check_real, type_error, value_error
-from isentropic._tails import log_beta_tail, log_chi2_tail
+from isentropic.jl._tails import log_beta_tail, log_chi2_tail
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ _CLOSED: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-def jl_min_dim(
+def min_dim(
     n_samples: Any,
     *,
     eps: Any = 0.1,
@@ -99,12 +99,12 @@ def jl_min_dim(
 
     Examples
     --------
-    >>> from isentropic import jl_min_dim
-    >>> jl_min_dim(10_000, eps=0.2)
+    >>> from isentropic.jl import min_dim
+    >>> min_dim(10_000, eps=0.2)
     2206
-    >>> jl_min_dim(10_000, eps=[0.1, 0.2, 0.5], method="dasgupta-gupta")
+    >>> min_dim(10_000, eps=[0.1, 0.2, 0.5], method="dasgupta-gupta")
     array([9869, 2657,  553])
-    >>> jl_min_dim(10_000, eps=0.1, method="haar", n_features=1000)
+    >>> min_dim(10_000, eps=0.1, method="haar", n_features=1000)
     930
     """
     import numpy as np
@@ -132,12 +132,12 @@ def jl_min_dim(
     return _result(high.astype(np.int64), scalar)
 
 
-def jl_failure_probability(
+def failure_probability(
     n_samples: Any, n_components: Any, *, eps: Any, method: str = "exact", n_features: Any = None
 ) -> Any:
     """A bound on the probability that k dimensions fail to keep all distances within (1 ± eps).
 
-    The inverse of `jl_min_dim` in its `delta`.
+    The inverse of `min_dim` in its `delta`.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def jl_failure_probability(
     eps : number or array in (0, 1)
         The distortion of squared distances.
     method : {"exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"}
-        As for `jl_min_dim`.
+        As for `min_dim`.
     n_features : number or array ≥ 1, optional
         The dimension of the points, for ``"haar"``.
 
@@ -159,8 +159,8 @@ def jl_failure_probability(
 
     Examples
     --------
-    >>> from isentropic import jl_failure_probability
-    >>> round(jl_failure_probability(10_000, 2206, eps=0.2), 5)
+    >>> from isentropic.jl import failure_probability
+    >>> round(failure_probability(10_000, 2206, eps=0.2), 5)
     0.00998
     """
     import numpy as np
@@ -173,7 +173,7 @@ def jl_failure_probability(
     return _result(np.exp(np.minimum(_log_failure(method, n, k, e, *d), 0.0)), scalar)
 
 
-def jl_distortion(
+def eps(
     n_samples: Any,
     n_components: Any,
     *,
@@ -183,7 +183,7 @@ def jl_distortion(
 ) -> Any:
     """The distortion eps of squared distances that k dimensions buy.
 
-    The inverse of `jl_min_dim` in its `eps`.
+    The inverse of `min_dim` in its `eps`.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def jl_distortion(
     delta : number or array in (0, 1)
         The probability with which any distance may fail.
     method : {"exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"}
-        As for `jl_min_dim`.
+        As for `min_dim`.
     n_features : number or array ≥ 1, optional
         The dimension of the points, for ``"haar"``.
 
@@ -205,8 +205,8 @@ def jl_distortion(
 
     Examples
     --------
-    >>> from isentropic import jl_distortion
-    >>> round(jl_distortion(10_000, 2206), 4)
+    >>> from isentropic.jl import eps
+    >>> round(eps(10_000, 2206), 4)
     0.2
     """
     import numpy as np
@@ -226,7 +226,7 @@ def jl_distortion(
     return _result(np.where(reachable, high, math.inf), scalar)
 
 
-def jl_lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
+def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
     """The growth of the dimension that *any* map needs, up to a constant: ``log(eps² n)/eps²``.
 
     No map, random or not, linear or not, embeds every set of n points of n dimensions with the
@@ -251,9 +251,9 @@ def jl_lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
 
     Examples
     --------
-    >>> from isentropic import jl_lower_bound, jl_min_dim
+    >>> from isentropic.jl import lower_bound, min_dim
     >>> n = [10**4, 10**8]
-    >>> (jl_min_dim(n, eps=0.2) / jl_lower_bound(n, eps=0.2)).round(1)
+    >>> (min_dim(n, eps=0.2) / lower_bound(n, eps=0.2)).round(1)
     array([14.7, 11.2])
     """
     import numpy as np
@@ -270,7 +270,7 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
     A rule of thumb for how many dimensions give n things enough room to be told apart by inner
     products in a skip-gram model; with the coefficient 8 in its first form. It is **no guarantee
     about distances**: at k = 48, n = 300 thousands of pairs are off by more than 30 %. For that see
-    `jl_min_dim`.
+    `min_dim`.
 
     Parameters
     ----------
@@ -294,7 +294,7 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
 
     Examples
     --------
-    >>> from isentropic import entropy_criterion_dim
+    >>> from isentropic.theory import entropy_criterion_dim
     >>> entropy_criterion_dim(512), entropy_criterion_dim(100_000, coefficient=8)
     (52, 93)
     """
@@ -335,7 +335,7 @@ def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
 
     Examples
     --------
-    >>> from isentropic import matched_key_dim
+    >>> from isentropic.theory import matched_key_dim
     >>> round(matched_key_dim(8192, 64), 1)
     92.4
     """

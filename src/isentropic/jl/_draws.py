@@ -1,4 +1,4 @@
-"""Draws: on the host, once, in float64, and then moved. Layer 1.
+"""Draws: on the host, once, in float64, and then moved.
 
 So the same seed gives the same numbers in every library and dtype, and on every device.
 """

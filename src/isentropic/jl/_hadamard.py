@@ -1,4 +1,4 @@
-"""Hadamard matrices: orthogonal, all entries ±1/√n, and applied in O(n log n). Layer 1.
+"""Hadamard matrices: orthogonal, all entries ±1/√n, and applied in O(n log n).
 
 A matrix of order m·2^j is the Kronecker product of one of order m and of Sylvester's, and a product
 H_a ⊗ H_b is applied one factor at a time, each as a matrix product along one axis of the vector
@@ -60,7 +60,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import hadamard_transform
+    >>> from isentropic.jl import hadamard_transform
     >>> hadamard_transform(np.asarray([1.0, 0.0, 0.0, 1.0]), norm="backward")
     array([2., 0., 0., 2.])
     >>> x = np.random.default_rng(0).normal(size=(3, 1024))

@@ -1,4 +1,4 @@
-"""Logarithms of the tails of χ² and Beta distributions, on the host in float64. Layer 0.
+"""Logarithms of the tails of χ² and Beta distributions, on the host in float64.
 
 The tails that the union bound asks for lie far below what a float can hold, so their logarithms are
 computed. Writing the variable as the bound times e^{στ}, σ = 1 above and −1 below, each tail is its

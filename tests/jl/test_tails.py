@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, chi2
 
-from isentropic._tails import binomial_interval, log_beta_tail, log_chi2_tail
+from isentropic.jl._tails import binomial_interval, log_beta_tail, log_chi2_tail
 
 pytestmark = pytest.mark.host
 

@@ -1,4 +1,4 @@
-"""Random linear maps that keep distances: the draws of Johnson–Lindenstrauss maps. Layer 3.
+"""Random linear maps that keep distances: the draws of Johnson–Lindenstrauss maps.
 
 How maps are applied is in `_maps`.
 """
@@ -9,7 +9,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_real, counts, value_error
-from isentropic._draws import (
+from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic.jl._draws import (
     draw_matrix,
     generator_of,
     place_draw,
@@ -17,14 +18,13 @@ from isentropic._draws import (
     random_signs,
     takes_rng,
 )
-from isentropic._hadamard import hadamard_order
-from isentropic._maps import CountSketch, DenseProjection, HadamardProjection
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic.jl._hadamard import hadamard_order
+from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from isentropic._draws import Draw
+    from isentropic.jl._draws import Draw
 
 
 @takes_rng
@@ -34,7 +34,7 @@ def gaussian_projection(
     """The Gaussian random map ``f(x) = R x/√k`` with independent standard normal entries.
 
     Squared norms are kept on average, and for every x their relative error is that of
-    :math:`χ^2_k/k`, so ``jl_min_dim(method="exact")`` is its guarantee.
+    :math:`χ^2_k/k`, so ``min_dim(method="exact")`` is its guarantee.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ def gaussian_projection(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import gaussian_projection, jl_min_dim
+    >>> from isentropic.jl import gaussian_projection, min_dim
     >>> x = np.random.default_rng(1).normal(size=(20, 10_000))
-    >>> f = gaussian_projection(10_000, jl_min_dim(20, eps=0.2), rng=0)
+    >>> f = gaussian_projection(10_000, min_dim(20, eps=0.2), rng=0)
     >>> y = f(x)
     >>> y.shape, bool(abs((y**2).sum(-1) / (x**2).sum(-1) - 1).max() < 0.2)
     ((20, 854), True)
@@ -81,7 +81,7 @@ def rademacher_projection(
 ) -> DenseProjection:
     """The random map ``f(x) = R x/√k`` with independent entries ±1.
 
-    ``jl_min_dim(method="achlioptas")`` is its guarantee.
+    ``min_dim(method="achlioptas")`` is its guarantee.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def rademacher_projection(
 
     Examples
     --------
-    >>> from isentropic import rademacher_projection
+    >>> from isentropic.jl import rademacher_projection
     >>> rademacher_projection(4, 2, rng=0).weights
     array([[ 1., -1., -1., -1.],
            [-1., -1.,  1., -1.]])
@@ -124,7 +124,7 @@ def sparse_projection(
     """The random map ``f(x) = √(s/k) R x`` with entries 0 but for one in s, which is ±1.
 
     Stored dense: at the density 1/s = 1/3 sparse matrices are several times slower.
-    ``jl_min_dim(method="achlioptas")`` is the guarantee for densities of at least 1/3.
+    ``min_dim(method="achlioptas")`` is the guarantee for densities of at least 1/3.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def sparse_projection(
 
     Examples
     --------
-    >>> from isentropic import sparse_projection
+    >>> from isentropic.jl import sparse_projection
     >>> sparse_projection(6, 2, rng=0).weights
     array([[ 0.,  0.,  1.,  1.,  0., -1.],
            [ 0.,  0.,  0., -1.,  0.,  1.]])
@@ -172,7 +172,7 @@ def orthogonal_projection(
     """The projection onto a uniformly random subspace, scaled by ``√(d/k)``.
 
     Its rows are orthonormal but for the scale; for k ≥ d its columns are, and it is an isometry.
-    ``jl_min_dim(method="haar")`` is its guarantee. The draw takes O(d k²) operations for k ≤ d.
+    ``min_dim(method="haar")`` is its guarantee. The draw takes O(d k²) operations for k ≤ d.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ def orthogonal_projection(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import orthogonal_projection
+    >>> from isentropic.jl import orthogonal_projection
     >>> f = orthogonal_projection(300, 30, rng=0)
     >>> bool(np.allclose(f.weights @ f.weights.T, np.eye(30)))
     True
@@ -262,7 +262,7 @@ def hadamard_projection(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import hadamard_projection
+    >>> from isentropic.jl import hadamard_projection
     >>> f = hadamard_projection(1000, 200, rng=0)
     >>> y = f(np.eye(1000))  # single features keep their lengths exactly
     >>> bool(np.allclose((y**2).sum(-1), 1))
@@ -321,7 +321,7 @@ def count_sketch(
 
     Examples
     --------
-    >>> from isentropic import count_sketch
+    >>> from isentropic.jl import count_sketch
     >>> count_sketch(6, 2, rng=0).matrix()
     array([[ 1.,  0.,  0., -1.,  0., -1.],
            [ 0., -1., -1.,  0., -1.,  0.]])
@@ -359,7 +359,7 @@ def sparse_entries(density: float) -> Draw:
     if density < 1 / 3:
         warnings.warn(
             f"A density of {density:.3g}, below 1/3, loses the lengths of vectors with few large "
-            f"entries, and no guarantee of jl_min_dim covers it; hadamard_projection is fast on all.",
+            f"entries, and no guarantee of min_dim covers it; hadamard_projection is fast on all.",
             stacklevel=4,  # the caller of a function that takes_rng
         )
 

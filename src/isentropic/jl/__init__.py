@@ -1,0 +1,45 @@
+"""Johnson–Lindenstrauss projections: how many dimensions, which map, and what it has done to the data.
+
+`min_dim` tells how many dimensions keep the distances of so many points. The functions ``*_projection``
+and `count_sketch` draw a map. `distortion` measures what the map has done.
+
+>>> import numpy as np
+>>> from isentropic import jl
+>>> x = np.random.default_rng(0).normal(size=(20, 10_000))
+>>> f = jl.hadamard_projection(10_000, jl.min_dim(20, eps=0.2), rng=0)
+>>> bool(np.all(np.abs(jl.distortion(x, f(x)).distance) < 0.2))
+True
+"""
+
+from isentropic.jl._dimensions import eps, failure_probability, lower_bound, min_dim
+from isentropic.jl._distortion import DistortionReport, FailureRate, distortion
+from isentropic.jl._hadamard import hadamard_transform
+from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection
+from isentropic.jl._projections import (
+    count_sketch,
+    gaussian_projection,
+    hadamard_projection,
+    orthogonal_projection,
+    rademacher_projection,
+    sparse_projection,
+)
+
+__all__ = [
+    "CountSketch",
+    "DenseProjection",
+    "DistortionReport",
+    "FailureRate",
+    "HadamardProjection",
+    "count_sketch",
+    "distortion",
+    "eps",
+    "failure_probability",
+    "gaussian_projection",
+    "hadamard_projection",
+    "hadamard_transform",
+    "lower_bound",
+    "min_dim",
+    "orthogonal_projection",
+    "rademacher_projection",
+    "sparse_projection",
+]

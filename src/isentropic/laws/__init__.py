@@ -1,0 +1,51 @@
+"""Laws: how the scale of the logits depends on the number n of keys that a query sees.
+
+A law is a small immutable value that maps n to a dimensionless factor, which multiplies the scale of
+the attention (``1/√E`` by default). All logarithms are natural; ln n is computed in float32 or
+better, and n ≤ 1 counts as 1, so that ln n is never negative.
+
+Parameters are numbers or arrays (learnable, per head). Array parameters range over the batch and
+head axes: with n of shape (..., L) a parameter of shape (H,) gives a factor of shape (H, L).
+
+>>> from isentropic import laws
+>>> laws.LogLength(512)(512)
+1.0
+>>> round(laws.LogLength(512)(8192), 3)
+1.444
+"""
+
+from isentropic.laws._dictionaries import from_dict, to_dict
+from isentropic.laws._formulas import (
+    AffineLog,
+    Constant,
+    InfoScale,
+    Law,
+    LogLength,
+    Power,
+    PowerLog,
+    SqrtLogLength,
+    StepLog,
+    from_kappa,
+    scaled,
+    shifted,
+)
+from isentropic.laws._presets import preset, presets
+
+__all__ = [
+    "AffineLog",
+    "Constant",
+    "InfoScale",
+    "Law",
+    "LogLength",
+    "Power",
+    "PowerLog",
+    "SqrtLogLength",
+    "StepLog",
+    "from_dict",
+    "from_kappa",
+    "preset",
+    "presets",
+    "scaled",
+    "shifted",
+    "to_dict",
+]

@@ -1,0 +1,167 @@
+"""Laws as dictionaries of plain values, as JSON and YAML hold them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from isentropic._checks import check_choice, check_floating, is_array, type_error, value_error
+from isentropic._namespace import Array, from_numpy, namespace, to_numpy
+from isentropic.laws._formulas import (
+    AffineLog,
+    Constant,
+    InfoScale,
+    Law,
+    LogLength,
+    Power,
+    PowerLog,
+    Scaled,
+    Shifted,
+    SqrtLogLength,
+    StepLog,
+    check_numbers,
+)
+
+# What a dictionary may name, and the class it makes.
+_KINDS: dict[str, type[Law]] = {
+    "AffineLog": AffineLog,
+    "Constant": Constant,
+    "InfoScale": InfoScale,
+    "LogLength": LogLength,
+    "Power": Power,
+    "PowerLog": PowerLog,
+    "SqrtLogLength": SqrtLogLength,
+    "StepLog": StepLog,
+    "scaled": Scaled,
+    "shifted": Shifted,
+}
+# A dictionary may come from anywhere; deeper nesting means nothing and would end in a RecursionError.
+_MOST_NESTED = 32
+
+
+def to_dict(law: Law) -> dict[str, Any]:
+    """A law as a dictionary of plain values, as JSON and YAML hold them.
+
+    Parameters
+    ----------
+    law : Law
+        Arrays in it must be readable (not traced), and their numbers finite.
+
+    Returns
+    -------
+    dict
+        ``"law"`` names the class, or the function "scaled" or "shifted", whose law is under ``"of"``;
+        the parameters follow. Arrays are nested lists. `from_dict` makes the same law of it.
+
+    Raises
+    ------
+    TypeError
+        For what is no law of this module.
+    ValueError
+        For an array that is not finite.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.to_dict(laws.LogLength(512))
+    {'law': 'LogLength', 'base': 512, 'minimum': None}
+    """
+    kind = next((name for name, kind in _KINDS.items() if type(law) is kind), None)
+    if kind is None:
+        raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
+    data: dict[str, Any] = {"law": kind}
+    for name, x in vars(law).items():
+        if isinstance(x, Law):
+            data["of"] = to_dict(x)
+        elif x is None or isinstance(x, int):
+            data[name] = x
+        else:
+            data[name] = _plain_numbers(name, x) if is_array(x) else float(x)
+    return data
+
+
+def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
+    """The law that a dictionary of `to_dict` describes.
+
+    Nothing in the dictionary is executed or imported; what it may name is fixed.
+
+    Parameters
+    ----------
+    data : dict
+        As `to_dict` gives it. Parameters that have a default may be left out.
+    like : array, optional
+        An array whose library, device and dtype the arrays in the law take. The default is NumPy's
+        float64.
+
+    Returns
+    -------
+    Law
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a name that is not known, for parameters that are missing, that the law does not have or
+        that it does not take, naming them.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.from_dict({"law": "AffineLog", "slope": [0.25, 0.5]})(1).shape
+    (2,)
+    """
+    if like is None:
+        return _from_dict(data, depth=0)
+    check_floating(namespace(like=like), like=like)
+    # Not at once, as the numbers are checked on the host.
+    return _from_dict(data, depth=0)._with_arrays(lambda x: from_numpy(x, like))
+
+
+def _from_dict(data: Any, depth: int) -> Law:
+    if not isinstance(data, dict):
+        raise type_error("data", "be a dictionary that describes a law", type(data).__name__)
+    if depth > _MOST_NESTED:
+        raise value_error("data", f"be nested at most {_MOST_NESTED} deep", "more")
+    if "law" not in data:
+        raise value_error("data", "name a law under 'law'", f"the keys {_listed(data)}")
+    check_choice("law", data["law"], tuple(_KINDS))
+    kind = _KINDS[data["law"]]
+    given = {"law" if key == "of" else key: x for key, x in data.items() if key != "law"}
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    required = {name for name, is_required in known.items() if is_required}
+    if not required <= given.keys() <= known.keys():
+        names = ["of" if name == "law" else name for name in known]
+        must = f"have the parameters of {data['law']!r} ({', '.join(names)})"
+        raise value_error("data", must, _listed(data.keys() - {"law"}))
+    arguments = {
+        name: _from_dict(x, depth + 1)
+        if name == "law"
+        else _array(name, x)
+        if isinstance(x, list)
+        else x
+        for name, x in given.items()
+    }
+    return kind(**arguments)
+
+
+def _listed(keys: Any) -> str:
+    return ", ".join(sorted(map(str, keys))) or "none"
+
+
+def _plain_numbers(name: str, x: Array) -> Any:
+    """The numbers of an array as nested lists."""
+    numbers = to_numpy(x)
+    check_numbers(name, numbers)
+    return numbers.tolist()
+
+
+def _array(name: str, numbers: list[Any]) -> Any:
+    """Nested lists of numbers as an array."""
+    import numpy as np
+
+    try:
+        array = np.asarray(numbers)
+    except ValueError:  # ragged, or deeper than NumPy's arrays
+        raise value_error(name, "be nested lists of equal lengths", "others") from None
+    if array.dtype.kind not in "fiu":
+        raise type_error(name, "be lists of real numbers", f"{array.dtype} values")
+    return array.astype(np.float64)

@@ -1,0 +1,290 @@
+"""The rules of models and papers: one table, with the source of each."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from isentropic._checks import check_choice, check_real, type_error
+from isentropic.laws._formulas import (
+    AffineLog,
+    Constant,
+    InfoScale,
+    Law,
+    LogLength,
+    Parameter,
+    Power,
+    PowerLog,
+    SqrtLogLength,
+    StepLog,
+    shifted,
+)
+
+
+class _Rule(NamedTuple):
+    """A row of the table in the documentation of `preset`, and the function that makes the law."""
+
+    make: Callable[..., Law]
+    formula: str  # or the rule of another name that it is
+    counts: str
+    below: str  # what the factor is below the length L of the training
+    source: str
+
+
+def _at_least_1(length: float) -> Law:
+    return LogLength(length, minimum=1)
+
+
+def _grok(length: float) -> Law:
+    return shifted(_at_least_1(length), -1)
+
+
+def _affine(slope: Parameter, intercept: Parameter = 0.0) -> Law:
+    return AffineLog(slope, intercept)
+
+
+def _asentmax(coefficient: Parameter, exponent: Parameter, offset: Parameter = 1.0) -> Law:
+    return shifted(PowerLog(offset, coefficient, exponent), 1)
+
+
+def _beam(period: float = 2048, exponent: Parameter = 0.1) -> Law:
+    return shifted(Power(exponent, period), period)
+
+
+def _ministral(coefficient: Parameter = 0.1, length: Parameter = 16384) -> Law:
+    return shifted(StepLog(coefficient, length), -1)
+
+
+def _su(base: float = 512) -> Law:
+    check_real("base", base, above=1)
+    return LogLength(base, minimum=math.log(16) / math.log(base))
+
+
+def _inkling(length: float = 128_000, coefficient: float = 0.1) -> Law:
+    check_real("length", length, above=0)
+    check_real("coefficient", coefficient, least=0)
+    return AffineLog(coefficient, 1 - coefficient * math.log(length), minimum=1)
+
+
+def _static_factor(scale: float) -> float:
+    check_real("scale", scale, above=0)
+    return max(scale, 1.0)
+
+
+def _yarn(scale: float) -> Law:
+    return Constant((0.1 * math.log(_static_factor(scale)) + 1) ** 2)
+
+
+def _longrope(scale: float, length: float) -> Law:
+    check_real("length", length, above=1)
+    return Constant(1 + math.log(_static_factor(scale)) / math.log(length))
+
+
+_RULES = {
+    "asentmax-constant": _Rule(
+        _asentmax,
+        "δ + β (ln(n + 1))^γ, δ = 1", "slots", "–",
+        "Vasylenko et al. 2025, arXiv 2506.16640; github.com/deep-spin/asentmax, "
+        "``synthetic/src/models/architectures/sparse_gemma.py``.",
+    ),
+    "beam": _Rule(
+        _beam,
+        "(1 + n/2048)^0.1", "positions", "above 1",
+        "transformers, ``models/beam``; layers without rotary positions.",
+    ),
+    "chiang-cholak": _Rule(
+        lambda: AffineLog(1.0),
+        "as ssmax, slope 1", "length", "0 at n = 1",
+        "Chiang & Cholak 2022, arXiv 2202.12172; github.com/ndnlp/parity, ``encoder.py``.",
+    ),
+    "entropy-abf": _Rule(
+        lambda length=4096: _at_least_1(length),
+        "as su-decoder, L = 4096", "positions", "1",
+        "Zhang et al. 2024, arXiv 2401.07004; github.com/GAIR-NLP/Entropy-ABF, "
+        "``patch/EABF.py``; layers from the third on.",
+    ),
+    "grok-2": _Rule(
+        _grok,
+        "max(1, ln(n − 1) / ln L)", "positions", "1",
+        "github.com/sgl-project/sglang, ``xai_temperature_len`` in the Triton kernels of "
+        "attention.",
+    ),
+    "infoscale": _Rule(
+        lambda length, head_dim: InfoScale(length, head_dim),
+        "√((1 − n^(−2/d)) / (1 − L^(−2/d)))", "keys", "< 1",
+        "Li et al. 2025, arXiv 2501.08570; github.com/HT-NEKO/Information-Entropy-Invariance, "
+        "``model/my_gau_alpha_eval/layer.py``.",
+    ),
+    "inkling": _Rule(
+        _inkling,
+        "max(1, 1 + 0.1 ln(n/L)), L = 128000", "slots", "1",
+        "transformers, ``models/inkling``; layers without a window, and position biases too.",
+    ),
+    "llama-4": _Rule(
+        lambda coefficient=0.1, period=8192: StepLog(coefficient, period),
+        "1 + 0.1 ln(1 + ⌊n/8192⌋)", "slots", "1",
+        "transformers, ``models/llama4``; layers without rotary positions.",
+    ),
+    "lmdeploy": _Rule(
+        _grok,
+        "as grok-2", "positions", "1",
+        "github.com/InternLM/lmdeploy, ``LogNScaling`` in "
+        "``src/turbomind/kernels/attention/rotary_embedding.h``.",
+    ),
+    "longrope": _Rule(
+        _longrope,
+        "1 + ln s / ln L, s ≥ 1", "–", "1 (s ≤ 1)",
+        "Ding et al. 2024, arXiv 2402.13753; transformers, ``modeling_rope_utils.py``.",
+    ),
+    "lumina": _Rule(
+        lambda base: SqrtLogLength(base),
+        "√(ln n / ln base)", "length", "< 1",
+        "Jin et al. 2023, arXiv 2306.08645; github.com/Alpha-VLLM/Lumina-T2X, "
+        "``lumina_next_t2i_mini/models/nextdit.py``; self-attention.",
+    ),
+    "ministral-3": _Rule(
+        _ministral,
+        "1 + 0.1 ln(1 + ⌊(n − 1)/L⌋), L = 16384", "positions", "1",
+        "transformers, ``models/ministral3`` and ``models/mistral4``.",
+    ),
+    "mistral-large-4": _Rule(
+        _affine,
+        "as ssmax, per head", "positions", "may be 0",
+        "transformers, ``models/mistral_large4``.",
+    ),
+    "qwen": _Rule(
+        lambda length: _at_least_1(length),
+        "as su-decoder", "slots", "1",
+        "huggingface.co/Qwen/Qwen-7B, ``modeling_qwen.py``; in inference.",
+    ),
+    "ssmax": _Rule(
+        _affine,
+        "slope ln n + intercept, learned", "keys", "0 at n = 1",
+        "Nakanishi 2025, arXiv 2501.19399.",
+    ),
+    "su": _Rule(
+        _su,
+        "ln max(n, 16) / ln base", "keys", "< 1",
+        'Su 2021, spaces.ac.cn/archives/8823; github.com/bojone/bert4keras, "softmax_plus" in '
+        "``backend.py``.",
+    ),
+    "su-decoder": _Rule(
+        lambda length=512: _at_least_1(length),
+        "max(1, ln n / ln L), L = 512", "positions", "1",
+        "Su 2023, spaces.ac.cn/archives/9708; github.com/bojone/rerope, ``rerope_patch.py``.",
+    ),
+    "yarn": _Rule(
+        _yarn,
+        "(0.1 ln s + 1)², s ≥ 1", "–", "1 (s ≤ 1)",
+        "Peng et al. 2023, arXiv 2309.00071; transformers, ``modeling_rope_utils.py``.",
+    ),
+}  # fmt: skip
+
+
+def presets() -> tuple[str, ...]:
+    """The names that `preset` knows, sorted.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> "llama-4" in laws.presets()
+    True
+    """
+    return tuple(_RULES)
+
+
+def preset(name: str, **parameters: Any) -> Law:
+    """The law of a model or a paper.
+
+    {table}
+
+    What n counts, and what to pass:
+
+    - *keys*: those that the query sees. Attention counts them by itself.
+    - *positions*: the position of the query, from 0, plus 1, whatever is hidden from it. Padding has
+      no positions.
+    - *slots*: likewise, but padding before the query counts.
+    - *length*: all of the sequence.
+
+    Under a causal mask without padding the first three are one number. Under a window a query sees
+    fewer keys than its position says. So rules of positions, slots or a length need that number as
+    `n_keys`, such as ``n_keys=positions + 1``; for positions in models of transformers it is
+    ``huggingface.use(model, law, count="positions")``.
+
+    Parameters
+    ----------
+    name : str
+        One of `presets()`.
+    **parameters
+        The letters of the formula: ``length`` (L), ``base``, ``slope``, ``intercept``, ``scale`` (s),
+        ``coefficient`` (c or β), ``period``, ``offset`` (δ), ``exponent`` (γ), ``head_dim`` (d).
+
+    Returns
+    -------
+    Law
+
+    Raises
+    ------
+    ValueError
+        For an unknown name.
+    TypeError
+        For parameters that the rule does not have or that are missing.
+
+    Notes
+    -----
+    The law *asentmax-constant* is not the ASEntmax of the paper, but what its code calls "learn": β and
+    γ are numbers of each head. In ASEntmax they depend on the query, β = softplus(·) and
+    γ = 2 tanh(·) of its hidden state, which no function of n can do. Both have weights by α-entmax,
+    and not by a softmax. γ may be negative.
+
+    The factors of *yarn* and *longrope* act on the rotated dimensions alone in their models, as a
+    factor on cosine and sine, whose square this is.
+
+    References
+    ----------
+    Where each rule is written down. Those of transformers are tested against its code.
+
+    {sources}
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.preset("qwen", length=2048)(1000)
+    1.0
+    """
+    check_choice("name", name, presets())
+    make = _RULES[name].make
+    try:
+        bound = inspect.signature(make).bind(**parameters)
+    except TypeError:
+        known = inspect.signature(make).parameters.values()
+        takes = ", ".join(str(p.replace(annotation=p.empty)) for p in known) or "none"
+        got = ", ".join(sorted(parameters)) or "none"
+        raise type_error("parameters", f"be those of {name!r} ({takes})", got) from None
+    return make(*bound.args, **bound.kwargs)
+
+
+def _rows() -> list[str]:
+    """The table of the rules in reStructuredText."""
+    columns = [("name", "factor", "n counts", "below L")]
+    columns += [(name, rule.formula, rule.counts, rule.below) for name, rule in _RULES.items()]
+    widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
+    line = "  ".join("=" * width for width in widths)
+    rows = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in columns]
+    return [line, rows[0], line, *rows[1:], line]
+
+
+def _indented(lines: list[str]) -> str:
+    return "\n    ".join(lines)
+
+
+if preset.__doc__:  # which `python -OO` leaves out
+    preset.__doc__ = preset.__doc__.replace("{table}", _indented(_rows())).replace(
+        "{sources}", _indented([f"- {name}: {rule.source}" for name, rule in _RULES.items()])
+    )

@@ -1,0 +1,23 @@
+"""What is built around attention: heads, scores by a network, random features, rotary positions."""
+
+from isentropic.layers._additive import additive_attention
+from isentropic.layers._linear import (
+    LinearAttentionError,
+    PositiveFeatures,
+    linear_attention,
+    linear_attention_error,
+    positive_features,
+)
+from isentropic.layers._multi_head import multi_head_attention
+from isentropic.layers._rotary import rotary
+
+__all__ = [
+    "LinearAttentionError",
+    "PositiveFeatures",
+    "additive_attention",
+    "linear_attention",
+    "linear_attention_error",
+    "multi_head_attention",
+    "positive_features",
+    "rotary",
+]

@@ -1,0 +1,92 @@
+"""Attention whose scores are those of a small network."""
+
+from __future__ import annotations
+
+from isentropic._attention import with_names
+from isentropic._checks import check_floating, check_ndim, value_error
+from isentropic._loops import Block, take
+from isentropic._namespace import Array, ArrayT, device, namespace
+from isentropic._numerics import lift, quietly
+from isentropic._tiles import prepare
+from isentropic.masks import Mask
+
+
+@with_names
+@quietly
+def additive_attention(
+    query: ArrayT,
+    key: ArrayT,
+    value: ArrayT,
+    w_q: ArrayT,
+    w_k: ArrayT,
+    v: ArrayT,
+    *,
+    mask: Array | Mask | None = None,
+) -> ArrayT:
+    """Attention by a small network instead of a product: ``vᵀ tanh(q W_q + k W_k)``.
+
+    Parameters
+    ----------
+    query : array (..., L, Eq)
+    key : array (..., S, Ek)
+    value : array (..., S, Ev)
+    w_q : array (Eq, A)
+    w_k : array (Ek, A)
+    v : array (A,)
+    mask : boolean array or Mask, optional
+        As in `attention`.
+
+    Returns
+    -------
+    array (..., L, Ev)
+        0 for a query that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`.
+
+    Notes
+    -----
+    Needs O(L·S·A) time and a tile of it in memory. There is no scale, hence no law.
+
+    References
+    ----------
+    Bahdanau, Cho & Bengio 2015, arXiv 1409.0473.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic.layers import additive_attention
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.normal(size=(3, 5, 4))
+    >>> additive_attention(q, k, v, *rng.normal(size=(2, 4, 8)), np.ones(8)).shape
+    (5, 4)
+    """
+    weights = {"w_q": w_q, "w_k": w_k, "v": v}
+    arrays = {"query": query, "key": key, "value": value}
+    xp = namespace(**arrays, **weights)
+    device(**arrays, **weights)
+    check_floating(xp, **weights)
+    check_ndim(2, **arrays)
+    for name, x, w in (("w_q", query, w_q), ("w_k", key, w_k)):
+        if w.ndim != 2 or w.shape[0] != x.shape[-1]:
+            raise value_error(name, f"have the shape ({x.shape[-1]}, A)", w.shape)
+    hidden = w_q.shape[-1]
+    if w_k.shape[-1] != hidden:
+        raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
+    if v.shape != (hidden,):
+        raise value_error("v", f"have the shape ({hidden},)", v.shape)
+    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).scale()
+
+    dtype = problem.compute
+    queries = problem.query @ xp.astype(w_q, dtype)
+    keys = xp.astype(problem.key, dtype) @ xp.astype(w_k, dtype)
+    v = xp.astype(v, dtype)
+
+    def score(rows: Block, columns: Block) -> Array:
+        q = take(queries, rows, -2)[..., :, None, :]
+        k = take(keys, columns, -2)[..., None, :, :]
+        return xp.sum(xp.tanh(q + k) * lift(v, q.ndim), axis=-1)
+
+    return xp.astype(problem.output(score), problem.dtype)
