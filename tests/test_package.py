@@ -61,6 +61,8 @@ class TestPackage:
             for section in ("Parameters", "Returns", "Examples"):
                 if section != "Parameters" or inspect.signature(x).parameters:
                     assert f"{section}\n{'-' * len(section)}" in doc, section
+            if inspect.signature(x).parameters:
+                assert "Raises\n------" in doc
             for name in inspect.signature(x).parameters:
                 assert name in doc
 

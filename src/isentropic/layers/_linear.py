@@ -150,6 +150,14 @@ def positive_features(
     -------
     PositiveFeatures
 
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
+        array.
+    ValueError
+        For sizes out of range.
+
     Notes
     -----
     ``φ(x) = m^{−1/2} exp(ω·x − ‖x‖²/2)``. Without the norm term φ(x)·φ(y) estimates
@@ -309,6 +317,11 @@ def linear_attention_error(
         Of two arrays (..., L) in float32 or better: the root mean square over the visible keys of the
         relative error, and of the root of its variance :math:`(e^{\|x+y\|^2} - 1)/m`. 0 for a query
         that sees nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `linear_attention`.
 
     Notes
     -----
