@@ -55,8 +55,8 @@ def gaussian_projection(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
-        array.
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
     ValueError
         For sizes out of range.
 
@@ -103,8 +103,8 @@ def rademacher_projection(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
-        array.
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
     ValueError
         For sizes out of range.
 
@@ -156,8 +156,8 @@ def sparse_projection(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
-        array.
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
     ValueError
         For sizes out of range, or a `density` outside of (0, 1].
 
@@ -210,8 +210,8 @@ def orthogonal_projection(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
-        array.
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
     ValueError
         For sizes out of range.
 
@@ -269,8 +269,8 @@ def hadamard_projection(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
-        array.
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
     ValueError
         For sizes out of range.
 
@@ -350,8 +350,8 @@ def count_sketch(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
-        array.
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
     ValueError
         For sizes out of range, among them `nonzeros` above `n_components`.
 

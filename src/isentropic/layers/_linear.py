@@ -153,8 +153,8 @@ def positive_features(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not a floating-point
-        array.
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
     ValueError
         For sizes out of range.
 
