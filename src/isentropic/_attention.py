@@ -24,7 +24,7 @@ from isentropic._entropy import (
     normalized_entropy,
     partition,
 )
-from isentropic._kernels import output_kernel, require, state_kernel
+from isentropic._kernels import output_of, state_of
 from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, quietly
 from isentropic._state import AttentionState, as_rows
@@ -138,9 +138,7 @@ def attention(
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
     )  # fmt: skip
 
-    kernel = output_kernel(problem, implementation)
-    out = problem.scale().output() if kernel is None else kernel(problem)
-    return problem.xp.astype(out, problem.dtype, copy=False)
+    return problem.xp.astype(output_of(problem, implementation), problem.dtype, copy=False)
 
 
 @with_names
@@ -202,14 +200,11 @@ def attention_state(
 
     n_seen, n = None, None
     if law is not None and not isinstance(law, Constant):
-        lengths = problem.lengths
-        if lengths is None:
-            lengths = problem.visible_lengths(n_keys)
+        lengths = problem.lengths_of_law(n_keys)
         seen = lengths if n_keys is None else problem.visible_lengths()
         shape = (*problem.batch, problem.n_queries)
         n_seen, n = (problem.xp.broadcast_to(x, shape) for x in (seen, lengths))
-    kernel = state_kernel(problem, implementation, maximum=True)
-    state = as_rows(problem.scale().state(order=1.0) if kernel is None else kernel(problem))
+    state = as_rows(state_of(problem, implementation, maximum=True))
     return state._replace(n_seen=n_seen, n_keys=n)
 
 
@@ -280,13 +275,12 @@ def attention_entropy(
     )  # fmt: skip
     xp, order = problem.xp, float(order)
 
-    kernel = state_kernel(problem, implementation, order)
-    state = problem.scale().state(order) if kernel is None else kernel(problem)
+    state = state_of(problem, implementation, order)
     assert state.weighted_score is not None
     renyi = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, "renyi")[..., 0]
     if not normalized:
         return convert_family(xp, renyi, order, family)
-    n = problem.visible_lengths(n_keys) if problem.lengths is None else problem.lengths
+    n = problem.lengths_of_law(n_keys)
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
@@ -304,7 +298,6 @@ def attention_weights(
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-    implementation: str | None = None,
 ) -> ArrayT:
     """The attention weights as an L×S array: for looking at.
 
@@ -312,7 +305,7 @@ def attention_weights(
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa
         As in `attention`.
 
     Returns
@@ -335,14 +328,13 @@ def attention_weights(
     """
     problem = prepare(
         query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    ).scale()  # fmt: skip
-    require(None, implementation)
+        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa,
+    )  # fmt: skip
     xp = problem.xp
 
     if problem.n_keys == 0:
         return problem.zeros((problem.n_queries, 0))
-    logits = problem.logits((0, problem.n_queries), (0, problem.n_keys))
+    logits = problem.tiles().logits((0, problem.n_queries), (0, problem.n_keys))
     _, weight, normalizer, _ = partition(xp, logits, None)
     return xp.astype(divide_or_zero(xp, weight, normalizer), problem.dtype)
 
@@ -405,13 +397,11 @@ def attention_information(
     if problem.n_keys == 0 or problem.n_queries == 0:
         return problem.zeros((), problem.compute)
 
-    kernel = state_kernel(problem, implementation)
-    problem.scale()
-    state = as_rows(problem.state(order=1.0) if kernel is None else kernel(problem))
+    state = as_rows(state_of(problem, implementation))
     sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
     n_seeing = xp.sum(sees, axis=-1, keepdims=True)
     mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
-    entropy_of_mean = entropy(problem.column_sums(state))[..., None]
+    entropy_of_mean = entropy(problem.tiles().column_sums(state))[..., None]
     information = clip(xp, entropy_of_mean - mean_entropy, min=0.0)
     return information[..., 0]
 

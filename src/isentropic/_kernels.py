@@ -34,8 +34,24 @@ from isentropic._torch_kernels import (
 )
 
 
-def output_kernel(problem: Problem, implementation: str | None) -> Callable[[Problem], Array] | None:
-    """What computes the attention output, (..., L, Ev), or None for the generic pass."""
+def output_of(problem: Problem, implementation: str | None) -> Array:
+    """The attention output, (..., L, Ev)."""
+    kernel = _output_kernel(problem, implementation)
+    return problem.tiles().output() if kernel is None else kernel(problem)
+
+
+def state_of(
+    problem: Problem, implementation: str | None, order: float = 1.0, *, maximum: bool = False
+) -> AttentionState:
+    """The state with the moment of an order, in columns.
+
+    Relative to the `maximum`, or to any other number.
+    """
+    kernel = _state_kernel(problem, implementation, order, maximum)
+    return problem.tiles().state(order) if kernel is None else kernel(problem)
+
+
+def _output_kernel(problem: Problem, implementation: str | None) -> Callable[[Problem], Array] | None:
     kernel: Callable[[Problem], Array] | None = None
     if _is_wanted(problem, implementation):
         if is_torch(problem.xp) and means_output(problem):
@@ -46,24 +62,20 @@ def output_kernel(problem: Problem, implementation: str | None) -> Callable[[Pro
             kernel = _jax_output
         elif is_torch(problem.xp) and means_state(problem):
             kernel = _output_of_torch_state
-    require(kernel, implementation)
+    _require(kernel, implementation)
     return kernel
 
 
-def state_kernel(
-    problem: Problem, implementation: str | None, order: float = 1.0, *, maximum: bool = False
+def _state_kernel(
+    problem: Problem, implementation: str | None, order: float, maximum: bool
 ) -> Callable[[Problem], AttentionState] | None:
-    """What computes the state with the moment of an order, in columns, or None for the generic pass.
-
-    Relative to the `maximum`, or to any other number.
-    """
     kernel: Callable[[Problem], AttentionState] | None = None
     if _is_wanted(problem, implementation):
         if order == 1 and _numpy_means_it(problem, implementation):
             kernel = partial(_numpy_state, maximum=maximum)
         elif is_torch(problem.xp) and means_state(problem):
             kernel = partial(torch_state, order=order)
-    require(kernel, implementation)
+    _require(kernel, implementation)
     return kernel
 
 
@@ -71,8 +83,8 @@ def _is_wanted(problem: Problem, implementation: str | None) -> bool:
     return implementation != "generic" and problem.n_keys > 0 and problem.score_width is None
 
 
-def require(kernel: Callable | None, implementation: str | None) -> None:
-    """Refuse "native" where there is no such kernel."""
+def _require(kernel: Callable | None, implementation: str | None) -> None:
+    """Refuse "native" where no kernel computes the same."""
     if implementation == "native" and kernel is None:
         must = "be None or 'generic', since no native kernel means the same as this call"
         raise value_error("implementation", must, "'native'")
@@ -171,7 +183,7 @@ def _jax_output(problem: Problem) -> Array:
 
     xp, query, scale = problem.xp, problem.query, problem.multiplier
     if not isinstance(scale, float):
-        query, scale = problem.scale().query, 1.0
+        query, scale = problem.tiles().query, 1.0
     arrays = [
         xp.swapaxes(problem.four_axes(xp.astype(x, problem.dtype), whole=True), 1, 2)
         for x in (query, problem.key, problem.values)

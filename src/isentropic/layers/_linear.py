@@ -416,7 +416,7 @@ def _norm_term(xp: ModuleType, x: Array) -> Array:
 
 def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> AttentionState:
     """The state, in columns, of plain attention with the logits ``queries · keys + bias``."""
-    return prepare(queries, keys, value, bias=bias, scale=1.0).scale().state(None)
+    return prepare(queries, keys, value, bias=bias, scale=1.0).tiles().state(None)
 
 
 def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:
