@@ -10,8 +10,8 @@ import isentropic as it
 from isentropic import jl, laws, layers, masks, theory
 
 PUBLIC = [
-    "AttentionState", "DriftReport", "attention", "attention_entropy", "attention_information",
-    "attention_state", "attention_weights", "calibrate", "cross_entropy", "entropy", "entropy_drift",
+    "AttentionState", "DriftReport", "attention", "attention_backends", "attention_entropy",
+    "attention_information", "attention_state", "attention_weights", "calibrate", "cross_entropy", "entropy", "entropy_drift",
     "entropy_from_logits", "entropy_penalty", "jl", "kl_divergence", "laws", "layers", "masks",
     "match_attention_entropy", "match_entropy", "merge_states", "scale_queries", "theory",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from isentropic._backends import output_of, reasons, state_of
 from isentropic._checks import (
     check_choice,
     check_flag,
@@ -24,7 +25,6 @@ from isentropic._entropy import (
     normalized_entropy,
     partition,
 )
-from isentropic._kernels import output_of, state_of
 from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, quietly
 from isentropic._state import AttentionState, as_rows
@@ -90,9 +90,10 @@ def attention(
         c in ``c · tanh(logit / c)``, applied before the bias.
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
-    implementation : {None, "generic", "native"}
-        Which code computes it: None chooses, "generic" is the pass over tiles that is the same for
-        all libraries, "native" a kernel of the library, an error where none means the same.
+    implementation : {None, "generic", "native", "sdpa", "numpy", "jax", "torch"}
+        Which code computes it. None chooses the fastest that can. "generic" is the pass over tiles
+        that is the same for all libraries, "native" any other. The rest are names of backends, as in
+        `attention_backends`. It is an error where what is asked for cannot compute the call.
 
     Returns
     -------
@@ -404,6 +405,75 @@ def attention_information(
     entropy_of_mean = entropy(problem.tiles().column_sums(state))[..., None]
     information = clip(xp, entropy_of_mean - mean_entropy, min=0.0)
     return information[..., 0]
+
+
+@with_names
+@quietly
+def attention_backends(
+    query: Array,
+    key: Array,
+    value: Array | None = None,
+    *,
+    order: float | None = None,
+    mask: Array | Mask | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    implementation: str | None = None,
+) -> dict[str, str]:
+    """Which code computes a call, and why the others do not. Nothing is computed.
+
+    Parameters
+    ----------
+    query : array (..., L, E)
+    key : array (..., S, E)
+    value : array (..., S, Ev), optional
+    order : float in [0, ∞], optional
+        Ask about `attention_entropy` of this order, or for 1 about `attention_state` too. By default
+        about `attention` where there are values, and else about the order 1.
+    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+        As in `attention`.
+
+    Returns
+    -------
+    dict of str
+        For each backend, in the order in which they are asked: ``"runs"`` for the one that computes the
+        call, or why it does not. The backends are *sdpa*, PyTorch's
+        ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the host; *jax*,
+        ``jax.nn.dot_product_attention``; *torch*, the generic pass with gradients that take the tiles
+        again; *generic*, the pass over tiles that is the same for all libraries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`; also for a negative or NaN order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_backends
+    >>> x = np.zeros((8, 1024, 64), "float32")
+    >>> attention_backends(x, x, x)["numpy"]
+    'runs'
+    >>> attention_backends(x, x, x, softcap=30.0)["numpy"]
+    'it has no bias and no soft cap'
+    """
+    if order is not None:
+        check_order(order)
+    problem = prepare(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
+        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
+    )  # fmt: skip
+    asked = 1.0 if order is None and value is None else order
+    found: dict[str, str] = {}
+    for name, why in reasons(problem, implementation, asked).items():
+        is_taken = "runs" in found.values()
+        found[name] = why or ("another comes first" if is_taken else "runs")
+    return found
 
 
 @with_names

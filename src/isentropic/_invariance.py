@@ -18,6 +18,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from isentropic._backends import state_of
 from isentropic._checks import (
     check_broadcastable,
     check_floating,
@@ -25,7 +26,6 @@ from isentropic._checks import (
     is_array,
 )
 from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
-from isentropic._kernels import state_of
 from isentropic._loops import Block, is_differentiable, iterate, map_blocks, take, without_gradient
 from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum

@@ -56,6 +56,8 @@ COLUMNS = 512
 TILE_SIZE = 2**20
 # Fewer queries would make slow products.
 MIN_ROWS = 16
+# What a caller may ask for: a backend by its name, or any but the generic one.
+IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,7 @@ def prepare(
                 kind = f"{type(x).__name__}: an array is a law, `law=laws.Constant(scale)`"
                 raise type_error(name, "be a real number", kind)
             check_real(name, x, above=0 if name == "softcap" else -math.inf)
-    check_choice("implementation", implementation, (None, "generic", "native"))
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
     if block_size is not None:
         check_count("block_size", block_size)
 

@@ -17,28 +17,31 @@ from isentropic._tiles import Problem, Tiles
 _MASK_SIZE = 2**22
 
 
-def means_output(problem: Problem) -> bool:
+def why_not_sdpa(problem: Problem) -> str | None:
+    """Why PyTorch's own kernel does not compute the output of a problem."""
     import torch
 
     if problem.softcap is not None:
-        return False
+        return "it has no soft cap"
     if problem.bias is not None and is_differentiated(problem.bias):
-        return False
+        return "it would form the gradient of the bias as an L×S array"
     if torch.compiler.is_compiling():
-        return True
+        return None
     # Forward-mode derivatives and the transformations of torch.func need the generic operations.
     if any(is_transformed(x) for x in problem.arrays):
-        return False
+        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
     if problem.query.shape[-1] == 0 or problem.values.shape[-1] == 0:
-        return False
+        return "queries or values have no features"
     if problem.frame.device.type == "cpu" or problem.bias is not None or problem.mask is not None:
-        return True
+        return None
     # Of PyTorch's kernels, the one that forms the weights is no better than the generic pass. About
     # tensors without data it cannot be asked.
     query, key, value, scale = _torch_arrays(problem)
     if type(query) is not torch.Tensor:
-        return True
-    return torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale) != 0
+        return None
+    if torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale) == 0:
+        return "PyTorch would form the weights"
+    return None
 
 
 def is_differentiated(x: Any) -> bool:
@@ -130,14 +133,18 @@ def _rows_of_masks(problem: Problem) -> int:
     return max(16, _MASK_SIZE // (elements * problem.n_keys))
 
 
-def means_state(problem: Problem) -> bool:
-    """Whether gradients are wanted, of more than is kept as it is."""
-    if problem.frame.whole or not any(is_differentiated(x) for x in problem.arrays):
-        return False
+def why_not_tiles(problem: Problem) -> str | None:
+    """Why the pass that takes the tiles again for gradients does not compute a problem."""
+    if problem.frame.whole:
+        return "torch.compile traces the call"
+    if not any(is_differentiated(x) for x in problem.arrays):
+        return "no gradient is asked for"
     rows, columns = problem.tile_shape
     if problem.n_queries <= rows and problem.n_keys <= columns:
-        return False
-    return not any(is_transformed(x) for x in problem.arrays)
+        return "there is a single tile, which PyTorch differentiates by itself"
+    if any(is_transformed(x) for x in problem.arrays):
+        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
+    return None
 
 
 def torch_state(problem: Problem, order: float | None) -> AttentionState:
