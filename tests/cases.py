@@ -157,7 +157,7 @@ DISCRETE = {"visible", "lengths", "ids", "n_keys", "rows", "components", "featur
 # What draws, or answers with numbers for a reader: called outside of transformations, with tests of
 # their own.
 HOST = {
-    "calibrate", "count_sketch", "distortion", "entropy_criterion_dim", "entropy_drift",
+    "attention_backends", "calibrate", "count_sketch", "distortion", "entropy_criterion_dim", "entropy_drift",
     "eps", "failure_probability", "gaussian_projection", "hadamard_projection", "lower_bound",
     "matched_key_dim", "min_dim", "orthogonal_projection", "positive_features", "rademacher_projection", "sparse_projection",
 }  # fmt: skip

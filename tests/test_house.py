@@ -1,6 +1,7 @@
 """What the source keeps to, read from it."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ WITHOUT_DEVICE = {
     "_loops.py:map_blocks": "indices of a JAX scan, within a trace",
     "_loops.py:scan_blocks": "indices of a JAX scan, within a trace",
     "_loops.py:write": "NumPy alone",
-    "sharded.py:joined": "a constant within a JAX trace",
+    "_sharded.py:joined": "a constant within a JAX trace",
 }
 
 
@@ -52,3 +53,29 @@ def test_arrays_are_made_on_a_device_that_is_named():
     assert found > 40
     assert unnamed == []
     assert excused == set(WITHOUT_DEVICE)
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "where-is-what.md"
+
+
+def _definitions(path):
+    """The dotted names of the functions and classes of a file."""
+
+    def of(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                name = prefix + child.name
+                yield name
+                yield from of(child, f"{name}.")
+
+    return set(of(ast.parse(path.read_text(encoding="utf-8")), ""))
+
+
+def test_formulas_are_where_the_page_says():
+    if not PAGE.exists():
+        pytest.skip("the documentation is not here")
+    root = Path(isentropic.__file__).parent
+    entries = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE.read_text(encoding="utf-8"))
+    assert len(entries) > 50
+    wrong = [f"{file}:{name}" for file, name in entries if name not in _definitions(root / file)]
+    assert wrong == []

@@ -93,6 +93,8 @@ class TestDrift:
         assert image.get_clim() == (-1, 1)  # white is 0
         with pytest.raises(TypeError, match="`report` must be a DriftReport, got list"):
             plots.drift([1])
+        with pytest.raises(TypeError, match="`report` must be a DistortionReport, got list"):
+            plots.distortion([1])
 
 
 class TestAttention:

@@ -85,13 +85,13 @@ def encode(
 
     # Axes in front where they are missing: JAX can be told to refuse arrays of other ranks.
     def linear(name: str, x: Any) -> Any:
-        return x @ xp.matrix_transpose(w[f"{name}.weight"]) + w[f"{name}.bias"][None, None]
+        return x @ xp.matrix_transpose(w[f"{name}.weight"]) + w[f"{name}.bias"][None, None, :]
 
     def normalize(name: str, x: Any) -> Any:
         centered = x - xp.mean(x, axis=-1, keepdims=True)
         variance = xp.mean(centered * centered, axis=-1, keepdims=True)
         unit = centered / xp.sqrt(variance + model.epsilon)
-        return unit * w[f"{name}.weight"][None, None] + w[f"{name}.bias"][None, None]
+        return unit * w[f"{name}.weight"][None, None, :] + w[f"{name}.bias"][None, None, :]
 
     def split_heads(x: Any) -> Any:
         x = xp.reshape(x, (*x.shape[:-1], model.heads, x.shape[-1] // model.heads))
@@ -101,7 +101,7 @@ def encode(
         x = xp.moveaxis(x, -3, -2)
         return xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
 
-    positions = xp.arange(ids.shape[-1], device=array_api_compat.device(ids))[None]
+    positions = xp.arange(ids.shape[-1], device=array_api_compat.device(ids))[None, :]
     x = embed("word", ids) + embed("position", positions) + embed("token_type", positions * 0)
     x = normalize("embeddings.LayerNorm", x)
     entropy = []

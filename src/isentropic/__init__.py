@@ -8,6 +8,7 @@ array API standard.
 from isentropic import jl, laws, layers, masks, theory
 from isentropic._attention import (
     attention,
+    attention_backends,
     attention_entropy,
     attention_information,
     attention_state,
@@ -31,6 +32,7 @@ __all__ = [
     "AttentionState",
     "DriftReport",
     "attention",
+    "attention_backends",
     "attention_entropy",
     "attention_information",
     "attention_state",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from isentropic._backends import output_of, reasons, state_of
 from isentropic._checks import (
     check_choice,
     check_flag,
@@ -24,7 +25,6 @@ from isentropic._entropy import (
     normalized_entropy,
     partition,
 )
-from isentropic._kernels import output_kernel, require, state_kernel
 from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, quietly
 from isentropic._state import AttentionState, as_rows
@@ -90,9 +90,10 @@ def attention(
         c in ``c · tanh(logit / c)``, applied before the bias.
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
-    implementation : {None, "generic", "native"}
-        Which code computes it: None chooses, "generic" is the pass over tiles that is the same for
-        all libraries, "native" a kernel of the library, an error where none means the same.
+    implementation : {None, "generic", "native", "sdpa", "numpy", "jax", "torch"}
+        Which code computes it. None chooses the fastest that can. "generic" is the pass over tiles
+        that is the same for all libraries, "native" any other. The rest are names of backends, as in
+        `attention_backends`. It is an error where what is asked for cannot compute the call.
 
     Returns
     -------
@@ -138,9 +139,7 @@ def attention(
         n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
     )  # fmt: skip
 
-    kernel = output_kernel(problem, implementation)
-    out = problem.scale().output() if kernel is None else kernel(problem)
-    return problem.xp.astype(out, problem.dtype, copy=False)
+    return problem.xp.astype(output_of(problem, implementation), problem.dtype, copy=False)
 
 
 @with_names
@@ -202,14 +201,11 @@ def attention_state(
 
     n_seen, n = None, None
     if law is not None and not isinstance(law, Constant):
-        lengths = problem.lengths
-        if lengths is None:
-            lengths = problem.visible_lengths(n_keys)
+        lengths = problem.lengths_of_law(n_keys)
         seen = lengths if n_keys is None else problem.visible_lengths()
         shape = (*problem.batch, problem.n_queries)
         n_seen, n = (problem.xp.broadcast_to(x, shape) for x in (seen, lengths))
-    kernel = state_kernel(problem, implementation, maximum=True)
-    state = as_rows(problem.scale().state(order=1.0) if kernel is None else kernel(problem))
+    state = as_rows(state_of(problem, implementation, maximum=True))
     return state._replace(n_seen=n_seen, n_keys=n)
 
 
@@ -280,13 +276,12 @@ def attention_entropy(
     )  # fmt: skip
     xp, order = problem.xp, float(order)
 
-    kernel = state_kernel(problem, implementation, order)
-    state = problem.scale().state(order) if kernel is None else kernel(problem)
+    state = state_of(problem, implementation, order)
     assert state.weighted_score is not None
     renyi = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, "renyi")[..., 0]
     if not normalized:
         return convert_family(xp, renyi, order, family)
-    n = problem.visible_lengths(n_keys) if problem.lengths is None else problem.lengths
+    n = problem.lengths_of_law(n_keys)
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
@@ -304,7 +299,6 @@ def attention_weights(
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-    implementation: str | None = None,
 ) -> ArrayT:
     """The attention weights as an L×S array: for looking at.
 
@@ -312,7 +306,7 @@ def attention_weights(
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa
         As in `attention`.
 
     Returns
@@ -335,14 +329,13 @@ def attention_weights(
     """
     problem = prepare(
         query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    ).scale()  # fmt: skip
-    require(None, implementation)
+        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa,
+    )  # fmt: skip
     xp = problem.xp
 
     if problem.n_keys == 0:
         return problem.zeros((problem.n_queries, 0))
-    logits = problem.logits((0, problem.n_queries), (0, problem.n_keys))
+    logits = problem.tiles().logits((0, problem.n_queries), (0, problem.n_keys))
     _, weight, normalizer, _ = partition(xp, logits, None)
     return xp.astype(divide_or_zero(xp, weight, normalizer), problem.dtype)
 
@@ -405,15 +398,82 @@ def attention_information(
     if problem.n_keys == 0 or problem.n_queries == 0:
         return problem.zeros((), problem.compute)
 
-    kernel = state_kernel(problem, implementation)
-    problem.scale()
-    state = as_rows(problem.state(order=1.0) if kernel is None else kernel(problem))
+    state = as_rows(state_of(problem, implementation))
     sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
     n_seeing = xp.sum(sees, axis=-1, keepdims=True)
     mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
-    entropy_of_mean = entropy(problem.column_sums(state))[..., None]
+    entropy_of_mean = entropy(problem.tiles().column_sums(state))[..., None]
     information = clip(xp, entropy_of_mean - mean_entropy, min=0.0)
     return information[..., 0]
+
+
+@with_names
+@quietly
+def attention_backends(
+    query: Array,
+    key: Array,
+    value: Array | None = None,
+    *,
+    order: float | None = None,
+    mask: Array | Mask | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    implementation: str | None = None,
+) -> dict[str, str]:
+    """Which code computes a call, and why the others do not. Nothing is computed.
+
+    Parameters
+    ----------
+    query : array (..., L, E)
+    key : array (..., S, E)
+    value : array (..., S, Ev), optional
+    order : float in [0, ∞], optional
+        Ask about `attention_entropy` of this order, or for 1 about `attention_state` too. By default
+        about `attention` where there are values, and else about the order 1.
+    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+        As in `attention`.
+
+    Returns
+    -------
+    dict of str
+        For each backend, in the order in which they are asked: ``"runs"`` for the one that computes the
+        call, or why it does not. The backends are *sdpa*, PyTorch's
+        ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the host; *jax*,
+        ``jax.nn.dot_product_attention``; *torch*, the generic pass with gradients that take the tiles
+        again; *generic*, the pass over tiles that is the same for all libraries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`; also for a negative or NaN order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_backends
+    >>> x = np.zeros((8, 1024, 64), "float32")
+    >>> attention_backends(x, x, x)["numpy"]
+    'runs'
+    >>> attention_backends(x, x, x, softcap=30.0)["numpy"]
+    'it has no bias and no soft cap'
+    """
+    if order is not None:
+        check_order(order)
+    problem = prepare(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
+        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
+    )  # fmt: skip
+    asked = 1.0 if order is None and value is None else order
+    found: dict[str, str] = {}
+    for name, why in reasons(problem, implementation, asked).items():
+        is_taken = "runs" in found.values()
+        found[name] = why or ("another comes first" if is_taken else "runs")
+    return found
 
 
 @with_names

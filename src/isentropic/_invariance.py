@@ -18,6 +18,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from isentropic._backends import state_of
 from isentropic._checks import (
     check_broadcastable,
     check_floating,
@@ -25,7 +26,6 @@ from isentropic._checks import (
     is_array,
 )
 from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
-from isentropic._kernels import state_kernel
 from isentropic._loops import Block, is_differentiable, iterate, map_blocks, take, without_gradient
 from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
@@ -175,7 +175,7 @@ def match_attention_entropy(
         problem,
         query=without_gradient(xp, problem.query),
         key=without_gradient(xp, problem.key),
-    ).scale()
+    ).tiles()
     wanted_of_rows = without_gradient(xp, wanted)
     row_size, column_size = problem.tile_shape
     rows_at_once = max(1, row_size * min(column_size, problem.n_keys) // problem.n_keys)
@@ -186,8 +186,7 @@ def match_attention_entropy(
     factor, slope = map_blocks(xp, of_rows, problem.n_queries, rows_at_once, in_threads=True)
     if is_differentiable(xp, *problem.arrays, wanted):
         held = replace(problem, multiplier=factor * problem.multiplier)
-        kernel = state_kernel(held, None)
-        state = held.scale().state(order=1.0) if kernel is None else kernel(held)
+        state = state_of(held, None)
         factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), wanted)
     return _rounded(xp, factor, problem.dtype)
 

@@ -56,11 +56,13 @@ COLUMNS = 512
 TILE_SIZE = 2**20
 # Fewer queries would make slow products.
 MIN_ROWS = 16
+# What a caller may ask for: a backend by its name, or any but the generic one.
+IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Problem:
-    """Checked arguments of one call, and the pass over its tiles."""
+    """The checked arguments of one call. `tiles` gives what computes with them."""
 
     frame: Frame
     dtype: Any  # of the result
@@ -95,6 +97,10 @@ class Problem:
         dtype = self.dtype if dtype is None else dtype
         return self.xp.zeros((*self.batch, *shape), dtype=dtype, device=self.frame.device)
 
+    def lengths_of_law(self, n_keys: Any) -> Array:
+        """The n of the law where `n_keys` was given to it, (..., L) but for broadcasting."""
+        return self.visible_lengths(n_keys) if self.lengths is None else self.lengths
+
     def visible_lengths(self, n_keys: Any = None) -> Array:
         """How many keys each query sees, or another n that was given, (..., L) but for broadcasting."""
         return visible_lengths(self.frame, self.compute, self.mask, n_keys, self.batch)
@@ -116,27 +122,10 @@ class Problem:
         mask = self.mask
         return mask is not None and is_causal_alone(mask, self.n_queries, self.n_keys)
 
-    def scale(self) -> Problem:
-        """Put the scale into the queries, as the methods that follow take them; gives itself."""
-        self.query = self.xp.astype(self.query, self.compute, copy=False) * self.multiplier
-        self.multiplier = 1.0
-        return self
-
-    def score(self, rows: Block, columns: Block) -> Array:
-        xp = self.xp
-        keys = xp.astype(take(self.key, columns, -2), self.compute, copy=False)
-        return _grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
-
-    def logits(
-        self, rows: Block, columns: Block, score: Callable[[Block, Block], Array] | None = None
-    ) -> Array:
-        """The logits of one tile, −∞ where a key is hidden."""
-        xp = self.xp
-        s = (score or self.score)(rows, columns)
-        if self.softcap is not None:
-            s = xp.tanh(s / self.softcap) * self.softcap
-        s = s if self.bias is None and self.poison is None else s + self._shift(rows, columns)
-        return self._hidden(s, rows, columns)
+    def tiles(self) -> Tiles:
+        """The generic pass, with the scale in the queries."""
+        query = self.xp.astype(self.query, self.compute, copy=False) * self.multiplier
+        return Tiles(**(vars(self) | {"query": query, "multiplier": 1.0}))
 
     def added(self, rows: Block, columns: Block) -> Array:
         """What is added to the products of a tile: the bias, −∞ where a key is hidden."""
@@ -168,6 +157,68 @@ class Problem:
             return 0, self.n_keys
         first, end = clip_reach(self.mask.reach(self.frame, rows), self.n_keys)
         return first, end - first
+
+    @property
+    def causal_poison(self) -> Array:
+        """NaN for queries that see a row that is not finite under plain causality, (..., L, 1)."""
+        assert self.poison is not None
+        of_queries, of_keys = self.poison
+        # Not `cumulative_sum`: torch.compile warns about array_api_compat's.
+        return of_queries + self.xp.cumsum(of_keys[..., 0, :], -1)[..., None]
+
+    def four_axes(self, x: Array, *, whole: bool = False) -> Array:
+        """`x` (..., rows, columns) as (batch, heads, rows, columns).
+
+        With `whole` no axis is left to broadcast, but grouped heads stay grouped.
+        """
+        if len(self.batch) == 2 == x.ndim - 2 and (x.shape[:-2] == self.batch or not whole):
+            return x
+        *own, rows, columns = x.shape
+        heads = own[-1] if own else 1
+        if whole and self.batch and heads == 1:
+            heads = self.batch[-1]
+        if len(self.batch) <= 2 and not whole:
+            return x[(None,) * (4 - x.ndim) + (...,)]
+        x = self.xp.broadcast_to(x, (*self.batch[:-1], heads, rows, columns))
+        return self.xp.reshape(x, (math.prod(self.batch[:-1]), heads, rows, columns))
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        if self.frame.whole and self.block_size is None:
+            return self.n_queries, self.n_keys
+        width = max(self.score_width or 1, 1)
+        size = TILE_SIZE
+        if is_numpy(self.xp):
+            size = TILE_SIZE // 4
+        elif is_gpu(self.xp, self.frame.device):
+            size = TILE_SIZE * 32
+        columns = plain_integer(self.block_size or max(COLUMNS // width, 1))
+        rows = size // max(math.prod(self.batch) * min(columns, self.n_keys) * width, 1)
+        return max(rows, MIN_ROWS), columns
+
+
+@dataclass(frozen=True)
+class Tiles(Problem):
+    """The pass over the tiles of a problem, which is the same for all libraries.
+
+    The queries have the scale in them.
+    """
+
+    def score(self, rows: Block, columns: Block) -> Array:
+        xp = self.xp
+        keys = xp.astype(take(self.key, columns, -2), self.compute, copy=False)
+        return _grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
+
+    def logits(
+        self, rows: Block, columns: Block, score: Callable[[Block, Block], Array] | None = None
+    ) -> Array:
+        """The logits of one tile, −∞ where a key is hidden."""
+        xp = self.xp
+        s = (score or self.score)(rows, columns)
+        if self.softcap is not None:
+            s = xp.tanh(s / self.softcap) * self.softcap
+        s = s if self.bias is None and self.poison is None else s + self._shift(rows, columns)
+        return self._hidden(s, rows, columns)
 
     def tile_state(
         self, logits: Array, columns: Block, order: float | None, maximum: Array | None = None
@@ -233,44 +284,6 @@ class Problem:
         (sums,) = map_blocks(xp, over_queries, self.n_keys, column_size, in_threads=True)
         return sums[..., 0]
 
-    @property
-    def causal_poison(self) -> Array:
-        """NaN for queries that see a row that is not finite under plain causality, (..., L, 1)."""
-        assert self.poison is not None
-        of_queries, of_keys = self.poison
-        # Not `cumulative_sum`: torch.compile warns about array_api_compat's.
-        return of_queries + self.xp.cumsum(of_keys[..., 0, :], -1)[..., None]
-
-    def four_axes(self, x: Array, *, whole: bool = False) -> Array:
-        """`x` (..., rows, columns) as (batch, heads, rows, columns).
-
-        With `whole` no axis is left to broadcast, but grouped heads stay grouped.
-        """
-        if len(self.batch) == 2 == x.ndim - 2 and (x.shape[:-2] == self.batch or not whole):
-            return x
-        *own, rows, columns = x.shape
-        heads = own[-1] if own else 1
-        if whole and self.batch and heads == 1:
-            heads = self.batch[-1]
-        if len(self.batch) <= 2 and not whole:
-            return x[(None,) * (4 - x.ndim) + (...,)]
-        x = self.xp.broadcast_to(x, (*self.batch[:-1], heads, rows, columns))
-        return self.xp.reshape(x, (math.prod(self.batch[:-1]), heads, rows, columns))
-
-    @property
-    def tile_shape(self) -> tuple[int, int]:
-        if self.frame.whole and self.block_size is None:
-            return self.n_queries, self.n_keys
-        width = max(self.score_width or 1, 1)
-        size = TILE_SIZE
-        if is_numpy(self.xp):
-            size = TILE_SIZE // 4
-        elif is_gpu(self.xp, self.frame.device):
-            size = TILE_SIZE * 32
-        columns = plain_integer(self.block_size or max(COLUMNS // width, 1))
-        rows = size // max(math.prod(self.batch) * min(columns, self.n_keys) * width, 1)
-        return max(rows, MIN_ROWS), columns
-
 
 def prepare(
     query: Array,
@@ -289,7 +302,7 @@ def prepare(
     block_size: int | None = None,
     score_width: int | None = None,
 ) -> Problem:
-    """Check all arguments, then scale the queries.
+    """The problem of a call, all of whose arguments are checked.
 
     `score_width` is how many numbers a score needs on the way, where it is no product of features.
     """
@@ -326,7 +339,7 @@ def prepare(
                 kind = f"{type(x).__name__}: an array is a law, `law=laws.Constant(scale)`"
                 raise type_error(name, "be a real number", kind)
             check_real(name, x, above=0 if name == "softcap" else -math.inf)
-    check_choice("implementation", implementation, (None, "generic", "native"))
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
     if block_size is not None:
         check_count("block_size", block_size)
 

@@ -11,34 +11,37 @@ from isentropic._entropy import shift_moment
 from isentropic._loops import Block, blocks, is_readable, is_transformed, map_blocks, take
 from isentropic._namespace import Array
 from isentropic._state import AttentionState
-from isentropic._tiles import Problem
+from isentropic._tiles import Problem, Tiles
 
 # Logits of a block where the kernel needs its mask as an array.
 _MASK_SIZE = 2**22
 
 
-def means_output(problem: Problem) -> bool:
+def why_not_sdpa(problem: Problem) -> str | None:
+    """Why PyTorch's own kernel does not compute the output of a problem."""
     import torch
 
     if problem.softcap is not None:
-        return False
+        return "it has no soft cap"
     if problem.bias is not None and is_differentiated(problem.bias):
-        return False
+        return "it would form the gradient of the bias as an L×S array"
     if torch.compiler.is_compiling():
-        return True
+        return None
     # Forward-mode derivatives and the transformations of torch.func need the generic operations.
     if any(is_transformed(x) for x in problem.arrays):
-        return False
+        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
     if problem.query.shape[-1] == 0 or problem.values.shape[-1] == 0:
-        return False
+        return "queries or values have no features"
     if problem.frame.device.type == "cpu" or problem.bias is not None or problem.mask is not None:
-        return True
+        return None
     # Of PyTorch's kernels, the one that forms the weights is no better than the generic pass. About
     # tensors without data it cannot be asked.
     query, key, value, scale = _torch_arrays(problem)
     if type(query) is not torch.Tensor:
-        return True
-    return torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale) != 0
+        return None
+    if torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale) == 0:
+        return "PyTorch would form the weights"
+    return None
 
 
 def is_differentiated(x: Any) -> bool:
@@ -91,7 +94,7 @@ def _torch_arrays(problem: Problem) -> tuple[Any, Any, Any, float]:
 
     xp, query, scale = problem.xp, problem.query, problem.multiplier
     if not isinstance(scale, float):
-        query, scale = problem.scale().query, 1.0
+        query, scale = problem.tiles().query, 1.0
     value = problem.values
     width = max(query.shape[-1], value.shape[-1])
     # On a GPU half precision is what the kernels are for.
@@ -130,21 +133,25 @@ def _rows_of_masks(problem: Problem) -> int:
     return max(16, _MASK_SIZE // (elements * problem.n_keys))
 
 
-def means_state(problem: Problem) -> bool:
-    """Whether gradients are wanted, of more than is kept as it is."""
-    if problem.frame.whole or not any(is_differentiated(x) for x in problem.arrays):
-        return False
+def why_not_tiles(problem: Problem) -> str | None:
+    """Why the pass that takes the tiles again for gradients does not compute a problem."""
+    if problem.frame.whole:
+        return "torch.compile traces the call"
+    if not any(is_differentiated(x) for x in problem.arrays):
+        return "no gradient is asked for"
     rows, columns = problem.tile_shape
     if problem.n_queries <= rows and problem.n_keys <= columns:
-        return False
-    return not any(is_transformed(x) for x in problem.arrays)
+        return "there is a single tile, which PyTorch differentiates by itself"
+    if any(is_transformed(x) for x in problem.arrays):
+        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
+    return None
 
 
 def torch_state(problem: Problem, order: float | None) -> AttentionState:
     """The state, in columns, whose gradient takes the tiles again instead of keeping them."""
-    problem.scale()
-    inputs = {name: x for name in _INPUTS if (x := getattr(problem, name)) is not None}
-    others = _with(problem, dict.fromkeys(_INPUTS))
+    tiles = problem.tiles()
+    inputs = {name: x for name in _INPUTS if (x := getattr(tiles, name)) is not None}
+    others = _with(tiles, dict.fromkeys(_INPUTS))
     fields = iter(_recomputed().apply(others, order, tuple(inputs), *inputs.values()))
     return AttentionState(
         next(fields),
@@ -163,68 +170,66 @@ def _recomputed() -> Any:
 
     class Recomputed(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(
-            ctx: Any, problem: Problem, order: Any, names: tuple[str, ...], *inputs: Any
-        ) -> Any:
-            state = _with(problem, zip(names, inputs, strict=True)).state(order)
+        def forward(ctx: Any, tiles: Tiles, order: Any, names: tuple[str, ...], *inputs: Any) -> Any:
+            state = _with(tiles, zip(names, inputs, strict=True)).state(order)
             fields = [x for x in state if x is not None]
             ctx.save_for_backward(*inputs, *fields)
-            ctx.call = problem, order, names
+            ctx.call = tiles, order, names
             return tuple(fields)
 
         @staticmethod
         def backward(ctx: Any, *upstream: Any) -> Any:
-            problem, order, names = ctx.call
+            tiles, order, names = ctx.call
             inputs, fields = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
-            problem = _with(problem, zip(names, inputs, strict=True))
+            tiles = _with(tiles, zip(names, inputs, strict=True))
             if torch.is_grad_enabled():  # a derivative of this gradient is wanted: keep all
-                fields = [x for x in problem.state(order) if x is not None]
+                fields = [x for x in tiles.state(order) if x is not None]
                 grads = torch.autograd.grad(
                     fields, inputs, upstream, create_graph=True, allow_unused=True
                 )
             else:
-                grads = _gradients(problem, order, names, fields, upstream)
+                grads = _gradients(tiles, order, names, fields, upstream)
             return None, None, None, *grads
 
     return Recomputed
 
 
-def _with(problem: Problem, arrays: Any) -> Problem:
+def _with(tiles: Tiles, arrays: Any) -> Tiles:
     changes: dict[str, Any] = dict(arrays)
-    return replace(problem, **changes)
+    return replace(tiles, **changes)
 
 
 def _gradients(
-    problem: Problem, order: float | None, names: tuple[str, ...], fields: Any, upstream: Any
+    tiles: Tiles, order: float | None, names: tuple[str, ...], fields: Any, upstream: Any
 ) -> list[Any]:
     """Of the inputs, from those of the fields of the state: tile by tile."""
     import torch
 
-    xp = problem.xp
-    row_size, column_size = problem.tile_shape
-    totals = [torch.zeros_like(getattr(problem, name), dtype=problem.compute) for name in names]
-    for rows in blocks(0, problem.n_queries, row_size):
+    xp = tiles.xp
+    row_size, column_size = tiles.tile_shape
+    totals = [torch.zeros_like(getattr(tiles, name), dtype=tiles.compute) for name in names]
+    for rows in blocks(0, tiles.n_queries, row_size):
         of_fields = [take(x, rows, -2) for x in upstream]
         state = [take(x, rows, -2) for x in fields]
         maximum = state[0]
-        of_maximum = _gradient_of_maximum(problem, order, state, of_fields)
+        of_maximum = _gradient_of_maximum(tiles, order, state, of_fields)
         is_done = xp.zeros_like(maximum, dtype=xp.bool)
-        first, size = problem.reach(rows)
+        first, size = tiles.reach(rows)
         for columns in blocks(first, first + size, column_size):
             where: dict[str, tuple[Block, Block | None]] = {
                 "query": (rows, None), "key": (columns, None), "value": (columns, None),
                 "bias": (rows, columns),
             }  # fmt: skip
-            parts = [_cut(getattr(problem, n), *where[n]).detach().requires_grad_() for n in names]
+            parts = [_cut(getattr(tiles, n), *where[n]).detach().requires_grad_() for n in names]
             with torch.enable_grad():
                 # Blocks that are all there: `take` leaves them as they are.
-                tile = _with(problem, zip(names, parts, strict=True))
+                tile = _with(tiles, zip(names, parts, strict=True))
                 logits = tile.logits(rows, columns)
                 outputs = [xp.max(logits, axis=-1, keepdims=True)]
                 outputs += [
                     x for x in tile.tile_state(logits, columns, order, maximum)[1:] if x is not None
                 ]
-                outputs = [x.expand((*problem.batch, *x.shape[-2:])) for x in outputs]
+                outputs = [x.expand((*tiles.batch, *x.shape[-2:])) for x in outputs]
             # Of several equal maxima the first tile's take the gradient.
             is_here = (outputs[0].detach() == maximum) & ~is_done
             is_done = is_done | is_here
@@ -233,7 +238,7 @@ def _gradients(
             for name, total, grad in zip(names, totals, grads, strict=True):
                 if grad is not None:
                     _cut(total, *where[name]).add_(grad)
-    return [total.to(getattr(problem, name).dtype) for name, total in zip(names, totals, strict=True)]
+    return [total.to(getattr(tiles, name).dtype) for name, total in zip(names, totals, strict=True)]
 
 
 def _cut(x: Any, rows: Block, columns: Block | None) -> Any:

@@ -224,6 +224,11 @@ def causal(offset: int | Array | None = None) -> Mask:
     -------
     Mask
 
+    Raises
+    ------
+    TypeError, ValueError
+        For an `offset` that is not an integer or an array of integers, or is out of range.
+
     Examples
     --------
     >>> from isentropic import masks
@@ -257,6 +262,11 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     -------
     Mask
 
+    Raises
+    ------
+    TypeError, ValueError
+        For a `left` or `right` that is not an integer of at least 0, or an `offset` as in `causal`.
+
     Examples
     --------
     >>> from isentropic import masks
@@ -284,6 +294,13 @@ def padding(lengths: int | Array, *, side: str = "right") -> Mask:
     -------
     Mask
 
+    Raises
+    ------
+    TypeError
+        For `lengths` that are not integers.
+    ValueError
+        For negative lengths, where they can be read, or an unknown side.
+
     Examples
     --------
     >>> import numpy as np
@@ -309,6 +326,13 @@ def segments(ids: Array, query_ids: Array | None = None) -> Mask:
     Returns
     -------
     Mask
+
+    Raises
+    ------
+    TypeError
+        For what is not an array of integers.
+    ValueError
+        For arrays without dimensions.
 
     Examples
     --------

@@ -42,6 +42,13 @@ def entropy(
     -------
     matplotlib.axes.Axes
 
+    Raises
+    ------
+    TypeError
+        For what is neither a `DriftReport` nor a mapping of names to them.
+    ValueError
+        For an empty mapping.
+
     Examples
     --------
     >>> import numpy as np
@@ -92,6 +99,11 @@ def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
     -------
     matplotlib.axes.Axes
 
+    Raises
+    ------
+    TypeError
+        For what is not a `DriftReport`.
+
     Examples
     --------
     >>> import numpy as np
@@ -129,6 +141,11 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     -------
     matplotlib.axes.Axes
         That of the map; the entropies are in its first child axes.
+
+    Raises
+    ------
+    ValueError
+        For weights that do not have 2 dimensions.
 
     Examples
     --------
@@ -179,6 +196,13 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     -------
     matplotlib.axes.Axes
 
+    Raises
+    ------
+    TypeError
+        For what is not a mapping of names to laws.
+    ValueError
+        For fewer than two lengths, or lengths below 1 or not finite.
+
     Examples
     --------
     >>> from isentropic import laws, plots
@@ -224,6 +248,11 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     -------
     matplotlib.axes.Axes
 
+    Raises
+    ------
+    TypeError
+        For what is not a `DistortionReport`.
+
     Examples
     --------
     >>> import numpy as np
@@ -236,6 +265,8 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     """
     import numpy as np
 
+    if not isinstance(report, DistortionReport):
+        raise type_error("report", "be a DistortionReport", type(report).__name__)
     ax = _axes(ax)
     errors = to_numpy(report.distance)
     errors = errors[np.isfinite(errors)]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.host
 # The modules of the extras of the same name, and what they need in the order of their imports.
 NEEDS = {
     "torch": ["torch"],
-    "flax": ["jax", "flax"],
+    "jax": ["jax"],
     "huggingface": ["torch", "transformers"],
     "sklearn": ["sklearn"],
 }
@@ -41,11 +41,11 @@ def test_integrations_name_the_extra(extra, missing):
     [
         "plots.laws({'su': laws.preset('su')}, (2, 9))",
         "plots.attention(np.ones((2, 2)))",
-        "plots.distortion(None)",
+        "plots.distortion(jl.distortion(np.eye(3), np.eye(3)))",
     ],
 )
 def test_pictures_name_the_extra(call):
-    program = f"import numpy as np; from isentropic import laws, plots; {call}"
+    program = f"import numpy as np; from isentropic import jl, laws, plots; {call}"
     message = run(program, "matplotlib")
     assert (
         message
@@ -62,6 +62,6 @@ def test_the_command_names_the_extra():
 
 def test_what_needs_no_extra():
     assert (
-        run("import isentropic.plots, isentropic.integrations.sharded", "torch", "jax", "matplotlib")
+        run("import isentropic.plots, isentropic.integrations._sharded", "torch", "jax", "matplotlib")
         == ""
     )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from isentropic.integrations.flax import attention_fn
+from isentropic.integrations.jax import attention_fn
 
 N, L, S, H, E = 2, 5, 7, 4, 8
 standard = partial(attention_fn, law=None)

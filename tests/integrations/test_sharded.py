@@ -17,7 +17,7 @@ import pytest
 
 import isentropic as it
 from isentropic import laws
-from isentropic.integrations import sharded
+from isentropic.integrations import _sharded as sharded
 
 # Queries, keys, options; heads are always grouped.
 CASES = {
@@ -388,7 +388,7 @@ def _finish(*processes):
 
 def test_import_brings_no_library():
     code = (
-        "import sys, isentropic.integrations.sharded\n"
+        "import sys, isentropic.integrations._sharded\n"
         "found = {'torch', 'jax', 'numpy'} & set(sys.modules)\n"
         "assert not found, found\n"
     )

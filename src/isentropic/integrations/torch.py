@@ -1,4 +1,6 @@
-"""Modules for PyTorch: attention with a law, and laws that learn (the extra ``torch``).
+"""Modules for PyTorch: attention with a law, and laws that learn; attention over several processes.
+
+The extra is ``torch``.
 
 Shapes: N sequences, L queries, S keys, H heads, E features of queries and outputs.
 """
@@ -11,6 +13,7 @@ from typing import Any
 from isentropic._attention import attention, attention_entropy, attention_weights
 from isentropic._checks import extra_of, is_array, type_error, value_error
 from isentropic._namespace import present
+from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
 from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
@@ -20,7 +23,12 @@ with extra_of(__name__):
     from torch.nn.functional import dropout as drop
     from torch.nn.functional import linear, pad
 
-__all__ = ["LawModule", "MultiheadAttention"]
+__all__ = [
+    "LawModule",
+    "MultiheadAttention",
+    "distributed_attention",
+    "distributed_attention_state",
+]
 
 
 def _refuse_scripting(module: torch.nn.Module) -> Any:

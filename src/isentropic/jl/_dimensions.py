@@ -157,6 +157,13 @@ def failure_probability(
     float in [0, 1], or array of float64
         0 where the bound is below the smallest float.
 
+    Raises
+    ------
+    TypeError
+        For arguments that are not real numbers.
+    ValueError
+        For arguments out of range, an unknown method, or ``"haar"`` without `n_features`.
+
     Examples
     --------
     >>> from isentropic.jl import failure_probability
@@ -203,6 +210,13 @@ def eps(
     float, or array of float64
         In [0, 1), and ∞ where k is too small for any eps below 1.
 
+    Raises
+    ------
+    TypeError
+        For arguments that are not real numbers.
+    ValueError
+        For arguments out of range, an unknown method, or ``"haar"`` without `n_features`.
+
     Examples
     --------
     >>> from isentropic.jl import eps
@@ -245,6 +259,13 @@ def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
     float, or array of float64
         At least 0.
 
+    Raises
+    ------
+    TypeError
+        For arguments that are not real numbers.
+    ValueError
+        For arguments out of range.
+
     References
     ----------
     Larsen & Nelson 2017, "Optimality of the Johnson–Lindenstrauss lemma", FOCS, arXiv 1609.02094.
@@ -270,7 +291,7 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
     A rule of thumb for how many dimensions give n things enough room to be told apart by inner
     products in a skip-gram model; with the coefficient 8 in its first form. It is **no guarantee
     about distances**: at k = 48, n = 300 thousands of pairs are off by more than 30 %. For that see
-    `min_dim`.
+    `isentropic.jl.min_dim`.
 
     Parameters
     ----------
@@ -283,6 +304,13 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
     -------
     int, or array of int64
         Rounded up.
+
+    Raises
+    ------
+    TypeError
+        For arguments that are not real numbers.
+    ValueError
+        For arguments out of range, or a result of 2**53 or more.
 
     Notes
     -----
@@ -328,6 +356,13 @@ def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
     Returns
     -------
     float, or array of float64
+
+    Raises
+    ------
+    TypeError
+        For arguments that are not real numbers.
+    ValueError
+        For arguments out of range.
 
     References
     ----------

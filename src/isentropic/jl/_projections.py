@@ -52,6 +52,14 @@ def gaussian_projection(
     -------
     DenseProjection
 
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
+    ValueError
+        For sizes out of range.
+
     Notes
     -----
     ``Var ‖f(v)‖² = 2/k`` for a unit vector, ``Var ⟨f(u), f(v)⟩ = (1 + ⟨u, v⟩²)/k`` for two.
@@ -91,6 +99,14 @@ def rademacher_projection(
     Returns
     -------
     DenseProjection
+
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
+    ValueError
+        For sizes out of range.
 
     Notes
     -----
@@ -137,6 +153,14 @@ def sparse_projection(
     -------
     DenseProjection
 
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
+    ValueError
+        For sizes out of range, or a `density` outside of (0, 1].
+
     Warns
     -----
     UserWarning
@@ -182,6 +206,14 @@ def orthogonal_projection(
     Returns
     -------
     DenseProjection
+
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
+    ValueError
+        For sizes out of range.
 
     Notes
     -----
@@ -233,6 +265,14 @@ def hadamard_projection(
     Returns
     -------
     HadamardProjection
+
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
+    ValueError
+        For sizes out of range.
 
     Notes
     -----
@@ -306,6 +346,14 @@ def count_sketch(
     Returns
     -------
     CountSketch
+
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
+    ValueError
+        For sizes out of range, among them `nonzeros` above `n_components`.
 
     Notes
     -----

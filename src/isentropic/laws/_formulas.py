@@ -514,6 +514,13 @@ def scaled(law: Law, factor: Parameter) -> Law:
     -------
     Law
 
+    Raises
+    ------
+    TypeError
+        For a `law` that is not a law, or a `factor` that is not a real number or an array of floats.
+    ValueError
+        For a `factor` that is not finite.
+
     Examples
     --------
     >>> from isentropic import laws
@@ -534,6 +541,13 @@ def shifted(law: Law, shift: float) -> Law:
     Returns
     -------
     Law
+
+    Raises
+    ------
+    TypeError
+        For a `law` that is not a law, or a `shift` that is not a real number.
+    ValueError
+        For a `shift` that is not finite.
 
     Examples
     --------
@@ -558,6 +572,13 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     -------
     AffineLog
         With slope κ/√d.
+
+    Raises
+    ------
+    TypeError
+        For parameters that are not real numbers, or a `kappa` that is not an array of floats either.
+    ValueError
+        For a `head_dim` that is not above 0, or a `kappa` that is not finite.
 
     Examples
     --------

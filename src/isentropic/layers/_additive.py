@@ -77,7 +77,7 @@ def additive_attention(
         raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
-    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).scale()
+    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).tiles()
 
     dtype = problem.compute
     queries = problem.query @ xp.astype(w_q, dtype)

@@ -150,6 +150,14 @@ def positive_features(
     -------
     PositiveFeatures
 
+    Raises
+    ------
+    TypeError
+        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
+        floats.
+    ValueError
+        For sizes out of range.
+
     Notes
     -----
     ``φ(x) = m^{−1/2} exp(ω·x − ‖x‖²/2)``. Without the norm term φ(x)·φ(y) estimates
@@ -310,6 +318,11 @@ def linear_attention_error(
         relative error, and of the root of its variance :math:`(e^{\|x+y\|^2} - 1)/m`. 0 for a query
         that sees nothing.
 
+    Raises
+    ------
+    TypeError, ValueError
+        As in `linear_attention`.
+
     Notes
     -----
     Takes O(L S m) operations, a block of queries at a time. The heavy upper tail of the estimates
@@ -403,7 +416,7 @@ def _norm_term(xp: ModuleType, x: Array) -> Array:
 
 def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> AttentionState:
     """The state, in columns, of plain attention with the logits ``queries · keys + bias``."""
-    return prepare(queries, keys, value, bias=bias, scale=1.0).scale().state(None)
+    return prepare(queries, keys, value, bias=bias, scale=1.0).tiles().state(None)
 
 
 def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:

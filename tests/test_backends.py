@@ -1,17 +1,17 @@
-"""Kernels against the generic pass and against oracles: values, gradients, masks, what is not finite."""
+"""Backends against the generic pass and against oracles: values, gradients, masks, what is not finite."""
 
 import numpy as np
 import oracles
 import pytest
 
 import isentropic as it
-from isentropic import laws, masks
+from isentropic import _backends, _tiles, laws, masks
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Kernels take all sizes, in blocks with ragged ends."""
-    monkeypatch.setattr("isentropic._kernels._is_large", lambda problem: True)
+    monkeypatch.setattr("isentropic._backends._is_large", lambda problem: True)
     monkeypatch.setattr("isentropic._numpy_kernel._ROWS", 4)
     monkeypatch.setattr("isentropic._numpy_kernel._COLUMNS", 5)
     monkeypatch.setattr("isentropic._numpy_kernel._PREPARED", 300)
@@ -109,8 +109,51 @@ class TestAgainstGeneric:
         x = backend.array(rng.normal(size=(5, 4)))
         with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
             it.attention_entropy(x, x, softcap=3.0, implementation="native")
-        with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
-            it.attention_weights(x, x, implementation="native")
+
+
+class TestBackends:
+    """Which code computes a call, and why the others do not."""
+
+    def test_one_runs(self, backend, rng):
+        x = backend.array(rng.normal(size=(16, 300, 8)), "float32")
+        for values in (x, None):
+            found = it.attention_backends(x, x, values, is_causal=True)
+            assert list(found) == ["sdpa", "numpy", "jax", "torch", "generic"]
+            assert list(found.values()).count("runs") == 1
+            (name,) = [name for name, why in found.items() if why == "runs"]
+            expected = {"numpy": "numpy", "torch": "sdpa" if values is not None else "numpy"}
+            if backend.library in expected:
+                assert name == expected[backend.library]
+            elif backend.library == "strict":
+                assert name == "generic"
+        capped = it.attention_backends(x, x, x, softcap=3.0)
+        assert capped["generic"] == "runs"
+        assert capped["numpy"] == "it has no bias and no soft cap"
+
+    def test_names(self, backend, rng):
+        assert list(_tiles.IMPLEMENTATIONS[:3]) == [None, "generic", "native"]
+        others = {name for name in _tiles.IMPLEMENTATIONS if name not in (None, "native")}
+        assert others == {kind.name for kind in _backends.BACKENDS}
+        x = backend.array(rng.normal(size=(2, 9, 8)), "float32")
+        expected = it.attention(x, x, x, implementation="generic")
+        for name in sorted(others):
+            found = it.attention_backends(x, x, x, implementation=name)
+            assert found["generic"] == (
+                "runs" if name == "generic" else "`implementation` asks for another"
+            )
+            if found[name] == "runs":
+                got = it.attention(x, x, x, implementation=name)
+                backend.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+            else:
+                with pytest.raises(
+                    ValueError, match=r"`implementation` must be None or 'generic' .*" + name
+                ):
+                    it.attention(x, x, x, implementation=name)
+
+    def test_small_calls_are_generic(self):
+        x = np.zeros((4, 2))
+        assert it.attention_backends(x, x, x)["generic"] == "runs"
+        assert it.attention_backends(x, x, order=2)["numpy"] == "it has no entropies but Shannon's"
 
 
 class TestBound:
@@ -249,9 +292,9 @@ class TestSkippedTiles:
         monkeypatch.setattr("isentropic._numpy_kernel._COLUMNS", 16)
 
         from isentropic._numpy_kernel import _Pass
-        from isentropic._tiles import Problem
+        from isentropic._tiles import Tiles
 
-        logits, tiles = Problem.logits, _Pass.tiles
+        logits, tiles = Tiles.logits, _Pass.tiles
 
         def counted_logits(self, *args):
             nonlocal size
@@ -265,7 +308,7 @@ class TestSkippedTiles:
                 size += s.size
                 yield columns, s
 
-        monkeypatch.setattr(Problem, "logits", counted_logits)
+        monkeypatch.setattr(Tiles, "logits", counted_logits)
         monkeypatch.setattr(_Pass, "tiles", counted_tiles)
         q, k, v = rng.normal(size=(3, n, 8))
         it.attention(q, k, v, mask=mask, implementation=implementation)

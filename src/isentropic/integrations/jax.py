@@ -1,4 +1,4 @@
-"""Attention with a law for the modules of Flax, nnx and linen (the extra ``flax``)."""
+"""Attention over a mesh of JAX devices, and for the modules of Flax (the extra ``jax``)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from isentropic._attention import attention, attention_weights
 from isentropic._checks import check_ndim, extra_of, value_error
 from isentropic._namespace import Array, ArrayT
+from isentropic.integrations._sharded import ring_attention, ring_attention_state
 from isentropic.laws._formulas import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
 with extra_of(__name__):
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
-__all__ = ["attention_fn"]
+__all__ = ["attention_fn", "ring_attention", "ring_attention_state"]
 
 
 def attention_fn(
@@ -102,7 +102,7 @@ def attention_fn(
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from isentropic import laws
-    >>> from isentropic.integrations.flax import attention_fn
+    >>> from isentropic.integrations.jax import attention_fn
     >>> layer = nnx.MultiHeadAttention(
     ...     num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0),
     ...     attention_fn=partial(attention_fn, law=laws.LogLength(128)),
@@ -139,6 +139,8 @@ def attention_fn(
 
     with _matmul_precision(precision):
         if module is not None:
+            from flax import nnx
+
             collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
             module.sow(collection, "attention_weights", attention_weights(q, k, **options))
         return jnp.swapaxes(attention(q, k, v, **options), -2, -3)

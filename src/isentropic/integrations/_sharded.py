@@ -28,13 +28,6 @@ from isentropic._state import AttentionState, merge_states
 from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law
 from isentropic.masks import causal
 
-__all__ = [
-    "distributed_attention",
-    "distributed_attention_state",
-    "ring_attention",
-    "ring_attention_state",
-]
-
 
 def ring_attention(
     query: ArrayT,
@@ -103,7 +96,7 @@ def ring_attention(
     Examples
     --------
     >>> import jax, numpy as np
-    >>> from isentropic.integrations.sharded import ring_attention
+    >>> from isentropic.integrations.jax import ring_attention
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("sequence",))
     >>> spec = jax.P(None, "sequence")  # (heads, positions, features)
     >>> ring = jax.shard_map(
@@ -166,7 +159,7 @@ def ring_attention_state(
     Examples
     --------
     >>> import jax, numpy as np
-    >>> from isentropic.integrations.sharded import ring_attention_state
+    >>> from isentropic.integrations.jax import ring_attention_state
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("sequence",))
     >>> spec = jax.P("sequence")
     >>> ring = jax.shard_map(
@@ -244,7 +237,7 @@ def distributed_attention(
     One process of one; ``torchrun`` starts several and tells each its rank.
 
     >>> import torch, torch.distributed as dist
-    >>> from isentropic.integrations.sharded import distributed_attention
+    >>> from isentropic.integrations.torch import distributed_attention
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> q, k, v = torch.randn(3, 8, 128, 64)
     >>> distributed_attention(q, k, v, is_causal=True).shape
@@ -301,7 +294,7 @@ def distributed_attention_state(
     Examples
     --------
     >>> import torch, torch.distributed as dist
-    >>> from isentropic.integrations.sharded import distributed_attention_state
+    >>> from isentropic.integrations.torch import distributed_attention_state
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> q, k = torch.randn(2, 128, 64)
     >>> distributed_attention_state(q, k).entropy().shape
