@@ -167,7 +167,7 @@ class SmallCalls:
 
 
 class Hops:
-    """What a reader of a small call has to follow: calls within the package, its files, and switches."""
+    """What a reader of a small call follows: calls within the package, files, switches between them."""
 
     params = (["numpy", "torch"], ["attention", "causal", "entropy"])
     param_names = ("backend", "call")
