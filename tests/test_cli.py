@@ -233,7 +233,7 @@ class TestModel:
         assert result.exit_code == 1
         (line,) = result.stderr.splitlines()
         assert line.startswith(
-            "Error: some/model is no folder, does not load from the cache, and the Hub cannot be asked: Cannot reach"
+            "Error: some/model is not a folder, does not load from the cache, and the Hub cannot be asked: Cannot reach"
         )
 
     def test_outputs_are_tried_before_the_work(self, run, model, texts, tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ class TestModel:
             return result.stderr
 
         nowhere = refused("profile", "/no/model", texts[0])
-        assert "Error: /no/model is no folder" in nowhere
+        assert "Error: /no/model is not a folder" in nowhere
         assert "Repo id must be in the form" in nowhere
         assert "File '/no/text' does not exist" in refused("profile", model, "/no/text")
         assert "Missing argument 'TEXT...'" in refused("profile", model)
@@ -269,13 +269,13 @@ class TestModel:
         texts_too_short = tmp_path / "shorter.txt", tmp_path / "short.txt", tmp_path / "shorter.txt"
         assert "the longest has 4:" in refused("profile", model, *texts_too_short, "--lengths", "64")
         (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
-        assert "binary is no text in UTF-8" in refused("profile", model, tmp_path / "binary")
+        assert "binary is not a text in UTF-8" in refused("profile", model, tmp_path / "binary")
         (tmp_path / "laws.json").write_text("[]")
         wrong = refused("profile", model, texts[0], "--lengths", "32", "--laws", tmp_path / "laws.json")
         assert "`path` must be a file of the format 'isentropic-laws'" in wrong
         monkeypatch.setattr(cli, "_opened", None)  # no work is begun
         for wrong, message in (
-            ("laws.jsn", "--laws: laws.jsn is no file; as a preset: `name` must be"),
+            ("laws.jsn", "--laws: laws.jsn is not a file; as a preset: `name` must be"),
             ("qwen", "`parameters` must be those of 'qwen' (length), got none"),
             ("su:base", "'base' of 'su:base' is not PARAMETER=NUMBER"),
         ):

@@ -3,8 +3,10 @@
 The ratios are timed in one process, in turn, and are what to compare between commits.
 """
 
+import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -162,6 +164,39 @@ class SmallCalls:
         else:
             peer = _naive_causal if call == "causal" else _naive
         return ratio(lambda: CALLS[call](*own), lambda: peer(*own), rounds=1000)
+
+
+class Hops:
+    """What a reader of a small call follows: calls within the package, files, switches between them."""
+
+    params = (["numpy", "torch"], ["attention", "causal", "entropy"])
+    param_names = ("backend", "call")
+
+    def setup(self, backend, call):
+        own = arrays(backend, 16, heads=4)
+        for _ in range(2):  # caches are filled
+            CALLS[call](*own)
+        folder, self.files = str(Path(it.__file__).parent), []
+
+        def note(frame, event, argument):
+            name = frame.f_code.co_filename
+            if event == "call" and name.startswith(folder):
+                self.files.append(name)
+
+        sys.setprofile(note)
+        try:
+            CALLS[call](*own)
+        finally:
+            sys.setprofile(None)
+
+    def track_calls(self, backend, call):
+        return len(self.files)
+
+    def track_files(self, backend, call):
+        return len(set(self.files))
+
+    def track_switches(self, backend, call):
+        return sum(a != b for a, b in itertools.pairwise(self.files))
 
 
 class Imports:

@@ -104,7 +104,7 @@ def attention(
     Raises
     ------
     TypeError
-        For arrays that are no floats, a mask that is neither boolean nor a Mask, mixed libraries.
+        For arrays that are not of floats, a mask that is neither boolean nor a Mask, mixed libraries.
     ValueError
         For shapes that do not fit, mixed devices, or values out of range.
 
@@ -496,7 +496,7 @@ def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW)
     Raises
     ------
     TypeError, ValueError
-        For queries that are no floats, other libraries or devices, shapes that do not broadcast.
+        For queries that are not of floats, other libraries or devices, shapes that do not broadcast.
 
     Notes
     -----

@@ -107,7 +107,7 @@ def check_shape(name: str, x: Any, shape: tuple[int | None, ...]) -> None:
 
 
 def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
-    """Refuse what is no finite Python number with ``x > above`` and ``x >= least``."""
+    """Refuse what is not a finite Python number with ``x > above`` and ``x >= least``."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise type_error(name, "be a real number", type(x).__name__)
     try:
@@ -160,7 +160,7 @@ def check_given(**arrays: Any) -> None:
 
 
 def check_count(name: str, x: Any, *, least: int = 1) -> None:
-    """Refuse what is no integer of at least `least`."""
+    """Refuse what is not an integer of at least `least`."""
     if not is_integer(x):
         raise type_error(name, "be an integer", type(x).__name__)
     if x < least:

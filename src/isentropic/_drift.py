@@ -169,7 +169,7 @@ class Recorder:
     """Sums of entropies by number of keys, layer and head, at several factors on the scale."""
 
     def __init__(self, argument: str, factors: Sequence[float] = (1.0,)) -> None:
-        self.argument = argument  # whose fault it is if the entropies will not do
+        self.argument = argument  # which one to blame if the entropies cannot be used
         self.factors = tuple(factors)
         # By group and layer: how many queries, the sum of log n, and those of the entropies. A group is
         # an n, or −i for the half octave around 2^{i/2}.
@@ -374,7 +374,7 @@ def entropy_drift(
     Raises
     ------
     TypeError, ValueError
-        As in `attention`; also for samples that are no such tuples, or none that see two keys.
+        As in `attention`; also for samples that are not such tuples, or if no query sees two keys.
 
     Examples
     --------

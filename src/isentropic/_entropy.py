@@ -200,7 +200,7 @@ def entropy_from_logits(
     Raises
     ------
     TypeError
-        For logits that are no floats, a mask that is no boolean array, another library.
+        For logits that are not of floats, a mask that is not a boolean array, another library.
     ValueError
         For a negative or NaN order, a mask that does not broadcast, another device.
 
@@ -269,7 +269,7 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     Raises
     ------
     TypeError
-        For weights that are no floats.
+        For weights that are not of floats.
     ValueError
         For a negative or NaN order, or an axis that does not exist.
 
@@ -326,7 +326,7 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     Raises
     ------
     TypeError, ValueError
-        For arrays that are no floats, do not broadcast, or lie in two libraries or devices.
+        For arrays that are not of floats, do not broadcast, or lie in two libraries or devices.
 
     Examples
     --------
@@ -362,7 +362,7 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     Raises
     ------
     TypeError, ValueError
-        For arrays that are no floats, do not broadcast, or lie in two libraries or devices.
+        For arrays that are not of floats, do not broadcast, or lie in two libraries or devices.
 
     Notes
     -----
@@ -417,7 +417,7 @@ def _pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
 
 
 def _weights(xp: ModuleType, x: Array, axis: int, dtype: Any) -> Array:
-    """With their axis last, in the dtype to compute in, NaN where they are no weights."""
+    """With their axis last, in the dtype to compute in, NaN where they cannot be weights."""
     x = last_axis(xp, xp.astype(x, accumulator(xp, dtype)), axis)
     return xp.where((x >= 0) & (x < math.inf), x, math.nan)
 
@@ -427,7 +427,7 @@ def _distribution(xp: ModuleType, weight: Any) -> _Distribution:
     if weight.shape[-1] > 0:
         largest = xp.max(weight, axis=-1, keepdims=True)
         ordinary = (largest == 0) | ((largest > 1 / _ORDINARY) & (largest < _ORDINARY))
-        # XLA may multiply by the reciprocal, which is no normal number for the largest floats.
+        # XLA may multiply by the reciprocal, which is subnormal for the largest floats.
         most = float(xp.finfo(weight.dtype).max) / 16
         scale = xp.where(ordinary, 1.0, clip(xp, largest, max=most))
     scaled = weight / scale
@@ -468,7 +468,7 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     Raises
     ------
     TypeError, ValueError
-        For arrays that are no floats or do not broadcast, or a negative weight.
+        For arrays that are not of floats or do not broadcast, or a negative weight.
 
     Examples
     --------

@@ -34,7 +34,7 @@ from isentropic.masks import Mask
 
 # Enough for float64 and every case of the tests; most rows settle in 6 to 9 steps.
 _STEPS = 28
-# The highest factor, times the smallest distance from the maximum: e⁻²⁰⁰ is no weight.
+# The highest factor, times the smallest distance from the maximum: e⁻²⁰⁰ does not count.
 _HIGHEST = 200.0
 # Scores that are farther from the maximum than this many times the smallest distance are hidden.
 _DEEPEST = 1e25
@@ -75,7 +75,7 @@ def match_entropy(
     Raises
     ------
     TypeError
-        For logits that are no floats, a mask that is no boolean array, another library.
+        For logits that are not of floats, a mask that is not a boolean array, another library.
     ValueError
         For shapes that do not broadcast, or another device.
 

@@ -70,7 +70,7 @@ def fold(
 
 
 def clip_reach(reach: tuple[int, int], length: int) -> tuple[int, int]:
-    """A part (first, end) of an axis of `length` > 0; with one entry where there is none in it."""
+    """A part (first, end) cut to an axis of `length` > 0. It keeps one entry at least."""
     end = max(1, min(reach[1], length))
     return max(0, min(reach[0], end - 1)), end
 

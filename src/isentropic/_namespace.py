@@ -37,7 +37,7 @@ class Array(Protocol):
     def __lt__(self, other: Any, /) -> Any: ...
 
 
-# What a function gives back, where it has their dimensions, is of the type of the arrays it was given.
+# A function that takes arrays of this type returns arrays of the same type.
 ArrayT = TypeVar("ArrayT", bound=Array)
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ def namespace_with_drawn(drawn: Group, **arrays: Any) -> ModuleType:
         xp = namespace(drawn, **arrays)
         device(drawn, **arrays)
     except (TypeError, ValueError) as error:
-        namespace(drawn), namespace(**arrays)  # what is no array has an error of its own
+        namespace(drawn), namespace(**arrays)  # which refuse what is not an array
         mend = f"draw the {drawn[0]} with `like={next(iter(arrays))}`"
         raise type(error)(f"{str(error).removesuffix('.')}: {mend}.") from None
     return xp

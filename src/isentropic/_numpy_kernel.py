@@ -1,4 +1,4 @@
-"""The tile pass for NumPy, without an elementwise pass over a tile but exp.
+"""The tile pass for NumPy, in which exp is the only elementwise pass over a tile.
 
 The exponents are relative to a bound of each row, b = ‖q‖ · max‖k‖ ≥ max q·k, instead of its
 maximum. Its subtraction is done by the product itself, as one more column: −b on the queries and 1

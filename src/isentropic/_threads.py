@@ -61,7 +61,7 @@ def _controller() -> Any:
 
 
 class _Blas:
-    """The limit of the BLAS, which is the process's own and may only be lifted by who has set it."""
+    """The limit of the BLAS, which belongs to the process: only the one who has set it may lift it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -71,7 +71,7 @@ class _Blas:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[int]:
-        """Gives the threads that fall to this call, 1 where the limit is in other hands."""
+        """Gives the threads that fall to this call, or 1 where another call holds the limit."""
         former: list[tuple[Any, int]] = []
         is_counted = False
         # All within the `try`: an interrupt may come after any step, the first limit among them.

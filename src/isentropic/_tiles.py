@@ -304,7 +304,7 @@ def prepare(
 ) -> Problem:
     """The problem of a call, all of whose arguments are checked.
 
-    `score_width` is how many numbers a score needs on the way, where it is no product of features.
+    `score_width` is how many numbers a score needs on the way, where it is not a product of features.
     """
     check_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     visible = None if mask is None else as_mask(mask)

@@ -34,7 +34,7 @@ def why_not_sdpa(problem: Problem) -> str | None:
         return "queries or values have no features"
     if problem.frame.device.type == "cpu" or problem.bias is not None or problem.mask is not None:
         return None
-    # Of PyTorch's kernels, the one that forms the weights is no better than the generic pass. About
+    # Of PyTorch's kernels, the one that forms the weights is not better than the generic pass. About
     # tensors without data it cannot be asked.
     query, key, value, scale = _torch_arrays(problem)
     if type(query) is not torch.Tensor:
@@ -247,7 +247,7 @@ def _cut(x: Any, rows: Block, columns: Block | None) -> Any:
 
 
 def _gradient_of_maximum(problem: Problem, order: float | None, state: Any, upstream: Any) -> Any:
-    """What a higher maximum, as the reference of the sums, does through all fields."""
+    """The gradient by the maximum, to which all sums of the state are relative."""
     import torch
 
     shift = torch.zeros_like(state[0], requires_grad=True)

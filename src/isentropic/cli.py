@@ -206,7 +206,7 @@ def _file_or_preset(huggingface: Any, text: str) -> Any:
     try:
         return _law(text)
     except click.UsageError as error:
-        message = f"--laws: {text} is no file; as a preset: {error.message}"
+        message = f"--laws: {text} is not a file; as a preset: {error.message}"
         raise click.UsageError(message) from None
 
 
@@ -304,7 +304,7 @@ def _opened(name: str, texts: Sequence[Path], lengths: Sequence[int] | None) -> 
         if unreachable is None:
             message = f"{name} holds no model that loads: {_first_line(error)}"
         else:
-            nowhere = "is no folder, does not load from the cache, and the Hub cannot be asked"
+            nowhere = "is not a folder, does not load from the cache, and the Hub cannot be asked"
             message = f"{name} {nowhere}: {unreachable}"
         raise click.ClickException(message) from None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -332,7 +332,7 @@ def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> I
         try:
             contents.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
-            raise click.ClickException(f"{path} is no text in UTF-8") from None
+            raise click.ClickException(f"{path} is not a text in UTF-8") from None
 
     def encoded(n: int) -> list[Any]:
         return [tokenizer(text, truncation=True, max_length=n)["input_ids"] for text in contents]

@@ -286,7 +286,7 @@ def padding(lengths: int | Array, *, side: str = "right") -> Mask:
     Parameters
     ----------
     lengths : int or array of int over the batch and head axes
-        Number of keys that are no padding, at least 0; more than S are all.
+        Number of keys that are not padding, at least 0; more than S are all.
     side : {"right", "left"}
         Where the padding is.
 

@@ -599,7 +599,7 @@ _GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
 
 def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
     log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    # log r, far below where there are no others.
+    # log r, far below 0 where there are no others.
     z = xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
     log_rest, share = _log1p_exp(xp, z)
     above = xp.log(relevant) + log_rest + gap * share

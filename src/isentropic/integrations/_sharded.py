@@ -457,7 +457,7 @@ def _varying_alike(arrays: Any, *others: Any) -> Any:
     """The `arrays`, all of the type of one that varies over every mesh axis over which any does.
 
     Loops want what they carry to keep its type. A selection has the joint type of its operands, and
-    the compiler takes one without a choice away again.
+    the compiler removes it where its condition is constant.
     """
     import jax
 

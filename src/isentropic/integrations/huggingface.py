@@ -109,7 +109,7 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
         a layer to its law, where the others have none. None is the standard attention. Array
         parameters have the shape (H,), one number per head. They are moved to the device of the
         layer, in float32 (float64 where the model is): move the model before. Tensors that need
-        gradients are taken as they are, and have to be on that device; they are no parameters of the
+        gradients are taken as they are, and have to be on that device; they are not parameters of the
         model, so an optimizer is to be given them apart.
     count : {"keys", "positions"}
         What the n of a law is: how many keys the query sees, or its position plus one. The table in
@@ -124,7 +124,7 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     Raises
     ------
     TypeError
-        For what is no model of transformers, or no laws.
+        For a `model` that is not of transformers, or `laws` that are not laws.
     ValueError
         For a model whose attention cannot be chosen, numbers of layers that it does not have, or
         parameters that do not fit its heads. With ``count="positions"`` a model that hands its
@@ -291,7 +291,7 @@ def save_laws(laws: Laws, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     TypeError, ValueError
-        For what are no laws, or arrays that are not finite.
+        For `laws` that are not laws, or arrays that are not finite.
 
     Examples
     --------
@@ -333,7 +333,7 @@ def load_laws(path: str | os.PathLike[str]) -> Laws:
     Raises
     ------
     ValueError
-        For a file that is no such JSON, of another version, or does not describe laws.
+        For a file that is not such JSON, has another version, or does not describe laws.
     TypeError
         For parameters of the wrong kind.
 
@@ -694,7 +694,7 @@ def _recording(
     """Hand (layer, n, entropies, counted) of every attention of the modules to `add`.
 
     n is (B or 1, L), the entropies (B, H, L) for each factor on the logits, and counted (B, L) are the
-    queries that are no padding.
+    queries that are not padding.
     """
     try:
         for layer, module in enumerate(modules):

@@ -50,7 +50,7 @@ class LawModule(torch.nn.Module):
     Raises
     ------
     TypeError
-        For what is no law, or holds arrays that are no tensors.
+        For what is not a law, or holds arrays that are not tensors.
 
     Examples
     --------
@@ -130,7 +130,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     Raises
     ------
     TypeError
-        For what is no law, or a law of arrays that are no tensors.
+        For what is not a law, or a law of arrays that are not tensors.
 
     Notes
     -----
@@ -247,7 +247,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises
         ------
         TypeError
-            For what is no tensor, other nested tensors, or a mask of integers.
+            For what is not a tensor, other nested tensors, or a mask of integers.
         ValueError
             For shapes that do not fit, or `is_causal` without `attn_mask`.
         """

@@ -76,7 +76,7 @@ def min_dim(
     Raises
     ------
     TypeError
-        For arguments that are no real numbers.
+        For arguments that are not real numbers.
     ValueError
         For arguments out of range, an unknown method, or ``"haar"`` without `n_features`.
 
@@ -116,7 +116,7 @@ def min_dim(
     log_delta = np.log(level)
     closed = method if method in _CLOSED else "dasgupta-gupta"
     count, rate = _CLOSED[closed]
-    with np.errstate(divide="ignore", over="ignore"):  # where the square of eps is none
+    with np.errstate(divide="ignore", over="ignore"):  # where the square of eps underflows
         k = np.ceil((count(np.log(n), np.log(n - 1)) - log_delta) / rate(e))
     if np.any(k > 2.0**53):
         raise value_error("eps", "be large enough for a dimension below 2**53", eps)
@@ -281,7 +281,7 @@ def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
 
     (n, e), scalar = _broadcast(n_samples=n_samples, eps=eps)
     growth = np.maximum(2 * np.log(e) + np.log(n), 0.0)
-    # Where the square of eps is no float, the growth is 0.
+    # Where the square of eps underflows, the growth is 0.
     return _result(growth / np.where(growth > 0, e**2, 1.0), scalar)
 
 

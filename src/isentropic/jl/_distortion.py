@@ -81,7 +81,7 @@ class DistortionReport:
     >>> import numpy as np
     >>> from isentropic.jl import distortion
     >>> x = np.eye(3)
-    >>> report = distortion(x, x[:, :2])  # the last feature left away
+    >>> report = distortion(x, x[:, :2])  # without the last feature
     >>> report.norm, report.worst
     (array([ 0.,  0., -1.]), 0.5)
     """
@@ -123,7 +123,7 @@ class DistortionReport:
             raise value_error("confidence", "be below 1", confidence)
         errors = abs(to_numpy(self.distance))
         compared = errors.shape[0]
-        failures = compared - int((errors <= eps).sum())  # what is no number has failed
+        failures = compared - int((errors <= eps).sum())  # NaN counts as a failure
         rate = failures / compared
         if compared == self.n_pairs:
             return FailureRate(rate, rate, rate)
@@ -183,9 +183,9 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     Raises
     ------
     TypeError
-        For arrays that are no floats, or of different libraries.
+        For arrays that are not of floats, or of different libraries.
     ValueError
-        For arrays that are no matrices, of different numbers of rows or on different devices.
+        For arrays that are not matrices, of different numbers of rows or on different devices.
 
     Notes
     -----

@@ -48,9 +48,9 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     Raises
     ------
     TypeError
-        For an `x` that is no floating-point array.
+        For an `x` that is not a floating-point array.
     ValueError
-        For a length that is no power of two, an axis out of range, an unknown norm.
+        For a length that is not a power of two, an axis out of range, an unknown norm.
 
     Notes
     -----

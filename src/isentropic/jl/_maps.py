@@ -167,8 +167,8 @@ class HadamardProjection(NamedTuple):
 
         It is so where d is the order of the Hadamard matrix, and the vectors are not padded. Then the
         adjoint times k/d is the pseudo-inverse, and for k = d the map is a rotation, whose inverse is
-        the adjoint. Else ``f`` with k = d leaves out some of the D > d coordinates: it is no rotation,
-        and after one round it has, as a rule, no inverse.
+        the adjoint. Otherwise ``f`` with k = d omits some of the D > d coordinates. Then it is not a
+        rotation, and after one round it usually has no inverse.
 
         Examples
         --------

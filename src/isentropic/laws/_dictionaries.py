@@ -56,7 +56,7 @@ def to_dict(law: Law) -> dict[str, Any]:
     Raises
     ------
     TypeError
-        For what is no law of this module.
+        For what is not a law of this module.
     ValueError
         For an array that is not finite.
 

@@ -665,7 +665,7 @@ def _check_minimum(minimum: Any) -> None:
 
 
 def check_law(law: Any, *, optional: bool = False) -> None:
-    """Refuse what is no law, nor None where that is the standard attention."""
+    """Refuse what is not a law, and None unless it is `optional` (the standard attention)."""
     if not isinstance(law, Law) and not (optional and law is None):
         must = "be a law of isentropic.laws" + " or None" * optional
         got = type(law).__name__

@@ -282,7 +282,7 @@ def linear_attention(
         )
         return merge_columns(xp, sums, _attend(weights, y, v, b), None), output_of_columns(xp, seen)
 
-    # Not tiles but whole, where lengths are symbolic.
+    # In one piece where lengths are symbolic.
     chunk = paired if traces_lengths(xp) else _CHUNK
     out = scan_blocks(xp, step, sums, paired, chunk)
     if blind:

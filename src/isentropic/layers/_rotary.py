@@ -49,7 +49,7 @@ def rotary(
     Raises
     ------
     TypeError
-        For an `x` that is no floating-point array, or positions of another library.
+        For an `x` that is not a floating-point array, or positions of another library.
     ValueError
         For an odd E, positions that do not broadcast, or a base that is not above 1.
 
