@@ -173,9 +173,9 @@ class _Recorder(dict):
         return super().__getitem__(key)
 
 
-def names_read(case, arrays):
+def names_read(case):
     """The names of the arrays that a case uses."""
-    recorder = _Recorder(arrays)
+    recorder = _Recorder(inputs())
     case(recorder)
     return recorder.read
 

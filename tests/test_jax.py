@@ -24,6 +24,8 @@ DIFFERENTIABLE = sorted(set(cases.CASES) - {"visible_count"})
 def _only_once(request):
     if request.config.getoption("--backend") not in (None, "jax"):
         pytest.skip("belongs to the backend jax")
+    with jax.numpy_rank_promotion("raise"):  # as in JAX's own tests
+        yield
 
 
 @pytest.fixture
@@ -44,26 +46,22 @@ class TestEveryFunction:
     def test_jit(self, name, tiny_tiles):
         arrays, discrete = _split()
         case = cases.CASES[name]
-        expected = case(arrays | discrete)
         # Everything is traced, also masks, lengths and the parameters of laws.
         got = jax.jit(case)(arrays | discrete)
-        assert jax.tree.structure(got) == jax.tree.structure(expected)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-    def test_without_rank_promotion(self, name):
-        arrays, discrete = _split()
-        with jax.numpy_rank_promotion("raise"):  # as in JAX's own tests
-            cases.CASES[name](arrays | discrete)
+        exact = case(cases.inputs("float64"))
+        assert jax.tree.structure(got) == jax.tree.structure(exact)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+            assert a.dtype == jnp.float32 or not jnp.issubdtype(a.dtype, jnp.floating)
+            # The cases draw their numbers in float64 and round them: inputs differ by 6e-8.
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
     def test_each_array_is_traced_alone(self, name):
         # Inside a trace the result of any operation is traced, also of arrays that are not.
         arrays, discrete = _split()
         case, constants = cases.CASES[name], arrays | discrete
-        shapes = jax.tree.map(lambda y: y.shape, case(constants))
+        shapes = jax.tree.map(lambda y: y.shape, jax.eval_shape(case, constants))
 
-        for key in sorted(cases.names_read(case, constants)):
+        for key in sorted(cases.names_read(case)):
 
             def call(x, key=key):
                 return case(constants | {key: x})
@@ -86,15 +84,15 @@ class TestEveryFunction:
             pytest.skip("integers have no gradient")
         arrays, discrete = _split("float64")
         case = cases.CASES[name]
-        read = cases.names_read(case, arrays | discrete)
+        read = cases.names_read(case)
         used = {key: x for key, x in arrays.items() if key in read}
 
         def loss(used):
             result = jax.tree.leaves(case(arrays | discrete | used))
             return sum((jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in result), 0.0)
 
-        loss = jax.jit(loss)
-        gradient = jax.jit(jax.grad(loss))(used)
+        of_loss = jax.jit(jax.value_and_grad(loss))
+        _, gradient = of_loss(used)
         direction = {
             key: np.random.default_rng(i).normal(size=x.shape)
             for i, (key, x) in enumerate(used.items())
@@ -103,7 +101,7 @@ class TestEveryFunction:
             direction["p"] = np.where(np.asarray(used["p"]) > 0, direction["p"], 0.0)
         step = 1e-5
         ahead, behind = (
-            loss({k: x + s * direction[k] for k, x in used.items()}) for s in (step, -step)
+            of_loss({k: x + s * direction[k] for k, x in used.items()})[0] for s in (step, -step)
         )
         numerical = (ahead - behind) / (2 * step)
         analytic = sum(float((gradient[k] * direction[k]).sum()) for k in used)
