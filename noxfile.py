@@ -54,8 +54,8 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
 
 
-# Most tests use one core: arrays are small, and compilers wait. A file stays in one process, and so
-# does what is compiled for it.
+# Most tests use one core: their arrays are small, and compilers use one. A file stays in one process,
+# and so does what is compiled for it.
 PROCESSES = ["-n", "2", "--dist", "loadfile"]
 
 # The tests compile more than they compute, and XLA compiles in 0.6 of the time without most of its

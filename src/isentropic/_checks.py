@@ -205,7 +205,7 @@ def check_axis(axis: Any, ndim: int) -> None:
         raise value_error("axis", f"be in [{-ndim}, {ndim})", axis)
 
 
-def common_shape(xp: ModuleType, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+def common_shape(**shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape to which the named shapes broadcast."""
     common: tuple[int, ...] = next(iter(shapes.values()))
     for name, shape in shapes.items():

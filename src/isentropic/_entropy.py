@@ -410,7 +410,7 @@ def _pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
     xp = namespace(p=p, q=q)
     device(p=p, q=q)
     check_floating(xp, p=p, q=q)
-    check_axis(axis, len(common_shape(xp, p=p.shape, q=q.shape)))
+    check_axis(axis, len(common_shape(p=p.shape, q=q.shape)))
     dtype = xp.result_type(p, q)
     p, q = (_weights(xp, x, axis, dtype) for x in xp.broadcast_arrays(p, q))
     return xp, p, q, measure_dtype(xp, dtype)

@@ -188,9 +188,7 @@ def merge_states(
             if x is not None and ours is not None and x.shape[-1] != ours.shape[-1]:
                 must = f"have the last dimension of the others, {ours.shape[-1]}"
                 raise value_error(f"states[{i}].{name}", must, x.shape[-1])
-    common_shape(
-        xp, **{f"states[{i}].normalizer": s.normalizer.shape[:-1] for i, s in enumerate(states)}
-    )
+    common_shape(**{f"states[{i}].normalizer": s.normalizer.shape[:-1] for i, s in enumerate(states)})
 
     n_seen, n_keys = _merged_counts(xp, states)
     return _merged(xp, states)._replace(n_seen=n_seen, n_keys=n_keys)

@@ -326,7 +326,7 @@ def prepare(
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise value_error("value", f"have as many rows as `key`, {key.shape[-2]}", value.shape[-2])
-    batch = _batch_shape(xp, arrays, enable_gqa)
+    batch = _batch_shape(arrays, enable_gqa)
     n_queries, total = query.shape[-2], key.shape[-2]
     if visible is not None:
         visible.check(batch, n_queries, total)
@@ -366,7 +366,7 @@ def prepare(
     )  # fmt: skip
 
 
-def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> tuple[int, ...]:
+def _batch_shape(arrays: dict[str, Array], enable_gqa: bool) -> tuple[int, ...]:
     """The shape of the axes ``...``, with the heads of the query where they are grouped."""
     shapes = {name: x.shape[:-2] for name, x in arrays.items()}
     if enable_gqa:
@@ -383,7 +383,7 @@ def _batch_shape(xp: ModuleType, arrays: dict[str, Array], enable_gqa: bool) -> 
         if _has_fewer_heads(shape, shapes["query"]):
             must = f"have the {shapes['query'][-1]} heads (axis -3) of `query`, or `enable_gqa` be true"
             raise value_error(name, must, shape[-1])
-    return common_shape(xp, **shapes)
+    return common_shape(**shapes)
 
 
 def _has_fewer_heads(groups: tuple[int, ...], heads: tuple[int, ...]) -> bool:

@@ -724,7 +724,7 @@ def _prepare(
             if x > most:
                 raise value_error(name, f"be at most {most:g}", x)
     xp, place, dtype = _kind(arrays)
-    shape = common_shape(xp, **{name: x.shape for name, x in arrays.items()} or {"": ()})
+    shape = common_shape(**{name: x.shape for name, x in arrays.items()} or {"": ()})
 
     float64 = "float64" in xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
     working = xp.float64 if float64 else xp.float32

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from isentropic._numerics import expm1_beyond
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike
@@ -34,7 +36,7 @@ def log_chi2_tail(dof: ArrayLike, excess: ArrayLike) -> np.ndarray:
 
     def h(t: np.ndarray) -> np.ndarray:
         step = side[..., None] * t
-        return -a[..., None] * (_expm1_beyond(step) + e[..., None] * np.expm1(step))
+        return -a[..., None] * (expm1_beyond(np, step) + e[..., None] * np.expm1(step))
 
     density = a * _log1p_beyond(e) + 0.5 * np.log(a / (2 * math.pi)) - _stirling_error(a)
     return np.where(empty, -math.inf, density + _log_integral(h))
@@ -53,7 +55,7 @@ def log_beta_tail(a: ArrayLike, b: ArrayLike, excess: ArrayLike) -> np.ndarray:
     def h(t: np.ndarray) -> np.ndarray:
         step = side[..., None] * t
         y = x[..., None] * np.expm1(step)
-        linear = _expm1_beyond(step) + e[..., None] * np.expm1(step)
+        linear = expm1_beyond(np, step) + e[..., None] * np.expm1(step)
         near = -a[..., None] * linear - total[..., None] * _log1p_beyond(y)
         far = a[..., None] * step - total[..., None] * np.log1p(y)
         return np.where(np.abs(step) < 0.5, near, far)  # far out the first form cancels
@@ -126,19 +128,6 @@ def _log1p_beyond(x: np.ndarray) -> np.ndarray:
         series = 1 / k - z * series
     far = np.where(small, 1.0, x)
     return np.where(small, -z * z * series, np.log1p(far) - far)
-
-
-def _expm1_beyond(x: np.ndarray) -> np.ndarray:
-    """``e^x − 1 − x``, to all digits where x is small too."""
-    import numpy as np
-
-    small = np.abs(x) < 0.5
-    z = np.where(small, x, 0.0)
-    series = np.ones_like(z)
-    for k in range(18, 2, -1):
-        series = 1 + z / k * series
-    far = np.where(small, 1.0, x)
-    return np.where(small, z * z / 2 * series, np.expm1(far) - far)
 
 
 def _stirling_error(a: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ class Law(ABC):
             xp, place = namespace(("law", parameters), n=n), device(("law", parameters), n=n)
             if not xp.isdtype(n.dtype, ("integral", "real floating")):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
-            self._check_shapes(xp, n.shape)
+            self._check_shapes(n.shape)
             floating = xp.isdtype(n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, device=place)
             n = xp.astype(n, _compute_dtype(xp, dtype, parameters))
@@ -96,7 +96,7 @@ class Law(ABC):
             raise value_error("n", "be within the range of a float", n) from None
         if parameters:
             xp, place = namespace(("law", parameters)), device(("law", parameters))
-            self._check_shapes(xp, ())
+            self._check_shapes(())
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
             return self.evaluate(xp, xp.full((), n, dtype=dtype, device=place))
         import numpy as np
@@ -170,12 +170,12 @@ class Law(ABC):
         object.__setattr__(law, "_children", names)
         return law
 
-    def _check_shapes(self, xp: ModuleType, shape: tuple[int, ...]) -> None:
+    def _check_shapes(self, shape: tuple[int, ...]) -> None:
         """Refuse parameters that do not broadcast with lengths of a shape, or with one another."""
         last = (1,) if shape else ()
         for name, x in self._named_arrays():
             own = (*x.shape, *last) if x.ndim else x.shape
-            shape = common_shape(xp, **{"n": shape, name: own})
+            shape = common_shape(**{"n": shape, name: own})
 
     @abstractmethod
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
