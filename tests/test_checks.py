@@ -61,7 +61,7 @@ def test_common_shape_is_that_of_numpy():
             expected = np.broadcast_shapes(a, b)
         except ValueError:
             with pytest.raises(ValueError, match="`b` must broadcast with"):
-                common_shape(np, a=a, b=b)
+                common_shape(a=a, b=b)
         else:
-            assert common_shape(np, a=a, b=b) == expected
-    assert common_shape(np, a=(3,), b=(2, 1), c=(5, 1, 1)) == (5, 2, 3)
+            assert common_shape(a=a, b=b) == expected
+    assert common_shape(a=(3,), b=(2, 1), c=(5, 1, 1)) == (5, 2, 3)
