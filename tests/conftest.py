@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,12 +230,21 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Changes sizes of blocks, on which the choice of a backend depends too."""
+    from isentropic._attention.backends import chosen
+    from isentropic._loops import BLOCKS
+
+    def change(**sizes: int) -> None:
+        for name, size in sizes.items():
+            monkeypatch.setattr(BLOCKS, name, size)
+        chosen.cache_clear()
+
+    yield change
+    chosen.cache_clear()
+
+
+@pytest.fixture
+def tiny_tiles(set_blocks: Callable[..., None]) -> None:
     """Tiles so small that every test has several, with ragged ends."""
-    monkeypatch.setattr("isentropic._tiles.TILE_SIZE", 0)
-    monkeypatch.setattr("isentropic._tiles.MIN_ROWS", 3)
-    monkeypatch.setattr("isentropic._tiles.COLUMNS", 4)
-    monkeypatch.setattr("isentropic.masks._COUNT_BLOCK", 4)
-    monkeypatch.setattr("isentropic.layers._linear._CHUNK", 3)
-    monkeypatch.setattr("isentropic._loops._CACHED", 40)
-    monkeypatch.setattr("isentropic.jl._distortion._BLOCK_SIZE", 40)
+    set_blocks(tile=0, rows=3, columns=4, counted=4, chunk=3, cached=40, pairs=40)

@@ -5,17 +5,14 @@ import oracles
 import pytest
 
 import isentropic as it
-from isentropic import _backends, _tiles, laws, masks
+from isentropic import laws, masks
+from isentropic._attention import backends, plan
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
+def small_blocks(set_blocks):
     """Kernels take all sizes, in blocks with ragged ends."""
-    monkeypatch.setattr("isentropic._backends._is_large", lambda problem: True)
-    monkeypatch.setattr("isentropic._numpy_kernel._ROWS", 4)
-    monkeypatch.setattr("isentropic._numpy_kernel._COLUMNS", 5)
-    monkeypatch.setattr("isentropic._numpy_kernel._PREPARED", 300)
-    monkeypatch.setattr("isentropic._torch_kernels._MASK_SIZE", 0)
+    set_blocks(numpy_least=0, numpy_rows=4, numpy_columns=5, numpy_copied=300, masked=0)
 
 
 def outcomes(backend, implementation, q, k, v, **options):
@@ -131,9 +128,9 @@ class TestBackends:
         assert capped["numpy"] == "it has no bias and no soft cap"
 
     def test_names(self, backend, rng):
-        assert list(_tiles.IMPLEMENTATIONS[:3]) == [None, "generic", "native"]
-        others = {name for name in _tiles.IMPLEMENTATIONS if name not in (None, "native")}
-        assert others == {kind.name for kind in _backends.BACKENDS}
+        assert list(plan.IMPLEMENTATIONS[:3]) == [None, "generic", "native"]
+        others = {name for name in plan.IMPLEMENTATIONS if name not in (None, "native")}
+        assert others == {kind.name for kind in backends.BACKENDS}
         x = backend.array(rng.normal(size=(2, 9, 8)), "float32")
         expected = it.attention(x, x, x, implementation="generic")
         for name in sorted(others):
@@ -284,15 +281,14 @@ class TestSkippedTiles:
         ("mask", "share"), [(masks.causal(), 0.6), (masks.window(15), 0.2), (masks.padding(16), 0.15)]
     )
     @pytest.mark.parametrize("implementation", ["generic", "native"])
-    def test_how_many_logits_are_computed(self, monkeypatch, rng, mask, share, implementation):
+    def test_how_many_logits_are_computed(
+        self, monkeypatch, set_blocks, rng, mask, share, implementation
+    ):
         n, size = 256, 0
-        monkeypatch.setattr("isentropic._tiles.TILE_SIZE", 4 * 256)
-        monkeypatch.setattr("isentropic._tiles.COLUMNS", 16)
-        monkeypatch.setattr("isentropic._numpy_kernel._ROWS", 16)
-        monkeypatch.setattr("isentropic._numpy_kernel._COLUMNS", 16)
+        set_blocks(tile=4 * 256, columns=16, numpy_rows=16, numpy_columns=16)
 
-        from isentropic._numpy_kernel import _Pass
-        from isentropic._tiles import Tiles
+        from isentropic._attention.generic import Tiles
+        from isentropic._attention.numpy import _Pass
 
         logits, tiles = Tiles.logits, _Pass.tiles
 

@@ -118,7 +118,7 @@ class TestErrorsOfFloatingPoint:
             raise KeyboardInterrupt
 
         before = np.geterr()
-        monkeypatch.setattr("isentropic._tiles.tile_state", interrupted)
+        monkeypatch.setattr("isentropic._attention.generic.tile_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             it.attention(*rng.normal(size=(3, 4, 2)))
         assert np.geterr() == before

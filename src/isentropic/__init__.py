@@ -6,7 +6,7 @@ array API standard.
 """
 
 from isentropic import jl, laws, layers, masks, theory
-from isentropic._attention import (
+from isentropic._attention.functions import (
     attention,
     attention_backends,
     attention_entropy,
@@ -15,6 +15,7 @@ from isentropic._attention import (
     attention_weights,
     scale_queries,
 )
+from isentropic._attention.generic import AttentionState, merge_states
 from isentropic._drift import DriftReport, calibrate, entropy_drift
 from isentropic._entropy import (
     cross_entropy,
@@ -24,7 +25,6 @@ from isentropic._entropy import (
     kl_divergence,
 )
 from isentropic._invariance import match_attention_entropy, match_entropy
-from isentropic._state import AttentionState, merge_states
 
 __version__ = "0.1.0.dev0"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isentropic._attention import attention_state
+from isentropic._attention.functions import attention_state
 from isentropic._checks import (
     check_flag,
     check_ndim,

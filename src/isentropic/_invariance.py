@@ -18,7 +18,9 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from isentropic._backends import state_of
+from isentropic._attention.backends import state_of
+from isentropic._attention.generic import Tiles, reach, tile_shape
+from isentropic._attention.plan import Arguments, prepare
 from isentropic._checks import (
     check_broadcastable,
     check_floating,
@@ -26,10 +28,17 @@ from isentropic._checks import (
     is_array,
 )
 from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
-from isentropic._loops import Block, is_differentiable, iterate, map_blocks, take, without_gradient
+from isentropic._loops import (
+    Block,
+    is_differentiable,
+    is_readable,
+    iterate,
+    map_blocks,
+    take,
+    without_gradient,
+)
 from isentropic._namespace import Array, device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
-from isentropic._tiles import prepare
 from isentropic.masks import Mask
 
 # Enough for float64 and every case of the tests; most rows settle in 6 to 9 steps.
@@ -160,35 +169,37 @@ def match_attention_entropy(
     >>> np.round(attention_entropy(factor[:, None] * q, k, law=None)[:3], 6)
     array([2., 2., 2.])
     """
-    problem = prepare(
-        query, key, None, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    plan, operands = prepare(
+        Arguments(query, key, None, mask, None, is_causal, scale, enable_gqa=enable_gqa)
     )
     if is_array(target):
         namespace(query=query, target=target)
         device(query=query, target=target)
-    xp, shape = problem.xp, (*problem.batch, problem.n_queries)
-    wanted = _targets(xp, target, shape, problem.compute, problem.frame.device)
-    if 0 in (*shape, problem.n_keys):
-        return xp.ones_like(problem.zeros((problem.n_queries,)))
+    xp, shape = plan.xp, (*plan.batch, plan.n_queries)
+    wanted = _targets(xp, target, shape, plan.compute, plan.device)
+    if 0 in (*shape, plan.n_keys):
+        return xp.ones_like(plan.zeros((plan.n_queries,)))
 
-    fixed = replace(
-        problem,
-        query=without_gradient(xp, problem.query),
-        key=without_gradient(xp, problem.key),
-    ).tiles()
+    query, key = (without_gradient(xp, x) for x in (operands.query, operands.key))
+    fixed = Tiles.of(plan, operands._replace(query=query, key=key))
     wanted_of_rows = without_gradient(xp, wanted)
-    row_size, column_size = problem.tile_shape
-    rows_at_once = max(1, row_size * min(column_size, problem.n_keys) // problem.n_keys)
+    row_size, column_size = tile_shape(plan)
+    rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
 
     def of_rows(rows: Block) -> tuple[Array, Array]:
-        return _solve(xp, fixed.logits(rows, fixed.reach(rows)), take(wanted_of_rows, rows, -2))
+        return _solve(
+            xp, fixed.logits(rows, reach(plan, operands.mask, rows)), take(wanted_of_rows, rows, -2)
+        )
 
-    factor, slope = map_blocks(xp, of_rows, problem.n_queries, rows_at_once, in_threads=True)
-    if is_differentiable(xp, *problem.arrays, wanted):
-        held = replace(problem, multiplier=factor * problem.multiplier)
-        state = state_of(held, None)
+    factor, slope = map_blocks(xp, of_rows, plan.n_queries, rows_at_once, in_threads=True)
+    of_mask = () if operands.mask is None else operands.mask.arrays
+    if is_differentiable(xp, operands.query, operands.key, *of_mask, wanted):
+        held = operands._replace(multiplier=factor * operands.multiplier)
+        # A target that is traced makes a factor that is.
+        of_held = replace(plan, is_on_host=plan.is_on_host and is_readable(xp, factor))
+        state = state_of(of_held, held, None)
         factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), wanted)
-    return _rounded(xp, factor, problem.dtype)
+    return _rounded(xp, factor, plan.dtype)
 
 
 def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Array:

@@ -10,12 +10,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 from types import ModuleType
 from typing import Any, cast
 
 from isentropic._namespace import Array, is_cupy, is_jax, is_numpy, is_torch
 from isentropic._threads import run
+
+
+@dataclass
+class BlockSizes:
+    """How much is computed at a time. Results depend on it in their rounding alone."""
+
+    columns: int = 512  # keys of a tile
+    tile: int = 2**20  # logits of a tile, over all batch and head axes: it bounds the memory of a call
+    rows: int = 16  # the fewest queries of a tile: fewer make slow products
+    counted: int = 1024  # queries and keys of a tile whose visible keys are counted
+    cached: int = 2**18  # numbers that stay in a processor's cache with what is made of them
+    chunk: int = 128  # queries, and their keys, of causal linear attention
+    pairs: int = 2**19  # numbers of vectors whose distances are compared
+    masked: int = 2**22  # logits of a block for which PyTorch's kernel is given its mask as an array
+    numpy_rows: int = 256  # a tile that stays in the second-level cache of a core, with its operands
+    numpy_columns: int = 512
+    numpy_copied: int = 2**22  # numbers in the keys and values that are copied at once
+    numpy_least: int = 2**20  # logits from which on copies and threads pay
+
+
+# The tests make them small, so that every pass has several blocks, with ragged ends.
+BLOCKS = BlockSizes()
 
 # A block is (start, size). The size is a Python integer; under JAX the start may be traced.
 Block = tuple[Any, int]
@@ -217,10 +240,6 @@ def without_gradient(xp: ModuleType, x: Any) -> Any:
     return x
 
 
-# Elements of a block that stays in the processor's cache with what is made of it.
-_CACHED = 2**18
-
-
 def map_rows(
     xp: ModuleType, function: Callable[[Array], Array], x: Array, row_size: int | None = None
 ) -> Array:
@@ -230,7 +249,7 @@ def map_rows(
     carry through the memory stays in the cache. `row_size` counts what `function` makes of a row.
     """
     rows = x.shape[-2]
-    block = max(1, _CACHED // max(1, row_size or x.shape[-1])) if _pays_in_blocks(xp, x) else rows
+    block = max(1, BLOCKS.cached // max(1, row_size or x.shape[-1])) if _pays_in_blocks(xp, x) else rows
     return map_blocks(xp, lambda b: (function(take(x, b, -2)),), rows, block)[0]
 
 
@@ -285,7 +304,7 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
 
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
             return False
-        return x.device.type == "cpu" and not is_transformed(x)
+        return x.device.type == "cpu" and not is_transformed(xp, x)
     if is_jax(xp):
         import jax
 
@@ -304,12 +323,33 @@ def is_seen(xp: ModuleType, condition: Any) -> bool:
     return is_readable(xp, condition) and bool(condition)
 
 
-def is_transformed(x: Any) -> bool:
+def is_transformed(xp: ModuleType, x: Any) -> bool:
     """Whether a tensor is within a transformation of torch.func, or has a forward-mode derivative."""
+    if not is_torch(xp):
+        return False
     import torch
 
+    if torch.compiler.is_compiling() or not within_transformation():
+        return False
     within = torch._C._functorch.maybe_current_level() is not None
     return within or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def within_transformation() -> bool:
+    """Whether the caller is within a transformation of torch.func, or a level of forward mode."""
+    import torch
+
+    level = torch._C._functorch.maybe_current_level()
+    return level is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_differentiated(xp: ModuleType, x: Any) -> bool:
+    """Whether PyTorch records what is done with `x`."""
+    if not is_torch(xp):
+        return False
+    import torch
+
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def is_differentiable(xp: ModuleType, *arrays: Any) -> bool:
@@ -319,8 +359,7 @@ def is_differentiable(xp: ModuleType, *arrays: Any) -> bool:
 
         if torch.compiler.is_compiling():
             return True
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
-        return wanted or any(is_transformed(x) for x in arrays)
+        return any(is_differentiated(xp, x) or is_transformed(xp, x) for x in arrays)
     return _is_traced(xp, arrays)
 
 

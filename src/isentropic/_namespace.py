@@ -88,6 +88,17 @@ def device(*groups: Group, **arrays: Any) -> Any:
     return common
 
 
+def signature_of(x: Any) -> tuple[Any, ...]:
+    """All of an array but its contents; an AttributeError for what is not one."""
+    kind = type(x)
+    if kind.__module__ == "numpy":
+        return kind, x.shape, x.dtype
+    if _is_torch_array(x):
+        return kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad
+    # JAX promotes numbers that it has made arrays of (weak types) otherwise.
+    return kind, x.shape, x.dtype, array_api_compat.device(x), getattr(x, "weak_type", None)
+
+
 def namespace_with_drawn(drawn: Group, **arrays: Any) -> ModuleType:
     """The one namespace of arrays, and of what was drawn for them, all on one device."""
     try:

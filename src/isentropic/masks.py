@@ -36,13 +36,22 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import Block, fold, is_readable, is_seen, larger, map_blocks, smaller, take
-from isentropic._namespace import Array, device, namespace
+from isentropic._loops import (
+    BLOCKS,
+    Block,
+    fold,
+    is_readable,
+    is_seen,
+    larger,
+    map_blocks,
+    smaller,
+    take,
+)
+from isentropic._namespace import Array, device, namespace, signature_of
 from isentropic._numerics import align, clip, lift
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
-_COUNT_BLOCK = 1024
 # Beyond any number of keys; offset, window and position together stay within int32.
 _FARTHEST = 2**29
 _Interval = tuple[Array, Array]
@@ -66,6 +75,12 @@ class Mask(ABC):
     @abstractmethod
     def arrays(self) -> tuple[Array, ...]:
         """The arrays that the mask holds."""
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """All of the mask but the contents of its arrays."""
+        parts = vars(self).values()
+        return (type(self), *(_signature(x) for x in parts))
 
     @abstractmethod
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
@@ -141,8 +156,8 @@ class Mask(ABC):
         if n_queries == 0 or n_keys == 0:
             return xp.zeros((n_queries,), dtype=frame.index_dtype, device=frame.device)
 
-        block_size = n_keys if frame.whole else _COUNT_BLOCK
-        row_size = n_queries if frame.whole else _COUNT_BLOCK
+        block_size = n_keys if frame.whole else BLOCKS.counted
+        row_size = n_queries if frame.whole else BLOCKS.counted
 
         def count_rows(rows: Block) -> tuple[Array]:
             def count_tile(columns: Block) -> Array:
@@ -176,7 +191,7 @@ class Mask(ABC):
     __ror__ = __or__
 
 
-@dataclass
+@dataclass(frozen=True)
 class Frame:
     """Where a mask is laid out: library, device, the numbers of queries and keys.
 
@@ -418,6 +433,16 @@ class _Band(_Contiguous):
         end = frame.n_keys if self.right is None else position + (right_row + self.right + 1)
         return first, end
 
+    def count(self, frame: Frame) -> Array:
+        if self.arrays or frame.whole or self.left is not None or self.right is None:
+            return super().count(frame)
+        # The counts themselves, where none is cut off at an end: `attention` asks at each call.
+        offset = frame.n_keys - frame.n_queries if self.offset is None else self.offset
+        first = offset + self.right + 1
+        if first < 0 or first + frame.n_queries - 1 > frame.n_keys:
+            return super().count(frame)
+        return frame.positions((first, frame.n_queries))
+
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         position = frame.positions(rows)
         if self.arrays:
@@ -584,6 +609,12 @@ class _Either(_Pair):
     def reach(self, frame: Frame, rows: Block) -> Span:
         a, b = self.first.reach(frame, rows), self.second.reach(frame, rows)
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
+
+
+def _signature(x: Any) -> Any:
+    if isinstance(x, Mask):
+        return x.signature
+    return signature_of(x) if is_array(x) else x
 
 
 def _call(name: str, *arguments: Any, **options: Any) -> str:

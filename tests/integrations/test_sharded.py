@@ -122,7 +122,7 @@ def _jax_float32():
 
 def _jax_several_tiles_in_a_shard():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isentropic._tiles.COLUMNS", 3)
+        patch.setattr("isentropic._loops.BLOCKS.columns", 3)
         _jax_values_and_gradients("causal", 2)
 
 

@@ -19,12 +19,12 @@ from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
-from isentropic._attention import attention_state, scale_queries
+from isentropic._attention.functions import attention_state, scale_queries
+from isentropic._attention.generic import AttentionState, merge_states
 from isentropic._checks import check_floating, check_given, check_ndim, type_error, value_error
 from isentropic._entropy import shift_moment
 from isentropic._namespace import Array, ArrayT, accumulator, is_jax, is_torch, namespace, present
 from isentropic._numerics import replace_infinite_minimum
-from isentropic._state import AttentionState, merge_states
 from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law
 from isentropic.masks import causal
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from isentropic import laws as laws_module
-from isentropic._attention import attention, attention_state, attention_weights, scale_queries
+from isentropic._attention.functions import attention, attention_state, attention_weights, scale_queries
+from isentropic._attention.generic import AttentionState, merge_states
 from isentropic._checks import (
     check_choice,
     check_real,
@@ -31,7 +32,6 @@ from isentropic._checks import (
 )
 from isentropic._drift import FACTORS, DriftReport, Recorder
 from isentropic._namespace import to_numpy
-from isentropic._state import AttentionState, merge_states
 from isentropic.laws._formulas import AffineLog, Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from isentropic._attention import attention, attention_weights
+from isentropic._attention.functions import attention, attention_weights
 from isentropic._checks import check_ndim, extra_of, value_error
 from isentropic._namespace import Array, ArrayT
 from isentropic.integrations._sharded import ring_attention, ring_attention_state

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from isentropic._attention import attention, attention_entropy, attention_weights
+from isentropic._attention.functions import attention, attention_entropy, attention_weights
 from isentropic._checks import extra_of, is_array, type_error, value_error
 from isentropic._namespace import present
 from isentropic.integrations._sharded import distributed_attention, distributed_attention_state

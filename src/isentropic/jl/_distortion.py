@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._checks import check_floating, check_real, counts, value_error
-from isentropic._loops import Block, map_blocks, take
+from isentropic._loops import BLOCKS, Block, map_blocks, take
 from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
 from isentropic._numerics import divide_or_zero, root_or_zero
 from isentropic.jl import _dimensions
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # Pairs that are compared unless told otherwise: all, up to 724 points.
 _PAIRS = 2**18
 # Numbers in a block of pairs.
-_BLOCK_SIZE = 2**19
 
 _QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 _SHOWN_EPS = (0.05, 0.1, 0.2, 0.5)
@@ -240,7 +239,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
             part = xp.astype(take(points, rows, -2), dtype)
             return (xp.sum(part * part, axis=-1, keepdims=True),)
 
-        return map_blocks(xp, squares, n, max(1, _BLOCK_SIZE // max(1, points.shape[1])))[0][:, 0]
+        return map_blocks(xp, squares, n, max(1, BLOCKS.pairs // max(1, points.shape[1])))[0][:, 0]
 
     def products(points: Array, lengths: list[Array]) -> tuple[Array, ...]:
         def of(block: Block) -> tuple[Array, ...]:
@@ -256,7 +255,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
             sums = (*(part * part for part in squares), a * b)
             return tuple(xp.sum(part, axis=-1, keepdims=True) for part in sums)
 
-        size = max(1, _BLOCK_SIZE // max(1, points.shape[1]))
+        size = max(1, BLOCKS.pairs // max(1, points.shape[1]))
         return tuple(part[:, 0] for part in map_blocks(xp, of, first.shape[0], size))
 
     norm_x, norm_y = norms(x), norms(y)

@@ -14,7 +14,15 @@ from array_api_extra import default_dtype
 
 from isentropic._checks import check_real, common_shape, is_array, type_error, value_error, within
 from isentropic._loops import is_readable
-from isentropic._namespace import Array, accumulator, device, namespace, same_arrays, to_numpy
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    device,
+    namespace,
+    same_arrays,
+    signature_of,
+    to_numpy,
+)
 from isentropic._numerics import clip, lift, root_or_zero
 from isentropic._pytrees import register_nodes
 
@@ -65,7 +73,8 @@ class Law(ABC):
     """
 
     # The names of the children of what a tree was made into: its leaves may be anything.
-    __slots__ = ("_children",)
+    # The signature is kept where there are no arrays, which can change their device and their flags.
+    __slots__ = ("_children", "_signature")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         register_nodes(cls, Law)
@@ -132,6 +141,25 @@ class Law(ABC):
     def arrays(self) -> tuple[Array, ...]:
         """The parameters that are arrays."""
         return tuple(x for _, x in self._named_arrays())
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """All of the law but the contents of its arrays."""
+        kept = getattr(self, "_signature", None)
+        if kept is not None:
+            return kept
+        parts = ((name, type(x), _signature(x)) for name, x in vars(self).items())
+        signature = (type(self), *parts)
+        if not self.arrays:
+            object.__setattr__(self, "_signature", signature)
+        return signature
+
+    def at_lengths(self, xp: ModuleType, n: Array) -> Array:
+        """``law(n)`` in the dtype of `n`, for lengths (..., L) that the law has been checked with."""
+        parameters, own = self.arrays, n
+        if parameters:
+            own = xp.astype(n, _compute_dtype(xp, n.dtype, parameters), copy=False)
+        return xp.astype(self.evaluate(xp, own), n.dtype, copy=False)
 
     def _named_arrays(self) -> list[tuple[str, Array]]:
         found = []
@@ -590,6 +618,12 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     check_real("head_dim", head_dim, above=0)
     _check_parameter("kappa", kappa)
     return AffineLog(kappa / math.sqrt(head_dim))
+
+
+def _signature(x: Any) -> Any:
+    if isinstance(x, Law):
+        return x.signature
+    return signature_of(x) if is_array(x) else x
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from isentropic._attention import with_names
+from isentropic._attention.functions import with_names
+from isentropic._attention.generic import Tiles, add_bias_and_mask, output_of_columns
+from isentropic._attention.plan import Arguments, prepare
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
 from isentropic._namespace import Array, ArrayT, device, namespace
 from isentropic._numerics import lift, quietly
-from isentropic._tiles import prepare
 from isentropic.masks import Mask
 
 
@@ -77,16 +78,18 @@ def additive_attention(
         raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
-    problem = prepare(query, key, value, mask=mask, scale=1.0, score_width=hidden).tiles()
+    plan, operands = prepare(Arguments(query, key, value, mask, scale=1.0, are_products=False))
 
-    dtype = problem.compute
-    queries = problem.query @ xp.astype(w_q, dtype)
-    keys = xp.astype(problem.key, dtype) @ xp.astype(w_k, dtype)
+    dtype = plan.compute
+    queries = xp.astype(operands.query, dtype) @ xp.astype(w_q, dtype)
+    keys = xp.astype(operands.key, dtype) @ xp.astype(w_k, dtype)
     v = xp.astype(v, dtype)
 
-    def score(rows: Block, columns: Block) -> Array:
+    def logits(rows: Block, columns: Block) -> Array:
         q = take(queries, rows, -2)[..., :, None, :]
         k = take(keys, columns, -2)[..., None, :, :]
-        return xp.sum(xp.tanh(q + k) * lift(v, q.ndim), axis=-1)
+        scores = xp.sum(xp.tanh(q + k) * lift(v, q.ndim), axis=-1)
+        return add_bias_and_mask(plan, operands, scores, rows, columns)
 
-    return xp.astype(problem.output(score), problem.dtype)
+    state = Tiles.of(plan, operands).state(None, logits, n_numbers=hidden)
+    return xp.astype(output_of_columns(xp, state), plan.dtype)

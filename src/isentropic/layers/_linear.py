@@ -6,7 +6,7 @@ attention into two attentions that never form L×S: with y the keys and x the qu
     Σ_j e^{x·y_j} v_j ≈ e^{−‖x‖²/2}/m · Σ_r e^{ω_r·x} Σ_j e^{ω_r·y_j − ‖y_j‖²/2} v_j,
 
 first the features attend to the keys, with the bias −‖y‖²/2, then the queries attend to the features,
-with the log-normalizers of the first as bias. Both are the stable pass of `_tiles`, so that nothing
+with the log-normalizers of the first as bias. Both are the stable pass over tiles, so that nothing
 overflows, no shift of the keys leaks through causality, and no constant added to exp biases it.
 """
 
@@ -16,6 +16,21 @@ import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from isentropic._attention.generic import (
+    AttentionState,
+    Tiles,
+    merge_columns,
+    output_of_columns,
+    tile_state,
+)
+from isentropic._attention.plan import (
+    Arguments,
+    Plan,
+    array_or_none,
+    factor,
+    prepare,
+    visible_lengths,
+)
 from isentropic._checks import (
     check_flag,
     check_floating,
@@ -26,7 +41,7 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import Block, map_blocks, scan_blocks, take, traces_lengths
+from isentropic._loops import BLOCKS, Block, map_blocks, scan_blocks, take, traces_lengths
 from isentropic._namespace import (
     Array,
     ArrayT,
@@ -38,14 +53,11 @@ from isentropic._namespace import (
     present,
 )
 from isentropic._numerics import align, clip, lift, log_or, product, quietly
-from isentropic._state import AttentionState, merge_columns, output_of_columns, tile_state
-from isentropic._tiles import Problem, array_or_none, factor, prepare, visible_lengths
 from isentropic.jl._draws import draw_matrix, generator_of, place_draw, random_orthonormal, takes_rng
 from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
 # Queries and keys whose products are formed at a time under causality; and rows of an error.
-_CHUNK = 128
 
 
 @equal_by_value
@@ -258,16 +270,16 @@ def linear_attention(
     True
     """
     check_given(value=value)
-    problem, queries, keys, weights = _prepare(
+    plan, queries, keys, weights = _prepare(
         query, key, value, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
-    xp, n_queries, total = problem.xp, problem.n_queries, problem.n_keys
+    xp, n_queries, total = plan.xp, plan.n_queries, plan.n_keys
     bias = xp.matrix_transpose(_norm_term(xp, keys))
     paired = min(n_queries, total)
     if not is_causal or paired == 0:
         sums = _attend(weights, keys, value, bias)
         out = output_of_columns(xp, _attend_features(queries, weights, sums))
-        return xp.astype(out, problem.dtype, copy=False)
+        return xp.astype(out, plan.dtype, copy=False)
 
     # The first keys are seen by all queries, or the first queries see no key; the others pair up.
     before, blind = total - paired, n_queries - paired
@@ -283,14 +295,12 @@ def linear_attention(
         return merge_columns(xp, sums, _attend(weights, y, v, b), None), output_of_columns(xp, seen)
 
     # In one piece where lengths are symbolic.
-    chunk = paired if traces_lengths(xp) else _CHUNK
+    chunk = paired if traces_lengths(xp) else BLOCKS.chunk
     out = scan_blocks(xp, step, sums, paired, chunk)
     if blind:
-        nothing = xp.zeros(
-            (*out.shape[:-2], blind, out.shape[-1]), dtype=out.dtype, device=problem.frame.device
-        )
+        nothing = xp.zeros((*out.shape[:-2], blind, out.shape[-1]), dtype=out.dtype, device=plan.device)
         out = xp.concat((nothing, out), axis=-2)
-    return xp.astype(out, problem.dtype, copy=False)
+    return xp.astype(out, plan.dtype, copy=False)
 
 
 @quietly
@@ -338,14 +348,12 @@ def linear_attention_error(
     >>> bool(error.measured.mean() < error.predicted.mean() < 0.1)
     True
     """
-    problem, x, y, weights = _prepare(
+    plan, x, y, weights = _prepare(
         query, key, None, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
-    xp, m = problem.xp, weights.shape[-2]
-    if problem.n_keys == 0:
-        zeros = xp.zeros(
-            (*problem.batch, problem.n_queries), dtype=x.dtype, device=problem.frame.device
-        )
+    xp, m = plan.xp, weights.shape[-2]
+    if plan.n_keys == 0:
+        zeros = xp.zeros((*plan.batch, plan.n_queries), dtype=x.dtype, device=plan.device)
         return LinearAttentionError(zeros, zeros)
     norms = _norm_term(xp, y)
 
@@ -359,11 +367,11 @@ def linear_attention_error(
         log_error = 2 * log_or(xp, xp.abs(xp.expm1(estimate - exact)), -math.inf)
         visible = None
         if is_causal:
-            visible = causal().block(problem.frame, rows, (0, problem.n_keys))
+            visible = causal().block(plan.frame, rows, (0, plan.n_keys))
         log_variance = square + log_or(xp, -xp.expm1(-square), -math.inf) - math.log(m)
         return _root_mean_exp(xp, log_error, visible), _root_mean_exp(xp, log_variance, visible)
 
-    measured, predicted = map_blocks(xp, errors, problem.n_queries, _CHUNK)
+    measured, predicted = map_blocks(xp, errors, plan.n_queries, BLOCKS.chunk)
     return LinearAttentionError(measured[..., 0], predicted[..., 0])
 
 
@@ -377,15 +385,15 @@ def _prepare(
     scale: float | None,
     law: Law | None,
     n_keys: int | Array | None,
-) -> tuple[Problem, Array, Array, Array]:
-    """The checked problem; queries and keys whose products are the logits; and the directions."""
+) -> tuple[Plan, Array, Array, Array]:
+    """The checked plan; queries and keys whose products are the logits; and the directions."""
     if not isinstance(features, PositiveFeatures):
         raise type_error("features", "be PositiveFeatures", type(features).__name__)
     check_flag(is_causal=is_causal)
     check_law(law, optional=True)
     if scale is not None:
         check_real("scale", scale, above=0)
-    problem = prepare(query, key, value, scale=1.0)
+    plan, operands = prepare(Arguments(query, key, value, scale=1.0))
     namespace_with_drawn(("features", (features.weights,)), query=query)
     of_law = ("law", () if law is None else law.arrays)
     others = {"query": query} | present(n_keys=array_or_none(n_keys))
@@ -397,16 +405,16 @@ def _prepare(
         must = f"be for vectors of the last dimension of `query`, {query.shape[-1]}"
         raise value_error("features", must, features.n_features)
 
-    x, dtype = xp.astype(problem.query, problem.compute, copy=False), problem.compute
+    x, dtype = xp.astype(operands.query, plan.compute, copy=False), plan.compute
     # Half of the scale on each side: the error of the features grows with both norms.
     root = (1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)) ** 0.5
-    x, y = x * root, xp.astype(problem.key, dtype, copy=False) * root
+    x, y = x * root, xp.astype(operands.key, dtype, copy=False) * root
     if law is not None or n_keys is not None:
         mask = causal() if is_causal else None
-        n = visible_lengths(problem.frame, dtype, mask, n_keys, problem.batch)
+        n = visible_lengths(plan, mask, n_keys)
     if law is not None:
-        x = x * factor(xp, law, n, (*problem.batch, problem.n_queries))
-    return problem, x, y, xp.astype(features.weights, dtype, copy=False)
+        x = x * factor(xp, law, n, (*plan.batch, plan.n_queries))
+    return plan, x, y, xp.astype(features.weights, dtype, copy=False)
 
 
 def _norm_term(xp: ModuleType, x: Array) -> Array:
@@ -416,7 +424,7 @@ def _norm_term(xp: ModuleType, x: Array) -> Array:
 
 def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> AttentionState:
     """The state, in columns, of plain attention with the logits ``queries · keys + bias``."""
-    return prepare(queries, keys, value, bias=bias, scale=1.0).tiles().state(None)
+    return Tiles.of(*prepare(Arguments(queries, keys, value, bias=bias, scale=1.0))).state(None)
 
 
 def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:
@@ -438,9 +446,11 @@ def _attend_chunk(
     sound = of_key & of_value
     y, value = xp.where(finite[0], y, 0.0), xp.where(finite[1], value, 0.0)
     bias = xp.where(xp.isfinite(bias), bias, 0.0)
-    poison = xp.where(sound, xp.zeros((), dtype=x.dtype, device=device(x=x)), math.nan)[..., None, :]
+    nan_of_keys = xp.where(sound, xp.zeros((), dtype=x.dtype, device=device(x=x)), math.nan)[
+        ..., None, :
+    ]
 
-    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + poison
+    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + nan_of_keys
     index = xp.arange(x.shape[-2], device=device(x=x))
     s = xp.where(lift(index[:, None] >= index[None, :], s.ndim), s, -math.inf)
     return tile_state(xp, s, lambda weight: weight @ value, None)

@@ -6,7 +6,7 @@ import math
 from types import ModuleType
 from typing import Any
 
-from isentropic._attention import attention, with_names
+from isentropic._attention.functions import attention, with_names
 from isentropic._checks import (
     check_count,
     check_flag,

@@ -7,54 +7,66 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from isentropic._attention.generic import (
+    AttentionState,
+    Tiles,
+    add_bias_and_mask,
+    causal_nan,
+    output_of_columns,
+    reach,
+    tile_shape,
+)
+from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._entropy import shift_moment
-from isentropic._loops import Block, blocks, is_readable, is_transformed, map_blocks, take
-from isentropic._namespace import Array
-from isentropic._state import AttentionState
-from isentropic._tiles import Problem, Tiles
+from isentropic._loops import BLOCKS, Block, blocks, is_readable, map_blocks, take
+from isentropic._namespace import Array, is_torch
 
-# Logits of a block where the kernel needs its mask as an array.
-_MASK_SIZE = 2**22
+_TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
 
 
-def why_not_sdpa(problem: Problem) -> str | None:
-    """Why PyTorch's own kernel does not compute the output of a problem."""
-    import torch
-
-    if problem.softcap is not None:
+def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
+    """Why PyTorch's own kernel does not compute a call."""
+    if not is_torch(plan.xp):
+        return "the arrays are not PyTorch's"
+    if order is not None:
+        return "it gives outputs alone"
+    if plan.softcap is not None:
         return "it has no soft cap"
-    if problem.bias is not None and is_differentiated(problem.bias):
+    if plan.is_bias_differentiated:
         return "it would form the gradient of the bias as an L×S array"
-    if torch.compiler.is_compiling():
+    if plan.frame.whole:
         return None
     # Forward-mode derivatives and the transformations of torch.func need the generic operations.
-    if any(is_transformed(x) for x in problem.arrays):
-        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
-    if problem.query.shape[-1] == 0 or problem.values.shape[-1] == 0:
+    if plan.is_transformed:
+        return _TRANSFORMED
+    if plan.head_dim == 0 or plan.n_values == 0:
         return "queries or values have no features"
-    if problem.frame.device.type == "cpu" or problem.bias is not None or problem.mask is not None:
+    if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
         return None
-    # Of PyTorch's kernels, the one that forms the weights is not better than the generic pass. About
-    # tensors without data it cannot be asked.
-    query, key, value, scale = _torch_arrays(problem)
-    if type(query) is not torch.Tensor:
-        return None
-    if torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale) == 0:
-        return "PyTorch would form the weights"
-    return None
+    # Of PyTorch's kernels, the one that forms the weights is not better than the generic pass.
+    return "PyTorch would form the weights" if _would_form_weights(plan) else None
 
 
-def is_differentiated(x: Any) -> bool:
+def _would_form_weights(plan: Plan) -> bool:
+    """What PyTorch says of tensors like those of the call, whose contents do not matter."""
     import torch
 
-    return torch.is_grad_enabled() and x.requires_grad
+    width = max(plan.head_dim, plan.n_values or 0)
+    kind = {"dtype": plan.dtype, "device": plan.device, "requires_grad": plan.is_differentiated}
+    batch = (math.prod(plan.batch[:-1]), plan.batch[-1] if plan.batch else 1)
+    query = torch.empty((*batch, plan.n_queries, width), **kind)
+    if type(query) is not torch.Tensor:  # without data, about which it cannot be asked
+        return False
+    key = torch.empty((*batch, plan.n_keys, width), **kind)
+    return bool(torch._fused_sdp_choice(query, key, key, None, 0.0, False, scale=1.0) == 0)
 
 
-def torch_output(problem: Problem) -> Array:
+def sdpa_output(plan: Plan, operands: Operands) -> Array:
+    """The attention output, (..., L, Ev), of PyTorch's own kernel."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    xp, mask = problem.xp, problem.mask
-    query, key, value, scale = _torch_arrays(problem)
+    xp, mask = plan.xp, operands.mask
+    query, key, value, scale = _torch_arrays(plan, operands)
     is_grouped = query.shape[1] != key.shape[1]
     # Not the comparison itself, which under torch.compile is symbolic.
     kind: dict[str, Any] = {"scale": scale, "enable_gqa": True if is_grouped else False}  # noqa: SIM210
@@ -63,45 +75,48 @@ def torch_output(problem: Problem) -> Array:
         return scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **kind)
 
     # The kernel for the CPU takes a row of NaN logits for one that sees no key.
-    if mask is None and problem.bias is None:
-        out = _with_nan(problem, attend(query, key, value), query, key)
-    elif problem.bias is None and problem.is_plain_causal:
+    if mask is None and operands.bias is None:
+        out = _with_nan(plan, attend(query, key, value), query, key)
+    elif operands.bias is None and plan.is_plain_causal:
         out = attend(query, key, value, is_causal=True)
-        if problem.poison is not None:
-            out = out + problem.four_axes(problem.causal_poison)
+        if operands.nonfinite is not None:
+            out = out + four_axes(plan, causal_nan(plan, operands))
     else:
+        zero = xp.zeros((), dtype=plan.compute, device=plan.device)
 
         def of_rows(rows: Block) -> tuple[Array]:
             # Keys out of reach of the whole block do not take part.
-            columns = problem.reach(rows)
-            added = problem.four_axes(xp.astype(problem.added(rows, columns), value.dtype))
+            columns = reach(plan, mask, rows)
+            added = add_bias_and_mask(plan, operands, zero, rows, columns)
+            added = four_axes(plan, xp.astype(added, value.dtype))
             q, k, v = (take(x, b, -2) for x, b in ((query, rows), (key, columns), (value, columns)))
             out = attend(q, k, v, added)
-            if problem.mask is None:
-                out = _with_nan(problem, out, q, k)
-            elif problem.poison is not None:
+            if mask is None:
+                out = _with_nan(plan, out, q, k)
+            elif operands.nonfinite is not None:
                 out = xp.where(xp.any(xp.isnan(added), axis=-1, keepdims=True), math.nan, out)
             return (out,)
 
-        (out,) = map_blocks(xp, of_rows, problem.n_queries, _rows_of_masks(problem))
-    out = xp.reshape(out, (*problem.batch, *out.shape[-2:]))
-    return out[..., : problem.values.shape[-1]]
+        (out,) = map_blocks(xp, of_rows, plan.n_queries, _rows_of_masks(plan, operands))
+    out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
+    n_values = operands.values.shape[-1]
+    return out if out.shape[-1] == n_values else out[..., :n_values]
 
 
-def _torch_arrays(problem: Problem) -> tuple[Any, Any, Any, float]:
+def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
     from torch.nn.functional import pad
 
-    xp, query, scale = problem.xp, problem.query, problem.multiplier
+    xp, query, scale = plan.xp, operands.query, operands.multiplier
     if not isinstance(scale, float):
-        query, scale = problem.tiles().query, 1.0
-    value = problem.values
+        query, scale = Tiles.of(plan, operands).query, 1.0
+    value = operands.values
     width = max(query.shape[-1], value.shape[-1])
     # On a GPU half precision is what the kernels are for.
-    dtype = problem.compute if problem.frame.device.type == "cpu" else problem.dtype
+    dtype = plan.compute if plan.device.type == "cpu" else plan.dtype
     arrays = []
-    for array in (query, problem.key, value):
-        x: Any = problem.four_axes(xp.astype(array, dtype, copy=False), whole=True)
+    for array in (query, operands.key, value):
+        x: Any = four_axes(plan, array if array.dtype == dtype else xp.astype(array, dtype), whole=True)
         # Zeros add nothing to a product of widths that differ. The rows have to be contiguous.
         x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
         arrays.append(x if x.stride(-1) == 1 else x.contiguous())
@@ -109,10 +124,10 @@ def _torch_arrays(problem: Problem) -> tuple[Any, Any, Any, float]:
     return q, k, v, scale
 
 
-def _with_nan(problem: Problem, out: Any, query: Any, key: Any) -> Any:
+def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
     """NaN where the queries, or any of the keys, are NaN."""
-    xp = problem.xp
-    if problem.frame.device.type != "cpu":
+    xp = plan.xp
+    if plan.device.type != "cpu":
         return out
     if is_readable(xp, query):
         total = query.sum() + key.sum()
@@ -125,38 +140,51 @@ def _with_nan(problem: Problem, out: Any, query: Any, key: Any) -> Any:
     return xp.where(is_nan, math.nan, out)
 
 
-def _rows_of_masks(problem: Problem) -> int:
-    if problem.frame.whole:
-        return problem.n_queries
-    alike = problem.bias is None and (problem.mask is None or not problem.mask.arrays)
-    elements = 1 if alike else max(1, math.prod(problem.batch))
-    return max(16, _MASK_SIZE // (elements * problem.n_keys))
+def _rows_of_masks(plan: Plan, operands: Operands) -> int:
+    if plan.frame.whole:
+        return plan.n_queries
+    alike = operands.bias is None and (operands.mask is None or not operands.mask.arrays)
+    elements = 1 if alike else max(1, math.prod(plan.batch))
+    return max(16, BLOCKS.masked // (elements * plan.n_keys))
 
 
-def why_not_tiles(problem: Problem) -> str | None:
-    """Why the pass that takes the tiles again for gradients does not compute a problem."""
-    if problem.frame.whole:
+def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None:
+    """Why the pass that takes the tiles again for gradients does not compute a call."""
+    if not is_torch(plan.xp):
+        return "the arrays are not PyTorch's"
+    if plan.frame.whole:
         return "torch.compile traces the call"
-    if not any(is_differentiated(x) for x in problem.arrays):
+    if not plan.is_differentiated:
         return "no gradient is asked for"
-    rows, columns = problem.tile_shape
-    if problem.n_queries <= rows and problem.n_keys <= columns:
+    rows, columns = tile_shape(plan)
+    if plan.n_queries <= rows and plan.n_keys <= columns:
         return "there is a single tile, which PyTorch differentiates by itself"
-    if any(is_transformed(x) for x in problem.arrays):
-        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
+    if plan.is_transformed:
+        return _TRANSFORMED
     return None
 
 
-def torch_state(problem: Problem, order: float | None) -> AttentionState:
+def tiles_output(plan: Plan, operands: Operands) -> Array:
+    """The attention output, (..., L, Ev), whose gradient takes the tiles again."""
+    return output_of_columns(plan.xp, _state(plan, operands, None))
+
+
+def tiles_state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
     """The state, in columns, whose gradient takes the tiles again instead of keeping them."""
-    tiles = problem.tiles()
-    inputs = {name: x for name in _INPUTS if (x := getattr(tiles, name)) is not None}
+    return _state(plan, operands, order)
+
+
+def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
+    tiles = Tiles.of(plan, operands)
+    given = dict(zip(_INPUTS, (tiles.query, operands.key, operands.value, operands.bias), strict=True))
+    inputs = {name: x for name, x in given.items() if x is not None}
+    # Without the arrays of the inputs, which PyTorch keeps, and with them their gradients' history.
     others = _with(tiles, dict.fromkeys(_INPUTS))
     fields = iter(_recomputed().apply(others, order, tuple(inputs), *inputs.values()))
     return AttentionState(
         next(fields),
         next(fields),
-        None if problem.value is None else next(fields),
+        None if operands.value is None else next(fields),
         None if order is None else next(fields),
     )
 
@@ -195,8 +223,14 @@ def _recomputed() -> Any:
 
 
 def _with(tiles: Tiles, arrays: Any) -> Tiles:
-    changes: dict[str, Any] = dict(arrays)
-    return replace(tiles, **changes)
+    """The tiles with other inputs."""
+    changes = dict(arrays)
+    query = changes.pop("query", tiles.query)
+    return replace(tiles, query=query, operands=tiles.operands._replace(**changes))
+
+
+def _input(tiles: Tiles, name: str) -> Any:
+    return tiles.query if name == "query" else getattr(tiles.operands, name)
 
 
 def _gradients(
@@ -205,22 +239,22 @@ def _gradients(
     """Of the inputs, from those of the fields of the state: tile by tile."""
     import torch
 
-    xp = tiles.xp
-    row_size, column_size = tiles.tile_shape
-    totals = [torch.zeros_like(getattr(tiles, name), dtype=tiles.compute) for name in names]
-    for rows in blocks(0, tiles.n_queries, row_size):
+    plan, xp = tiles.plan, tiles.plan.xp
+    row_size, column_size = tile_shape(plan)
+    totals = [torch.zeros_like(_input(tiles, name), dtype=plan.compute) for name in names]
+    for rows in blocks(0, plan.n_queries, row_size):
         of_fields = [take(x, rows, -2) for x in upstream]
         state = [take(x, rows, -2) for x in fields]
         maximum = state[0]
         of_maximum = _gradient_of_maximum(tiles, order, state, of_fields)
         is_done = xp.zeros_like(maximum, dtype=xp.bool)
-        first, size = tiles.reach(rows)
+        first, size = reach(plan, tiles.operands.mask, rows)
         for columns in blocks(first, first + size, column_size):
             where: dict[str, tuple[Block, Block | None]] = {
                 "query": (rows, None), "key": (columns, None), "value": (columns, None),
                 "bias": (rows, columns),
             }  # fmt: skip
-            parts = [_cut(getattr(tiles, n), *where[n]).detach().requires_grad_() for n in names]
+            parts = [_cut(_input(tiles, n), *where[n]).detach().requires_grad_() for n in names]
             with torch.enable_grad():
                 # Blocks that are all there: `take` leaves them as they are.
                 tile = _with(tiles, zip(names, parts, strict=True))
@@ -229,7 +263,7 @@ def _gradients(
                 outputs += [
                     x for x in tile.tile_state(logits, columns, order, maximum)[1:] if x is not None
                 ]
-                outputs = [x.expand((*tiles.batch, *x.shape[-2:])) for x in outputs]
+                outputs = [x.expand((*plan.batch, *x.shape[-2:])) for x in outputs]
             # Of several equal maxima the first tile's take the gradient.
             is_here = (outputs[0].detach() == maximum) & ~is_done
             is_done = is_done | is_here
@@ -238,7 +272,7 @@ def _gradients(
             for name, total, grad in zip(names, totals, grads, strict=True):
                 if grad is not None:
                     _cut(total, *where[name]).add_(grad)
-    return [total.to(getattr(tiles, name).dtype) for name, total in zip(names, totals, strict=True)]
+    return [total.to(_input(tiles, name).dtype) for name, total in zip(names, totals, strict=True)]
 
 
 def _cut(x: Any, rows: Block, columns: Block | None) -> Any:
@@ -246,7 +280,7 @@ def _cut(x: Any, rows: Block, columns: Block | None) -> Any:
     return part if columns is None else take(part, columns, -1)
 
 
-def _gradient_of_maximum(problem: Problem, order: float | None, state: Any, upstream: Any) -> Any:
+def _gradient_of_maximum(tiles: Tiles, order: float | None, state: Any, upstream: Any) -> Any:
     """The gradient by the maximum, to which all sums of the state are relative."""
     import torch
 
@@ -254,8 +288,8 @@ def _gradient_of_maximum(problem: Problem, order: float | None, state: Any, upst
     with torch.enable_grad():
         factor = torch.exp(-shift)
         shifted = [state[0] + shift, factor * state[1]]
-        if problem.value is not None:
+        if tiles.operands.value is not None:
             shifted.append(factor * state[2])
         if order is not None:
-            shifted.append(shift_moment(problem.xp, state[-1], state[1], -shift, order))
+            shifted.append(shift_moment(tiles.plan.xp, state[-1], state[1], -shift, order))
     return torch.autograd.grad(shifted, shift, upstream)[0]

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from isentropic._backends import output_of, reasons, state_of
+from isentropic._attention.backends import output_of, reasons, state_of
+from isentropic._attention.generic import AttentionState, Tiles, as_rows
+from isentropic._attention.plan import (
+    Arguments,
+    array_or_none,
+    factor,
+    given_lengths,
+    lengths_of_law,
+    prepare,
+    visible_lengths,
+)
 from isentropic._checks import (
     check_choice,
     check_flag,
@@ -27,8 +37,6 @@ from isentropic._entropy import (
 )
 from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, quietly
-from isentropic._state import AttentionState, as_rows
-from isentropic._tiles import array_or_none, factor, given_lengths, prepare
 from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
@@ -134,12 +142,12 @@ def attention(
     (8, 128, 64)
     """
     check_given(value=value)
-    problem = prepare(
-        query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    )  # fmt: skip
+    plan, operands = prepare(Arguments(
+        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        implementation,
+    ))  # fmt: skip
 
-    return problem.xp.astype(output_of(problem, implementation), problem.dtype, copy=False)
+    return plan.xp.astype(output_of(plan, operands, implementation), plan.dtype, copy=False)
 
 
 @with_names
@@ -193,19 +201,18 @@ def attention_state(
     >>> state.output().shape, state.entropy().shape
     ((128, 64), (128,))
     """
-    problem = prepare(
-        query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-        block_size=block_size,
-    )  # fmt: skip
+    plan, operands = prepare(Arguments(
+        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        implementation, block_size,
+    ))  # fmt: skip
 
     n_seen, n = None, None
     if law is not None and not isinstance(law, Constant):
-        lengths = problem.lengths_of_law(n_keys)
-        seen = lengths if n_keys is None else problem.visible_lengths()
-        shape = (*problem.batch, problem.n_queries)
-        n_seen, n = (problem.xp.broadcast_to(x, shape) for x in (seen, lengths))
-    state = as_rows(state_of(problem, implementation, maximum=True))
+        lengths = lengths_of_law(plan, operands, n_keys)
+        seen = lengths if n_keys is None else visible_lengths(plan, operands.mask)
+        shape = (*plan.batch, plan.n_queries)
+        n_seen, n = (plan.xp.broadcast_to(x, shape) for x in (seen, lengths))
+    state = as_rows(state_of(plan, operands, implementation, maximum=True))
     return state._replace(n_seen=n_seen, n_keys=n)
 
 
@@ -270,18 +277,18 @@ def attention_entropy(
     check_order(order)
     check_choice("family", family, FAMILIES)
     check_flag(normalized=normalized)
-    problem = prepare(
-        query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    )  # fmt: skip
-    xp, order = problem.xp, float(order)
+    plan, operands = prepare(Arguments(
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        implementation,
+    ))  # fmt: skip
+    xp, order = plan.xp, float(order)
 
-    state = state_of(problem, implementation, order)
+    state = state_of(plan, operands, implementation, order)
     assert state.weighted_score is not None
     renyi = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, "renyi")[..., 0]
     if not normalized:
         return convert_family(xp, renyi, order, family)
-    n = problem.lengths_of_law(n_keys)
+    n = lengths_of_law(plan, operands, n_keys)
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
@@ -327,17 +334,16 @@ def attention_weights(
     array([[1. , 0. ],
            [0.5, 0.5]])
     """
-    problem = prepare(
-        query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa,
-    )  # fmt: skip
-    xp = problem.xp
+    plan, operands = prepare(Arguments(
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+    ))  # fmt: skip
+    xp = plan.xp
 
-    if problem.n_keys == 0:
-        return problem.zeros((problem.n_queries, 0))
-    logits = problem.tiles().logits((0, problem.n_queries), (0, problem.n_keys))
+    if plan.n_keys == 0:
+        return plan.zeros((plan.n_queries, 0))
+    logits = Tiles.of(plan, operands).logits((0, plan.n_queries), (0, plan.n_keys))
     _, weight, normalizer, _ = partition(xp, logits, None)
-    return xp.astype(divide_or_zero(xp, weight, normalizer), problem.dtype)
+    return xp.astype(divide_or_zero(xp, weight, normalizer), plan.dtype)
 
 
 @with_names
@@ -390,19 +396,19 @@ def attention_information(
     >>> bool(np.isclose(attention_information(far_apart, far_apart), np.log(4)))
     True
     """
-    problem = prepare(
-        query, key, None, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    )  # fmt: skip
-    xp = problem.xp
-    if problem.n_keys == 0 or problem.n_queries == 0:
-        return problem.zeros((), problem.compute)
+    plan, operands = prepare(Arguments(
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        implementation,
+    ))  # fmt: skip
+    xp = plan.xp
+    if plan.n_keys == 0 or plan.n_queries == 0:
+        return plan.zeros((), plan.compute)
 
-    state = as_rows(state_of(problem, implementation))
+    state = as_rows(state_of(plan, operands, implementation))
     sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
     n_seeing = xp.sum(sees, axis=-1, keepdims=True)
     mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
-    entropy_of_mean = entropy(problem.tiles().column_sums(state))[..., None]
+    entropy_of_mean = entropy(Tiles.of(plan, operands).column_sums(state))[..., None]
     information = clip(xp, entropy_of_mean - mean_entropy, min=0.0)
     return information[..., 0]
 
@@ -464,13 +470,13 @@ def attention_backends(
     """
     if order is not None:
         check_order(order)
-    problem = prepare(
-        query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
-    )  # fmt: skip
+    plan, _ = prepare(Arguments(
+        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        implementation,
+    ))  # fmt: skip
     asked = 1.0 if order is None and value is None else order
     found: dict[str, str] = {}
-    for name, why in reasons(problem, implementation, asked).items():
+    for name, why in reasons(plan, implementation, asked).items():
         is_taken = "runs" in found.values()
         found[name] = why or ("another comes first" if is_taken else "runs")
     return found

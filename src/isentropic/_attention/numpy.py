@@ -11,21 +11,19 @@ The blocks of rows of all batch elements go over threads.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-from isentropic._loops import Block, keep_freed_memory, take
-from isentropic._state import AttentionState
+from isentropic._attention.generic import AttentionState
+from isentropic._attention.plan import Operands, Plan
+from isentropic._loops import BLOCKS, Block, keep_freed_memory, take
+from isentropic._namespace import Array, is_numpy, is_torch
 from isentropic._threads import run
-from isentropic._tiles import Problem
 from isentropic.masks import Mask
 
-# A tile that stays in the second-level cache of a core, with its operands.
-_ROWS, _COLUMNS = 256, 512
-# Numbers in the augmented keys and values that are made at once.
-_PREPARED = 2**22
 # A sum relative to the bound is exact from here on: less is lost in it by underflow (single weights
 # below 1e-38 in float32) than by rounding, for up to 10^10 keys.
 _SMALLEST = 1e-20
@@ -35,14 +33,68 @@ _ERROR = 1e-3
 Index = tuple[int, ...]
 
 
-def numpy_output(problem: Problem) -> Any:
+def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
+    """Why this pass does not compute a call."""
+    if order not in (None, 1.0):
+        return "it has no entropies but Shannon's"
+    if plan.has_bias or plan.softcap is not None:
+        return "it has no bias and no soft cap"
+    if plan.block_size is not None:
+        return "it chooses the sizes of its tiles"
+    if not is_named and plan.frame.whole:
+        return "torch.compile traces the call"
+    if not is_named and not _is_large(plan):
+        return "there is too little to compute for it to be faster"
+    if not plan.is_on_host:
+        return "some array is on another device, traced or differentiated"
+    return None
+
+
+def _is_large(plan: Plan) -> bool:
+    """Whether there is enough to do for a pass that makes copies and threads, and goes by elements."""
+    if BLOCKS.numpy_least == 0:
+        return True
+    size = plan.n_queries * plan.n_keys
+    return (
+        plan.n_queries >= 128 and size >= 2**16 and size * math.prod(plan.batch) >= BLOCKS.numpy_least
+    )
+
+
+def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""
-    return _Pass(problem, divide=True).state().weighted_value
+    return _back(plan, _Pass(*_on_host(plan, operands), divide=True).state().weighted_value)
 
 
-def numpy_state(problem: Problem, *, maximum: bool = True) -> AttentionState:
+def state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
     """The state with the moment of order 1, as columns; without `maximum` relative to a bound of it."""
-    return _Pass(problem, maximum=maximum, score=True).state()
+    fields = _Pass(*_on_host(plan, operands), maximum=maximum, score=True).state()
+    return AttentionState(*(_back(plan, x) for x in fields))
+
+
+def _on_host(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
+    """The same call in arrays of NumPy, in the same memory where the dtype is that of the sums."""
+    if is_numpy(plan.xp):
+        return plan, operands
+    np: Any = importlib.import_module("array_api_compat.numpy")
+    dtype = np.float64 if plan.compute == plan.xp.float64 else np.float32
+
+    def view(x: Any) -> Any:
+        if x is None or isinstance(x, float):
+            return x
+        x = x.detach().to(plan.compute) if is_torch(plan.xp) else x
+        return np.asarray(x, dtype=dtype)
+
+    query, key, value, _, mask, multiplier, _, nonfinite = operands
+    rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
+    views = (view(query), view(key), view(value), None, mask, view(multiplier), None, rows)
+    frame = replace(plan.frame, xp=np, device="cpu")
+    return replace(plan, frame=frame, dtype=dtype, compute=dtype), Operands(*views)
+
+
+def _back(plan: Plan, x: Any) -> Any:
+    """A result in the library of the call."""
+    xp: Any = plan.xp
+    return x if x is None or is_numpy(xp) else xp.asarray(x, device=plan.device)
 
 
 @dataclass
@@ -66,7 +118,8 @@ class _Sums(NamedTuple):
 
 @dataclass
 class _Pass:
-    problem: Problem
+    plan: Plan
+    operands: Operands
     maximum: bool = False
     score: bool = False
     divide: bool = False  # the values by the normalizer
@@ -75,63 +128,64 @@ class _Pass:
         import numpy as np
 
         keep_freed_memory()
-        problem = self.problem
-        shape, dtype = (*problem.batch, problem.n_queries), problem.compute
-        n_values = 0 if problem.value is None else problem.value.shape[-1]
+        plan, operands = self.plan, self.operands
+        shape, dtype = (*plan.batch, plan.n_queries), plan.compute
+        n_values = 0 if operands.value is None else operands.value.shape[-1]
         result = AttentionState(
             np.empty((*shape, 1), dtype),
             np.empty((*shape, 1), dtype),
-            np.empty((*shape, n_values), problem.dtype if self.divide else dtype),
+            np.empty((*shape, n_values), plan.dtype if self.divide else dtype),
             np.empty((*shape, 1), dtype) if self.score else None,
         )
-        width = problem.n_keys * (problem.query.shape[-1] + n_values + 2)
-        together = max(1, _PREPARED // width)
-        elements = list(np.ndindex(*problem.batch))
-        rows = [(i, min(_ROWS, shape[-1] - i)) for i in range(0, shape[-1], _ROWS)]
-        prepared: dict[Any, _Keys] = {}
+        width = plan.n_keys * (operands.query.shape[-1] + n_values + 2)
+        together = max(1, BLOCKS.numpy_copied // width)
+        elements = list(np.ndindex(*plan.batch))
+        row_size = BLOCKS.numpy_rows
+        rows = [(i, min(row_size, shape[-1] - i)) for i in range(0, shape[-1], row_size)]
+        copies: dict[Any, _Keys] = {}
         for i in range(0, len(elements), together):
             part = elements[i : i + together]
             # Elements that share keys and values (broadcast, or grouped heads) share the copy.
             wanted = {self.own(index): index for index in part}
-            prepared = {own: prepared[own] for own in wanted if own in prepared}
+            copies = {own: copies[own] for own in wanted if own in copies}
 
-            def prepare(own: Any, prepared: Any = prepared, wanted: Any = wanted) -> None:
-                prepared[own] = self.prepare(wanted[own])
+            def copy(own: Any, copies: Any = copies, wanted: Any = wanted) -> None:
+                copies[own] = self.copy(wanted[own])
 
-            run(prepare, [own for own in wanted if own not in prepared])
+            run(copy, [own for own in wanted if own not in copies])
 
-            def block(item: tuple[Index, Block], prepared: dict[Any, _Keys] = prepared) -> None:
+            def block(item: tuple[Index, Block], copies: dict[Any, _Keys] = copies) -> None:
                 index, (start, size) = item
-                fields = self.block(index, (start, size), prepared[self.own(index)])
+                fields = self.block(index, (start, size), copies[self.own(index)])
                 for whole, field in zip(result, fields, strict=True):
                     if whole is not None:
                         whole[index][start : start + size] = field
 
             run(block, [(index, r) for index in part for r in rows])
-        return result if problem.value is not None else result._replace(weighted_value=None)
+        return result if operands.value is not None else result._replace(weighted_value=None)
 
     def own(self, index: Index) -> Any:
         """Which keys and values the queries of a batch element meet."""
-        problem = self.problem
-        arrays = [problem.key] if problem.value is None else [problem.key, problem.value]
-        whose = tuple(_element_of(x, problem.batch, index) for x in arrays)
-        return whose if problem.poison is None else index
+        plan, operands = self.plan, self.operands
+        arrays = [operands.key] if operands.value is None else [operands.key, operands.value]
+        whose = tuple(_element_of(x, plan.batch, index) for x in arrays)
+        return whose if operands.nonfinite is None else index
 
-    def prepare(self, index: Index) -> _Keys:
+    def copy(self, index: Index) -> _Keys:
         import numpy as np
 
-        problem = self.problem
-        key = problem.key[_element_of(problem.key, problem.batch, index)]
-        keys = np.empty((key.shape[0], key.shape[1] + 1), problem.compute)
+        plan, operands = self.plan, self.operands
+        key = operands.key[_element_of(operands.key, plan.batch, index)]
+        keys = np.empty((key.shape[0], key.shape[1] + 1), plan.compute)
         keys[:, :-1] = key
         keys[:, -1] = 1.0
         bound = _norms(keys[:, :-1]).max()
-        if problem.poison is not None:
-            keys[:, -1] += _broadcast(problem, problem.poison[1])[index][0]
-        n_values = 0 if problem.value is None else problem.value.shape[-1]
+        if operands.nonfinite is not None:
+            keys[:, -1] += _broadcast(plan, operands.nonfinite[1])[index][0]
+        n_values = 0 if operands.value is None else operands.value.shape[-1]
         values = np.empty((key.shape[0], n_values + 1), keys.dtype)
-        if problem.value is not None:
-            values[:, :-1] = problem.value[_element_of(problem.value, problem.batch, index)]
+        if operands.value is not None:
+            values[:, :-1] = operands.value[_element_of(operands.value, plan.batch, index)]
         values[:, -1] = 1.0
         return _Keys(keys, values, bound)
 
@@ -139,12 +193,12 @@ class _Pass:
         """The state of a block of rows of one batch element."""
         import numpy as np
 
-        problem, (start, size) = self.problem, rows
-        mask = None if problem.mask is None else problem.mask.element(problem.batch, index)
+        plan, operands, (start, size) = self.plan, self.operands, rows
+        mask = None if operands.mask is None else operands.mask.element(plan.batch, index)
         query = self.scaled_rows(index, rows)
-        poison: Any = 0.0
-        if problem.poison is not None:
-            poison = _broadcast(problem, problem.poison[0])[index][start : start + size, 0]
+        nan_rows: Any = 0.0
+        if operands.nonfinite is not None:
+            nan_rows = _broadcast(plan, operands.nonfinite[0])[index][start : start + size, 0]
         q = np.empty((size, query.shape[-1] + 1), query.dtype)
         q[:, :-1] = query
 
@@ -152,11 +206,11 @@ class _Pass:
         # Large ones cannot be subtracted in the product without an error in the exponents.
         is_loose = keys.is_loose or not np.max(bound) * np.finfo(q.dtype).eps < _ERROR
         if not is_loose:
-            q[:, -1] = poison - bound
+            q[:, -1] = nan_rows - bound
             sums = self.sums(size, self.tiles(mask, rows, q, keys.keys), keys.values)
             if np.all(sums.normalizer >= _SMALLEST):
                 return self.state_of(sums, bound)
-        q[:, -1] = poison
+        q[:, -1] = nan_rows
         maximum = np.full(size, -math.inf, q.dtype)
         for _, s in self.tiles(mask, rows, q, keys.keys):
             np.maximum(maximum, np.max(s, axis=-1), out=maximum)
@@ -172,12 +226,12 @@ class _Pass:
         return self.state_of(self.sums(size, exponents(), keys.values), maximum)
 
     def scaled_rows(self, index: Index, rows: Block) -> Any:
-        problem, (start, size) = self.problem, rows
-        query = _broadcast(problem, problem.query)[index][start : start + size]
-        query = query.astype(problem.compute, copy=False)
-        if isinstance(problem.multiplier, float):
-            return query * problem.multiplier
-        return query * _broadcast(problem, take(problem.multiplier, rows, -2))[index]
+        plan, operands, (start, size) = self.plan, self.operands, rows
+        query = _broadcast(plan, operands.query)[index][start : start + size]
+        query = query.astype(plan.compute, copy=False)
+        if isinstance(operands.multiplier, float):
+            return query * operands.multiplier
+        return query * _broadcast(plan, take(operands.multiplier, rows, -2))[index]
 
     def tiles(self, mask: Mask | None, rows: Block, q: Any, keys: Any) -> Iterator[tuple[Block, Any]]:
         """The key blocks that some query sees, and ``q @ keys`` where it does, else the lowest number.
@@ -186,13 +240,14 @@ class _Pass:
         """
         import numpy as np
 
-        frame = self.problem.frame
+        frame = self.plan.frame
         first, end = (0, frame.n_keys) if mask is None else mask.reach(frame, rows)
         core = (0, frame.n_keys) if mask is None else mask.core(frame, rows)
         first, end = max(first, 0), min(end, frame.n_keys)
-        buffer = np.empty(rows[1] * _COLUMNS, q.dtype)
-        for start in range(first, end, _COLUMNS):
-            columns = (start, min(_COLUMNS, end - start))
+        column_size = BLOCKS.numpy_columns
+        buffer = np.empty(rows[1] * column_size, q.dtype)
+        for start in range(first, end, column_size):
+            columns = (start, min(column_size, end - start))
             visible = None
             if mask is not None and not (core[0] <= start and start + columns[1] <= core[1]):
                 visible = cast(Any, mask.block(frame, rows, columns))
@@ -212,7 +267,7 @@ class _Pass:
         part = np.empty_like(total)
         largest = np.full(size, np.finfo(dtype).min, dtype)
         moment = np.zeros(size, dtype)
-        buffer = np.empty(size * _COLUMNS, dtype) if self.score else None
+        buffer = np.empty(size * BLOCKS.numpy_columns, dtype) if self.score else None
         for (start, width), s in tiles:
             if self.maximum:
                 np.maximum(largest, np.max(s, axis=-1), out=largest)
@@ -258,11 +313,11 @@ def _norms(x: Any) -> Any:
     return np.sqrt(np.vecdot(x, x))
 
 
-def _broadcast(problem: Problem, x: Any) -> Any:
+def _broadcast(plan: Plan, x: Any) -> Any:
     """`x` (..., rows, columns) with the batch and head axes of all arguments, as a view."""
     import numpy as np
 
-    return np.broadcast_to(x, (*problem.batch, *x.shape[-2:]))
+    return np.broadcast_to(x, (*plan.batch, *x.shape[-2:]))
 
 
 def _element_of(x: Any, batch: Index, index: Index) -> Index:

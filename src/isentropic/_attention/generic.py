@@ -1,19 +1,22 @@
-"""The state of attention over a set of keys, and how states of disjoint sets merge."""
+"""The generic pass: tile, logits, weights, state, merge. What every backend has to equal."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._checks import check_axis, common_shape, type_error, value_error
+from isentropic._attention.plan import Operands, Plan
+from isentropic._checks import check_axis, common_shape, plain_integer, type_error, value_error
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
-from isentropic._loops import is_seen
-from isentropic._namespace import Array, device, equal_by_value, namespace, present
+from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_seen, map_blocks, take
+from isentropic._namespace import Array, device, equal_by_value, is_numpy, namespace, present
 from isentropic._numerics import align, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
+from isentropic.masks import Mask
 
 
 @equal_by_value
@@ -275,7 +278,7 @@ def _warn_of_counts(what: str) -> None:
     )
 
 
-# Inside a tile pass the fields of a state keep their last axis, (..., L, 1), and `weighted_score`
+# Inside the pass the fields of a state keep their last axis, (..., L, 1), and `weighted_score`
 # is the moment of any order (or None).
 
 
@@ -345,3 +348,167 @@ def as_rows(state: AttentionState) -> AttentionState:
         state.weighted_value,
         None if score is None else score[..., 0],
     )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The pass over the tiles of a call, the same for all libraries."""
+
+    plan: Plan
+    operands: Operands
+    query: Array  # scaled, in the dtype of the sums
+
+    @classmethod
+    def of(cls, plan: Plan, operands: Operands) -> Tiles:
+        query = plan.xp.astype(operands.query, plan.compute, copy=False)
+        return cls(plan, operands, query * operands.multiplier)
+
+    def state(
+        self,
+        order: float | None,
+        logits: Callable[[Block, Block], Array] | None = None,
+        n_numbers: int = 1,
+    ) -> AttentionState:
+        """The state over all keys, its fields kept as columns (..., L, 1).
+
+        Of other `logits` where they are given, with how many numbers it takes to compute one.
+        """
+        plan, of_tile = self.plan, self.logits if logits is None else logits
+        shape = (*plan.batch, plan.n_queries)
+        if plan.n_keys == 0:
+            kind = {"dtype": plan.compute, "device": plan.device}
+            return empty_state(plan.xp, shape, plan.n_values, order, **kind)
+        row_size, column_size = tile_shape(plan, n_numbers)
+
+        def tile(rows: Block, columns: Block) -> AttentionState:
+            return self.tile_state(of_tile(rows, columns), columns, order)
+
+        def over_keys(rows: Block) -> AttentionState:
+            return fold(
+                plan.xp,
+                lambda columns: tile(rows, columns),
+                lambda a, b: merge_columns(plan.xp, a, b, order),
+                plan.n_keys,
+                column_size,
+                self._reach(rows),
+            )
+
+        fields = map_blocks(plan.xp, over_keys, plan.n_queries, row_size, in_threads=True)
+        return AttentionState(*[_widened(plan.xp, x, shape) for x in fields])
+
+    def logits(self, rows: Block, columns: Block) -> Array:
+        """The logits of one tile, −∞ where a key is hidden."""
+        xp, softcap = self.plan.xp, self.plan.softcap
+        keys = xp.astype(take(self.operands.key, columns, -2), self.plan.compute, copy=False)
+        s = _grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
+        if softcap is not None:
+            s = xp.tanh(s / softcap) * softcap
+        return add_bias_and_mask(self.plan, self.operands, s, rows, columns)
+
+    def tile_state(
+        self, logits: Array, columns: Block, order: float | None, maximum: Array | None = None
+    ) -> AttentionState:
+        """The state of a tile's keys, relative to their own maximum or a given one."""
+        xp = self.plan.xp
+        value: Any = self.operands.value
+
+        def weigh(weight: Array) -> Array:
+            values = xp.astype(take(value, columns, -2), self.plan.compute, copy=False)
+            return _grouped_matmul(xp, weight, values)
+
+        return tile_state(xp, logits, None if value is None else weigh, order, maximum)
+
+    def column_sums(self, state: AttentionState) -> Array:
+        """The sum of the attention weights over the queries, (..., S)."""
+        xp, plan = self.plan.xp, self.plan
+        log_normalizer = state.log_normalizer()[..., None]
+        row_size, column_size = tile_shape(plan)
+
+        def over_queries(columns: Block) -> tuple[Array]:
+            def tile(rows: Block) -> Array:
+                reference = take(log_normalizer, rows, -2)
+                s = self.logits(rows, columns)
+                hidden = (s == -math.inf) | (reference == -math.inf)
+                weight = xp.exp(xp.where(hidden, 0.0, s - xp.where(hidden, 0.0, reference)))
+                sums = xp.sum(xp.where(hidden, 0.0, weight), axis=-2)
+                return sums[..., None]
+
+            return (fold(xp, tile, lambda a, b: a + b, plan.n_queries, row_size),)
+
+        (sums,) = map_blocks(xp, over_queries, plan.n_keys, column_size, in_threads=True)
+        return sums[..., 0]
+
+    def _reach(self, rows: Block) -> Any:
+        mask, frame = self.operands.mask, self.plan.frame
+        return None if mask is None or frame.whole else mask.reach(frame, rows)
+
+
+def tile_shape(plan: Plan, n_numbers: int = 1) -> tuple[int, int]:
+    """The queries and the keys of a tile, of whose logits each takes some numbers to compute."""
+    if plan.frame.whole and plan.block_size is None:
+        return plan.n_queries, plan.n_keys
+    width, size = max(n_numbers, 1), BLOCKS.tile
+    if is_numpy(plan.xp):  # each thread has several
+        size = BLOCKS.tile // 4
+    elif is_gpu(plan.xp, plan.device):  # which needs much work at a time
+        size = BLOCKS.tile * 32
+    columns = plain_integer(plan.block_size or max(BLOCKS.columns // width, 1))
+    rows = size // max(math.prod(plan.batch) * min(columns, plan.n_keys) * width, 1)
+    return max(rows, BLOCKS.rows), columns
+
+
+def reach(plan: Plan, mask: Mask | None, rows: Block) -> Block:
+    """The block of the keys that some query of a block of rows sees; one key at least.
+
+    All keys where the rows are traced.
+    """
+    if mask is None or plan.frame.whole or not isinstance(rows[0], int):
+        return 0, plan.n_keys
+    first, end = clip_reach(mask.reach(plan.frame, rows), plan.n_keys)
+    return first, end - first
+
+
+def add_bias_and_mask(plan: Plan, operands: Operands, s: Any, rows: Block, columns: Block) -> Array:
+    """`s` with the bias of a tile, NaN where a row is not finite, and −∞ where a key is hidden."""
+    xp = plan.xp
+    if operands.bias is not None or operands.nonfinite is not None:
+        s = s + _shift(plan, operands, rows, columns)
+    if operands.mask is None:
+        return s
+    visible = lift(operands.mask.block(plan.frame, rows, columns), plan.ndim)
+    return xp.where(visible, s, -math.inf)
+
+
+def _shift(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Array:
+    shift: Any = 0.0
+    if operands.bias is not None:
+        shift = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)
+    if operands.nonfinite is not None:
+        of_queries, of_keys = operands.nonfinite
+        shift = shift + (take(of_queries, rows, -2) + take(of_keys, columns, -1))
+    return shift
+
+
+def causal_nan(plan: Plan, operands: Operands) -> Array:
+    """NaN for queries that see a row that is not finite under plain causality, (..., L, 1), else 0."""
+    assert operands.nonfinite is not None
+    of_queries, of_keys = operands.nonfinite
+    # Not `cumulative_sum`: torch.compile warns about array_api_compat's.
+    return of_queries + plan.xp.cumsum(of_keys[..., 0, :], -1)[..., None]
+
+
+def _grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
+    """``a @ b`` where axis −3 of `b` may divide that of `a`: neighbouring heads share one product."""
+    if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
+        return a @ b
+    *batch, heads, rows, inner = a.shape
+    groups = b.shape[-3]
+    out = xp.reshape(a, (*batch, groups, heads // groups * rows, inner)) @ b
+    return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))
+
+
+def _widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
+    """`x` with the batch axes of all arguments; itself where it has them (a view is read-only)."""
+    if x is None or x.shape[:-1] == shape:
+        return x
+    return xp.broadcast_to(x, (*shape, x.shape[-1]))

@@ -1,0 +1,113 @@
+"""The backends of attention: what computes a call, in the order in which they are asked.
+
+The generic pass is the last of them. Each of the others gives its values and gradients, faster.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from isentropic._attention import jax, numpy, torch
+from isentropic._attention.generic import AttentionState, Tiles, output_of_columns
+from isentropic._attention.plan import Operands, Plan
+from isentropic._checks import value_error
+from isentropic._namespace import Array
+
+
+class Backend(NamedTuple):
+    """What computes attention.
+
+    ``why_not(plan, order, is_named)`` tells why it does not compute a call; None says that it does. The
+    order is that of the entropy, or None for the output alone. A backend that the caller has named also
+    computes what another one computes faster.
+    """
+
+    name: str
+    why_not: Callable[[Plan, float | None, bool], str | None]
+    output: Callable[[Plan, Operands], Array]
+    # The flag asks for a state relative to its maximum. Without it any other number will do.
+    state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
+
+
+def _generic_output(plan: Plan, operands: Operands) -> Array:
+    return output_of_columns(plan.xp, Tiles.of(plan, operands).state(None))
+
+
+def _generic_state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
+    return Tiles.of(plan, operands).state(order)
+
+
+BACKENDS = (
+    Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
+    Backend("numpy", numpy.why_not, numpy.output, numpy.state),
+    Backend("jax", jax.why_not, jax.output),
+    Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
+    Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
+)
+
+
+def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Array:
+    """The attention output, (..., L, Ev)."""
+    return _chosen_for(plan, implementation, None).output(plan, operands)
+
+
+def state_of(
+    plan: Plan,
+    operands: Operands,
+    implementation: str | None,
+    order: float = 1.0,
+    *,
+    maximum: bool = False,
+) -> AttentionState:
+    """The state with the moment of an order, in columns.
+
+    Relative to the `maximum`, or to any other number.
+    """
+    state = _chosen_for(plan, implementation, order).state
+    assert state is not None
+    return state(plan, operands, order, maximum)
+
+
+def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
+    """Why each backend does not compute the call, in order; None where it could."""
+    is_named = implementation is not None
+    return {
+        backend.name: _why_not(backend, plan, order, is_named)
+        if _is_asked(backend, implementation)
+        else "`implementation` asks for another"
+        for backend in BACKENDS
+    }
+
+
+def _chosen_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
+    # torch.compile does not look into caches, and its plans are not used again.
+    choose = chosen.__wrapped__ if plan.frame.whole else chosen
+    return choose(plan, implementation, order)
+
+
+@functools.lru_cache(maxsize=1024)
+def chosen(plan: Plan, implementation: str | None, order: float | None) -> Backend:
+    """The first backend that computes the call."""
+    why = []
+    for backend in BACKENDS:
+        if _is_asked(backend, implementation):
+            reason = _why_not(backend, plan, order, implementation is not None)
+            if reason is None:
+                return backend
+            why.append(f"{backend.name}: {reason}")
+    must = f"be None or 'generic' for this call ({'; '.join(why)})"
+    raise value_error("implementation", must, repr(implementation))
+
+
+def _is_asked(backend: Backend, implementation: str | None) -> bool:
+    if implementation == "native":
+        return backend.name != "generic"
+    return implementation in (None, backend.name)
+
+
+def _why_not(backend: Backend, plan: Plan, order: float | None, is_named: bool) -> str | None:
+    if plan.n_keys == 0 and backend.name != "generic":
+        return "there are no keys"
+    return backend.why_not(plan, order, is_named)

@@ -1,0 +1,464 @@
+"""The checked arguments of a call: its plan, made from their signature, and its operands, the arrays."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from threading import Lock
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from isentropic._checks import (
+    check_broadcastable,
+    check_choice,
+    check_count,
+    check_flag,
+    check_floating,
+    check_ndim,
+    check_real,
+    common_shape,
+    is_array,
+    is_integer,
+    plain_integer,
+    type_error,
+    value_error,
+)
+from isentropic._loops import (
+    is_differentiated,
+    is_readable,
+    is_seen,
+    is_transformed,
+    traces_lengths,
+    within_transformation,
+)
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    device,
+    is_jax,
+    is_numpy,
+    namespace,
+    present,
+    promoted,
+    signature_of,
+)
+from isentropic._numerics import lift
+from isentropic.laws._formulas import Law, check_law
+from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
+
+# What a caller may ask for: a backend by its name, or any but the generic one.
+IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
+_CAUSAL = causal()
+# Plans that are kept: a training loop has a few, a generation one for each length.
+_MOST = 512
+_plans: dict[Any, Plan] = {}
+_lock = Lock()
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call, as they came."""
+
+    query: Array
+    key: Array
+    value: Array | None = None
+    mask: Array | Mask | None = None
+    bias: Array | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    law: Law | None = None
+    n_keys: int | Array | None = None
+    softcap: float | None = None
+    enable_gqa: bool = False
+    implementation: str | None = None
+    block_size: int | None = None
+    are_products: bool = True  # whether the scores are products of queries and keys
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What follows from the signature of a call: shapes, dtypes, devices, options, law, kind of mask.
+
+    It holds no arrays. Plans are kept, so two calls of one signature have the same plan, and plans are
+    compared by identity.
+    """
+
+    frame: Frame
+    dtype: Any  # of the result
+    compute: Any  # the dtype to compute in
+    batch: tuple[int, ...]  # the axes ``...``
+    head_dim: int
+    n_values: int | None  # the value size, None without values
+    scale: float
+    multiplier: float | None  # of the queries, None where it depends on arrays or on the mask
+    has_law: bool
+    softcap: float | None
+    has_bias: bool
+    has_mask: bool
+    is_plain_causal: bool  # no mask but the causal one, and as many queries as keys
+    block_size: int | None
+    is_on_host: bool  # whether NumPy can compute with all arrays: in memory, with no gradients wanted
+    is_differentiated: bool  # whether PyTorch records the call
+    is_bias_differentiated: bool
+    is_transformed: bool  # by torch.func, or in forward mode
+
+    @property
+    def xp(self) -> ModuleType:
+        return self.frame.xp
+
+    @property
+    def device(self) -> Any:
+        return self.frame.device
+
+    @property
+    def n_queries(self) -> int:
+        return self.frame.n_queries
+
+    @property
+    def n_keys(self) -> int:
+        return self.frame.n_keys
+
+    @property
+    def ndim(self) -> int:
+        return len(self.batch) + 2
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        """What is returned where there is nothing to attend to."""
+        dtype = self.dtype if dtype is None else dtype
+        return self.xp.zeros((*self.batch, *shape), dtype=dtype, device=self.device)
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, with as many axes as the result. Rows that are not finite are 0."""
+
+    query: Array
+    key: Array
+    value: Array | None
+    bias: Array | None
+    mask: Mask | None
+    multiplier: float | Array  # of the queries, as (..., L, 1)
+    lengths: Array | None  # the n of the law, (..., L), where it is not one number
+    nonfinite: tuple[Array, Array] | None  # see `_without_nonfinite`
+
+    @property
+    def values(self) -> Array:
+        assert self.value is not None
+        return self.value
+
+
+def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
+    """The plan and the operands of a call, all of whose arguments are checked."""
+    signature, known = _signature(arguments), None
+    try:
+        known = _plans.get(signature)
+    except TypeError:  # what cannot be hashed: arrays as options, or lengths that are symbolic
+        signature = None
+    plan = _plan(arguments) if known is None else known
+    operands = _operands(plan, arguments, is_known=known is not None)
+    if known is None and signature is not None:  # and nothing of it was refused
+        _keep(signature, plan)
+    if plan.is_on_host and is_jax(plan.xp) and not _are_on_host(plan, operands):
+        return replace(plan, is_on_host=False), operands
+    return plan, operands
+
+
+def _keep(signature: Any, plan: Plan) -> None:
+    with _lock:
+        if len(_plans) >= _MOST:
+            del _plans[next(iter(_plans))]
+        _plans[signature] = plan
+
+
+def _are_on_host(plan: Plan, operands: Operands) -> bool:
+    """Whether what was made of arrays that can be read can be read too: not inside a trace of JAX."""
+    made = (operands.query, operands.key, operands.multiplier)
+    return all(isinstance(x, float) or is_readable(plan.xp, x) for x in made)
+
+
+def _signature(a: Arguments) -> Any:
+    """What the plan of a call depends on; None for calls whose plans are not kept."""
+    torch = sys.modules.get("torch")
+    recorded = False
+    if torch is not None:
+        # Symbolic lengths and the levels of transformations belong to their trace alone.
+        if torch.compiler.is_compiling() or within_transformation():
+            return None
+        recorded = torch.is_grad_enabled()
+    options = (
+        a.is_causal,
+        a.scale,
+        a.softcap,
+        a.enable_gqa,
+        a.implementation,
+        a.block_size,
+        a.are_products,
+    )
+    try:
+        return (
+            recorded,
+            signature_of(a.query),
+            signature_of(a.key),
+            None if a.value is None else signature_of(a.value),
+            None if a.bias is None else signature_of(a.bias),
+            None if a.mask is None else _signature_of_part(a.mask),
+            None if a.law is None else _signature_of_part(a.law),
+            signature_of(a.n_keys) if hasattr(a.n_keys, "ndim") else a.n_keys,
+            type(a.n_keys),
+            options,
+            tuple(map(type, options)),  # True and 1 are equal, and one of them is refused
+        )
+    except AttributeError:  # something is neither an array nor a law, and will be refused
+        return None
+
+
+def _signature_of_part(x: Any) -> Any:
+    return x.signature if isinstance(x, (Law, Mask)) else signature_of(x)
+
+
+def _plan(a: Arguments) -> Plan:
+    """The plan of a call: a pure function of its signature."""
+    check_flag(is_causal=a.is_causal, enable_gqa=a.enable_gqa)
+    mask = _mask(a)
+    check_law(a.law, optional=True)
+    of_mask, of_law = (() if x is None else x.arrays for x in (mask, a.law))
+    arrays = {"query": a.query, "key": a.key} | present(value=a.value)
+    optional = present(bias=a.bias, n_keys=array_or_none(a.n_keys))
+    groups = (("mask", of_mask), ("law", of_law))
+    xp = namespace(*groups, **arrays, **optional)
+    place = "cpu" if is_numpy(xp) else device(*groups, **arrays, **optional)
+
+    check_floating(xp, **arrays, **present(bias=a.bias))
+    batch = _check_shapes(a, arrays)
+    n_queries, n_keys = a.query.shape[-2], a.key.shape[-2]
+    if mask is not None:
+        mask.check(batch, n_queries, n_keys)
+    if a.bias is not None:
+        check_broadcastable("bias", a.bias.shape, (*batch, n_queries, n_keys))
+    _check_options(a)
+
+    frame = Frame(xp, place, n_queries, n_keys, whole=traces_lengths(xp))
+    dtype = promoted(xp, *arrays.values())
+    scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
+    n = _common_length(frame, mask, a.n_keys)
+    multiplier = None
+    if n is not None and not of_law:
+        multiplier = scale * (1.0 if a.law is None else a.law(n))
+    elif a.law is None and a.n_keys is None:
+        multiplier = scale
+    all_arrays = [*arrays.values(), *optional.values(), *of_mask, *of_law]
+    wanted = [is_differentiated(xp, x) for x in all_arrays]
+    return Plan(
+        frame=frame,
+        dtype=dtype,
+        compute=accumulator(xp, dtype),
+        batch=batch,
+        head_dim=a.query.shape[-1],
+        n_values=None if a.value is None else a.value.shape[-1],
+        scale=scale,
+        multiplier=multiplier,
+        has_law=a.law is not None,
+        softcap=None if a.softcap is None else float(a.softcap),
+        has_bias=a.bias is not None,
+        has_mask=mask is not None,
+        is_plain_causal=mask is not None and is_causal_alone(mask, n_queries, n_keys),
+        block_size=a.block_size,
+        is_on_host=not any(wanted) and all(is_readable(xp, x) for x in all_arrays),
+        is_differentiated=any(wanted),
+        is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
+        is_transformed=any(is_transformed(xp, x) for x in all_arrays),
+    )
+
+
+def _mask(a: Arguments) -> Mask | None:
+    """The mask of a call, causality in it."""
+    if a.mask is None:
+        return _CAUSAL if a.is_causal else None
+    return as_mask(a.mask) & _CAUSAL if a.is_causal else as_mask(a.mask)
+
+
+def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
+    """The shape of the axes ``...``, with the heads of the query where they are grouped."""
+    check_ndim(3 if a.enable_gqa else 2, **arrays)
+    if a.are_products and a.key.shape[-1] != a.query.shape[-1]:
+        must = f"have the last dimension of `query`, {a.query.shape[-1]}"
+        raise value_error("key", must, a.key.shape[-1])
+    if a.value is not None and a.value.shape[-2] != a.key.shape[-2]:
+        must = f"have as many rows as `key`, {a.key.shape[-2]}"
+        raise value_error("value", must, a.value.shape[-2])
+    shapes = {name: x.shape[:-2] for name, x in arrays.items()}
+    if a.enable_gqa:
+        heads = shapes["query"][-1]
+        groups = shapes["key"][-1]
+        if groups == 0 or heads % groups or heads < groups:
+            must = f"have a number of heads (axis -3) that divides the {heads} of `query`"
+            raise value_error("key", must, groups)
+        if "value" in shapes and shapes["value"][-1] != groups:
+            must = f"have the {groups} heads (axis -3) of `key`"
+            raise value_error("value", must, shapes["value"][-1])
+        shapes = {name: (*shape[:-1], heads) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if _has_fewer_heads(shape, shapes["query"]):
+            must = f"have the {shapes['query'][-1]} heads (axis -3) of `query`, or `enable_gqa` be true"
+            raise value_error(name, must, shape[-1])
+    return common_shape(**shapes)
+
+
+def _has_fewer_heads(groups: tuple[int, ...], heads: tuple[int, ...]) -> bool:
+    """Whether shapes that do not broadcast are those of grouped heads."""
+    return bool(groups and heads) and 1 < groups[-1] < heads[-1] and heads[-1] % groups[-1] == 0
+
+
+def _check_options(a: Arguments) -> None:
+    for name, x in (("scale", a.scale), ("softcap", a.softcap)):
+        if x is None:
+            continue
+        if name == "scale" and is_array(x):
+            kind = f"{type(x).__name__}: an array is a law, `law=laws.Constant(scale)`"
+            raise type_error(name, "be a real number", kind)
+        check_real(name, x, above=0 if name == "softcap" else -math.inf)
+    check_choice("implementation", a.implementation, IMPLEMENTATIONS)
+    if a.block_size is not None:
+        check_count("block_size", a.block_size)
+
+
+def _operands(plan: Plan, a: Arguments, *, is_known: bool) -> Operands:
+    """The operands of a call; of a known plan the law has been checked before."""
+    ndim, mask = plan.ndim, _mask(a)
+    arrays: tuple[Any, ...] = (a.query, a.key, a.value, a.bias)
+    query, key, value, bias = (x if x is None or x.ndim == ndim else lift(x, ndim) for x in arrays)
+    nonfinite = None
+    if mask is not None:
+        query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
+    multiplier: Any = plan.multiplier
+    lengths = None
+    if multiplier is None:
+        lengths = visible_lengths(plan, mask, a.n_keys)
+        multiplier = plan.scale
+        if a.law is not None:
+            if is_known:
+                factors = a.law.at_lengths(plan.xp, lengths)[..., None]
+            else:
+                factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
+            multiplier = factors * multiplier
+    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite)
+
+
+def _without_nonfinite(
+    plan: Plan, query: Array, key: Array, value: Array | None
+) -> tuple[Array, Array, Array | None, tuple[Array, Array] | None]:
+    """Arrays with 0 for NaN and ∞, and what to add to the logits to make up for it.
+
+    A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So rows that
+    are not finite leave the products, and put NaN on the logits of those who see them instead.
+    """
+    xp = plan.xp
+    if _are_seen_finite(xp, query, key, value):
+        return query, key, value, None
+    zero = xp.zeros((1,), dtype=plan.compute, device=plan.device)
+    finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
+    sound_keys = xp.all(finite_key, axis=-1)
+    if value is not None:
+        finite_value = xp.isfinite(value)
+        sound_keys = sound_keys & xp.all(finite_value, axis=-1)
+        value = xp.where(finite_value, value, 0.0)
+
+    of_queries = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, math.nan)
+    of_keys = xp.where(sound_keys, zero, math.nan)[..., None, :]
+    if of_keys.ndim > 2 and query.ndim > 2 and query.shape[-3] > of_keys.shape[-3] > 1:
+        of_keys = xp.repeat(of_keys, query.shape[-3] // of_keys.shape[-3], axis=-3)
+    query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
+    return query, key, value, (of_queries, of_keys)
+
+
+def _are_seen_finite(xp: ModuleType, query: Array, key: Array, value: Array | None) -> bool:
+    """Whether it can be read that all numbers are finite."""
+    arrays = (query, key) if value is None else (query, key, value)
+    for x in arrays:
+        if not is_readable(xp, x):
+            return False
+    # A finite sum has finite terms, and is quicker than a look at each. A sum may also overflow.
+    total = sum([xp.sum(x) for x in arrays])
+    if is_seen(xp, xp.isfinite(total)):
+        return True
+    return all(is_seen(xp, xp.all(xp.isfinite(x))) for x in arrays)
+
+
+def four_axes(plan: Plan, x: Array, *, whole: bool = False) -> Any:
+    """`x` (..., rows, columns) as (batch, heads, rows, columns).
+
+    With `whole` no axis is left to broadcast, but grouped heads stay grouped.
+    """
+    batch = plan.batch
+    if len(batch) == 2 == x.ndim - 2 and (x.shape[:-2] == batch or not whole):
+        return x
+    *own, rows, columns = x.shape
+    heads = own[-1] if own else 1
+    if whole and batch and heads == 1:
+        heads = batch[-1]
+    if len(batch) <= 2 and not whole:
+        return x[(None,) * (4 - x.ndim) + (...,)]
+    x = plan.xp.broadcast_to(x, (*batch[:-1], heads, rows, columns))
+    return plan.xp.reshape(x, (math.prod(batch[:-1]), heads, rows, columns))
+
+
+def array_or_none(n_keys: Any) -> Array | None:
+    # Floating scalars of NumPy are arrays too: its reductions give them where others give 0-d arrays.
+    return None if is_integer(n_keys) or not hasattr(n_keys, "ndim") else n_keys
+
+
+def _common_length(frame: Frame, mask: Mask | None, n_keys: Any) -> int | None:
+    """How many keys each query sees, where that is one number, and not symbolic."""
+    if array_or_none(n_keys) is not None or (n_keys is None and mask is not None):
+        return None
+    n = frame.n_keys if n_keys is None else _check_length(n_keys)
+    return None if frame.whole else n
+
+
+def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
+    """How many keys each query sees, or another n that was given, as floats.
+
+    Broadcastable to (..., L), with as many axes.
+    """
+    if n_keys is None and mask is not None:
+        counts = plan.xp.astype(mask.count(plan.frame), plan.compute)
+        return counts if counts.ndim == plan.ndim - 1 else lift(counts, plan.ndim - 1)
+    n = plan.n_keys if n_keys is None else n_keys
+    return given_lengths(plan.xp, plan.device, plan.compute, n, (*plan.batch, plan.n_queries))
+
+
+def lengths_of_law(plan: Plan, operands: Operands, n_keys: Any) -> Array:
+    """The n of the law where `n_keys` was given to it, (..., L) but for broadcasting."""
+    return (
+        visible_lengths(plan, operands.mask, n_keys) if operands.lengths is None else operands.lengths
+    )
+
+
+def given_lengths(
+    xp: ModuleType, device: Any, dtype: Any, n_keys: Any, shape: tuple[int, ...]
+) -> Array:
+    """`n_keys` as floats broadcastable to `shape`, with as many axes."""
+    if array_or_none(n_keys) is None:
+        return xp.full((1,) * len(shape), _check_length(n_keys), dtype=dtype, device=device)
+    if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
+        raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
+    check_broadcastable("n_keys", n_keys.shape, shape)
+    if is_readable(xp, n_keys) and is_seen(xp, xp.any(~(n_keys >= 0))):
+        raise value_error("n_keys", "be at least 0", "an array with numbers that are not")
+    return lift(xp.astype(n_keys, dtype), len(shape))
+
+
+def _check_length(n_keys: Any) -> int:
+    if not is_integer(n_keys):
+        raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
+    if n_keys < 0:
+        raise value_error("n_keys", "be at least 0", n_keys)
+    if n_keys >= 2**63:
+        raise value_error("n_keys", "be below 2**63", n_keys)
+    return plain_integer(n_keys)
+
+
+def factor(xp: ModuleType, law: Law, n: Array, shape: tuple[int, ...]) -> Array:
+    """``law(n)`` with a last axis for the features, its shape checked."""
+    of_query = xp.astype(law(n), n.dtype)
+    check_broadcastable("law", of_query.shape, shape)
+    return of_query[..., None]
