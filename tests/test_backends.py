@@ -9,9 +9,10 @@ from isentropic import laws, masks
 from isentropic._attention import backends, plan
 
 
-@pytest.fixture
-def small_blocks(set_blocks):
-    """Kernels take all sizes, in blocks with ragged ends."""
+@pytest.fixture(params=["blocks", "at once"])
+def small_blocks(set_blocks, request):
+    """Kernels take all sizes: in blocks with ragged ends, or all logits at once."""
+    set_blocks(numpy_most_at_once=0 if request.param == "blocks" else 2**18)
     set_blocks(numpy_least=0, numpy_rows=4, numpy_columns=5, numpy_copied=300, masked=0)
 
 
@@ -147,10 +148,15 @@ class TestBackends:
                 ):
                     it.attention(x, x, x, implementation=name)
 
-    def test_small_calls_are_generic(self):
-        x = np.zeros((4, 2))
-        assert it.attention_backends(x, x, x)["generic"] == "runs"
-        assert it.attention_backends(x, x, order=2)["numpy"] == "it has no entropies but Shannon's"
+    def test_numpy_takes_few_logits_and_many_but_no_few_queries(self):
+        few, many = np.zeros((4, 2)), np.zeros((2**20, 2))
+        for order in (None, 1.0, 2.0):
+            assert it.attention_backends(few, few, few, order=order)["numpy"] == "runs"
+        why = it.attention_backends(many, many, order=2)["numpy"]
+        assert why == "it has no entropies but Shannon's of so many logits"
+        why = it.attention_backends(few, many, many)["numpy"]
+        assert why == "there are too few queries for it to be faster"
+        assert it.attention_backends(many, many, many)["numpy"] == "runs"
 
 
 class TestBound:
@@ -285,7 +291,7 @@ class TestSkippedTiles:
         self, monkeypatch, set_blocks, rng, mask, share, implementation
     ):
         n, size = 256, 0
-        set_blocks(tile=4 * 256, columns=16, numpy_rows=16, numpy_columns=16)
+        set_blocks(tile=4 * 256, columns=16, numpy_most_at_once=0, numpy_rows=16, numpy_columns=16)
 
         from isentropic._attention.generic import Tiles
         from isentropic._attention.numpy import _Pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -43,18 +43,21 @@ def renamed(**names: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except TypeError:  # where Python refuses an unknown name: it costs other calls nothing
-                for name in kwargs:
-                    if name in names:
-                        ours = names[name]
-                        mend = f": here it is `{ours}`" if ours else ", nor another one for it"
-                        raise TypeError(
-                            f"{function.__name__}() has no argument `{name}`{mend}."
-                        ) from None
+                refuse_names(function.__name__, kwargs, names)
                 raise
 
         return call
 
     return decorate
+
+
+def refuse_names(function: str, given: Mapping[str, Any], names: Mapping[str, str | None]) -> None:
+    """Refuse what other libraries call an argument, by its name here, or None where there is none."""
+    for name in given:
+        if name in names:
+            ours = names[name]
+            mend = f": here it is `{ours}`" if ours else ", nor another one for it"
+            raise TypeError(f"{function}() has no argument `{name}`{mend}.") from None
 
 
 def _printed(x: Any, form: Callable[[Any], str] = repr) -> str:

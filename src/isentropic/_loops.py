@@ -35,6 +35,7 @@ class BlockSizes:
     numpy_columns: int = 512
     numpy_copied: int = 2**22  # numbers in the keys and values that are copied at once
     numpy_least: int = 2**20  # logits from which on copies and threads pay
+    numpy_most_at_once: int = 2**18  # logits up to which the parts of NumPy's pass do not pay
 
 
 # The tests make them small, so that every pass has several blocks, with ragged ends.

@@ -50,7 +50,7 @@ def namespace(*groups: Group, **arrays: Any) -> ModuleType:
     xp, first, kind = None, "", None
     for name, x in _named(groups, arrays):
         # Tensors of one type may be dense or not.
-        its_kind = (type(x), x.layout) if _is_torch_array(x) else type(x)
+        its_kind = (type(x), x.layout) if is_torch_array(x) else type(x)
         if its_kind == kind:
             continue
         own, kind = _namespace_of(name, x), its_kind
@@ -58,8 +58,8 @@ def namespace(*groups: Group, **arrays: Any) -> ModuleType:
             xp, first = own, name
         elif own is not xp:
             raise TypeError(
-                f"`{name}` must be an array of the library of `{first}` ({_library(xp)}), "
-                f"got {_library(own)}."
+                f"`{name}` must be an array of the library of `{first}` ({library_of(xp)}), "
+                f"got {library_of(own)}."
             )
     assert xp is not None, "there is an array argument"
     return xp
@@ -73,7 +73,7 @@ def device(*groups: Group, **arrays: Any) -> Any:
         if type(x).__module__ == "numpy":
             own = "cpu"
         else:
-            own = x.device if _is_torch_array(x) else array_api_compat.device(x)
+            own = x.device if is_torch_array(x) else array_api_compat.device(x)
         # A JAX array that is sharded has a sharding where others have a device. Arrays laid out
         # differently over the same devices do belong together.
         places = getattr(own, "device_set", own)
@@ -86,17 +86,6 @@ def device(*groups: Group, **arrays: Any) -> Any:
     if isinstance(common, (set, frozenset)):
         return next(iter(common)) if len(common) == 1 else None
     return common
-
-
-def signature_of(x: Any) -> tuple[Any, ...]:
-    """All of an array but its contents; an AttributeError for what is not one."""
-    kind = type(x)
-    if kind.__module__ == "numpy":
-        return kind, x.shape, x.dtype
-    if _is_torch_array(x):
-        return kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad
-    # JAX promotes numbers that it has made arrays of (weak types) otherwise.
-    return kind, x.shape, x.dtype, array_api_compat.device(x), getattr(x, "weak_type", None)
 
 
 def namespace_with_drawn(drawn: Group, **arrays: Any) -> ModuleType:
@@ -124,7 +113,7 @@ def _named(groups: tuple[Group, ...], arrays: dict[str, Any]) -> Iterator[tuple[
 
 
 def _namespace_of(name: str, x: Any) -> ModuleType:
-    if _is_torch_array(x):
+    if is_torch_array(x):
         import array_api_compat.torch as xp
 
         if x.layout is not xp.strided:
@@ -149,7 +138,7 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
         ) from None
 
 
-def _is_torch_array(x: Any) -> bool:
+def is_torch_array(x: Any) -> bool:
     # array_api_compat asks this through functools.lru_cache, about which torch.compile warns.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
@@ -177,7 +166,8 @@ def is_torch(xp: ModuleType) -> bool:
     return xp.__name__ == "array_api_compat.torch"
 
 
-def _library(xp: ModuleType) -> str:
+def library_of(xp: ModuleType) -> str:
+    """The name of the library: numpy, torch, jax, cupy, …"""
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
 
 
@@ -217,7 +207,7 @@ def to_numpy(x: Array) -> Any:
     if "bfloat16" in str(x.dtype):  # which NumPy does not know
         xp = array_api_compat.array_namespace(x)
         x = xp.astype(x, xp.float32)
-    if _is_torch_array(x):
+    if is_torch_array(x):
         return x.detach().cpu().numpy().copy()  # type: ignore[attr-defined]
     if array_api_compat.is_jax_array(x):  # which may lie on several devices
         return np.array(x)

@@ -10,38 +10,43 @@ import contextvars
 import functools
 import math
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from isentropic._checks import refuse_names
 from isentropic._namespace import Array, device, is_jax, is_numpy, is_torch
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def quietly(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def quietly(
+    function: Callable[_Parameters, _Result], names: Mapping[str, str | None] = MappingProxyType({})
+) -> Callable[_Parameters, _Result]:
     """The function without NumPy's warnings and errors of floating point, whatever its caller has set.
 
     That small weights underflow is meant, and that results beyond the dtype are NaN is documented. The
     call has a context of its own, so that nothing is left to put back, also at an interrupt.
+    An unknown argument that is among the `names` of other libraries is named as here.
     """
 
     @functools.wraps(function)
     def quiet(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         torch = sys.modules.get("torch")
-        if torch is not None and torch.compiler.is_compiling():  # which knows no contexts
-            return function(*args, **kwargs)
-        return contextvars.copy_context().run(_with_errors_ignored, function, args, kwargs)
+        try:
+            if torch is not None and torch.compiler.is_compiling():  # which knows no contexts
+                return function(*args, **kwargs)
+            import numpy as np
+
+            context = contextvars.copy_context()
+            context.run(np.seterr, all="ignore")
+            return context.run(function, *args, **kwargs)
+        except TypeError:  # where Python refuses an unknown name: it costs other calls nothing
+            refuse_names(function.__name__, kwargs, names)
+            raise
 
     return quiet
-
-
-def _with_errors_ignored(function: Callable, args: Any, kwargs: Any) -> Any:
-    import numpy as np
-
-    np.seterr(all="ignore")
-    return function(*args, **kwargs)
 
 
 def log_or(xp: ModuleType, z: Array, default: float) -> Array:

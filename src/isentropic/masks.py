@@ -19,6 +19,7 @@ one length per sequence of a query of shape (B, H, L, E) has the shape (B, 1).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,7 @@ from isentropic._loops import (
     smaller,
     take,
 )
-from isentropic._namespace import Array, device, namespace, signature_of
+from isentropic._namespace import Array, device, namespace
 from isentropic._numerics import align, clip, lift
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
@@ -76,11 +77,13 @@ class Mask(ABC):
     def arrays(self) -> tuple[Array, ...]:
         """The arrays that the mask holds."""
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self, of_array: Callable[[Any], Any]) -> tuple[Any, ...]:
         """All of the mask but the contents of its arrays."""
-        parts = vars(self).values()
-        return (type(self), *(_signature(x) for x in parts))
+        return (type(self), *(_signature(x, of_array) for x in vars(self).values()))
+
+    def counts(self, frame: Frame) -> range | None:
+        """`visible_count` where it follows from numbers alone, and rises by 1 from query to query."""
+        return None
 
     @abstractmethod
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
@@ -433,15 +436,13 @@ class _Band(_Contiguous):
         end = frame.n_keys if self.right is None else position + (right_row + self.right + 1)
         return first, end
 
-    def count(self, frame: Frame) -> Array:
+    def counts(self, frame: Frame) -> range | None:
         if self.arrays or frame.whole or self.left is not None or self.right is None:
-            return super().count(frame)
-        # The counts themselves, where none is cut off at an end: `attention` asks at each call.
+            return None
         offset = frame.n_keys - frame.n_queries if self.offset is None else self.offset
         first = offset + self.right + 1
-        if first < 0 or first + frame.n_queries - 1 > frame.n_keys:
-            return super().count(frame)
-        return frame.positions((first, frame.n_queries))
+        last = first + frame.n_queries - 1
+        return range(first, last + 1) if first >= 0 and last <= frame.n_keys else None
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         position = frame.positions(rows)
@@ -611,10 +612,10 @@ class _Either(_Pair):
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
 
 
-def _signature(x: Any) -> Any:
+def _signature(x: Any, of_array: Callable[[Any], Any]) -> Any:
     if isinstance(x, Mask):
-        return x.signature
-    return signature_of(x) if is_array(x) else x
+        return x.signature(of_array)
+    return of_array(x) if is_array(x) else x
 
 
 def _call(name: str, *arguments: Any, **options: Any) -> str:

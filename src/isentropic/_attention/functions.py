@@ -5,7 +5,8 @@ Shapes: ``...`` batch and head axes (broadcast), L queries, S keys, E head size,
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from isentropic._attention.backends import output_of, reasons, state_of
 from isentropic._attention.generic import AttentionState, Tiles, as_rows
@@ -25,7 +26,6 @@ from isentropic._checks import (
     check_given,
     check_ndim,
     check_order,
-    renamed,
 )
 from isentropic._entropy import (
     FAMILIES,
@@ -41,14 +41,21 @@ from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
 # What PyTorch, JAX and transformers call the arguments of attention.
-with_names = renamed(
-    attn_mask="mask", attention_mask="mask", key_padding_mask="mask", attn_bias="bias", scaling="scale",
-    causal="is_causal", logits_soft_cap="softcap", dropout_p=None, dropout=None,
-)  # fmt: skip
+NAMES = {
+    "attn_mask": "mask", "attention_mask": "mask", "key_padding_mask": "mask", "attn_bias": "bias",
+    "scaling": "scale", "causal": "is_causal", "logits_soft_cap": "softcap", "dropout_p": None,
+    "dropout": None,
+}  # fmt: skip
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-@with_names
-@quietly
+def quietly_named(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`quietly`, for functions with the arguments of attention."""
+    return quietly(function, NAMES)
+
+
+@quietly_named
 def attention(
     query: ArrayT,
     key: ArrayT,
@@ -141,7 +148,8 @@ def attention(
     >>> attention(q, k, v, is_causal=True).shape
     (8, 128, 64)
     """
-    check_given(value=value)
+    if value is None:
+        check_given(value=value)
     plan, operands = prepare(Arguments(
         query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
         implementation,
@@ -150,8 +158,7 @@ def attention(
     return plan.xp.astype(output_of(plan, operands, implementation), plan.dtype, copy=False)
 
 
-@with_names
-@quietly
+@quietly_named
 def attention_state(
     query: Array,
     key: Array,
@@ -216,8 +223,7 @@ def attention_state(
     return state._replace(n_seen=n_seen, n_keys=n)
 
 
-@with_names
-@quietly
+@quietly_named
 def attention_entropy(
     query: Array,
     key: Array,
@@ -292,8 +298,7 @@ def attention_entropy(
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
-@with_names
-@quietly
+@quietly_named
 def attention_weights(
     query: ArrayT,
     key: ArrayT,
@@ -346,8 +351,7 @@ def attention_weights(
     return xp.astype(divide_or_zero(xp, weight, normalizer), plan.dtype)
 
 
-@with_names
-@quietly
+@quietly_named
 def attention_information(
     query: Array,
     key: Array,
@@ -413,8 +417,7 @@ def attention_information(
     return information[..., 0]
 
 
-@with_names
-@quietly
+@quietly_named
 def attention_backends(
     query: Array,
     key: Array,
@@ -482,8 +485,7 @@ def attention_backends(
     return found
 
 
-@with_names
-@quietly
+@quietly_named
 def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW) -> ArrayT:
     """Queries multiplied by ``law(n)``: brings a law to any attention kernel.
 

@@ -394,13 +394,13 @@ class Tiles:
             )
 
         fields = map_blocks(plan.xp, over_keys, plan.n_queries, row_size, in_threads=True)
-        return AttentionState(*[_widened(plan.xp, x, shape) for x in fields])
+        return AttentionState(*[widened(plan.xp, x, shape) for x in fields])
 
     def logits(self, rows: Block, columns: Block) -> Array:
         """The logits of one tile, −∞ where a key is hidden."""
         xp, softcap = self.plan.xp, self.plan.softcap
         keys = xp.astype(take(self.operands.key, columns, -2), self.plan.compute, copy=False)
-        s = _grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
+        s = grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
         if softcap is not None:
             s = xp.tanh(s / softcap) * softcap
         return add_bias_and_mask(self.plan, self.operands, s, rows, columns)
@@ -414,7 +414,7 @@ class Tiles:
 
         def weigh(weight: Array) -> Array:
             values = xp.astype(take(value, columns, -2), self.plan.compute, copy=False)
-            return _grouped_matmul(xp, weight, values)
+            return grouped_matmul(xp, weight, values)
 
         return tile_state(xp, logits, None if value is None else weigh, order, maximum)
 
@@ -497,7 +497,7 @@ def causal_nan(plan: Plan, operands: Operands) -> Array:
     return of_queries + plan.xp.cumsum(of_keys[..., 0, :], -1)[..., None]
 
 
-def _grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
+def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
     """``a @ b`` where axis −3 of `b` may divide that of `a`: neighbouring heads share one product."""
     if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
         return a @ b
@@ -507,7 +507,7 @@ def _grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
     return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))
 
 
-def _widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
+def widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
     """`x` with the batch axes of all arguments; itself where it has them (a view is read-only)."""
     if x is None or x.shape[:-1] == shape:
         return x

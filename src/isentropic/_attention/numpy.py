@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-from isentropic._attention.generic import AttentionState
+from isentropic._attention.generic import AttentionState, grouped_matmul, widened
 from isentropic._attention.plan import Operands, Plan
+from isentropic._entropy import partition
 from isentropic._loops import BLOCKS, Block, keep_freed_memory, take
-from isentropic._namespace import Array, is_numpy, is_torch
+from isentropic._namespace import Array
 from isentropic._threads import run
 from isentropic.masks import Mask
 
@@ -34,20 +35,27 @@ Index = tuple[int, ...]
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
-    """Why this pass does not compute a call."""
-    if order not in (None, 1.0):
-        return "it has no entropies but Shannon's"
+    """Why NumPy does not compute a call."""
     if plan.has_bias or plan.softcap is not None:
         return "it has no bias and no soft cap"
     if plan.block_size is not None:
         return "it chooses the sizes of its tiles"
     if not is_named and plan.frame.whole:
         return "torch.compile traces the call"
-    if not is_named and not _is_large(plan):
-        return "there is too little to compute for it to be faster"
     if not plan.is_on_host:
         return "some array is on another device, traced or differentiated"
+    if _is_small(plan):
+        return None
+    if order not in (None, 1.0):
+        return "it has no entropies but Shannon's of so many logits"
+    if not is_named and not _is_large(plan):
+        return "there are too few queries for it to be faster"
     return None
+
+
+def _is_small(plan: Plan) -> bool:
+    """Whether all logits are computed at once."""
+    return plan.n_queries * plan.n_keys * math.prod(plan.batch) <= BLOCKS.numpy_most_at_once
 
 
 def _is_large(plan: Plan) -> bool:
@@ -62,27 +70,94 @@ def _is_large(plan: Plan) -> bool:
 
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""
+    if _is_small(plan):
+        return _back(plan, _output_at_once(plan, operands))
     return _back(plan, _Pass(*_on_host(plan, operands), divide=True).state().weighted_value)
 
 
 def state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
-    """The state with the moment of order 1, as columns; without `maximum` relative to a bound of it."""
-    fields = _Pass(*_on_host(plan, operands), maximum=maximum, score=True).state()
+    """The state with the moment of an order, as columns.
+
+    Without `maximum` relative to a bound of it, where there are many logits.
+    """
+    if _is_small(plan):
+        fields = _state_at_once(plan, operands, order)
+    else:
+        fields = _Pass(*_on_host(plan, operands), maximum=maximum, score=True).state()
     return AttentionState(*(_back(plan, x) for x in fields))
+
+
+def _logits_at_once(plan: Plan, operands: Operands) -> Any:
+    """All logits, −∞ where a key is hidden; and the values."""
+    import numpy as np
+
+    query, key, value, multiplier = cast(
+        Any, (operands.query, operands.key, operands.value, operands.multiplier)
+    )
+    if plan.library != "numpy":
+        dtype = np.float64 if plan.compute == plan.xp.float64 else np.float32
+        query, key, value, multiplier = (_view(plan, x, dtype) for x in (query, key, value, multiplier))
+    elif plan.dtype != plan.compute:
+        query, key = query.astype(plan.compute), key.astype(plan.compute)
+        value = None if value is None else value.astype(plan.compute)
+    s = _product(query * multiplier, key.swapaxes(-1, -2))
+    if operands.nonfinite is not None:
+        of_queries, of_keys = operands.nonfinite
+        s = s + (np.asarray(of_queries) + np.asarray(of_keys))
+    if plan.is_plain_causal:
+        positions = np.arange(plan.n_keys)
+        np.copyto(s, -math.inf, where=positions > positions[:, None])
+    elif operands.mask is not None:
+        everything = (0, plan.n_queries), (0, plan.n_keys)
+        visible = np.asarray(operands.mask.block(plan.frame, *everything))
+        s = np.where(visible, s, -math.inf)
+    return s, value
+
+
+def _output_at_once(plan: Plan, operands: Operands) -> Any:
+    import numpy as np
+
+    s, value = _logits_at_once(plan, operands)
+    maximum = np.maximum.reduce(s, axis=-1, keepdims=True)
+    # A row that sees nothing has weights e^{−∞} = 0.
+    np.subtract(s, np.maximum(maximum, np.finfo(s.dtype).min), out=s)
+    np.exp(s, out=s)
+    normalizer = np.add.reduce(s, axis=-1, keepdims=True)
+    out = _product(s, value)
+    if normalizer.all():
+        return np.divide(out, normalizer, out=out)
+    return np.where(normalizer == 0, 0.0, out / np.where(normalizer == 0, 1.0, normalizer))
+
+
+def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionState:
+    import numpy as np
+
+    s, value = _logits_at_once(plan, operands)
+    maximum, weight, normalizer, moment = partition(np, s, order)
+    weighted = None if value is None else _product(weight, value)
+    shape = (*plan.batch, plan.n_queries)
+    fields: tuple[Any, ...] = (maximum, normalizer, weighted, moment)
+    return AttentionState(*(widened(np, x, shape) for x in fields))
+
+
+def _product(a: Any, b: Any) -> Any:
+    """``a @ b``, heads of `b` grouped."""
+    if a.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
+        return a @ b
+    import numpy as np
+
+    return grouped_matmul(np, a, b)
 
 
 def _on_host(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     """The same call in arrays of NumPy, in the same memory where the dtype is that of the sums."""
-    if is_numpy(plan.xp):
+    if plan.library == "numpy":
         return plan, operands
     np: Any = importlib.import_module("array_api_compat.numpy")
     dtype = np.float64 if plan.compute == plan.xp.float64 else np.float32
 
     def view(x: Any) -> Any:
-        if x is None or isinstance(x, float):
-            return x
-        x = x.detach().to(plan.compute) if is_torch(plan.xp) else x
-        return np.asarray(x, dtype=dtype)
+        return _view(plan, x, dtype)
 
     query, key, value, _, mask, multiplier, _, nonfinite = operands
     rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
@@ -91,10 +166,19 @@ def _on_host(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     return replace(plan, frame=frame, dtype=dtype, compute=dtype), Operands(*views)
 
 
+def _view(plan: Plan, x: Any, dtype: Any) -> Any:
+    """An array of the call in NumPy, in the same memory where the dtype is that of the sums."""
+    import numpy as np
+
+    if x is None or isinstance(x, float):
+        return x
+    return np.asarray(x.detach().to(plan.compute) if plan.library == "torch" else x, dtype=dtype)
+
+
 def _back(plan: Plan, x: Any) -> Any:
     """A result in the library of the call."""
     xp: Any = plan.xp
-    return x if x is None or is_numpy(xp) else xp.asarray(x, device=plan.device)
+    return x if x is None or plan.library == "numpy" else xp.asarray(x, device=plan.device)
 
 
 @dataclass

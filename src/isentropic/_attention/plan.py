@@ -1,13 +1,15 @@
-"""The checked arguments of a call: its plan, made from their signature, and its operands, the arrays."""
+"""The checked arguments of a call: a plan, made from their signature, and operands, the arrays."""
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import array_api_compat
 
 from isentropic._checks import (
     check_broadcastable,
@@ -36,12 +38,12 @@ from isentropic._namespace import (
     Array,
     accumulator,
     device,
-    is_jax,
     is_numpy,
+    is_torch_array,
+    library_of,
     namespace,
     present,
     promoted,
-    signature_of,
 )
 from isentropic._numerics import lift
 from isentropic.laws._formulas import Law, check_law
@@ -101,26 +103,22 @@ class Plan:
     is_differentiated: bool  # whether PyTorch records the call
     is_bias_differentiated: bool
     is_transformed: bool  # by torch.func, or in forward mode
+    is_readable: bool  # whether the numbers of queries, keys and values can be read
+    is_aligned: bool  # whether queries, keys, values and bias have as many axes as the result
+    counts: range | None  # of the keys that each query sees, where it is known
+    # Those of the frame, and of the batch.
+    xp: ModuleType = field(init=False)
+    library: str = field(init=False)  # of the arrays: "numpy", "torch", "jax", …
+    device: Any = field(init=False)
+    n_queries: int = field(init=False)
+    n_keys: int = field(init=False)
+    ndim: int = field(init=False)
 
-    @property
-    def xp(self) -> ModuleType:
-        return self.frame.xp
-
-    @property
-    def device(self) -> Any:
-        return self.frame.device
-
-    @property
-    def n_queries(self) -> int:
-        return self.frame.n_queries
-
-    @property
-    def n_keys(self) -> int:
-        return self.frame.n_keys
-
-    @property
-    def ndim(self) -> int:
-        return len(self.batch) + 2
+    def __post_init__(self) -> None:
+        for name in ("xp", "device", "n_queries", "n_keys"):
+            object.__setattr__(self, name, getattr(self.frame, name))
+        object.__setattr__(self, "library", library_of(self.frame.xp))
+        object.__setattr__(self, "ndim", len(self.batch) + 2)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """What is returned where there is nothing to attend to."""
@@ -157,7 +155,7 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     operands = _operands(plan, arguments, is_known=known is not None)
     if known is None and signature is not None:  # and nothing of it was refused
         _keep(signature, plan)
-    if plan.is_on_host and is_jax(plan.xp) and not _are_on_host(plan, operands):
+    if plan.is_on_host and plan.library == "jax" and not _are_on_host(plan, operands):
         return replace(plan, is_on_host=False), operands
     return plan, operands
 
@@ -177,6 +175,9 @@ def _are_on_host(plan: Plan, operands: Operands) -> bool:
 
 def _signature(a: Arguments) -> Any:
     """What the plan of a call depends on; None for calls whose plans are not kept."""
+    law = a.law
+    if law is not None and not isinstance(law, Law):  # which is refused
+        return None
     torch = sys.modules.get("torch")
     recorded = False
     if torch is not None:
@@ -196,23 +197,32 @@ def _signature(a: Arguments) -> Any:
     try:
         return (
             recorded,
-            signature_of(a.query),
-            signature_of(a.key),
-            None if a.value is None else signature_of(a.value),
-            None if a.bias is None else signature_of(a.bias),
-            None if a.mask is None else _signature_of_part(a.mask),
-            None if a.law is None else _signature_of_part(a.law),
-            signature_of(a.n_keys) if hasattr(a.n_keys, "ndim") else a.n_keys,
+            _signature_of(a.query),
+            _signature_of(a.key),
+            None if a.value is None else _signature_of(a.value),
+            None if a.bias is None else _signature_of(a.bias),
+            None if a.mask is None else _signature_of(a.mask),
+            None if law is None else law.signature(_signature_of),
+            _signature_of(a.n_keys) if hasattr(a.n_keys, "ndim") else a.n_keys,
             type(a.n_keys),
             options,
             tuple(map(type, options)),  # True and 1 are equal, and one of them is refused
         )
-    except AttributeError:  # something is neither an array nor a law, and will be refused
+    except AttributeError:  # something that is not an array, which is refused
         return None
 
 
-def _signature_of_part(x: Any) -> Any:
-    return x.signature if isinstance(x, (Law, Mask)) else signature_of(x)
+def _signature_of(x: Any) -> tuple[Any, ...]:
+    """All of an array or a mask but contents; an AttributeError for what is neither."""
+    if isinstance(x, Mask):
+        return x.signature(_signature_of)
+    kind = type(x)
+    if kind.__module__ == "numpy":
+        return kind, x.shape, x.dtype
+    if is_torch_array(x):
+        return kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad
+    # JAX promotes numbers that it has made arrays of (weak types) otherwise.
+    return kind, x.shape, x.dtype, array_api_compat.device(x), getattr(x, "weak_type", None)
 
 
 def _plan(a: Arguments) -> Plan:
@@ -266,6 +276,11 @@ def _plan(a: Arguments) -> Plan:
         is_differentiated=any(wanted),
         is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
         is_transformed=any(is_transformed(xp, x) for x in all_arrays),
+        is_readable=all(is_readable(xp, x) for x in arrays.values()),
+        is_aligned=all(
+            x is None or x.ndim == len(batch) + 2 for x in (a.query, a.key, a.value, a.bias)
+        ),
+        counts=None if mask is None else mask.counts(frame),
     )
 
 
@@ -323,9 +338,10 @@ def _check_options(a: Arguments) -> None:
 
 def _operands(plan: Plan, a: Arguments, *, is_known: bool) -> Operands:
     """The operands of a call; of a known plan the law has been checked before."""
-    ndim, mask = plan.ndim, _mask(a)
-    arrays: tuple[Any, ...] = (a.query, a.key, a.value, a.bias)
-    query, key, value, bias = (x if x is None or x.ndim == ndim else lift(x, ndim) for x in arrays)
+    mask = None if a.mask is None and not a.is_causal else _mask(a)
+    query, key, value, bias = arrays = cast(Any, (a.query, a.key, a.value, a.bias))
+    if not plan.is_aligned:
+        query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
     nonfinite = None
     if mask is not None:
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
@@ -352,7 +368,7 @@ def _without_nonfinite(
     are not finite leave the products, and put NaN on the logits of those who see them instead.
     """
     xp = plan.xp
-    if _are_seen_finite(xp, query, key, value):
+    if _are_seen_finite(plan, query, key, value):
         return query, key, value, None
     zero = xp.zeros((1,), dtype=plan.compute, device=plan.device)
     finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
@@ -370,17 +386,21 @@ def _without_nonfinite(
     return query, key, value, (of_queries, of_keys)
 
 
-def _are_seen_finite(xp: ModuleType, query: Array, key: Array, value: Array | None) -> bool:
+def _are_seen_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     """Whether it can be read that all numbers are finite."""
-    arrays = (query, key) if value is None else (query, key, value)
-    for x in arrays:
-        if not is_readable(xp, x):
-            return False
+    if not plan.is_readable:
+        return False
     # A finite sum has finite terms, and is quicker than a look at each. A sum may also overflow.
-    total = sum([xp.sum(x) for x in arrays])
-    if is_seen(xp, xp.isfinite(total)):
-        return True
-    return all(is_seen(xp, xp.all(xp.isfinite(x))) for x in arrays)
+    total = query.sum() + key.sum() + (0.0 if value is None else value.sum())
+    xp = plan.xp
+    if plan.library == "jax":
+        return is_seen(xp, xp.isfinite(total)) or is_seen(xp, _all_finite(xp, query, key, value))
+    return math.isfinite(total) or bool(_all_finite(xp, query, key, value))
+
+
+def _all_finite(xp: ModuleType, query: Array, key: Array, value: Array | None) -> Any:
+    finite = xp.all(xp.isfinite(query)) & xp.all(xp.isfinite(key))
+    return finite if value is None else finite & xp.all(xp.isfinite(value))
 
 
 def four_axes(plan: Plan, x: Array, *, whole: bool = False) -> Any:
@@ -420,8 +440,11 @@ def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
     Broadcastable to (..., L), with as many axes.
     """
     if n_keys is None and mask is not None:
-        counts = plan.xp.astype(mask.count(plan.frame), plan.compute)
-        return counts if counts.ndim == plan.ndim - 1 else lift(counts, plan.ndim - 1)
+        known = plan.counts
+        if known is None:
+            return lift(plan.xp.astype(mask.count(plan.frame), plan.compute), plan.ndim - 1)
+        counts = plan.xp.arange(known.start, known.stop, dtype=plan.compute, device=plan.device)
+        return counts[(None,) * (plan.ndim - 2) + (...,)]
     n = plan.n_keys if n_keys is None else n_keys
     return given_lengths(plan.xp, plan.device, plan.compute, n, (*plan.batch, plan.n_queries))
 

@@ -20,7 +20,6 @@ from isentropic._namespace import (
     device,
     namespace,
     same_arrays,
-    signature_of,
     to_numpy,
 )
 from isentropic._numerics import clip, lift, root_or_zero
@@ -142,13 +141,12 @@ class Law(ABC):
         """The parameters that are arrays."""
         return tuple(x for _, x in self._named_arrays())
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self, of_array: Callable[[Any], Any]) -> tuple[Any, ...]:
         """All of the law but the contents of its arrays."""
         kept = getattr(self, "_signature", None)
         if kept is not None:
             return kept
-        parts = ((name, type(x), _signature(x)) for name, x in vars(self).items())
+        parts = ((name, type(x), _signature(x, of_array)) for name, x in vars(self).items())
         signature = (type(self), *parts)
         if not self.arrays:
             object.__setattr__(self, "_signature", signature)
@@ -156,8 +154,8 @@ class Law(ABC):
 
     def at_lengths(self, xp: ModuleType, n: Array) -> Array:
         """``law(n)`` in the dtype of `n`, for lengths (..., L) that the law has been checked with."""
-        parameters, own = self.arrays, n
-        if parameters:
+        own, is_kept = n, getattr(self, "_signature", None) is not None
+        if not is_kept and (parameters := self.arrays):
             own = xp.astype(n, _compute_dtype(xp, n.dtype, parameters), copy=False)
         return xp.astype(self.evaluate(xp, own), n.dtype, copy=False)
 
@@ -620,10 +618,10 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     return AffineLog(kappa / math.sqrt(head_dim))
 
 
-def _signature(x: Any) -> Any:
+def _signature(x: Any, of_array: Callable[[Any], Any]) -> Any:
     if isinstance(x, Law):
-        return x.signature
-    return signature_of(x) if is_array(x) else x
+        return x.signature(of_array)
+    return of_array(x) if is_array(x) else x
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -647,7 +645,7 @@ def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) ->
 
 def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
     """A parameter over the axes ``...`` of the lengths ``(..., L)``, in their dtype."""
-    if not is_array(x):
+    if isinstance(x, float) or not is_array(x):
         return float(x)  # a NumPy float64 would promote float32 lengths
     x = xp.astype(x, n.dtype)
     return lift(x[..., None], n.ndim) if x.ndim > 0 and n.ndim > 0 else x
@@ -659,7 +657,9 @@ def _log_length(xp: ModuleType, n: Array, least: float = 1.0) -> Array:
 
 def _log(xp: ModuleType, x: Any, n: Array) -> Any:
     """The logarithm of a parameter, not rounded to its dtype where that is half precision."""
-    return xp.log(xp.astype(x, n.dtype)) if is_array(x) else math.log(x)
+    if isinstance(x, (int, float)) or not is_array(x):
+        return math.log(x)
+    return xp.log(xp.astype(x, n.dtype))
 
 
 def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from isentropic._attention.functions import with_names
+from isentropic._attention.functions import quietly_named
 from isentropic._attention.generic import Tiles, add_bias_and_mask, output_of_columns
 from isentropic._attention.plan import Arguments, prepare
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
 from isentropic._namespace import Array, ArrayT, device, namespace
-from isentropic._numerics import lift, quietly
+from isentropic._numerics import lift
 from isentropic.masks import Mask
 
 
-@with_names
-@quietly
+@quietly_named
 def additive_attention(
     query: ArrayT,
     key: ArrayT,

@@ -6,7 +6,7 @@ import math
 from types import ModuleType
 from typing import Any
 
-from isentropic._attention.functions import attention, with_names
+from isentropic._attention.functions import attention, quietly_named
 from isentropic._checks import (
     check_count,
     check_flag,
@@ -16,13 +16,12 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._namespace import Array, ArrayT, device, namespace, present
-from isentropic._numerics import lift, quietly
+from isentropic._numerics import lift
 from isentropic.laws._formulas import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
 
-@with_names
-@quietly
+@quietly_named
 def multi_head_attention(
     query: ArrayT,
     key: ArrayT,

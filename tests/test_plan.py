@@ -1,0 +1,168 @@
+"""Plans: what is kept of a call, for the next one of its signature."""
+
+import threading
+
+import numpy as np
+import pytest
+from array_api_compat import is_array_api_obj
+
+import isentropic as it
+from isentropic import laws, masks
+from isentropic._attention import plan as plans
+from isentropic._attention.plan import Arguments, prepare
+from isentropic._namespace import leaves_of
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setattr(plans, "_plans", {})
+
+
+def test_second_call_has_the_plan_of_the_first(backend, rng):
+    for options in (
+        {},
+        {"is_causal": True},
+        {"mask": masks.window(3, 1)},
+        {"mask": masks.padding(4) | masks.causal()},
+        {"law": laws.LogLength(7), "n_keys": 9, "softcap": 3.0},
+        {"law": laws.scaled(laws.AffineLog(0.5, 1.0), 2.0), "is_causal": True},
+    ):
+        q, k, v = (backend.array(rng.normal(size=(2, 5, 4)), "float32") for _ in range(3))
+        first, _ = prepare(Arguments(q, k, v, **options))
+        second, _ = prepare(Arguments(v, q, k, **options))
+        assert first is second
+        other, _ = prepare(Arguments(q[:, 1:, :], k, v, **options))
+        assert other is not first
+        expected = it.attention(q, k, v, implementation="generic", **options)
+        for _ in range(2):
+            got = it.attention(q, k, v, **options)
+            backend.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_kept_is_an_array(backend, rng):
+    q, k, v = (backend.array(rng.normal(size=(2, 5, 4)), "float32") for _ in range(3))
+    per_head = backend.array([0.5, 2.0], "float32")
+    seen = backend.array(np.ones((5, 5), bool))
+    for _ in range(2):
+        it.attention(
+            q,
+            k,
+            v,
+            bias=q[:, :, :1],
+            law=laws.AffineLog(per_head),
+            mask=masks.causal() & seen,
+            n_keys=backend.array([9]),
+        )
+    assert len(plans._plans) == 1
+    for signature, plan in plans._plans.items():
+        assert not any(map(is_array_api_obj, (*leaves_of(signature), *vars(plan).values())))
+
+
+def test_equal_numbers_of_other_types_are_refused(backend, rng):
+    q = backend.array(rng.normal(size=(2, 5, 4)), "float32")
+    it.attention(q, q, q, is_causal=True, scale=1.0, n_keys=1)
+    for options in ({"is_causal": 1}, {"scale": True}, {"n_keys": True}, {"n_keys": 1.0}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            it.attention(q, q, q, **({"is_causal": True, "scale": 1.0, "n_keys": 1} | options))
+
+
+def test_what_was_refused_is_refused_again(backend, rng):
+    q = backend.array(rng.normal(size=(2, 5, 4)), "float32")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="law"):
+            it.attention(q, q, q, law=laws.AffineLog(backend.array([1.0, 2.0, 3.0], "float32")))
+        with pytest.raises(ValueError, match="`n_keys` must be at least 0"):
+            it.attention(q, q, q, n_keys=backend.array([-1]) if backend.library != "strict" else -1)
+    assert not plans._plans
+
+
+def test_contents_are_looked_at_each_time(backend, rng):
+    q, k, v = (backend.array(rng.normal(size=(5, 4)), "float32") for _ in range(3))
+    expected = it.attention(q, k, v, is_causal=True)
+    broken = backend.numpy(k).copy()
+    broken[-1] = np.nan
+    got = backend.numpy(it.attention(q, backend.array(broken, "float32"), v, is_causal=True))
+    np.testing.assert_allclose(got[:-1], backend.numpy(expected)[:-1], rtol=1e-5)
+    assert np.isnan(got[-1]).all()
+    for scale in (1.0, 3.0):  # arrays of one signature, of other numbers
+        law = laws.AffineLog(backend.array([scale], "float32"))
+        got = it.attention(q[None, ...], k[None, ...], v[None, ...], law=law)[0, ...]
+        same = it.attention(q, k, v, law=laws.AffineLog(scale))
+        backend.assert_close(got, same, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_asked_for_later_are_given(backend):
+    if backend.library != "torch":
+        pytest.skip("about PyTorch's gradients")
+    import torch
+
+    q = torch.randn(2, 5, 4)
+    slope = torch.tensor([1.0, 2.0])
+    law = laws.AffineLog(slope)
+    assert not it.attention_entropy(q, q, law=law).requires_grad
+    slope.requires_grad_()
+    assert it.attention_entropy(q, q, law=law).requires_grad
+    with torch.no_grad():
+        assert not it.attention_entropy(q, q, law=law).requires_grad
+    q.requires_grad_()
+    for _ in range(2):
+        (of_query,) = torch.autograd.grad(it.attention(q, q, q, law=law).sum(), q)
+        assert of_query.shape == q.shape
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_and_vmap_have_their_own(backend):
+    if backend.library != "torch":
+        pytest.skip("about the transformations of torch.func")
+    import torch
+
+    q = torch.randn(3, 5, 4)
+    expected = it.attention(q, q, q)
+    torch.testing.assert_close(torch.func.vmap(lambda x: it.attention(x, x, x))(q), expected)
+    kept = len(plans._plans)
+    _, tangent = torch.func.jvp(lambda x: it.attention(x, x, x), (q,), (torch.ones_like(q),))
+    assert tangent.abs().sum() > 0
+    assert len(plans._plans) == kept
+    torch.testing.assert_close(it.attention(q, q, q), expected)
+
+
+def test_a_trace_of_jax_has_what_it_makes(backend):
+    if backend.library != "jax":
+        pytest.skip("about JAX's traces")
+    import jax
+
+    q = jax.numpy.asarray(np.random.default_rng(0).normal(size=(2, 5, 4)), dtype="float32")
+    expected = it.attention(q, q, q, is_causal=True)
+    traced = jax.jit(lambda s: it.attention(q, q, q, is_causal=True) * s)(1.0)
+    np.testing.assert_allclose(traced, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.host
+def test_few_are_kept(monkeypatch):
+    monkeypatch.setattr(plans, "_MOST", 5)
+    for n in range(1, 20):
+        x = np.zeros((n, 2))
+        it.attention(x, x, x)
+        assert len(plans._plans) <= 5
+    assert prepare(Arguments(x, x, x))[0] is prepare(Arguments(x, x, x))[0]
+
+
+@pytest.mark.host
+def test_threads_share_them(monkeypatch, rng):
+    monkeypatch.setattr(plans, "_MOST", 3)
+    expected = {n: it.attention(*[np.eye(n)] * 3, is_causal=True) for n in range(1, 9)}
+    failures = []
+
+    def work(seed):
+        for n in np.random.default_rng(seed).integers(1, 9, size=200):
+            got = it.attention(*[np.eye(int(n))] * 3, is_causal=True)
+            if not np.array_equal(got, expected[int(n)]):
+                failures.append(n)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(plans._plans) <= 3
