@@ -5,7 +5,11 @@ Johnson–Lindenstrauss projections, for NumPy, CuPy, PyTorch, JAX and other lib
 array API standard.
 """
 
-from isentropic import jl, laws, layers, masks, theory
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from isentropic import laws, masks
 from isentropic._attention import (
     attention,
     attention_backends,
@@ -25,6 +29,21 @@ from isentropic._entropy import (
 )
 from isentropic._invariance import match_attention_entropy, match_entropy
 from isentropic._state import AttentionState, merge_states
+
+if TYPE_CHECKING:  # a type checker takes every name from a module that has a `__getattr__`
+    from isentropic import jl, layers, theory
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        # Modules that attention does not need are imported when they are first asked for.
+        if name in ("jl", "layers", "theory"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __version__ = "0.1.0.dev0"
 

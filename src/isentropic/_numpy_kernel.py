@@ -45,7 +45,7 @@ def numpy_state(problem: Problem, *, maximum: bool = True) -> AttentionState:
     return _Pass(problem, maximum=maximum, score=True).state()
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Keys:
     """Keys and values of one batch element, with their columns of ones."""
 
@@ -64,7 +64,7 @@ class _Sums(NamedTuple):
     moment: Any  # Σ eˣ x, where the score is asked for
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Pass:
     problem: Problem
     maximum: bool = False

@@ -60,7 +60,7 @@ MIN_ROWS = 16
 IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Problem:
     """The checked arguments of one call. `tiles` gives what computes with them."""
 
@@ -197,7 +197,6 @@ class Problem:
         return max(rows, MIN_ROWS), columns
 
 
-@dataclass(frozen=True)
 class Tiles(Problem):
     """The pass over the tiles of a problem, which is the same for all libraries.
 

@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from array_api_extra import default_dtype
-
 from isentropic._checks import (
     check_broadcastable,
     check_choice,
@@ -37,7 +35,7 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._loops import Block, fold, is_readable, is_seen, larger, map_blocks, smaller, take
-from isentropic._namespace import Array, device, namespace
+from isentropic._namespace import Array, default_dtype, device, namespace
 from isentropic._numerics import align, clip, lift
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
@@ -176,7 +174,7 @@ class Mask(ABC):
     __ror__ = __or__
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Frame:
     """Where a mask is laid out: library, device, the numbers of queries and keys.
 
@@ -191,7 +189,7 @@ class Frame:
 
     @property
     def index_dtype(self) -> Any:
-        return default_dtype(self.xp, "integral", device=self.device)
+        return default_dtype(self.xp, "integral", self.device)
 
     def positions(self, block: Block) -> Array:
         start, size = block
@@ -381,7 +379,7 @@ class _Contiguous(Mask):
         return (lift(keys, first.ndim) >= first) & (lift(keys, end.ndim) < end)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Band(_Contiguous):
     left: int | None
     right: int | None
@@ -431,7 +429,7 @@ class _Band(_Contiguous):
         return first, end
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Padding(_Contiguous):
     lengths: int | Array
     side: str
@@ -470,7 +468,7 @@ class _Padding(_Contiguous):
         return zero, lengths
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Segments(Mask):
     ids: Array
     query_ids: Array | None
@@ -511,7 +509,7 @@ class _Segments(Mask):
         return of_rows == of_columns
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Explicit(Mask):
     visible: Array
 
@@ -533,7 +531,7 @@ class _Explicit(Mask):
         return take(take(lift(x, 2), rows, -2), columns, -1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Mask):
     first: Mask
     second: Mask
@@ -550,7 +548,6 @@ class _Pair(Mask):
         return type(self)(self.first.element(batch, index), self.second.element(batch, index))
 
 
-@dataclass(frozen=True, eq=False)
 class _Both(_Pair):
     def __repr__(self) -> str:
         return f"{self.first} & {self.second}"
@@ -572,7 +569,6 @@ class _Both(_Pair):
         return _common(frame, self.first.core(frame, rows), self.second.core(frame, rows))
 
 
-@dataclass(frozen=True, eq=False)
 class _Either(_Pair):
     def __repr__(self) -> str:
         return f"({self.first} | {self.second})"
