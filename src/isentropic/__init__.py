@@ -6,8 +6,7 @@ array API standard.
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isentropic import laws, masks
 from isentropic._attention import (
@@ -19,7 +18,6 @@ from isentropic._attention import (
     attention_weights,
     scale_queries,
 )
-from isentropic._drift import DriftReport, calibrate, entropy_drift
 from isentropic._entropy import (
     cross_entropy,
     entropy,
@@ -27,17 +25,27 @@ from isentropic._entropy import (
     entropy_penalty,
     kl_divergence,
 )
-from isentropic._invariance import match_attention_entropy, match_entropy
 from isentropic._state import AttentionState, merge_states
 
-if TYPE_CHECKING:  # a type checker takes every name from a module that has a `__getattr__`
+if TYPE_CHECKING:
     from isentropic import jl, layers, theory
-else:
+    from isentropic._drift import DriftReport, calibrate, entropy_drift
+    from isentropic._invariance import match_attention_entropy, match_entropy
+else:  # a type checker that saw `__getattr__` would believe in every name
+    # What attention does not need is imported when it is first asked for.
+    _LATER = {
+        "DriftReport": "_drift",
+        "calibrate": "_drift",
+        "entropy_drift": "_drift",
+        "match_attention_entropy": "_invariance",
+        "match_entropy": "_invariance",
+    }
 
-    def __getattr__(name: str) -> ModuleType:
-        # Modules that attention does not need are imported when they are first asked for.
+    def __getattr__(name: str) -> Any:
         if name in ("jl", "layers", "theory"):
             return importlib.import_module(f"{__name__}.{name}")
+        if name in _LATER:
+            return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

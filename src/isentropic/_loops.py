@@ -9,8 +9,8 @@ tiles, and each block is computed again in the backward pass instead of being ke
 from __future__ import annotations
 
 import functools
+from _thread import allocate_lock
 from collections.abc import Callable
-from threading import Lock
 from types import ModuleType
 from typing import Any, cast
 
@@ -119,7 +119,7 @@ def _filled(
     """What `map_blocks` gives, written where it belongs as it comes."""
     keep_freed_memory()
     results: list[tuple[Any, ...]] = []
-    lock = Lock()
+    lock = allocate_lock()
     length = sum(blocks[-1])
 
     def write(block: Block) -> None:

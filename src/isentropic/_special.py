@@ -1,4 +1,4 @@
-"""Special functions of the theory. They are apart from what attention needs, as tables are made here."""
+"""Special functions of the theory, apart from what attention needs: their tables are made at import."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
+from _thread import allocate_lock  # `threading.Lock`, without what else that module imports
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ class _Blas:
     """The limit of the BLAS, which belongs to the process: only the one who has set it may lift it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = allocate_lock()
         self.calls = 0
         self.threads = 1
         self.is_held = False

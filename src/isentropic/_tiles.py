@@ -60,7 +60,7 @@ MIN_ROWS = 16
 IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Problem:
     """The checked arguments of one call. `tiles` gives what computes with them."""
 

@@ -381,6 +381,8 @@ class _Contiguous(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Band(_Contiguous):
+    """What `causal` and `window` make: from so many keys left of the query to so many right of it."""
+
     left: int | None
     right: int | None
     offset: int | Array | None
@@ -431,6 +433,8 @@ class _Band(_Contiguous):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Padding(_Contiguous):
+    """What `padding` makes."""
+
     lengths: int | Array
     side: str
 
@@ -470,6 +474,8 @@ class _Padding(_Contiguous):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Segments(Mask):
+    """What `segments` makes."""
+
     ids: Array
     query_ids: Array | None
 
@@ -511,6 +517,8 @@ class _Segments(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Explicit(Mask):
+    """A boolean array."""
+
     visible: Array
 
     def __repr__(self) -> str:
@@ -533,6 +541,8 @@ class _Explicit(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Mask):
+    """Two masks in one."""
+
     first: Mask
     second: Mask
 
