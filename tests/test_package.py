@@ -77,6 +77,34 @@ class TestPackage:
         )
         subprocess.run([sys.executable, "-c", code], check=True)
 
+    @pytest.mark.host
+    def test_import_brings_what_attention_needs(self):
+        code = (
+            "import sys, array_api_compat; before = set(sys.modules); import isentropic\n"
+            "slow = {'array_api_extra', 'concurrent.futures', 'difflib', 'importlib.metadata', 'logging'}\n"
+            "others = {'_drift', '_invariance', '_special', 'cli', 'integrations', 'jl', 'layers', 'plots', 'theory'}\n"
+            "slow |= {f'isentropic.{name}' for name in others}\n"
+            "found = slow & (set(sys.modules) - before)\n"
+            "assert not found, found\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("name", ["calibrate", "jl", "layers", "match_entropy", "theory"])
+    def test_what_is_imported_later_can_be_the_first_name(self, name):
+        code = (
+            "import isentropic as it\n"
+            f"assert '{name}' in dir(it)\n"
+            f"x = it.{name}\n"
+            f"from isentropic import {name}\n"
+            f"assert {name} is x\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_other_names_are_errors(self):
+        with pytest.raises(AttributeError, match=r"^module 'isentropic' has no attribute 'nothing'$"):
+            it.nothing  # noqa: B018
+
     def test_a_call_brings_no_other_array_library(self):
         code = (
             "import sys, numpy as np, isentropic as it\n"

@@ -5,7 +5,10 @@ Johnson–Lindenstrauss projections, for NumPy, CuPy, PyTorch, JAX and other lib
 array API standard.
 """
 
-from isentropic import jl, laws, layers, masks, theory
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from isentropic import laws, masks
 from isentropic._attention.functions import (
     attention,
     attention_backends,
@@ -16,7 +19,6 @@ from isentropic._attention.functions import (
     scale_queries,
 )
 from isentropic._attention.generic import AttentionState, merge_states
-from isentropic._drift import DriftReport, calibrate, entropy_drift
 from isentropic._entropy import (
     cross_entropy,
     entropy,
@@ -24,7 +26,32 @@ from isentropic._entropy import (
     entropy_penalty,
     kl_divergence,
 )
-from isentropic._invariance import match_attention_entropy, match_entropy
+
+if TYPE_CHECKING:
+    from isentropic import jl, layers, theory
+    from isentropic._drift import DriftReport, calibrate, entropy_drift
+    from isentropic._invariance import match_attention_entropy, match_entropy
+else:  # a type checker that saw `__getattr__` would believe in every name
+    # What attention does not need is imported when it is first asked for.
+    _LATER = {
+        "DriftReport": "_drift",
+        "calibrate": "_drift",
+        "entropy_drift": "_drift",
+        "match_attention_entropy": "_invariance",
+        "match_entropy": "_invariance",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name in ("jl", "layers", "theory"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in _LATER:
+            return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __version__ = "0.1.0.dev0"
 

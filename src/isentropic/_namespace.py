@@ -179,6 +179,11 @@ def promoted(xp: ModuleType, *arrays: Array) -> Any:
     return xp.result_type(*arrays)
 
 
+def default_dtype(xp: ModuleType, kind: str, place: Any) -> Any:
+    """The dtype that the library gives to numbers of a kind, such as "integral", on a device."""
+    return xp.__array_namespace_info__().default_dtypes(device=place)[kind]
+
+
 def accumulator(xp: ModuleType, dtype: Any) -> Any:
     """The dtype to compute in: float64 for float64, else float32."""
     if dtype == xp.float64:

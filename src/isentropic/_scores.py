@@ -28,7 +28,8 @@ from typing import Any, Protocol
 
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
 from isentropic._namespace import Array, device
-from isentropic._numerics import clip, lift, log_gamma_step, product
+from isentropic._numerics import clip, lift, product
+from isentropic._special import log_gamma_step
 
 _PANELS = 24
 _PANEL_NODES = 16
@@ -88,7 +89,7 @@ class Scores(Protocol):
         """``score(p) − score(p + r)``, without cancellation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class GaussianScores:
     """Normal scores of the standard deviation β > 0. u is the score in units of β, p is −u."""
 
@@ -130,7 +131,7 @@ class GaussianScores:
         return self.beta * r
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SphereScores:
     """Scores κ(cos θ − 1) of keys uniform on a sphere. cos θ = tanh u, and p is θ."""
 

@@ -11,7 +11,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -25,6 +24,8 @@ def run(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
     with _blas.held() as share:
         if share == 1:
             return _in_turn(function, items)
+        from concurrent.futures import ThreadPoolExecutor  # which takes a while, with its logging
+
         with ThreadPoolExecutor(min(share, len(items))) as pool:
             # Each in the context of the caller, where NumPy's errstate is.
             futures = [pool.submit(copy_context().run, function, item) for item in items]

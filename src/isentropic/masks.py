@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from array_api_extra import default_dtype
-
 from isentropic._checks import (
     check_broadcastable,
     check_choice,
@@ -48,7 +46,7 @@ from isentropic._loops import (
     smaller,
     take,
 )
-from isentropic._namespace import Array, device, namespace
+from isentropic._namespace import Array, default_dtype, device, namespace
 from isentropic._numerics import align, clip, lift
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
@@ -194,7 +192,7 @@ class Mask(ABC):
     __ror__ = __or__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Frame:
     """Where a mask is laid out: library, device, the numbers of queries and keys.
 
@@ -209,7 +207,7 @@ class Frame:
 
     @property
     def index_dtype(self) -> Any:
-        return default_dtype(self.xp, "integral", device=self.device)
+        return default_dtype(self.xp, "integral", self.device)
 
     def positions(self, block: Block) -> Array:
         start, size = block
@@ -399,8 +397,10 @@ class _Contiguous(Mask):
         return (lift(keys, first.ndim) >= first) & (lift(keys, end.ndim) < end)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Band(_Contiguous):
+    """What `causal` and `window` make: from so many keys left of the query to so many right of it."""
+
     left: int | None
     right: int | None
     offset: int | Array | None
@@ -457,8 +457,10 @@ class _Band(_Contiguous):
         return first, end
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Padding(_Contiguous):
+    """What `padding` makes."""
+
     lengths: int | Array
     side: str
 
@@ -496,8 +498,10 @@ class _Padding(_Contiguous):
         return zero, lengths
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Segments(Mask):
+    """What `segments` makes."""
+
     ids: Array
     query_ids: Array | None
 
@@ -537,8 +541,10 @@ class _Segments(Mask):
         return of_rows == of_columns
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Explicit(Mask):
+    """A boolean array."""
+
     visible: Array
 
     def __repr__(self) -> str:
@@ -559,8 +565,10 @@ class _Explicit(Mask):
         return take(take(lift(x, 2), rows, -2), columns, -1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Mask):
+    """Two masks in one."""
+
     first: Mask
     second: Mask
 
@@ -576,7 +584,6 @@ class _Pair(Mask):
         return type(self)(self.first.element(batch, index), self.second.element(batch, index))
 
 
-@dataclass(frozen=True, eq=False)
 class _Both(_Pair):
     def __repr__(self) -> str:
         return f"{self.first} & {self.second}"
@@ -598,7 +605,6 @@ class _Both(_Pair):
         return _common(frame, self.first.core(frame, rows), self.second.core(frame, rows))
 
 
-@dataclass(frozen=True, eq=False)
 class _Either(_Pair):
     def __repr__(self) -> str:
         return f"({self.first} | {self.second})"

@@ -24,21 +24,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from array_api_extra import default_dtype
-
 from isentropic._checks import check_choice, check_real, common_shape, is_array, type_error, value_error
 from isentropic._loops import scan_blocks
-from isentropic._namespace import device, namespace
-from isentropic._numerics import (
-    clip,
-    digamma_gap,
-    divide_or_zero,
-    lift,
-    log_or,
-    quietly,
-    von_mises_fisher,
-)
+from isentropic._namespace import default_dtype, device, namespace
+from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly
 from isentropic._scores import GaussianScores, SphereScores, mean_entropy
+from isentropic._special import digamma_gap, von_mises_fisher
 from isentropic.jl._dimensions import entropy_criterion_dim, matched_key_dim
 
 __all__ = [
@@ -757,5 +748,5 @@ def _kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
         if not xp.isdtype(x.dtype, ("integral", "real floating")):
             raise type_error(name, "have an integer or floating-point dtype", x.dtype)
     floating = [x.dtype for x in arrays.values() if xp.isdtype(x.dtype, "real floating")]
-    dtype = xp.result_type(*floating) if floating else default_dtype(xp, device=place)
+    dtype = xp.result_type(*floating) if floating else default_dtype(xp, "real floating", place)
     return xp, place, dtype

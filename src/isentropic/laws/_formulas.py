@@ -10,13 +10,12 @@ from numbers import Real
 from types import ModuleType
 from typing import Any, Self
 
-from array_api_extra import default_dtype
-
 from isentropic._checks import check_real, common_shape, is_array, type_error, value_error, within
 from isentropic._loops import is_readable
 from isentropic._namespace import (
     Array,
     accumulator,
+    default_dtype,
     device,
     namespace,
     same_arrays,
@@ -28,7 +27,7 @@ from isentropic._pytrees import register_nodes
 Parameter = float | Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Law(ABC):
     """A function from the number of visible keys to a factor on the scale.
 
@@ -87,7 +86,7 @@ class Law(ABC):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
             self._check_shapes(n.shape)
             floating = xp.isdtype(n.dtype, "real floating")
-            dtype = n.dtype if floating else default_dtype(xp, device=place)
+            dtype = n.dtype if floating else default_dtype(xp, "real floating", place)
             n = xp.astype(n, _compute_dtype(xp, dtype, parameters))
             if n.ndim > 0:
                 n = lift(n, max([1, *(x.ndim + 1 for x in parameters)]))
@@ -220,7 +219,7 @@ class Law(ABC):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Constant(Law):
     """The factor does not depend on n. ``Constant(1)`` is the standard attention.
 
@@ -240,7 +239,7 @@ class Constant(Law):
         return xp.ones_like(n) * _over_queries(xp, self.value, n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LogLength(Law):
     """``ln n / ln base``: Su's law, which holds the entropy of focused attention nearly constant.
 
@@ -274,7 +273,7 @@ class LogLength(Law):
         return _at_least(xp, factor, self.minimum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SqrtLogLength(Law):
     """``√(ln n / ln base)``: the growth that holds the entropy of Gaussian scores as n → ∞.
 
@@ -310,7 +309,7 @@ class SqrtLogLength(Law):
         return _at_least(xp, factor, self.minimum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AffineLog(Law):
     """``slope · ln n + intercept``: SSMax, Chiang–Cholak (slope 1), heads calibrated one by one.
 
@@ -349,7 +348,7 @@ class AffineLog(Law):
         return xp.maximum(factor, _over_queries(xp, self.minimum, n))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PowerLog(Law):
     """``offset + coefficient · (ln n)^exponent``, where n ≤ 2 counts as 2.
 
@@ -385,7 +384,7 @@ class PowerLog(Law):
         return _over_queries(xp, self.offset, n) + power * _over_queries(xp, self.coefficient, n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepLog(Law):
     """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 up to the period, then rising in steps (Llama 4).
 
@@ -413,7 +412,7 @@ class StepLog(Law):
         return xp.log1p(clip(xp, steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Power(Law):
     """``(n / base)^exponent``: the growth that holds the entropy of keys on a sphere of few dimensions.
 
@@ -454,7 +453,7 @@ class Power(Law):
         return _at_least(xp, growth ** _over_queries(xp, self.exponent, n), self.minimum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InfoScale(Law):
     """``√((1 − n^(−2/d)) / (1 − base^(−2/d)))`` with the head size d.
 
@@ -492,7 +491,7 @@ class InfoScale(Law):
         return root / math.sqrt(-math.expm1(base * rate))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scaled(Law):
     """What `scaled` makes."""
 
@@ -510,7 +509,7 @@ class Scaled(Law):
         return self.law.evaluate(xp, n) * _over_queries(xp, self.factor, n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shifted(Law):
     """What `shifted` makes."""
 
