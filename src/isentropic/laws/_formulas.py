@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Real
@@ -179,7 +179,7 @@ class Law(ABC):
 
     def _aligned(self, n: Array) -> Array:
         """Lengths with as many axes as the factor will have; refuses shapes that do not broadcast."""
-        shapes = list(self._named_shapes())
+        shapes = self._named_shapes()
         if n.ndim == 0 and any(of_queries for _, _, of_queries in shapes):
             n = n[None]  # one length for all queries
         last, common = (1,) if n.ndim else (), n.shape
@@ -189,15 +189,17 @@ class Law(ABC):
             common = common_shape(**{"n": common, name: own})
         return lift(n, len(common)) if n.ndim else n
 
-    def _named_shapes(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """The shape of each array over the axes of the factor, and whether its last axis is L."""
+        found = []
         for name, x in vars(self).items():
             if isinstance(x, PerQuery):
-                yield name, tuple(x.value.shape), x.value.ndim > 0
+                found += [(name, *shape) for _, *shape in x._named_shapes()]
             elif isinstance(x, Law):
-                yield from x._named_shapes()
+                found += x._named_shapes()
             elif x is not None and is_array(x):
-                yield name, tuple(x.shape), False
+                found.append((name, tuple(x.shape), False))
+        return found
 
     @abstractmethod
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
@@ -582,9 +584,9 @@ class Knots(Law):
     def _factor(self, i: int) -> Any:
         return self.factors[..., i] if is_array(self.factors) else self.factors[i]  # type: ignore[call-overload]
 
-    def _named_shapes(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        for name, shape, of_queries in super()._named_shapes():
-            yield name, shape[:-1], of_queries  # without the axis of the knots
+    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        # Without the axis of the knots.
+        return [(name, shape[:-1], False) for name, shape, _ in super()._named_shapes()]
 
 
 @dataclass(frozen=True)
@@ -605,8 +607,9 @@ class PerQuery(Constant):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return xp.ones_like(n) * _over_queries(xp, self, n)
 
-    def _named_shapes(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        yield "value", tuple(self.value.shape), self.value.ndim > 0
+    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        # A number remains of it where `vmap` runs over the queries.
+        return [("value", tuple(self.value.shape), self.value.ndim > 0)]
 
 
 @dataclass(frozen=True)
@@ -676,15 +679,17 @@ def per_query(value: Array) -> PerQuery:
     The law belongs to the queries of one call: make it where they are. `to_dict` refuses it. A law with
     such a parameter gives factors (..., L), also when it is called with a number.
 
-    With a number x for each query, and h(·) learned functions of its hidden state, these are
+    With h a learned function of each query, (..., L), the factors of these papers are:
 
-    - *ASEntmax*: ``δ + β (ln(n + 1))^γ``, with β = softplus(h₁) and γ = 2 tanh(h₂), is
-      ``shifted(PowerLog(δ, per_query(β), per_query(γ)), 1)``, and the weights are by a softmax here;
-    - *Selective Self-Attention*: ``1 + tanh(h) + σ(α) ln n`` is
-      ``AffineLog(σ(α), per_query(1 + tanh(h)))``;
-    - *QASSMax*: ``g(ln n) · (1 + tanh(h))`` is ``scaled(law, per_query(1 + tanh(h)))``, where `law`
-      is of a subclass of `Law` that computes g. A variant has factors for each feature of the query,
-      (..., L, E). These multiply the query, and belong to no law.
+    - *ASEntmax*, ``δ + β (ln(n + 1))^γ`` with β = softplus(h₁) and γ = 2 tanh(h₂):
+      ``shifted(PowerLog(δ, per_query(β), per_query(γ)), 1)``. The paper has its weights by α-entmax,
+      and this library by a softmax.
+    - *Selective Self-Attention*, ``1 + tanh(h) + σ(α) ln n``:
+      ``AffineLog(σ(α), per_query(1 + tanh(h)))``. The paper scales the values likewise.
+    - *QASSMax*, ``g(ln n) · (1 + tanh(h))`` with a learned g of each head:
+      ``scaled(Constant(g(ln N)), per_query(1 + tanh(h)))``, where N counts all keys, as in the paper.
+      A subclass of `Law` in place of `Constant` computes g of the keys that each query sees. A variant
+      of the paper has factors for each feature, (..., L, E): multiply the query by these.
 
     References
     ----------
