@@ -789,7 +789,9 @@ class _Base(laws.Law):
     weight: Any
 
     def evaluate(self, xp, n):
-        return xp.tanh(xp.log(n) * self.weight[..., None]) + 1
+        # With as many axes as n, which JAX here asks for.
+        weight = self.weight[(None,) * (n.ndim - 2) + (slice(None), None)]
+        return xp.tanh(xp.log(n) * weight) + 1
 
 
 def _qassmax_of_visible_keys(xp, q, n, w1, w2, alpha):
