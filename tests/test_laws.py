@@ -973,6 +973,15 @@ class TestPerQuery:
         for other in (None, True, "text"):
             assert "coefficient=per_query(" in repr(tree.tree_map(lambda _, y=other: y, law))
 
+    def test_vmap_over_the_queries(self, backend):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no transformations here")
+        law = laws.AffineLog(0.5, laws.per_query(backend.array([0.5, 1.0], "float32")))
+        n = backend.array([3.0, 8.0], "float32")
+        library = backend.xp.func if backend.library == "torch" else importlib.import_module("jax")
+        got = library.vmap(lambda law, n: law(n))(law, n)
+        backend.assert_close(got, law(n), rtol=1e-6)
+
     def test_in_a_module(self):
         torch = pytest.importorskip("torch")
         from isentropic.integrations.torch import LawModule

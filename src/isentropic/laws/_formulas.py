@@ -191,10 +191,11 @@ class Law(ABC):
 
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """The shape of each array over the axes of the factor, and whether its last axis is L."""
-        found = []
+        found: list[tuple[str, tuple[int, ...], bool]] = []
         for name, x in vars(self).items():
             if isinstance(x, PerQuery):
-                found += [(name, *shape) for _, *shape in x._named_shapes()]
+                # One number is left of it where `vmap` runs over the queries.
+                found.append((name, tuple(x.value.shape), x.value.ndim > 0))
             elif isinstance(x, Law):
                 found += x._named_shapes()
             elif x is not None and is_array(x):
@@ -525,7 +526,7 @@ class Knots(Law):
     and exactly f_i at n_i. Below the first knot and above the last one, the line of the outermost two
     knots goes on. So two knots make the `AffineLog` through them. `numpy.interp` would hold the
     outermost factors instead, and the entropy would grow again above the last knot. Repeat a
-    factor to hold it: ``Knots((512, 4096, 4097), (1, 1.4, 1.4))`` is 1.4 from 4096 on.
+    factor to hold it: ``Knots((512, 4096, 4097), (1.0, 1.4, 1.4))`` is 1.4 from 4096 on.
 
     Factors that hold the entropy are smooth in ln n. With knots at every doubling of the length, the
     error of the interpolation is ``(ln 2)²/8 ≈ 0.06`` times their second derivative by ln n, at most.
@@ -608,7 +609,6 @@ class PerQuery(Constant):
         return xp.ones_like(n) * _over_queries(xp, self, n)
 
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        # A number remains of it where `vmap` runs over the queries.
         return [("value", tuple(self.value.shape), self.value.ndim > 0)]
 
 
@@ -651,8 +651,9 @@ class Shifted(Law):
 def per_query(value: Array) -> PerQuery:
     """A parameter of a law with one number for each query, such as a function of the query.
 
-    Array parameters are over batch and heads, ``...``, and one number holds for all L queries. Wrapped
-    in this an array has the axis of the queries too. So a law can be a function of n and the query.
+    An array parameter has the axes of batch and heads, ``...``, and each of its numbers holds for all L
+    queries. An array that is wrapped by this function has the axis of the queries too. So a law may
+    depend on n and on the query.
 
     Parameters
     ----------
