@@ -5,12 +5,15 @@ import importlib
 import inspect
 import json
 import math
+import pickle
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import array_api_compat.numpy as numpy_namespace
 import numpy as np
+import oracles
 import pytest
 
 import isentropic as it
@@ -18,6 +21,17 @@ from isentropic import laws
 
 NS = np.array([0, 1, 2, 15, 16, 17, 511, 512, 513, 4096, 8191, 8192, 20000, 100000])
 LN = np.log(np.maximum(NS, 1))
+
+KNOTS, KNOT_FACTORS = np.array([16, 512, 8192]), np.array([0.5, 1.5, 1.25])
+
+
+def _through_knots(n, factors=KNOT_FACTORS):
+    """The lines through the knots, and on beyond the outermost."""
+    t, ts = np.log(np.maximum(n, 1)), np.log(KNOTS)
+    first, last = np.diff(factors)[[0, -1]] / np.diff(ts)[[0, -1]]
+    beyond = first * np.minimum(t - ts[0], 0) + last * np.maximum(t - ts[-1], 0)
+    return np.interp(t, ts, factors) + beyond
+
 
 FORMULAS = [
     (laws.Constant(2.5), np.full(NS.shape, 2.5)),
@@ -39,6 +53,9 @@ FORMULAS = [
     (laws.scaled(laws.LogLength(), 0.5), LN / math.log(512) / 2),
     (laws.shifted(laws.LogLength(), 1), np.log(NS + 1) / math.log(512)),
     (laws.from_kappa(1.282, 64), 1.282 * LN / 8),
+    (laws.Knots(KNOTS, KNOT_FACTORS.tolist()), _through_knots(NS)),
+    (laws.Knots((16, 512, 8192), (0.5, 1.5, 1.25), minimum=1), np.maximum(_through_knots(NS), 1)),
+    (laws.Knots((2, 9000), (0, 2)), 2 * (LN - math.log(2)) / math.log(4500)),
 ]
 
 
@@ -526,6 +543,480 @@ class TestValues:
 
         with pytest.raises(TypeError, match="`law` must evaluate to an array, got float"):
             Number()(np.ones(3))
+
+
+class TestKnots:
+    def test_exact_at_the_knots(self, backend):
+        lengths = [1, 3, 7, 100, 1001, 2**17 - 1]
+        factors = [0.1, 0.7, 0.3, 1 / 3, 1.1, 1.7]
+        for dtype in backend.dtypes:
+            law = laws.Knots(lengths, backend.array(factors, dtype))
+            got = law(backend.array(lengths, dtype))
+            backend.assert_close(got, backend.array(factors, dtype), rtol=0, atol=0)
+            got = laws.Knots(lengths, factors)(backend.array(lengths, dtype))
+            backend.assert_close(got, backend.array(factors, dtype), rtol=0, atol=0)
+        assert [laws.Knots(lengths, factors)(n) for n in lengths] == factors
+
+    def test_factors_of_each_head(self, backend):
+        rows = np.stack([KNOT_FACTORS, KNOT_FACTORS[::-1]])
+        expected = np.stack([_through_knots(NS, row) for row in rows])
+        law = laws.Knots(KNOTS, backend.array(rows, "float32"))
+        backend.assert_close(law(backend.array(NS)), expected, rtol=1e-5, atol=1e-5)
+        alone = np.array([_through_knots(777, row) for row in rows])
+        backend.assert_close(law(777), alone, rtol=1e-5)
+        # One row for all heads, and an axis in front for a batch.
+        law = laws.Knots(KNOTS, backend.array(KNOT_FACTORS, "float32"))
+        backend.assert_close(law(backend.array(NS)), expected[0], rtol=1e-5, atol=1e-5)
+        assert law(777).shape == ()
+        law = laws.Knots(KNOTS, backend.array(rows[:, None, :], "float32"))
+        assert law(backend.array(np.ones((2, 5, 3)), "float32")).shape == (2, 5, 3)
+
+    def test_attention(self, backend, rng):
+        q, k, v = rng.normal(size=(3, 2, 12, 4))
+        rows = np.array([[1.0, 3.0, 0.5], [0.5, 0.25, 2.0]])
+        law = laws.Knots([2, 5, 9], backend.array(rows, "float32"))
+        n = np.arange(1, 13)
+        t, ts = np.log(n), np.log([2, 5, 9])
+        factor = np.stack([np.interp(t, ts, row) for row in rows])
+        for i, end in ((0, n < 2), (1, n > 9)):
+            slope = np.diff(rows)[:, i] / np.diff(ts)[i]
+            factor[:, end] += slope[:, None] * (t[end] - ts[2 * i])
+        expected = oracles.attention(q, k, v, factor=factor, visible=oracles.causal(12, 12))
+        arrays = [backend.array(x, "float32") for x in (q, k, v)]
+        backend.assert_close(
+            it.attention(*arrays, law=law, is_causal=True), expected.output, rtol=1e-4, atol=1e-5
+        )
+
+    def test_two_knots_are_an_affine_law(self):
+        slope = 0.7 / math.log(16)
+        line = laws.AffineLog(slope, 1.1 - slope * math.log(64))
+        law = laws.Knots([64, 1024], [1.1, 1.8])
+        np.testing.assert_allclose(law(NS), line(NS), rtol=1e-12)
+
+    def test_a_factor_that_is_repeated_holds(self):
+        law = laws.Knots([8, 9, 512, 513], [0.5, 0.5, 1.5, 1.5])
+        assert [law(n) for n in (0, 1, 8, 512, 1e6)] == [0.5, 0.5, 0.5, 1.5, 1.5]
+
+    def test_of_solved_factors(self):
+        lengths = np.array([2.0**k for k in range(6, 21)])
+        factors = it.theory.invariant_factor(lengths, 2.0)
+        law = laws.Knots(lengths, factors)
+        between = lengths[:-1] * math.sqrt(2)
+        np.testing.assert_allclose(law(between), it.theory.invariant_factor(between, 2.0), rtol=3e-3)
+
+    @pytest.mark.parametrize("half", ["float16", "bfloat16"])
+    def test_half_precision(self, backend, half):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("not every library has both")
+        factors = backend.xp.astype(backend.array(KNOT_FACTORS), getattr(backend.xp, half))
+        got = laws.Knots(KNOTS, factors)(backend.array(NS, "float32"))
+        backend.assert_close(got, _through_knots(NS), rtol=1e-5, atol=1e-5)
+
+    def test_gradients(self, backend):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no gradients here")
+        n = np.array([0.0, 1.0, 16.0, 90.0, 512.0, 3000.0, 1e5], "float32")
+        factors = np.stack([KNOT_FACTORS, 2 * KNOT_FACTORS]).astype("float32")
+        of_factors, of_n = _gradients(backend, lambda f, n: laws.Knots(KNOTS, f)(n), factors, n)
+        # The factor is linear in those of the knots.
+        expected = [_through_knots(n, unit).sum() for unit in np.eye(3)]
+        np.testing.assert_allclose(of_factors, [expected] * 2, rtol=1e-4)
+        slopes = np.diff(KNOT_FACTORS) / np.diff(np.log(KNOTS))
+        np.testing.assert_allclose(of_n[[3, 5, 6]], 3 * slopes[[0, 1, 1]] / n[[3, 5, 6]], rtol=1e-4)
+        assert np.isfinite(of_n).all()
+        assert of_n[0] == 0
+
+    def test_transformations(self, backend):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no transformations here")
+        rows = backend.array(np.stack([KNOT_FACTORS, 2 * KNOT_FACTORS]), "float32")
+        n = backend.array(NS, "float32")
+        expected = laws.Knots(KNOTS, rows)(n)
+
+        def call(law, n):
+            return law(n)
+
+        def of_row(row):
+            return laws.Knots((16, 512, 8192), row)(n)
+
+        if backend.library == "jax":
+            import jax
+
+            backend.assert_close(jax.jit(call)(laws.Knots(KNOTS, rows), n), expected, rtol=1e-5)
+            backend.assert_close(jax.jit(jax.vmap(of_row))(rows), expected, rtol=1e-5)
+        else:
+            compiled = backend.xp.compile(of_row, fullgraph=True, backend="eager")
+            backend.assert_close(compiled(rows), expected, rtol=1e-5)
+            backend.assert_close(backend.xp.func.vmap(of_row)(rows), expected, rtol=1e-5)
+
+    def test_tree(self, backend, tree):
+        factors = backend.array(KNOT_FACTORS, "float32")
+        law = laws.scaled(laws.Knots(KNOTS, factors), 2.0)
+        (leaf,), structure = tree.tree_flatten(law)
+        assert leaf is factors
+        assert tree.tree_structure(laws.scaled(laws.Knots(KNOTS + 1, factors), 2.0)) != structure
+        assert tree.tree_map(lambda x: x, law) == law
+
+    def test_values(self, backend):
+        law = laws.Knots([16, 512], [1, 1.5])
+        assert law == laws.Knots(np.array([16.0, 512.0]), (1.0, np.float32(1.5)))
+        assert hash(law) == hash(laws.Knots(iter([16.0, 512.0]), (1.0, 1.5)))
+        assert law != laws.Knots([16, 513], [1, 1.5])
+        assert repr(law) == "Knots(lengths=(16, 512), factors=(1, 1.5), minimum=None)"
+        assert pickle.loads(pickle.dumps(law)) == law
+        array = laws.Knots([16, 512], backend.array([1.0, 1.5], "float32"))
+        assert array == laws.Knots([16, 512], np.array([1.0, 1.5]))
+        assert array != law
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(array)
+
+    def test_dictionaries(self, backend):
+        data = laws.to_dict(laws.Knots([16, 512], [1, 1.5]))
+        assert data == {"law": "Knots", "lengths": [16, 512], "factors": [1, 1.5], "minimum": None}
+        for factors in (KNOT_FACTORS, np.stack([KNOT_FACTORS] * 2)):
+            law = laws.Knots(KNOTS, backend.array(factors, "float32"))
+            data = json.loads(json.dumps(laws.to_dict(law)))
+            assert data["factors"] == (
+                {"array": [0.5, 1.5, 1.25]} if factors.ndim == 1 else factors.tolist()
+            )
+            assert laws.from_dict(data) == law
+            again = laws.from_dict(data, like=law.factors)
+            backend.assert_close(again.factors, law.factors, rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        ("lengths", "factors", "error", "message"),
+        [
+            (8, [1.0], TypeError, r"`lengths` must be a sequence of numbers, got int"),
+            ("12", [1, 2], TypeError, r"`lengths` must be a sequence of numbers, got str"),
+            ([1, "2"], [1, 2], TypeError, r"`lengths` must be a real number, got str"),
+            (np.ones((2, 2)), [1, 2], TypeError, r"`lengths` must be a real number, got list"),
+            ([8], [1.0], ValueError, r"`lengths` must have at least 2 numbers \(one factor .*\), got 1"),
+            ([0.5, 8], [1, 2], ValueError, r"`lengths` must be at least 1, got 0.5"),
+            ([1, math.inf], [1, 2], ValueError, r"`lengths` must be at least 1, got inf"),
+            ([8, 8], [1, 2], ValueError, r"`lengths` must increase, got \(8, 8\)"),
+            ([2**53, 2**53 + 1], [1, 2], ValueError, r"`lengths` must increase, got"),
+            ([8, 9], 1.0, TypeError, r"`factors` must be a sequence of numbers or an array, got float"),
+            ([8, 9], None, TypeError, r"`factors` must be a sequence of numbers or an array, got None"),
+            ([8, 9], [1, None], TypeError, r"`factors` must be a real number, got NoneType"),
+            ([8, 9], [1, math.nan], ValueError, r"`factors` must be finite, got nan"),
+            ([8, 9], [1, 2, 3], ValueError, r"`factors` must have 2 numbers, one for each length, got 3"),
+            ([8, 9], np.ones((2, 3)), ValueError, r"`factors` must have the shape \(..., 2\), .*, got \(2, 3\)"),
+            ([8, 9], np.array(1.0), ValueError, r"`factors` must have the shape \(..., 2\), .*, got \(\)"),
+            ([8, 9], np.array([1, 2]), TypeError, r"`factors` must have a real floating-point dtype"),
+            ([8, 9], np.array([1, math.nan]), ValueError, r"`factors` must be finite, got nan at \(1,\)"),
+            ([8, 9], laws.per_query(np.ones(2)), TypeError, r"`factors` must be a sequence .*, got PerQuery"),
+        ],
+    )  # fmt: skip
+    def test_arguments(self, lengths, factors, error, message):
+        with pytest.raises(error, match=message):
+            laws.Knots(lengths, factors)
+
+    def test_other_arguments(self, backend):
+        with pytest.raises(TypeError, match=r"`minimum` must be a real number, got str"):
+            laws.Knots([1, 2], [1, 2], minimum="1")
+        law = laws.Knots([1, 2], backend.array(np.ones((3, 2)), "float32"))
+        with pytest.raises(
+            ValueError, match=r"`factors` must broadcast with \(2, 4\) .*, got \(3, 1\)"
+        ):
+            law(backend.array(np.ones((2, 4)), "float32"))
+        for data, message in (
+            ({"factors": {"array": 3}}, "`factors` must be a sequence of numbers or an array, got dict|`factors` must be a real number, got str"),
+            ({"lengths": [1, [2]]}, "`lengths` must be nested lists of equal lengths"),
+        ):  # fmt: skip
+            with pytest.raises((TypeError, ValueError), match=message):
+                laws.from_dict({"law": "Knots", "lengths": [1, 2], "factors": [1, 2]} | data)
+
+
+def _naive(xp, q, k, v, factor, is_causal):
+    """Attention whose logits are multiplied by a factor (..., L), as a paper writes it."""
+    groups = q.shape[-3] // k.shape[-3]
+    k, v = (xp.repeat(x, groups, axis=-3) for x in (k, v))
+    s = factor[..., None] * xp.matmul(q, xp.matrix_transpose(k)) / q.shape[-1] ** 0.5
+    if is_causal:
+        s = xp.where(xp.tril(xp.ones_like(s)) > 0, s, -math.inf)
+    p = xp.exp(s - xp.max(s, axis=-1, keepdims=True))
+    p = p / xp.sum(p, axis=-1, keepdims=True)
+    entropy = -xp.sum(p * xp.log(xp.where(p > 0, p, xp.ones_like(p))), axis=-1)
+    return xp.matmul(p, v), entropy
+
+
+def _counts(q, is_causal):
+    """How many of as many keys as queries each query sees, with as many axes as there are queries."""
+    length = q.shape[-2]
+    n = np.arange(1.0, length + 1) if is_causal else np.full(length, float(length))
+    return n[(None,) * (q.ndim - 2)]
+
+
+def _over(x, q):
+    """Numbers of the heads over the queries (..., H, L, E)."""
+    return x[(None,) * (q.ndim - 3) + (slice(None), None)]
+
+
+def _of_query(xp, q, w):
+    """A learned function of each query: (..., H, L, E) and (H, E) give (..., H, L)."""
+    return xp.sum(q * w[(None,) * (q.ndim - 3) + (slice(None), None, slice(None))], axis=-1)
+
+
+def _asentmax(xp, q, n, w1, w2, alpha):
+    """ASEntmax, sparse_gemma.py: delta + softplus(·) · log(position + 2)^(2 tanh(·))."""
+    beta = xp.log1p(xp.exp(_of_query(xp, q, w1)))
+    gamma = 2 * xp.tanh(_of_query(xp, q, w2))
+    law = laws.preset(
+        "asentmax-constant", coefficient=laws.per_query(beta), exponent=laws.per_query(gamma)
+    )
+    return 1 + beta * xp.log(n + 1) ** gamma, law
+
+
+def _selective(xp, q, n, w1, w2, alpha):
+    """Selective Self-Attention: tanh(·) + 1 + σ(α) log(position), with an α of each head."""
+    gate, slope = xp.tanh(_of_query(xp, q, w1)), 1 / (1 + xp.exp(-alpha))
+    law = laws.AffineLog(slope, laws.per_query(1 + gate))
+    return gate + 1 + _over(slope, q) * xp.log(n), law
+
+
+def _qassmax(xp, q, n, w1, w2, alpha):
+    """QASSMax, "qassmax-mlp": base_mlp(log N) · (1 + tanh(query_mlp(q))), N all keys."""
+    base = xp.sum(xp.tanh(w2 * math.log(q.shape[-2]) + 0.5), axis=-1)
+    gate = xp.tanh(_of_query(xp, q, w1))
+    law = laws.scaled(laws.Constant(base), laws.per_query(1 + gate))
+    return _over(base, q) * (1 + gate), law
+
+
+@dataclass(frozen=True)
+class _Base(laws.Law):
+    """A function of ln n with numbers of each head."""
+
+    weight: Any
+
+    def evaluate(self, xp, n):
+        # With as many axes as n, which JAX here asks for.
+        weight = self.weight[(None,) * (n.ndim - 2) + (slice(None), None)]
+        return xp.tanh(xp.log(n) * weight) + 1
+
+
+def _qassmax_of_visible_keys(xp, q, n, w1, w2, alpha):
+    gate = xp.tanh(_of_query(xp, q, w1))
+    law = laws.scaled(_Base(alpha), laws.per_query(1 + gate))
+    return (xp.tanh(xp.log(n) * _over(alpha, q)) + 1) * (1 + gate), law
+
+
+def _temperature(xp, q, n, w1, w2, alpha):
+    """A temperature of each query, and no n."""
+    factor = xp.exp(_of_query(xp, q, w1))
+    return factor, laws.per_query(factor)
+
+
+RULES_OF_QUERIES = [_asentmax, _selective, _qassmax, _qassmax_of_visible_keys, _temperature]
+
+
+class TestPerQuery:
+    """Parameters that are functions of the query."""
+
+    def _inputs(self, kv_heads=4, length=9):
+        rng = np.random.default_rng(5)
+        q, k, v = (rng.normal(size=(2, h, length, 6)) for h in (4, kv_heads, kv_heads))
+        return q, k, v, rng.normal(size=(4, 6)), rng.normal(size=(4, 6)), rng.normal(size=4)
+
+    def _expected(self, rule, inputs, is_causal):
+        """The factor and attention, in NumPy's float64."""
+        q, k, v, *parameters = inputs
+        factor, _ = rule(numpy_namespace, q, _counts(q, is_causal), *parameters)
+        return factor, *_naive(numpy_namespace, q, k, v, factor, is_causal)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("kv_heads", [4, 2])
+    @pytest.mark.parametrize("rule", RULES_OF_QUERIES)
+    def test_rules_of_papers(self, backend, rule, kv_heads, is_causal):
+        inputs = self._inputs(kv_heads)
+        factor, expected, entropy = self._expected(rule, inputs, is_causal)
+        n = backend.array(_counts(inputs[0], is_causal), "float32")
+        q, k, v, *parameters = (backend.array(x, "float32") for x in inputs)
+        _, law = rule(backend.xp, q, n, *parameters)
+        kwargs = {"law": law, "is_causal": is_causal, "enable_gqa": kv_heads == 2}
+        backend.assert_close(it.attention(q, k, v, **kwargs), expected, rtol=1e-4, atol=1e-5)
+        got = it.attention_entropy(q, k, **kwargs)
+        backend.assert_close(got, entropy, rtol=1e-4, atol=2e-5)
+        backend.assert_close(law(n), factor, rtol=1e-5, atol=1e-5)
+        got = it.scale_queries(q, n, law=law)
+        backend.assert_close(got, inputs[0] * factor[..., None], rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.every_mode
+    @pytest.mark.parametrize("rule", RULES_OF_QUERIES)
+    def test_gradients(self, backend, rule):
+        if backend.library not in ("torch", "jax") or not backend.float64:
+            pytest.skip("no gradients here, or too few digits")
+        inputs = self._inputs(kv_heads=2)
+        n, xp = backend.array(_counts(inputs[0], True)), backend.xp
+
+        def ours(q, k, v, *parameters):
+            _, law = rule(xp, q, n, *parameters)
+            return xp.sin(it.attention(q, k, v, law=law, is_causal=True, enable_gqa=True))
+
+        def naive(q, k, v, *parameters):
+            factor, _ = rule(xp, q, n, *parameters)
+            return xp.sin(_naive(xp, q, k, v, factor, True)[0])
+
+        if backend.library == "jax":
+            import jax
+
+            ours, naive = jax.jit(ours), jax.jit(naive)
+        pairs = (_gradients(backend, call, *inputs) for call in (ours, naive))
+        for got, expected in zip(*pairs, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-8, atol=1e-9)
+            assert np.isfinite(got).all()
+
+    @pytest.mark.parametrize("rule", RULES_OF_QUERIES)
+    def test_transformations(self, backend, rule):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no transformations here")
+        inputs = self._inputs(kv_heads=2)
+        _, expected, _ = self._expected(rule, inputs, True)
+        n = backend.array(_counts(inputs[0], True), "float32")
+        arrays = [backend.array(x, "float32") for x in inputs]
+
+        def attend(q, k, v, law):
+            return it.attention(q, k, v, law=law, is_causal=True, enable_gqa=True)
+
+        def call(q, k, v, *parameters):
+            _, law = rule(backend.xp, q, n if q.ndim == 4 else n[0, ...], *parameters)
+            return attend(q, k, v, law)
+
+        axes = (0, 0, 0, None, None, None)  # over sequences
+        if backend.library == "jax":
+            import jax
+
+            _, law = jax.jit(rule, static_argnums=0)(backend.xp, arrays[0], n, *arrays[3:])
+            results = [
+                jax.jit(call)(*arrays),
+                jax.jit(attend)(*arrays[:3], law),
+                jax.jit(jax.vmap(call, axes))(*arrays),
+            ]
+        else:
+            torch = backend.xp
+            results = [
+                torch.compile(call, fullgraph=True, backend="eager")(*arrays),
+                torch.func.vmap(call, axes)(*arrays),
+            ]
+        for result in results:
+            backend.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
+    def test_every_parameter_takes_it(self, backend, make, name, good, bad):
+        x = np.array([good * 4, good[::-1] * 4])[:, :6]  # of 2 heads, 6 queries
+        n = np.array([1.0, 2.0, 16.0, 100.0, 9001.0, 1e5])  # not on the steps
+        law = make(laws.per_query(backend.array(x, "float32")))
+        for lengths in (n, np.stack([n] * 2)):
+            got = law(backend.array(lengths, "float32"))
+            expected = [[make(float(y))(float(m)) for y, m in zip(row, n, strict=True)] for row in x]
+            backend.assert_close(got, np.array(expected), rtol=1e-5, atol=1e-6)
+        # A number is the length of all queries.
+        for number in (100, backend.array(100.0, "float32")):
+            got = law(number)
+            expected = [[make(float(y))(100) for y in row] for row in x]
+            backend.assert_close(got, np.array(expected), rtol=1e-5, atol=1e-6)
+        if backend.library in ("numpy", "torch", "jax") and not backend.name.endswith("cuda"):
+            for y in bad:
+                with pytest.raises(ValueError, match=rf"`{name}` must be .*, got {y} at \(1,\)"):
+                    make(laws.per_query(backend.array([good[0], y], "float32")))
+
+    def test_with_parameters_of_heads(self, backend):
+        slope = backend.array([1.0, 2.0], "float32")
+        x = np.arange(30, dtype="float32").reshape(5, 1, 6)
+        law = laws.AffineLog(slope, laws.per_query(backend.array(x)))
+        n = np.arange(1, 7)
+        expected = np.array([1.0, 2.0])[:, None] * np.log(n) + x
+        backend.assert_close(law(backend.array(n)), expected, rtol=1e-5)
+        assert law(1).shape == (5, 2, 6)
+
+    def test_half_precision(self, backend):
+        if backend.half is None:
+            pytest.skip("no half precision here")
+        base = laws.per_query(backend.array(np.full(3, 512.0), backend.half))
+        for law in (laws.LogLength(base), laws.SqrtLogLength(base), laws.InfoScale(base, 64)):
+            got = law(backend.array([512.0] * 3, backend.half))
+            assert got.dtype == backend.xp.float32
+            np.testing.assert_allclose(backend.numpy(got), 1.0, rtol=1e-6)
+
+    @pytest.mark.host
+    @pytest.mark.filterwarnings("error")
+    def test_states_of_a_constant_may_see_other_keys(self):
+        q, k, v, *_ = self._inputs()
+        law = laws.per_query(np.linspace(0.5, 2.0, 9))
+        parts = [
+            it.attention_state(q, k[:, :, part], v[:, :, part], law=law)
+            for part in (slice(4), slice(4, 9))
+        ]
+        whole = it.attention(q, k, v, law=law)
+        np.testing.assert_allclose(it.merge_states(*parts).output(), whole, rtol=1e-10)
+
+    def test_values(self, backend):
+        x = backend.array([[0.5, 1.0]], "float32")
+        law = laws.AffineLog(0.5, laws.per_query(x))
+        assert law == laws.AffineLog(0.5, laws.per_query(np.array([[0.5, 1.0]])))
+        assert law != laws.AffineLog(0.5, laws.per_query(x + 1))
+        assert law != laws.AffineLog(0.5, x)
+        assert [type(y) for y in law.arrays] == [type(x)]
+        assert repr(law) == f"AffineLog(slope=0.5, intercept=per_query({x!r}), minimum=None)"
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(law)
+        if backend.library == "numpy":
+            assert pickle.loads(pickle.dumps(law)) == law == copy.deepcopy(law)
+
+    def test_tree(self, backend, tree):
+        x = backend.array([[0.5, 1.0]], "float32")
+        law = laws.shifted(laws.PowerLog(1.0, laws.per_query(x), 2.0), 1)
+        (leaf,), structure = tree.tree_flatten(law)
+        assert leaf is x
+        assert tree.tree_structure(laws.shifted(laws.PowerLog(1.0, x, 2.0), 1)) != structure
+        doubled = tree.tree_map(lambda x: 2 * x, law)
+        assert doubled == laws.shifted(laws.PowerLog(1.0, laws.per_query(2 * x), 2.0), 1)
+        for other in (None, True, "text"):
+            assert "coefficient=per_query(" in repr(tree.tree_map(lambda _, y=other: y, law))
+
+    def test_vmap_over_the_queries(self, backend):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("no transformations here")
+        law = laws.AffineLog(0.5, laws.per_query(backend.array([0.5, 1.0], "float32")))
+        n = backend.array([3.0, 8.0], "float32")
+        library = backend.xp.func if backend.library == "torch" else importlib.import_module("jax")
+        got = library.vmap(lambda law, n: law(n))(law, n)
+        backend.assert_close(got, law(n), rtol=1e-6)
+
+    def test_in_a_module(self):
+        torch = pytest.importorskip("torch")
+        from isentropic.integrations.torch import LawModule
+
+        x = torch.nn.Parameter(torch.tensor([0.5, 1.0]))
+        module = LawModule(laws.AffineLog(0.5, laws.per_query(x)))
+        assert dict(module.named_parameters()) == {"intercept.value": x}
+        assert module() == laws.AffineLog(0.5, laws.per_query(x))
+
+    @pytest.mark.parametrize(
+        ("make", "error", "message"),
+        [
+            (lambda: laws.per_query(1.0), TypeError, r"`value` must be an array, got float"),
+            (lambda: laws.per_query([1.0]), TypeError, r"`value` must be an array, got list"),
+            (lambda: laws.per_query(np.array(1.0)), ValueError, r"`value` must have at least 1 dimensions"),
+            (lambda: laws.per_query(np.array([1])), TypeError, r"`value` must have a real floating-point"),
+            (lambda: laws.per_query(np.array([math.inf])), ValueError, r"`value` must be finite, got inf at"),
+            (lambda: laws.LogLength(2, minimum=laws.per_query(np.ones(2))), TypeError, r"`minimum` must be a real"),
+            (lambda: laws.AffineLog(laws.per_query(np.ones((2, 3))))(np.ones((2, 4))), ValueError, r"`slope` must broadcast with \(2, 4\) .*, got \(2, 3\)"),
+            (lambda: it.attention(*np.ones((3, 2, 5, 4)), law=laws.AffineLog(laws.per_query(np.ones(6)))), ValueError, r"`(slope|law)` must .*\(6,\)|\(1, 6\)"),
+            (lambda: it.attention(*np.ones((3, 5, 4)), law=laws.AffineLog(laws.per_query(np.ones((2, 5))))), ValueError, r"`law` must have a shape broadcastable to \(5,\), got \(2, 5\)"),
+            (lambda: laws.to_dict(laws.AffineLog(1.0, laws.per_query(np.ones(2)))), TypeError, r"`intercept` must be one for all queries, to be saved, got `per_query`"),
+            (lambda: laws.to_dict(laws.scaled(laws.LogLength(), laws.per_query(np.ones(2)))), TypeError, r"`factor` must be one for all queries"),
+            (lambda: laws.to_dict(laws.per_query(np.ones(2))), TypeError, r"`law` must be one for all queries"),
+            (lambda: laws.to_dict(laws.scaled(laws.per_query(np.ones(2)), 2.0)), TypeError, r"`law` must be one for all queries"),
+        ],
+    )  # fmt: skip
+    def test_arguments(self, make, error, message):
+        with pytest.raises(error, match=message):
+            make()
+
+    def test_kappa(self, backend):
+        kappa = backend.array([4.0, 8.0], "float32")
+        law = laws.from_kappa(laws.per_query(kappa), 64)
+        assert law == laws.AffineLog(laws.per_query(kappa / 8))
 
 
 class TestGradients:

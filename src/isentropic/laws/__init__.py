@@ -5,7 +5,8 @@ the attention (``1/√E`` by default). All logarithms are natural; ln n is compu
 better, and n ≤ 1 counts as 1, so that ln n is never negative.
 
 Parameters are numbers or arrays (learnable, per head). Array parameters range over the batch and
-head axes: with n of shape (..., L) a parameter of shape (H,) gives a factor of shape (H, L).
+head axes: with n of shape (..., L) a parameter of shape (H,) gives a factor of shape (H, L). Those that
+depend on the query, with an axis for the queries too, are wrapped in `per_query`.
 
 >>> from isentropic import laws
 >>> laws.LogLength(512)(512)
@@ -19,6 +20,7 @@ from isentropic.laws._formulas import (
     AffineLog,
     Constant,
     InfoScale,
+    Knots,
     Law,
     LogLength,
     Power,
@@ -26,6 +28,7 @@ from isentropic.laws._formulas import (
     SqrtLogLength,
     StepLog,
     from_kappa,
+    per_query,
     scaled,
     shifted,
 )
@@ -35,6 +38,7 @@ __all__ = [
     "AffineLog",
     "Constant",
     "InfoScale",
+    "Knots",
     "Law",
     "LogLength",
     "Power",
@@ -43,6 +47,7 @@ __all__ = [
     "StepLog",
     "from_dict",
     "from_kappa",
+    "per_query",
     "preset",
     "presets",
     "scaled",

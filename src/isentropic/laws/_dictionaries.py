@@ -11,8 +11,10 @@ from isentropic.laws._formulas import (
     AffineLog,
     Constant,
     InfoScale,
+    Knots,
     Law,
     LogLength,
+    PerQuery,
     Power,
     PowerLog,
     Scaled,
@@ -27,6 +29,7 @@ _KINDS: dict[str, type[Law]] = {
     "AffineLog": AffineLog,
     "Constant": Constant,
     "InfoScale": InfoScale,
+    "Knots": Knots,
     "LogLength": LogLength,
     "Power": Power,
     "PowerLog": PowerLog,
@@ -35,6 +38,8 @@ _KINDS: dict[str, type[Law]] = {
     "scaled": Scaled,
     "shifted": Shifted,
 }
+# Parameters that are sequences of numbers, or arrays.
+_SEQUENCES = ("lengths", "factors")
 # A dictionary may come from anywhere; deeper nesting means nothing and would end in a RecursionError.
 _MOST_NESTED = 32
 
@@ -51,12 +56,14 @@ def to_dict(law: Law) -> dict[str, Any]:
     -------
     dict
         ``"law"`` names the class, or the function "scaled" or "shifted", whose law is under ``"of"``;
-        the parameters follow. Arrays are nested lists. `from_dict` makes the same law of it.
+        the parameters follow. Arrays are nested lists; that of `Knots` is ``{"array": [...]}`` where
+        it has one axis, as a list of numbers is one. `from_dict` makes the same law of it.
 
     Raises
     ------
     TypeError
-        For what is not a law of this module.
+        For what is not a law of this module, and for a parameter of `per_query`, which belongs to the
+        queries of one call.
     ValueError
         For an array that is not finite.
 
@@ -66,17 +73,22 @@ def to_dict(law: Law) -> dict[str, Any]:
     >>> laws.to_dict(laws.LogLength(512))
     {'law': 'LogLength', 'base': 512, 'minimum': None}
     """
+    if isinstance(law, PerQuery):
+        raise _of_one_call("law")
     kind = next((name for name, kind in _KINDS.items() if type(law) is kind), None)
     if kind is None:
         raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
     data: dict[str, Any] = {"law": kind}
     for name, x in vars(law).items():
+        if isinstance(x, PerQuery) and name != "law":
+            raise _of_one_call(name)
         if isinstance(x, Law):
             data["of"] = to_dict(x)
-        elif x is None or isinstance(x, int):
-            data[name] = x
+        elif is_array(x):
+            numbers = _plain_numbers(name, x)
+            data[name] = {"array": numbers} if name in _SEQUENCES and x.ndim == 1 else numbers
         else:
-            data[name] = _plain_numbers(name, x) if is_array(x) else float(x)
+            data[name] = [_plain(y) for y in x] if isinstance(x, tuple) else _plain(x)
     return data
 
 
@@ -132,15 +144,26 @@ def _from_dict(data: Any, depth: int) -> Law:
         names = ["of" if name == "law" else name for name in known]
         must = f"have the parameters of {data['law']!r} ({', '.join(names)})"
         raise value_error("data", must, _listed(data.keys() - {"law"}))
-    arguments = {
-        name: _from_dict(x, depth + 1)
-        if name == "law"
-        else _array(name, x)
-        if isinstance(x, list)
-        else x
-        for name, x in given.items()
-    }
-    return kind(**arguments)
+    return kind(**{name: _argument(name, x, depth) for name, x in given.items()})
+
+
+def _argument(name: str, x: Any, depth: int) -> Any:
+    if name == "law":
+        return _from_dict(x, depth + 1)
+    if name in _SEQUENCES:
+        if isinstance(x, dict) and x.keys() == {"array"} and isinstance(x["array"], list):
+            return _array(name, x["array"])
+        if isinstance(x, list) and not any(isinstance(y, list) for y in x):
+            return x
+    return _array(name, x) if isinstance(x, list) else x
+
+
+def _of_one_call(name: str) -> TypeError:
+    return type_error(name, "be one for all queries, to be saved", "`per_query`, of one call")
+
+
+def _plain(x: Any) -> int | float | None:
+    return x if x is None or isinstance(x, int) else float(x)
 
 
 def _listed(keys: Any) -> str:

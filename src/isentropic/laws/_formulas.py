@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from numbers import Real
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from isentropic._checks import check_real, common_shape, is_array, type_error, value_error, within
+from isentropic._checks import (
+    check_ndim,
+    check_real,
+    common_shape,
+    is_array,
+    type_error,
+    value_error,
+    within,
+)
 from isentropic._loops import is_readable
 from isentropic._namespace import (
     Array,
@@ -24,7 +33,7 @@ from isentropic._namespace import (
 from isentropic._numerics import clip, lift, root_or_zero
 from isentropic._pytrees import register_nodes
 
-Parameter = float | Array
+Parameter: TypeAlias = "float | Array | PerQuery"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +56,7 @@ class Law(ABC):
     `TypeError`. Laws of numbers can be hashed, laws with arrays cannot.
 
     A law of your own is a subclass, a frozen dataclass, that defines `evaluate`. Fields that are
-    arrays, of shape () or (H,), are its parameters.
+    arrays, of shape () or (H,), are its parameters. `scaled` multiplies it by a factor of each query.
 
     Examples
     --------
@@ -84,12 +93,9 @@ class Law(ABC):
             xp, place = namespace(("law", parameters), n=n), device(("law", parameters), n=n)
             if not xp.isdtype(n.dtype, ("integral", "real floating")):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
-            self._check_shapes(n.shape)
             floating = xp.isdtype(n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, "real floating", place)
-            n = xp.astype(n, _compute_dtype(xp, dtype, parameters))
-            if n.ndim > 0:
-                n = lift(n, max([1, *(x.ndim + 1 for x in parameters)]))
+            n = self._aligned(xp.astype(n, _compute_dtype(xp, dtype, parameters)))
             factor = self.evaluate(xp, n)
             if not is_array(factor):
                 raise type_error("law", "evaluate to an array", type(factor).__name__)
@@ -103,9 +109,8 @@ class Law(ABC):
             raise value_error("n", "be within the range of a float", n) from None
         if parameters:
             xp, place = namespace(("law", parameters)), device(("law", parameters))
-            self._check_shapes(())
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
-            return self.evaluate(xp, xp.full((), n, dtype=dtype, device=place))
+            return self.evaluate(xp, self._aligned(xp.full((), n, dtype=dtype, device=place)))
         import numpy as np
 
         return float(self.evaluate(np, np.float64(n)))  # type: ignore[arg-type]
@@ -161,6 +166,8 @@ class Law(ABC):
     def _named_arrays(self) -> list[tuple[str, Array]]:
         found = []
         for name, x in vars(self).items():
+            if isinstance(x, PerQuery):
+                x = x.value  # by the name of the parameter
             if isinstance(x, Law):
                 found += x._named_arrays()
             elif x is not None and is_array(x):
@@ -195,12 +202,30 @@ class Law(ABC):
         object.__setattr__(law, "_children", names)
         return law
 
-    def _check_shapes(self, shape: tuple[int, ...]) -> None:
-        """Refuse parameters that do not broadcast with lengths of a shape, or with one another."""
-        last = (1,) if shape else ()
-        for name, x in self._named_arrays():
-            own = (*x.shape, *last) if x.ndim else x.shape
-            shape = common_shape(**{"n": shape, name: own})
+    def _aligned(self, n: Array) -> Array:
+        """Lengths with as many axes as the factor will have; refuses shapes that do not broadcast."""
+        shapes = self._named_shapes()
+        if n.ndim == 0 and any(of_queries for _, _, of_queries in shapes):
+            n = n[None]  # one length for all queries
+        last, common = (1,) if n.ndim else (), n.shape
+        for name, shape, of_queries in shapes:
+            # A single number broadcasts without axes.
+            own = shape if of_queries or not shape else (*shape, *last)
+            common = common_shape(**{"n": common, name: own})
+        return lift(n, len(common)) if n.ndim else n
+
+    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        """The shape of each array over the axes of the factor, and whether its last axis is L."""
+        found: list[tuple[str, tuple[int, ...], bool]] = []
+        for name, x in vars(self).items():
+            if isinstance(x, PerQuery):
+                # One number is left of it where `vmap` runs over the queries.
+                found.append((name, tuple(x.value.shape), x.value.ndim > 0))
+            elif isinstance(x, Law):
+                found += x._named_shapes()
+            elif x is not None and is_array(x):
+                found.append((name, tuple(x.shape), False))
+        return found
 
     @abstractmethod
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
@@ -269,7 +294,7 @@ class LogLength(Law):
         _check_minimum(self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        factor = _log_length(xp, n) / _over_queries(xp, _log(xp, self.base, n), n)
+        factor = _log_length(xp, n) / _log(xp, _over_queries(xp, self.base, n))
         return _at_least(xp, factor, self.minimum)
 
 
@@ -303,9 +328,9 @@ class SqrtLogLength(Law):
         _check_minimum(self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        base = _log(xp, self.base, n)
-        root = xp.sqrt(base) if is_array(self.base) else math.sqrt(base)
-        factor = root_or_zero(xp, _log_length(xp, n)) / _over_queries(xp, root, n)
+        base = _log(xp, _over_queries(xp, self.base, n))
+        root = xp.sqrt(base) if is_array(base) else math.sqrt(base)
+        factor = root_or_zero(xp, _log_length(xp, n)) / root
         return _at_least(xp, factor, self.minimum)
 
 
@@ -343,9 +368,10 @@ class AffineLog(Law):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = _log_length(xp, n) * _over_queries(xp, self.slope, n)
         factor = factor + _over_queries(xp, self.intercept, n)
-        if not is_array(self.minimum):
-            return _at_least(xp, factor, self.minimum)  # type: ignore[arg-type]
-        return xp.maximum(factor, _over_queries(xp, self.minimum, n))
+        if self.minimum is None:
+            return factor
+        minimum = _over_queries(xp, self.minimum, n)
+        return xp.maximum(factor, minimum) if is_array(minimum) else _at_least(xp, factor, minimum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -485,10 +511,130 @@ class InfoScale(Law):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         rate = -2.0 / float(self.head_dim)
         root = root_or_zero(xp, -xp.expm1(_log_length(xp, n) * rate))
-        base = _log(xp, self.base, n)
-        if is_array(self.base):
-            return root / _over_queries(xp, xp.sqrt(-xp.expm1(base * rate)), n)
+        base = _log(xp, _over_queries(xp, self.base, n))
+        if is_array(base):
+            return root / xp.sqrt(-xp.expm1(base * rate))
         return root / math.sqrt(-math.expm1(base * rate))
+
+
+@dataclass(frozen=True, eq=False)
+class Knots(Law):
+    """Given factors at given lengths, and between them lines in ln n.
+
+    Parameters
+    ----------
+    lengths : sequence of K ≥ 2 numbers ≥ 1, increasing
+        The lengths n_1, …, n_K of the knots.
+    factors : sequence of K numbers, or array (..., K)
+        The factors f_1, …, f_K at these lengths. An array has one row per head, and may learn.
+    minimum : float, optional
+        The smallest factor.
+
+    Raises
+    ------
+    TypeError
+        For lengths or factors that are not real numbers.
+    ValueError
+        For fewer than two lengths, for lengths that do not increase or are below 1, for another
+        number of factors than of lengths, and for numbers that are not finite.
+
+    See Also
+    --------
+    isentropic.theory.invariant_factor, isentropic.match_attention_entropy : factors to interpolate.
+
+    Notes
+    -----
+    Between two knots the factor is
+
+        f(n) = f_i + (f_{i+1} − f_i) · ln(n / n_i) / ln(n_{i+1} / n_i),
+
+    and exactly f_i at n_i. Below the first knot and above the last one, the line of the outermost two
+    knots goes on. So two knots make the `AffineLog` through them. `numpy.interp` would hold the
+    outermost factors instead, and the entropy would grow again above the last knot. Repeat a
+    factor to hold it: ``Knots((512, 4096, 4097), (1.0, 1.4, 1.4))`` is 1.4 from 4096 on.
+
+    Factors that hold the entropy are smooth in ln n. With knots at every doubling of the length, the
+    error of the interpolation is ``(ln 2)²/8 ≈ 0.06`` times their second derivative by ln n, at most.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> law = laws.Knots([64, 512, 4096], [1.0, 1.5, 1.75])
+    >>> [round(law(n), 3) for n in (64, 512, 1448, 4096, 32768)]
+    [1.0, 1.5, 1.625, 1.75, 2.0]
+    """
+
+    lengths: Sequence[float]
+    factors: Sequence[float] | Array
+    minimum: float | None = None
+
+    def __post_init__(self) -> None:
+        lengths = _numbers("lengths", self.lengths, "be a sequence of numbers", least=1)
+        if len(lengths) < 2:
+            must = "have at least 2 numbers (one factor for all lengths is `laws.Constant`)"
+            raise value_error("lengths", must, len(lengths))
+        if not all(float(a) < float(b) for a, b in pairwise(lengths)):
+            raise value_error("lengths", "increase", f"({', '.join(map(str, lengths))})")
+        object.__setattr__(self, "lengths", lengths)
+        if is_array(self.factors):
+            _check_parameter("factors", self.factors)
+            shape = tuple(self.factors.shape)  # type: ignore[union-attr]
+            if shape[-1:] != (len(lengths),):
+                must = f"have the shape (..., {len(lengths)}), with one factor for each length"
+                raise value_error("factors", must, shape)
+        else:
+            must = "be a sequence of numbers or an array"
+            factors = _numbers("factors", self.factors, must)
+            if len(factors) != len(lengths):
+                must = f"have {len(lengths)} numbers, one for each length"
+                raise value_error("factors", must, len(factors))
+            object.__setattr__(self, "factors", factors)
+        _check_minimum(self.minimum)
+
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        lengths, last = [float(x) for x in self.lengths], len(self.lengths) - 1
+        factors = [_over_queries(xp, self._factor(i), n) for i in range(last + 1)]
+        n = xp.where(n < 1.0, 1.0, n)
+        result: Any = None
+        for i, length in enumerate(lengths):
+            # The line on from knot i. That above the last knot has the slope of the segment before it.
+            left = min(i, last - 1)
+            # ln(b / a) > 0 also where b / a rounds to 1.
+            width = math.log1p((lengths[left + 1] - lengths[left]) / lengths[left])
+            rise = factors[left + 1] - factors[left]
+            # ln(n / length) is 0 at the knot, whose factor is then exact.
+            line = factors[i] + xp.log(n / length) * (1 / width) * rise
+            result = line if result is None else xp.where(n < length, result, line)
+        return _at_least(xp, result, self.minimum)
+
+    def _factor(self, i: int) -> Any:
+        return self.factors[..., i] if is_array(self.factors) else self.factors[i]  # type: ignore[call-overload]
+
+    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        # Without the axis of the knots.
+        return [(name, shape[:-1], False) for name, shape, _ in super()._named_shapes()]
+
+
+@dataclass(frozen=True, eq=False)
+class PerQuery(Constant):
+    """What `per_query` makes: as a law, a constant of each query."""
+
+    value: Array
+
+    def __post_init__(self) -> None:
+        if not is_array(self.value):
+            raise type_error("value", "be an array", type(self.value).__name__)
+        super().__post_init__()
+        check_ndim(1, value=self.value)
+
+    def __repr__(self) -> str:
+        return f"per_query({self.value!r})"
+
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        return xp.ones_like(n) * _over_queries(xp, self, n)
+
+    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        return [("value", tuple(self.value.shape), self.value.ndim > 0)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -525,6 +671,70 @@ class Shifted(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return self.law.evaluate(xp, n + float(self.shift))
+
+
+def per_query(value: Array) -> PerQuery:
+    """A parameter of a law with one number for each query, such as a function of the query.
+
+    An array parameter has the axes of batch and heads, ``...``, and each of its numbers holds for all L
+    queries. An array that is wrapped by this function has the axis of the queries too. So a law may
+    depend on n and on the query.
+
+    Parameters
+    ----------
+    value : array (..., L)
+        The axes ``...`` and L are those of the queries (..., L, E), up to broadcasting. With grouped
+        heads they are the heads of the queries.
+
+    Returns
+    -------
+    PerQuery
+        Taken wherever a parameter may be an array, as in ``AffineLog(slope, per_query(x))``,
+        ``Constant(per_query(x))`` and ``scaled(law, per_query(x))``; not by `Knots`. In JAX and
+        PyTorch it is a tree, whose leaf is the array.
+
+    Raises
+    ------
+    TypeError
+        For a `value` that is not an array of floats.
+    ValueError
+        For a `value` without axes, or with numbers that are not finite.
+
+    Notes
+    -----
+    The law belongs to the queries of one call: make it where they are. `to_dict` refuses it. A law with
+    such a parameter gives factors (..., L), also when it is called with a number.
+
+    With h a learned function of each query, (..., L), the factors of these papers are:
+
+    - *ASEntmax*, ``δ + β (ln(n + 1))^γ`` with β = softplus(h₁) and γ = 2 tanh(h₂):
+      ``shifted(PowerLog(δ, per_query(β), per_query(γ)), 1)``. The paper has its weights by α-entmax,
+      and this library by a softmax.
+    - *Selective Self-Attention*, ``1 + tanh(h) + σ(α) ln n``:
+      ``AffineLog(σ(α), per_query(1 + tanh(h)))``. The paper scales the values likewise.
+    - *QASSMax*, ``g(ln n) · (1 + tanh(h))`` with a learned g of each head:
+      ``scaled(Constant(g(ln N)), per_query(1 + tanh(h)))``, where N counts all keys, as in the paper.
+      A subclass of `Law` in place of `Constant` computes g of the keys that each query sees. A variant
+      of the paper has factors for each feature, (..., L, E): multiply the query by these.
+
+    References
+    ----------
+    Vasylenko et al. 2025, arXiv 2506.16640. Zhang et al. 2024, arXiv 2411.12892. Qu et al. 2026,
+    arXiv 2602.11139.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_entropy, laws
+    >>> query, key = np.random.default_rng(0).normal(size=(2, 4, 100, 16))  # 4 heads
+    >>> gate = np.tanh(query @ np.full(16, 0.1))
+    >>> gate.shape
+    (4, 100)
+    >>> law = laws.AffineLog(0.2, laws.per_query(1 + gate))
+    >>> law(np.arange(1, 101)).shape, attention_entropy(query, key, law=law).shape
+    ((4, 100), (4, 100))
+    """
+    return PerQuery(value)
 
 
 def scaled(law: Law, factor: Parameter) -> Law:
@@ -614,7 +824,8 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     """
     check_real("head_dim", head_dim, above=0)
     _check_parameter("kappa", kappa)
-    return AffineLog(kappa / math.sqrt(head_dim))
+    root = math.sqrt(head_dim)
+    return AffineLog(PerQuery(kappa.value / root) if isinstance(kappa, PerQuery) else kappa / root)
 
 
 def _signature(x: Any, of_array: Callable[[Any], Any]) -> Any:
@@ -643,9 +854,13 @@ def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) ->
 
 
 def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
-    """A parameter over the axes ``...`` of the lengths ``(..., L)``, in their dtype."""
-    if isinstance(x, float) or not is_array(x):
+    """A parameter over the axes of the lengths ``(..., L)``, in their dtype."""
+    if isinstance(x, (int, float)):
         return float(x)  # a NumPy float64 would promote float32 lengths
+    if isinstance(x, PerQuery):
+        return lift(xp.astype(x.value, n.dtype), n.ndim)
+    if not is_array(x):
+        return float(x)
     x = xp.astype(x, n.dtype)
     return lift(x[..., None], n.ndim) if x.ndim > 0 and n.ndim > 0 else x
 
@@ -654,11 +869,9 @@ def _log_length(xp: ModuleType, n: Array, least: float = 1.0) -> Array:
     return xp.log(xp.where(n < least, least, n))
 
 
-def _log(xp: ModuleType, x: Any, n: Array) -> Any:
-    """The logarithm of a parameter, not rounded to its dtype where that is half precision."""
-    if isinstance(x, (int, float)) or not is_array(x):
-        return math.log(x)
-    return xp.log(xp.astype(x, n.dtype))
+def _log(xp: ModuleType, x: Any) -> Any:
+    """The logarithm of a parameter, which `_over_queries` has brought out of half precision."""
+    return math.log(x) if isinstance(x, float) else xp.log(x)
 
 
 def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
@@ -666,7 +879,9 @@ def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
 
 
 def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
-    if is_array(x):
+    if isinstance(x, PerQuery):
+        _check_parameter(name, x.value, above=above)
+    elif is_array(x):
         xp = namespace(**{name: x})
         if not xp.isdtype(x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
@@ -690,6 +905,21 @@ def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
     place = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
     where = f" at {place}" if place else ""
     raise value_error(name, within(above), f"{numbers[place]}{where}")
+
+
+def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple[float, ...]:
+    """Finite numbers of a sequence, or of an array on the host."""
+    if is_array(x):
+        xp = namespace(**{name: x})
+        if not is_readable(xp, x):
+            raise type_error(name, f"{must} that can be read", type(x).__name__)
+        x = to_numpy(x).tolist()
+    if isinstance(x, str) or not isinstance(x, Iterable):
+        raise type_error(name, must, type(x).__name__)
+    numbers = tuple(x)
+    for number in numbers:
+        check_real(name, number, least=least)
+    return numbers
 
 
 def _check_minimum(minimum: Any) -> None:

@@ -240,7 +240,7 @@ def preset(name: str, **parameters: Any) -> Law:
     -----
     The law *asentmax-constant* is not the ASEntmax of the paper, but what its code calls "learn": β and
     γ are numbers of each head. In ASEntmax they depend on the query, β = softplus(·) and
-    γ = 2 tanh(·) of its hidden state, which no function of n can do. Both have weights by α-entmax,
+    γ = 2 tanh(·) of its hidden state: pass them wrapped in `per_query`. Both have weights by α-entmax,
     and not by a softmax. γ may be negative.
 
     The factors of *yarn* and *longrope* act on the rotated dimensions alone in their models, as a
