@@ -139,9 +139,9 @@ CASES = {
     "linear_attention_error": lambda a: it.layers.linear_attention_error(
         a["q"], a["k"], it.layers.PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
     ),
-    "match_entropy": lambda a: it.match_entropy(a["bias"], 0.7, axis=-2, mask=a["visible"][:1, ...]),
-    "match_entropy-target": lambda a: it.match_entropy(a["bias"], a["target"][:1, ...] * 0.1 + 1.0),
-    "match_attention_entropy": lambda a: it.match_attention_entropy(
+    "factor_for_entropy": lambda a: it.factor_for_entropy(a["bias"], 0.7, axis=-2, mask=a["visible"][:1, ...]),
+    "factor_for_entropy-target": lambda a: it.factor_for_entropy(a["bias"], a["target"][:1, ...] * 0.1 + 1.0),
+    "factor_for_attention_entropy": lambda a: it.factor_for_attention_entropy(
         a["q"], a["k2"], a["target"] * 0.1 + 1.0, mask=a["visible"], is_causal=True, enable_gqa=True
     ),
     "theory-needle": lambda a: theory.needle_entropy(a["n_keys"], 1, a["target"] * 0.1 + 2.0),

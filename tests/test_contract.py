@@ -76,8 +76,8 @@ class TestErrorsOfFloatingPoint:
     # Cases that themselves multiply what they are given.
     PRODUCTS = (
         "laws",
-        "match_attention_entropy",
-        "match_entropy-target",
+        "factor_for_attention_entropy",
+        "factor_for_entropy-target",
         "theory-needle",
         "theory-sphere",
     )

@@ -157,7 +157,7 @@ class TestDriftReport:
     @pytest.fixture
     def report(self):
         entropy = np.asarray([[[1.0, 2.0], [1.0, 3.0]], [[2.0, 2.0], [np.nan, np.nan]]])
-        return it.DriftReport(np.asarray([10.0, 10 * math.e]), np.asarray([5, 7]), entropy)
+        return it.drift.DriftReport(np.asarray([10.0, 10 * math.e]), np.asarray([5, 7]), entropy)
 
     def test_slope_of_layers_with_fewer_lengths(self, report):
         np.testing.assert_allclose(report.slope, [[1.0, 0.0], [np.nan, np.nan]], atol=1e-12)
@@ -177,7 +177,7 @@ class TestDriftReport:
 
     def test_table_of_many_lengths(self):
         n = np.geomspace(4, 2**17, 31)
-        report = it.DriftReport(n, np.ones(31, int), np.log(n)[:, None, None])
+        report = it.drift.DriftReport(n, np.ones(31, int), np.log(n)[:, None, None])
         first, header, *_ = repr(report).splitlines()
         assert first.endswith(", 8 of 31 lengths")
         assert header.split()[1] == "4"
@@ -218,7 +218,7 @@ class TestCalibrate:
             samples.append((query, key))
         law = it.calibrate(samples, reference_length=64)
         logits = np.where(np.arange(256) < 4, 6.0, 0.0)
-        exact = it.match_entropy(logits, it.entropy_from_logits(logits[:64]))
+        exact = it.factor_for_entropy(logits, it.entropy_from_logits(logits[:64]))
         assert float(law(256)[0]) == pytest.approx(float(exact), abs=0.01)
 
     @pytest.mark.host

@@ -237,7 +237,7 @@ class TestRefused:
         w = backend.array(np.ones((4, 4)), "float32")
         for call in (
             lambda: it.attention(x, x, x, is_causal=flag),
-            lambda: it.match_attention_entropy(x, x, 1.0, is_causal=flag),
+            lambda: it.factor_for_attention_entropy(x, x, 1.0, is_causal=flag),
             lambda: it.layers.multi_head_attention(x, x, x, w, w, w, w, num_heads=2, is_causal=flag),
             lambda: it.layers.linear_attention(x, x, x, features, is_causal=flag),
             lambda: it.entropy_drift([(x, x)], is_causal=flag),
@@ -376,7 +376,7 @@ class TestUnusualArrays:
         for x in (it.entropy(p), it.cross_entropy(p + 1.0, p), it.kl_divergence(p, p + 2.0)):
             assert np.isnan(backend.numpy(x)).tolist() == [True, False]
         logits = backend.array([[math.inf, 1.0], [2.0, 1.0]], "float32")
-        assert np.isnan(backend.numpy(it.match_entropy(logits, 0.5))).tolist() == [True, False]
+        assert np.isnan(backend.numpy(it.factor_for_entropy(logits, 0.5))).tolist() == [True, False]
 
     @pytest.mark.host
     @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import sys
 import pytest
 
 import isentropic as it
-from isentropic import jl, laws, layers, masks, theory
+from isentropic import drift, jl, laws, layers, masks, theory
 
 PUBLIC = [
-    "AttentionState", "DriftReport", "attention", "attention_backends", "attention_entropy",
-    "attention_information", "attention_state", "attention_weights", "calibrate", "cross_entropy", "entropy", "entropy_drift",
-    "entropy_from_logits", "entropy_penalty", "jl", "kl_divergence", "laws", "layers", "masks",
-    "match_attention_entropy", "match_entropy", "merge_states", "scale_queries", "theory",
+    "AttentionState", "attention", "attention_backends", "attention_entropy",
+    "attention_information", "attention_state", "attention_weights", "calibrate", "cross_entropy", "drift", "entropy",
+    "entropy_drift", "entropy_from_logits", "entropy_penalty", "factor_for_attention_entropy", "factor_for_entropy", "jl",
+    "kl_divergence", "laws", "layers", "masks", "merge_states", "scale_queries", "theory",
 ]  # fmt: skip
-MODULES = (jl, laws, layers, masks, theory)
+MODULES = (drift, jl, laws, layers, masks, theory)
 
 ATTENTION = (
     "(query, key, value, *, mask=None, bias=None, is_causal=False, scale=None, law=LogLength(base=512, "
@@ -82,7 +82,7 @@ class TestPackage:
         code = (
             "import sys, array_api_compat; before = set(sys.modules); import isentropic\n"
             "slow = {'array_api_extra', 'concurrent.futures', 'difflib', 'importlib.metadata', 'logging'}\n"
-            "others = {'_drift', '_invariance', '_special', 'cli', 'integrations', 'jl', 'layers', 'plots', 'theory'}\n"
+            "others = {'drift', '_factors', '_special', 'cli', 'integrations', 'jl', 'layers', 'plots', 'theory'}\n"
             "slow |= {f'isentropic.{name}' for name in others}\n"
             "found = slow & (set(sys.modules) - before)\n"
             "assert not found, found\n"
@@ -90,7 +90,7 @@ class TestPackage:
         subprocess.run([sys.executable, "-c", code], check=True)
 
     @pytest.mark.host
-    @pytest.mark.parametrize("name", ["calibrate", "jl", "layers", "match_entropy", "theory"])
+    @pytest.mark.parametrize("name", ["calibrate", "jl", "layers", "factor_for_entropy", "theory"])
     def test_what_is_imported_later_can_be_the_first_name(self, name):
         code = (
             "import isentropic as it\n"

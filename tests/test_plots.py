@@ -44,7 +44,7 @@ class TestDistortion:
 def _report(*shape):
     entropy = np.random.default_rng(1).uniform(1, 3, size=shape)
     lengths = 2.0 ** np.arange(5, 5 + shape[0])
-    return it.DriftReport(lengths, np.full(shape[0], 10), entropy)
+    return it.drift.DriftReport(lengths, np.full(shape[0], 10), entropy)
 
 
 @pytest.mark.host

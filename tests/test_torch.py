@@ -158,7 +158,7 @@ class TestTransformations:
     def test_matched_factors_with_symbolic_lengths(self):
         torch.compiler.reset()
         compiled = torch.compile(
-            lambda q, k: it.match_attention_entropy(q, k, 1.0),
+            lambda q, k: it.factor_for_attention_entropy(q, k, 1.0),
             fullgraph=True,
             dynamic=True,
             backend="eager",
@@ -166,7 +166,7 @@ class TestTransformations:
         for n in (7, 9):
             q, k = torch.randn(2, 2, n, 8)
             torch.testing.assert_close(
-                compiled(q, k), it.match_attention_entropy(q, k, 1.0), rtol=1e-4, atol=1e-5
+                compiled(q, k), it.factor_for_attention_entropy(q, k, 1.0), rtol=1e-4, atol=1e-5
             )
         torch.compiler.reset()
 

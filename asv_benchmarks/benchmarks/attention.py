@@ -24,7 +24,7 @@ CALLS = {
     )(it.attention_state(q, k, v)),
     "entropy": lambda q, k, v: it.attention_entropy(q, k),
     "entropy of order 2": lambda q, k, v: it.attention_entropy(q, k, order=2),
-    "factor for 5 nats": lambda q, k, v: it.match_attention_entropy(q, k, 5.0),
+    "factor for 5 nats": lambda q, k, v: it.factor_for_attention_entropy(q, k, 5.0),
 }  # fmt: skip
 
 

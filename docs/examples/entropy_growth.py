@@ -38,7 +38,7 @@ LAWS = {"O: 1/√d": None, "E: log n/(log 128 · √d)": laws.LogLength(128)}
 
 def measure(
     backend: str, lengths: tuple[int, ...], count: int, scales: dict[str, it.laws.Law | None] = LAWS
-) -> dict[str, it.DriftReport]:
+) -> dict[str, it.drift.DriftReport]:
     """Mean entropies of all heads at every length, for each law."""
     xp = importlib.import_module(NAMESPACES[backend])
     model, tokens = minilm.load(xp), minilm.tokenizer()
@@ -55,7 +55,7 @@ def measure(
                 layers = [to_numpy(xp.mean(h, axis=(0, -1))) for h in encoding.entropy]
                 entropy += np.asarray(layers) / count
                 steps.update(n)
-        reports[name] = it.DriftReport(np.asarray(lengths), np.asarray(lengths) * count, result)
+        reports[name] = it.drift.DriftReport(np.asarray(lengths), np.asarray(lengths) * count, result)
     steps.close()
     return reports
 
@@ -64,7 +64,7 @@ def to_numpy(x) -> np.ndarray:
     return x.get() if hasattr(x, "get") else np.asarray(x)
 
 
-def picture(reports: dict[str, it.DriftReport], path: Path) -> None:
+def picture(reports: dict[str, it.drift.DriftReport], path: Path) -> None:
     figure, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
     plots.entropy(reports, ax=ax)
     ax.set_title("MiniLM-L6 on source code: mean of 72 heads, band: middle half of them", fontsize=10)

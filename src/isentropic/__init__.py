@@ -28,21 +28,20 @@ from isentropic._entropy import (
 )
 
 if TYPE_CHECKING:
-    from isentropic import jl, layers, theory
-    from isentropic._drift import DriftReport, calibrate, entropy_drift
-    from isentropic._invariance import match_attention_entropy, match_entropy
+    from isentropic import drift, jl, layers, theory
+    from isentropic._factors import factor_for_attention_entropy, factor_for_entropy
+    from isentropic.drift import calibrate, entropy_drift
 else:  # a type checker that saw `__getattr__` would believe in every name
     # What attention does not need is imported when it is first asked for.
     _LATER = {
-        "DriftReport": "_drift",
-        "calibrate": "_drift",
-        "entropy_drift": "_drift",
-        "match_attention_entropy": "_invariance",
-        "match_entropy": "_invariance",
+        "calibrate": "drift",
+        "entropy_drift": "drift",
+        "factor_for_attention_entropy": "_factors",
+        "factor_for_entropy": "_factors",
     }
 
     def __getattr__(name: str) -> Any:
-        if name in ("jl", "layers", "theory"):
+        if name in ("drift", "jl", "layers", "theory"):
             return importlib.import_module(f"{__name__}.{name}")
         if name in _LATER:
             return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
@@ -57,7 +56,6 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AttentionState",
-    "DriftReport",
     "attention",
     "attention_backends",
     "attention_entropy",
@@ -66,17 +64,18 @@ __all__ = [
     "attention_weights",
     "calibrate",
     "cross_entropy",
+    "drift",
     "entropy",
     "entropy_drift",
     "entropy_from_logits",
     "entropy_penalty",
+    "factor_for_attention_entropy",
+    "factor_for_entropy",
     "jl",
     "kl_divergence",
     "laws",
     "layers",
     "masks",
-    "match_attention_entropy",
-    "match_entropy",
     "merge_states",
     "scale_queries",
     "theory",

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import extra_of, type_error, value_error
-from isentropic._drift import DriftReport
 from isentropic._entropy import entropy as entropy_of
 from isentropic._namespace import Array, to_numpy
+from isentropic.drift import DriftReport
 from isentropic.jl import _dimensions
 from isentropic.jl._distortion import DistortionReport
 from isentropic.laws._formulas import Law, check_law

@@ -30,8 +30,8 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._drift import FACTORS, DriftReport, Recorder
 from isentropic._namespace import to_numpy
+from isentropic.drift import FACTORS, DriftReport, Recorder
 from isentropic.laws._formulas import AffineLog, Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 

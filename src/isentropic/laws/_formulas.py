@@ -540,7 +540,8 @@ class Knots(Law):
 
     See Also
     --------
-    isentropic.theory.invariant_factor, isentropic.match_attention_entropy : factors to interpolate.
+    isentropic.theory.invariant_factor : factors to interpolate.
+    isentropic.factor_for_attention_entropy : factors to interpolate.
 
     Notes
     -----

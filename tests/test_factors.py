@@ -53,7 +53,7 @@ class TestMatchEntropy:
     def test_against_bisection(self, backend, n, share):
         scores = np.stack(list(_shapes_of_scores(n).values())).astype(backend.dtypes[-1])
         target = share * math.log(n)
-        got = it.match_entropy(backend.array(scores), target)
+        got = it.factor_for_entropy(backend.array(scores), target)
         expected = np.asarray([_root(row, target) for row in scores])
         backend.assert_close(got, expected, **_close(backend))
 
@@ -66,14 +66,26 @@ class TestMatchEntropy:
         s = np.asarray(logits)
         ties = np.log((s.max() - s < 1e-9 * max(s.max() - s.min(), 1e-300)).sum())
         if s.max() == s.min():
-            assert it.match_entropy(s, share) == 1
+            assert it.factor_for_entropy(s, share) == 1
             return
         if s.max() - np.max(s[s < s.max()]) < 1e-290:
             return  # the factor overflows
         target = ties + share * (math.log(s.size) - ties)
-        factor = it.match_entropy(s, target)
+        factor = it.factor_for_entropy(s, target)
         centered = (s - s.max()) * factor  # a large common offset would lose digits
         assert oracles.entropy(oracles.softmax(centered)) == pytest.approx(target, abs=1e-8)
+
+    def test_differences_of_very_different_sizes(self, backend):
+        """Two scores that are nearly equal, and one that is far: entropies above log 2 and below."""
+        scores = backend.array([[0.0, 1e-28, -1.0]] * 3, "float32")
+        target = backend.array([0.9, math.log(3) - 1e-3, 0.5], "float32")
+        factor = backend.numpy(it.factor_for_entropy(scores, target)).astype(float)
+        for row in (0, 1):
+            p = oracles.softmax(np.asarray([0.0, 0.0, -1.0]) * factor[row])
+            assert oracles.entropy(p) == pytest.approx(float(backend.numpy(target)[row]), abs=1e-5)
+        assert oracles.entropy(oracles.softmax(np.asarray([0.0, 1e-28]) * factor[2])) == pytest.approx(
+            0.5, abs=1e-5
+        )
 
     @pytest.mark.float64
     def test_steps_suffice(self, backend):
@@ -82,7 +94,9 @@ class TestMatchEntropy:
         scores = np.stack(list(_shapes_of_scores(n).values())).astype(backend.dtypes[-1])
         targets = np.linspace(0.01, 0.99, 25) * math.log(n)
         logits = backend.array(np.broadcast_to(scores[:, None], (len(scores), 25, n)))
-        factor = backend.numpy(it.match_entropy(logits, backend.array(targets, backend.dtypes[-1])))
+        factor = backend.numpy(
+            it.factor_for_entropy(logits, backend.array(targets, backend.dtypes[-1]))
+        )
         centered = (scores - scores.max(axis=-1, keepdims=True)).astype(float)[:, None]
         got = oracles.entropy(oracles.softmax(centered * factor[..., None].astype(float)))
         tolerance = 1e-10 if backend.float64 else 1e-4
@@ -94,7 +108,7 @@ class TestMatchEntropy:
         logits = backend.array(rows, "float32")
 
         def factors(target):
-            return backend.numpy(it.match_entropy(logits, target))
+            return backend.numpy(it.factor_for_entropy(logits, target))
 
         np.testing.assert_array_equal(factors(1.2), [0, 0, 1, 1, 1, 0])
         low = factors(0.5)
@@ -113,44 +127,46 @@ class TestMatchEntropy:
         """The lowest number of the dtype hides as −∞ does."""
         s = rng.normal(size=20).astype("float32")
         masked = np.concatenate((s, np.full(5, np.finfo("float32").min))).astype("float32")
-        got = it.match_entropy(backend.array(masked), 1.5)
+        got = it.factor_for_entropy(backend.array(masked), 1.5)
         backend.assert_close(got, np.asarray(_root(s, 1.5)), rtol=3e-4)
 
     def test_largest_factor_is_finite(self, backend):
         dtype = backend.half or "float32"
-        got = backend.numpy(it.match_entropy(backend.array([0.0, 1e-7, 1.0, 1.0 + 1e-3], dtype), 0.0))
+        got = backend.numpy(
+            it.factor_for_entropy(backend.array([0.0, 1e-7, 1.0, 1.0 + 1e-3], dtype), 0.0)
+        )
         assert np.isfinite(got)
         assert got > 1e4
 
     def test_not_a_number(self, backend):
         logits = backend.array([[1.0, math.nan, 3.0], [1.0, 2.0, 3.0]], "float32")
-        got = backend.numpy(it.match_entropy(logits, 0.5))
+        got = backend.numpy(it.factor_for_entropy(logits, 0.5))
         assert np.isnan(got[0])
         assert got[1] > 0
         mask = backend.array([[True, False, True]])
-        assert backend.numpy(it.match_entropy(logits, 0.5, mask=mask))[0] > 0
+        assert backend.numpy(it.factor_for_entropy(logits, 0.5, mask=mask))[0] > 0
         target = backend.array([0.5, math.nan], "float32")
-        assert np.isnan(backend.numpy(it.match_entropy(logits, target))[1])
+        assert np.isnan(backend.numpy(it.factor_for_entropy(logits, target))[1])
 
     def test_axis_mask_and_targets(self, backend, rng):
         s = rng.normal(size=(3, 8, 2)).astype("float32")
         mask = rng.random((8, 1)) < 0.7
         target = np.asarray([[0.5], [1.0], [1.2]], "float32")
-        got = it.match_entropy(
+        got = it.factor_for_entropy(
             backend.array(s), backend.array(target), axis=1, mask=backend.array(mask)
         )
         expected = [[_root(s[i, mask[:, 0], j], target[i, 0]) for j in range(2)] for i in range(3)]
         backend.assert_close(got, np.asarray(expected), rtol=3e-4)
 
     def test_empty(self, backend):
-        assert it.match_entropy(backend.array(np.ones((0, 4))), 1.0).shape == (0,)
-        backend.assert_close(it.match_entropy(backend.array(np.ones((2, 0))), 1.0), np.ones(2))
+        assert it.factor_for_entropy(backend.array(np.ones((0, 4))), 1.0).shape == (0,)
+        backend.assert_close(it.factor_for_entropy(backend.array(np.ones((2, 0))), 1.0), np.ones(2))
 
     def test_half_precision(self, backend, rng):
         if backend.half is None:
             pytest.skip("has no half precision")
         s = backend.array(rng.normal(size=(4, 3000)), backend.half)
-        factor = it.match_entropy(s, 5.0)
+        factor = it.factor_for_entropy(s, 5.0)
         assert factor.dtype == s.dtype
         got = it.entropy_from_logits(backend.xp.astype(s * factor[:, None], backend.xp.float32))
         np.testing.assert_allclose(backend.numpy(got), 5.0, atol=0.02)
@@ -158,15 +174,15 @@ class TestMatchEntropy:
     def test_errors(self, backend):
         logits = backend.array(np.ones((2, 3)))
         with pytest.raises(TypeError, match="`logits` must have a real floating-point dtype"):
-            it.match_entropy(backend.array([1, 2]), 0.5)
+            it.factor_for_entropy(backend.array([1, 2]), 0.5)
         with pytest.raises(ValueError, match="`target` must have a shape broadcastable to"):
-            it.match_entropy(logits, backend.array(np.ones(3)))
+            it.factor_for_entropy(logits, backend.array(np.ones(3)))
         with pytest.raises(TypeError, match="`target` must be a real number, got str"):
-            it.match_entropy(logits, "1")
+            it.factor_for_entropy(logits, "1")
         with pytest.raises(ValueError, match="`target` must be finite, got nan"):
-            it.match_entropy(logits, math.nan)
+            it.factor_for_entropy(logits, math.nan)
         with pytest.raises(TypeError, match="`mask` must be boolean"):
-            it.match_entropy(logits, 0.5, mask=logits)
+            it.factor_for_entropy(logits, 0.5, mask=logits)
 
 
 class TestMatchAttentionEntropy:
@@ -176,12 +192,12 @@ class TestMatchAttentionEntropy:
         ids=["full", "causal", "window", "scale"],
     )
     @pytest.mark.float64
-    def test_equals_match_entropy(self, backend, rng, options, tiny_tiles):
+    def test_equals_that_of_the_logits(self, backend, rng, options, tiny_tiles):
         q, k = rng.normal(size=(2, 2, 3, 11, 8)).astype(backend.dtypes[-1])
         k = np.concatenate((k, k + 1), axis=-2)
         target = rng.uniform(0.3, 2.5, size=(3, 11)).astype(backend.dtypes[-1])
         args = [backend.array(x) for x in (q, k, target)]
-        got = it.match_attention_entropy(*args, **options)
+        got = it.factor_for_attention_entropy(*args, **options)
         visible = np.ones((11, 22), bool)
         offset = np.arange(22) - np.arange(11)[:, None] - 11
         if "is_causal" in options:
@@ -189,13 +205,13 @@ class TestMatchAttentionEntropy:
         if "mask" in options:
             visible = (offset <= 0) & (offset >= -5)
         logits = oracles.attention(q, k, visible=visible, scale=options.get("scale")).logits
-        expected = it.match_entropy(logits, target.astype(float))
+        expected = it.factor_for_entropy(logits, target.astype(float))
         backend.assert_close(got, expected, **_close(backend))
 
     def test_grouped_heads_and_large_calls(self, backend, rng):
         q, k = rng.normal(size=(4, 150, 8)), rng.normal(size=(2, 600, 8))
         args = [backend.array(x.astype("float32")) for x in (q, k)]
-        factor = it.match_attention_entropy(*args, 3.0, enable_gqa=True)
+        factor = it.factor_for_attention_entropy(*args, 3.0, enable_gqa=True)
         scaled = args[0] * factor[..., None]
         h = it.attention_entropy(scaled, args[1], law=None, enable_gqa=True)
         np.testing.assert_allclose(backend.numpy(h), 3.0, atol=2e-5)
@@ -203,27 +219,27 @@ class TestMatchAttentionEntropy:
     def test_edges(self, backend):
         one = backend.array(np.ones((1, 4), "float32"))
         # A query that sees one key, or none, has no entropy to change.
-        backend.assert_close(it.match_attention_entropy(one, one, 1.0), np.ones(1))
+        backend.assert_close(it.factor_for_attention_entropy(one, one, 1.0), np.ones(1))
         hidden = backend.array([[False]])
-        backend.assert_close(it.match_attention_entropy(one, one, 1.0, mask=hidden), np.ones(1))
-        backend.assert_close(it.match_attention_entropy(one, one[:0, ...], 1.0), np.ones(1))
-        assert it.match_attention_entropy(one[:0, ...], one, 1.0).shape == (0,)
+        backend.assert_close(it.factor_for_attention_entropy(one, one, 1.0, mask=hidden), np.ones(1))
+        backend.assert_close(it.factor_for_attention_entropy(one, one[:0, ...], 1.0), np.ones(1))
+        assert it.factor_for_attention_entropy(one[:0, ...], one, 1.0).shape == (0,)
 
     def test_what_is_hidden_has_no_effect(self, backend, rng):
         q, k = rng.normal(size=(2, 6, 4)).astype("float32")
         poisoned = k.copy()
         poisoned[5] = math.nan
         mask = backend.array(np.arange(6) < 5)[None, :]
-        got = it.match_attention_entropy(backend.array(q), backend.array(poisoned), 1.0, mask=mask)
-        expected = it.match_attention_entropy(backend.array(q), backend.array(k[:5]), 1.0)
+        got = it.factor_for_attention_entropy(backend.array(q), backend.array(poisoned), 1.0, mask=mask)
+        expected = it.factor_for_attention_entropy(backend.array(q), backend.array(k[:5]), 1.0)
         backend.assert_close(got, backend.numpy(expected), rtol=1e-6)
 
     def test_errors(self, backend):
         q = backend.array(np.ones((3, 4), "float32"))
         with pytest.raises(ValueError, match="`key` must have the last dimension of `query`"):
-            it.match_attention_entropy(q, backend.array(np.ones((3, 5), "float32")), 1.0)
+            it.factor_for_attention_entropy(q, backend.array(np.ones((3, 5), "float32")), 1.0)
         with pytest.raises(ValueError, match="`target` must have a shape broadcastable to"):
-            it.match_attention_entropy(q, q, backend.array(np.ones(2, "float32")))
+            it.factor_for_attention_entropy(q, q, backend.array(np.ones(2, "float32")))
 
 
 class TestDerivatives:
@@ -240,10 +256,10 @@ class TestDerivatives:
         if backend.library == "torch":
             target = backend.xp.asarray(1.5, dtype=backend.xp.float32, device=backend.device)
             target.requires_grad_()
-            it.match_entropy(backend.array(s), target).backward()
+            it.factor_for_entropy(backend.array(s), target).backward()
             got = float(target.grad)
         else:
             import jax
 
-            got = float(jax.grad(lambda t: it.match_entropy(backend.array(s), t))(1.5))
+            got = float(jax.grad(lambda t: it.factor_for_entropy(backend.array(s), t))(1.5))
         assert got == pytest.approx(expected, rel=1e-3)

@@ -24,6 +24,8 @@ from isentropic.masks import Mask, as_mask, causal
 if TYPE_CHECKING:
     import numpy as np
 
+__all__ = ["DriftReport", "calibrate", "entropy_drift"]
+
 # Factors on the scale at which `calibrate` measures entropies; between them it interpolates.
 FACTORS = tuple(2.0 ** (i / 4) for i in range(-6, 9))
 # Lengths that may be groups by themselves.

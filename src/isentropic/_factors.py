@@ -50,7 +50,7 @@ _DEEPEST = 1e25
 
 
 @quietly
-def match_entropy(
+def factor_for_entropy(
     logits: Array, target: float | Array, *, axis: int = -1, mask: Array | None = None
 ) -> Any:
     """The factor λ ≥ 0 with which ``softmax(λ · logits)`` has the entropy `target`.
@@ -97,9 +97,9 @@ def match_entropy(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import entropy_from_logits, match_entropy
+    >>> from isentropic import entropy_from_logits, factor_for_entropy
     >>> logits = np.asarray([0.0, 1.0, 2.0, 4.0])
-    >>> factor = match_entropy(logits, 1.0)
+    >>> factor = factor_for_entropy(logits, 1.0)
     >>> round(float(factor), 4), round(float(entropy_from_logits(factor * logits)), 4)
     (0.6055, 1.0)
     """
@@ -120,7 +120,7 @@ def match_entropy(
 
 
 @quietly
-def match_attention_entropy(
+def factor_for_attention_entropy(
     query: Array,
     key: Array,
     target: float | Array,
@@ -133,7 +133,7 @@ def match_attention_entropy(
     """The factor on the scale with which each query's attention has the entropy `target`.
 
     What a law approximates as a function of n, exactly and for each query. Equivalent to
-    `match_entropy` of the logits ``scale · q·k``, without forming them for all queries at once.
+    `factor_for_entropy` of the logits ``scale · q·k``, without forming them for all queries at once.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def match_attention_entropy(
     Returns
     -------
     array (..., L)
-        ≥ 0; see `match_entropy` for targets that no factor reaches. Multiply the queries by it.
+        ≥ 0; see `factor_for_entropy` for targets that no factor reaches. Multiply the queries by it.
 
     Raises
     ------
@@ -158,14 +158,14 @@ def match_attention_entropy(
     Notes
     -----
     The logits of a block of queries are kept during the solution: of one query of each head against
-    all keys at least, else of about as many as a tile has. Derivatives as in `match_entropy`.
+    all keys at least, else of about as many as a tile has. Derivatives as in `factor_for_entropy`.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import attention_entropy, match_attention_entropy
+    >>> from isentropic import attention_entropy, factor_for_attention_entropy
     >>> q, k = np.random.default_rng(0).normal(size=(2, 100, 16))
-    >>> factor = match_attention_entropy(q, k, 2.0)
+    >>> factor = factor_for_attention_entropy(q, k, 2.0)
     >>> np.round(attention_entropy(factor[:, None] * q, k, law=None)[:3], 6)
     array([2., 2., 2.])
     """
@@ -219,6 +219,12 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     hidden = s == -math.inf
     top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
     x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
+    # Either the entropy is above that of the scores nearest to the maximum, which then are equal to it,
+    # or they alone have a weight. No dtype has the range for both.
+    is_near = ~hidden & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _DEEPEST))
+    n_near = xp.sum(xp.astype(is_near, s.dtype), axis=-1, keepdims=True)
+    is_above_near = wanted >= log_or(xp, n_near, 0.0) * (1 - 4 * eps)
+    x = xp.where(is_near & is_above_near, 0.0, x)
     gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
     # The unit is the smallest distance from the maximum: at 200 over it nothing else has a weight.
     unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _HIGHEST / largest)
