@@ -49,6 +49,7 @@ html_theme_options = {
     "secondary_sidebar_items": {
         "**": [],
         "reference/index": ["page-toc"],
+        "reference/what-runs-where": ["page-toc"],
         "explanation/ledger": ["page-toc"],
         "explanation/experiments": ["page-toc"],
     },
@@ -82,6 +83,13 @@ def write_experiments(app):
         figure.savefig(Path(app.srcdir, "generated", name))
 
 
+def write_capabilities(app):
+    """The tables of what runs where, from the declaration that the tests try."""
+    from capabilities_page import page
+
+    write(app, "capabilities.md", page())
+
+
 def write(app, name, text):
     path = Path(app.srcdir, "generated", name)
     path.parent.mkdir(exist_ok=True)
@@ -98,3 +106,4 @@ def setup(app):
     app.connect("builder-inited", write_figures)
     app.connect("builder-inited", write_ledger)
     app.connect("builder-inited", write_experiments)
+    app.connect("builder-inited", write_capabilities)

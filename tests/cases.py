@@ -113,7 +113,7 @@ CASES = {
     "cross_entropy": lambda a: it.cross_entropy(a["p"], a["p"][1:, ...] + 0.1),
     "kl_divergence": lambda a: it.kl_divergence(a["p"], a["p"][1:, ...] + 0.1),
     "entropy_penalty": lambda a: it.entropy_penalty(a["target"], 1.5),
-    "laws": lambda a: laws.scaled(laws.PowerLog(0.1, a["slope"], 1.5), 2.0)(a["target"] * a["target"]),
+    "PowerLog": lambda a: laws.scaled(laws.PowerLog(0.1, a["slope"], 1.5), 2.0)(a["target"] * a["target"]),
     "DenseProjection": lambda a: dense(a)(a["x"]),
     "DenseProjection-axis": lambda a: dense(a)(a["w"], axis=1),
     "DenseProjection-adjoint": lambda a: dense(a).adjoint(a["x"][:, :5, :], axis=1),
@@ -144,22 +144,103 @@ CASES = {
     "factor_for_attention_entropy": lambda a: it.factor_for_attention_entropy(
         a["q"], a["k2"], a["target"] * 0.1 + 1.0, mask=a["visible"], is_causal=True, enable_gqa=True
     ),
-    "theory-needle": lambda a: theory.needle_entropy(a["n_keys"], 1, a["target"] * 0.1 + 2.0),
-    "theory-sphere": lambda a: theory.vmf_kl_uniform(8, a["target"] * a["target"] + 0.5),
-    "visible_count": lambda a: (
+    "needle_entropy": lambda a: theory.needle_entropy(a["n_keys"], 1, a["target"] * 0.1 + 2.0),
+    "vmf_kl_uniform": lambda a: theory.vmf_kl_uniform(8, a["target"] * a["target"] + 0.5),
+    "Mask": lambda a: (
         masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
     ).visible_count(7, 7, like=a["q"]),
 }  # fmt: skip
 
+
+def _lengths(a):
+    return a["target"] * a["target"] * 10.0 + 2.0
+
+
+def _positive(a):
+    return a["target"] * a["target"] + 0.75
+
+
+def _few(a):
+    """Few numbers, for what takes a quadrature for each."""
+    return _positive(a)[0, 0, :2]
+
+
+def _sizes(a):
+    return a["slope"] * 0.0 + 50.0
+
+
+def _samples(a):
+    return [(a["q"][..., :4, :], a["k"][..., :4, :]), (a["q"], a["k"])]
+
+
+# Calls of the other functions, whose values have tests of their own. They are only tried: see
+# `capabilities`.
+TRIED = {
+    "AttentionState": lambda a: it.AttentionState(
+        a["target"], _positive(a), a["v"], a["target"] * 0.1
+    ).entropy(),
+    "attention_backends": lambda a: it.attention_backends(a["q"], a["k"], a["v"], mask=a["visible"]),
+    "calibrate": lambda a: it.calibrate(_samples(a), reference_length=5).arrays,
+    "entropy_drift": lambda a: it.entropy_drift(_samples(a)),
+    "AffineLog": lambda a: laws.AffineLog(a["slope"], 0.5)(_lengths(a)),
+    "Constant": lambda a: laws.Constant(a["slope"])(_lengths(a)),
+    "InfoScale": lambda a: laws.InfoScale(a["slope"] + 2.0, 8)(_lengths(a)),
+    "LogLength": lambda a: laws.LogLength(a["slope"] + 2.0)(_lengths(a)),
+    "Power": lambda a: laws.Power(a["slope"])(_lengths(a)),
+    "SqrtLogLength": lambda a: laws.SqrtLogLength(a["slope"] + 2.0)(_lengths(a)),
+    "StepLog": lambda a: laws.StepLog(a["slope"], 4)(_lengths(a)),
+    "scaled": lambda a: laws.scaled(laws.LogLength(), a["slope"])(_lengths(a)),
+    "Knots": lambda a: laws.Knots((2, 4, 8, 16), a["slope"])(_lengths(a)),
+    "per_query": lambda a: laws.AffineLog(laws.per_query(a["target"]), 0.5)(_lengths(a)),
+    "shifted": lambda a: laws.shifted(laws.AffineLog(a["slope"]), 1)(_lengths(a)),
+    "from_kappa": lambda a: laws.from_kappa(a["slope"], 8)(_lengths(a)),
+    "preset": lambda a: laws.preset("ssmax", slope=a["slope"])(_lengths(a)),
+    "from_dict": lambda a: laws.from_dict(
+        {"law": "AffineLog", "slope": [0.25, 0.5]}, like=a["x"]
+    ).arrays,
+    "to_dict": lambda a: laws.to_dict(laws.AffineLog(a["slope"])),
+    "causal": lambda a: masks.causal(a["n_keys"][2]).visible_count(7, 7, like=a["q"]),
+    "window": lambda a: masks.window(2, offset=a["n_keys"][2]).visible_count(7, 7, like=a["q"]),
+    "padding": lambda a: masks.padding(a["lengths"]).visible_count(7, 7, like=a["q"]),
+    "segments": lambda a: masks.segments(a["ids"]).visible_count(7, 7, like=a["q"]),
+    "positive_features": lambda a: it.layers.positive_features(8, 5, rng=0, like=a["q"]),
+    "count_sketch": lambda a: it.jl.count_sketch(16, 5, rng=0, like=a["x"]),
+    "gaussian_projection": lambda a: it.jl.gaussian_projection(16, 5, rng=0, like=a["x"]),
+    "hadamard_projection": lambda a: it.jl.hadamard_projection(16, 5, rng=0, like=a["x"]),
+    "orthogonal_projection": lambda a: it.jl.orthogonal_projection(16, 5, rng=0, like=a["x"]),
+    "rademacher_projection": lambda a: it.jl.rademacher_projection(16, 5, rng=0, like=a["x"]),
+    "sparse_projection": lambda a: it.jl.sparse_projection(16, 5, rng=0, like=a["x"]),
+    "distortion": lambda a: it.jl.distortion(a["x"][0, ...], a["x"][0, :, :5]).distance,
+    "min_dim": lambda a: it.jl.min_dim(_sizes(a), eps=0.3),
+    "failure_probability": lambda a: it.jl.failure_probability(_sizes(a), 200, eps=0.3),
+    "eps": lambda a: it.jl.eps(_sizes(a), 2000),
+    "lower_bound": lambda a: it.jl.lower_bound(_sizes(a), eps=0.3),
+    "entropy_criterion_dim": lambda a: theory.entropy_criterion_dim(_sizes(a)),
+    "matched_key_dim": lambda a: theory.matched_key_dim(_sizes(a), 64),
+    "gaussian_entropy": lambda a: theory.gaussian_entropy(50, _few(a)),
+    "frozen_entropy": lambda a: theory.frozen_entropy(_positive(a)),
+    "sphere_entropy": lambda a: theory.sphere_entropy(50, 8, _few(a)),
+    "vmf_log_mgf": lambda a: theory.vmf_log_mgf(8, _positive(a)),
+    "vmf_mean_cosine": lambda a: theory.vmf_mean_cosine(8, _positive(a)),
+    "tied_entropy": lambda a: theory.tied_entropy(a["n_keys"] + 1, 8, _positive(a)),
+    "invariant_factor": lambda a: theory.invariant_factor(
+        50, _few(a), model="needle", n_relevant=1, gap=3.0
+    ),
+}  # fmt: skip
+
+# Calls that are refused somewhere, where others of the same function are not.
+REFUSED = {
+    "invariant_factor-gaussian": lambda a: theory.invariant_factor(50, _few(a)),
+}
+
+
 # Arrays of these names have no gradient.
 DISCRETE = {"visible", "lengths", "ids", "n_keys", "rows", "components", "features"}
 
-# What draws, or answers with numbers for a reader: called outside of transformations, with tests of
-# their own.
-HOST = {
-    "attention_backends", "calibrate", "count_sketch", "distortion", "entropy_criterion_dim", "entropy_drift",
-    "eps", "failure_probability", "gaussian_projection", "hadamard_projection", "lower_bound",
-    "matched_key_dim", "min_dim", "orthogonal_projection", "positive_features", "rademacher_projection", "sparse_projection",
+# Arrays of these names are parts of maps, and stay in memory where the data are lazy.
+PARTS = {
+    "weights", "weights_scale", "signs1", "signs2", "rows", "sketch_signs", "components", "features",
+    "omega",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 
+import capabilities
 import cases
 import numpy as np
 import oracles
@@ -17,7 +18,10 @@ from isentropic import laws, masks
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-DIFFERENTIABLE = sorted(set(cases.CASES) - {"visible_count"})
+
+def _every(column):
+    """Every call that `capabilities` says to run so."""
+    return pytest.mark.parametrize("name", capabilities.that_run(column, cases.CASES))
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +45,8 @@ def _split(dtype="float32"):
     return arrays, discrete
 
 
-@pytest.mark.parametrize("name", sorted(cases.CASES))
 class TestEveryFunction:
+    @_every("jit")
     def test_jit(self, name, tiny_tiles):
         arrays, discrete = _split()
         case = cases.CASES[name]
@@ -55,6 +59,7 @@ class TestEveryFunction:
             # The cases draw their numbers in float64 and round them: inputs differ by 6e-8.
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
+    @_every("jax_vmap")
     def test_each_array_is_traced_alone(self, name):
         # Inside a trace the result of any operation is traced, also of arrays that are not.
         arrays, discrete = _split()
@@ -72,16 +77,15 @@ class TestEveryFunction:
             result = call(x)
             return sum(jnp.sum(y) for y in jax.tree.leaves(result)), result
 
-        if key in arrays and name in DIFFERENTIABLE:
+        if key in arrays and capabilities.row_of(name).gradient.runs:
             call_of_batch = jax.vmap(jax.value_and_grad(jax.checkpoint(loss), has_aux=True))
         else:
             call_of_batch = jax.vmap(lambda x: ((None, call(x)), None))
         (_, got), _ = jax.eval_shape(call_of_batch, jnp.stack([constants[key]] * 2))
         assert jax.tree.map(lambda y: y.shape[1:], got) == shapes
 
+    @_every("gradient")
     def test_gradient(self, name, x64, tiny_tiles):
-        if name not in DIFFERENTIABLE:
-            pytest.skip("integers have no gradient")
         arrays, discrete = _split("float64")
         case = cases.CASES[name]
         read = cases.names_read(case)

@@ -3,6 +3,7 @@
 import math
 import shutil
 
+import capabilities
 import cases
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ torch = pytest.importorskip("torch")
 from isentropic.integrations.torch import LawModule  # noqa: E402
 
 ARRAYS = cases.inputs()
-# `visible_count` is integer; the entropy of p has a one-sided derivative at p = 0.
-DIFFERENTIABLE = sorted(set(cases.CASES) - {"visible_count"})
+
+
+def _every(column):
+    """Every call that `capabilities` says to run so."""
+    return pytest.mark.parametrize("name", capabilities.that_run(column, cases.CASES))
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +71,8 @@ class _IndexByOperators(torch.overrides.TorchFunctionMode):
         return x
 
 
-@pytest.mark.parametrize("name", sorted(cases.CASES))
 class TestEveryFunction:
+    @_every("compile")
     def test_compile(self, name, compile_):
         case, arrays = cases.CASES[name], _tensors()
         compiled, _ = compile_(case)
@@ -77,11 +81,10 @@ class TestEveryFunction:
         for got, want in zip(cases.leaves(result), cases.leaves(expected), strict=True):
             torch.testing.assert_close(got, want)
 
+    @_every("gradient")
     def test_gradient(self, name, tiny_tiles):
-        if name not in DIFFERENTIABLE:
-            pytest.skip("integers have no gradient")
         case, arrays = cases.CASES[name], _tensors("float64")
-        if "p" in arrays:
+        if "p" in arrays:  # the entropy of p has a one-sided derivative at p = 0
             arrays["p"] = arrays["p"] * 0.9 + 0.01
         names = sorted(cases.names_read(case) - cases.DISCRETE)
 
@@ -92,6 +95,7 @@ class TestEveryFunction:
         leaves = [arrays[name].requires_grad_() for name in names]
         assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
+    @_every("libraries")
     def test_fake_cuda(self, name):
         # Runs without a GPU: finds devices that are mixed, and values that are asked for.
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,6 +108,7 @@ class TestEveryFunction:
             for x in cases.leaves(cases.CASES[name](arrays)):
                 assert x.device.type == "cuda"
 
+    @_every("libraries")
     def test_meta(self, name):
         arrays = _tensors(device="meta")
         expected = cases.leaves(cases.CASES[name](_tensors()))
@@ -276,16 +281,6 @@ class TestTransformations:
             for number in (0.1, 0.2, 0.3):
                 for a, b in zip(compiled(q, h, number), call(q, h, number), strict=True):
                     torch.testing.assert_close(a, b)
-
-    @pytest.mark.parametrize(
-        "name", ["entropy", "entropy_from_logits", "kl_divergence", "attention_information"]
-    )
-    def test_vmap_of_entropies(self, name):
-        function = getattr(it, name)
-        x = torch.rand(3, 5, 4) + 0.1
-        arguments = (x,) if name.startswith("entropy") else (x, x.flip(-1))
-        got = torch.func.vmap(function)(*arguments)
-        torch.testing.assert_close(got, function(*arguments))
 
     def test_maps_of_several_sizes_compile(self, compile_):
         def call(f, y):

@@ -393,9 +393,9 @@ def _are_seen_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     # A finite sum has finite terms, and is quicker than a look at each. A sum may also overflow.
     total = query.sum() + key.sum() + (0.0 if value is None else value.sum())
     xp = plan.xp
-    if plan.library == "jax":
+    if plan.library == "jax":  # inside whose traces nothing that is computed can be read
         return is_seen(xp, xp.isfinite(total)) or is_seen(xp, _all_finite(xp, query, key, value))
-    return math.isfinite(total) or bool(_all_finite(xp, query, key, value))
+    return bool(xp.isfinite(total)) or bool(_all_finite(xp, query, key, value))
 
 
 def _all_finite(xp: ModuleType, query: Array, key: Array, value: Array | None) -> Any:

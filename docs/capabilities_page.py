@@ -1,0 +1,52 @@
+"""The generated part of the page "What runs where", from the declaration in tests/capabilities.py."""
+
+from capabilities import COLUMNS, ROWS, Cell, Row
+
+TITLES = {
+    "": "Attention and entropy",
+    "laws": "Laws",
+    "masks": "Masks",
+    "layers": "Layers",
+    "jl": "Johnson–Lindenstrauss",
+    "theory": "Theory",
+}
+SYMBOLS = {True: "✓", False: "✗", None: "–"}
+
+
+def page() -> str:
+    """Markdown: a table for each module, then the notes."""
+    notes: dict[str, int] = {}
+    lines: list[str] = []
+    for module, title in TITLES.items():
+        lines += [f"## {title}", "", *table(module, notes), ""]
+    lines += ["## Notes", ""]
+    lines += [f"{number}. {note}" for note, number in notes.items()]
+    return "\n".join(lines) + "\n"
+
+
+def table(module: str, notes: dict[str, int]) -> list[str]:
+    """The rows of a module. Notes that are new take the next numbers."""
+    head = [
+        "| | " + " | ".join(COLUMNS.values()) + " |",
+        "|---" + "|:-:" * len(COLUMNS) + "|",
+    ]
+    return head + [
+        "| " + " | ".join([link(name), *symbols(row, notes)]) + " |"
+        for name, row in ROWS.items()
+        if name.rpartition(".")[0] == module
+    ]
+
+
+def link(name: str) -> str:
+    return f"{{py:obj}}`{name.rpartition('.')[2]} <isentropic.{name}>`"
+
+
+def symbols(row: Row, notes: dict[str, int]) -> list[str]:
+    return [symbol(cell, notes) for cell in row.cells().values()]
+
+
+def symbol(cell: Cell, notes: dict[str, int]) -> str:
+    if not cell.note:
+        return SYMBOLS[cell.runs]
+    number = notes.setdefault(cell.note, len(notes) + 1)
+    return f"{SYMBOLS[cell.runs]}<sup>{number}</sup>"

@@ -1,0 +1,222 @@
+"""Where each public function runs: the one declaration, which the tests try and the documentation shows.
+
+A row of `ROWS` says it for one function. What is declared to run has to run, and what is declared not
+to run has to raise an error that says so. The calls that are tried are those of `cases`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Whether a function runs somewhere; None where there is nothing to ask."""
+
+    runs: bool | None
+    note: str = ""  # for the reader: why not, or what to know
+    error: str = ""  # what the error says, as a regular expression
+    call: str = ""  # the call that does not run, where others of the function do
+
+
+YES = Cell(True)
+NOTHING = Cell(None)  # the results have no derivative, or the arguments no part in them
+
+COLUMNS = {
+    "libraries": "other libraries, GPU",
+    "jit": "`jax.jit`",
+    "jax_vmap": "`jax.vmap`",
+    "compile": "`torch.compile`",
+    "torch_vmap": "`torch.func.vmap`",
+    "gradient": "gradient",
+    "second": "second derivative, PyTorch",
+    "dask": "Dask",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A cell for each column. The default is what most functions do."""
+
+    libraries: Cell = YES
+    jit: Cell = YES
+    jax_vmap: Cell = YES
+    compile: Cell = YES  # with fullgraph=True
+    torch_vmap: Cell = YES
+    gradient: Cell = YES  # in PyTorch and in JAX
+    second: Cell = YES
+    dask: Cell = Cell(
+        False,
+        "Dask arrays are taken by the maps, and by those who draw them. Others need their arrays in memory.",
+        "must be an array in memory, got a Dask array",
+    )
+
+    def cells(self) -> dict[str, Cell]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+ALL = Row()
+NOT_SMOOTH = Row(gradient=NOTHING, second=NOTHING)
+LAZY = Row(dask=YES)
+
+_NATIVE = Cell(
+    False,
+    "PyTorch's own kernel has no second derivative. The code for all libraries has: "
+    '`implementation="generic"`.',
+    "derivative for .* is not implemented",
+)
+NATIVE = Row(second=_NATIVE)
+
+_TRACED = Cell(
+    True, "The draw is made when the call is traced, and is a constant in the compiled program."
+)
+DRAWN = Row(
+    libraries=Cell(
+        True,
+        "Drawn by NumPy on the host, and then moved to the library and device of `like`: the same "
+        "numbers everywhere.",
+    ),
+    jit=_TRACED,
+    jax_vmap=_TRACED,
+    compile=Cell(
+        False,
+        "PyTorch does not compile NumPy's generators: draw before, and pass what was drawn.",
+        "attempted to trace numpy function unsupported by PyTorch",
+    ),
+    torch_vmap=_TRACED,
+    gradient=NOTHING,
+    second=NOTHING,
+    dask=Cell(True, "The map that is drawn is in memory. Of a Dask `like` only the dtype counts."),
+)
+
+_READ = Cell(
+    False,
+    "The numbers are read on the host, where the answer is made: call it on arrays that hold their values.",
+    "numpy.ndarray conversion method|Data-dependent branching|Cannot access data pointer"
+    "|does not require grad",
+)
+READ = Row(
+    libraries=Cell(True, "The numbers are copied to the host, where the answer is made."),
+    jit=_READ, jax_vmap=_READ, compile=_READ, torch_vmap=_READ, gradient=_READ, second=_READ,
+)  # fmt: skip
+
+_SIZES = Cell(
+    False,
+    "Sizes are numbers of the host: Python's, lists and NumPy arrays are taken.",
+    "must be a number, or a list or NumPy array of numbers",
+)
+SIZES = Row(**dict.fromkeys(COLUMNS, _SIZES))
+
+_NODES = Cell(
+    False,
+    "PyTorch does not compile what finds the nodes of the quadrature, which are NumPy's.",
+    "function marked as skipped",
+)
+QUADRATURE = Row(compile=_NODES)
+
+ROWS = {
+    "attention": NATIVE,
+    "attention_state": ALL,
+    "AttentionState": ALL,
+    "merge_states": ALL,
+    "attention_entropy": ALL,
+    "attention_weights": ALL,
+    "attention_information": ALL,
+    "attention_backends": NOT_SMOOTH,
+    "scale_queries": ALL,
+    "factor_for_entropy": ALL,
+    "factor_for_attention_entropy": ALL,
+    "calibrate": READ,
+    "entropy_drift": READ,
+    "entropy": ALL,
+    "entropy_from_logits": ALL,
+    "cross_entropy": ALL,
+    "kl_divergence": ALL,
+    "entropy_penalty": ALL,
+    "laws.LogLength": ALL,
+    "laws.Constant": ALL,
+    "laws.SqrtLogLength": ALL,
+    "laws.AffineLog": ALL,
+    "laws.PowerLog": ALL,
+    "laws.Power": ALL,
+    "laws.StepLog": ALL,
+    "laws.InfoScale": ALL,
+    "laws.Knots": ALL,
+    "laws.per_query": ALL,
+    "laws.scaled": ALL,
+    "laws.shifted": ALL,
+    "laws.from_kappa": ALL,
+    "laws.preset": ALL,
+    "laws.to_dict": READ,
+    "laws.from_dict": Row(
+        compile=Cell(
+            False,
+            "PyTorch does not compile the check of a law's name and parameters: make the law before.",
+            "dataclass fields",
+        ),
+        gradient=NOTHING,
+        second=NOTHING,
+    ),
+    "masks.Mask": NOT_SMOOTH,
+    "masks.causal": NOT_SMOOTH,
+    "masks.window": NOT_SMOOTH,
+    "masks.padding": NOT_SMOOTH,
+    "masks.segments": NOT_SMOOTH,
+    "layers.multi_head_attention": NATIVE,
+    "layers.additive_attention": ALL,
+    "layers.rotary": ALL,
+    "layers.positive_features": DRAWN,
+    "layers.PositiveFeatures": ALL,
+    "layers.linear_attention": ALL,
+    "layers.linear_attention_error": ALL,
+    "jl.min_dim": SIZES,
+    "jl.failure_probability": SIZES,
+    "jl.eps": SIZES,
+    "jl.lower_bound": SIZES,
+    "jl.gaussian_projection": DRAWN,
+    "jl.rademacher_projection": DRAWN,
+    "jl.sparse_projection": DRAWN,
+    "jl.orthogonal_projection": DRAWN,
+    "jl.hadamard_projection": DRAWN,
+    "jl.count_sketch": DRAWN,
+    "jl.DenseProjection": LAZY,
+    "jl.HadamardProjection": LAZY,
+    "jl.CountSketch": LAZY,
+    "jl.hadamard_transform": LAZY,
+    "jl.distortion": ALL,
+    "theory.gaussian_entropy": QUADRATURE,
+    "theory.frozen_entropy": ALL,
+    "theory.sphere_entropy": QUADRATURE,
+    "theory.vmf_log_mgf": ALL,
+    "theory.vmf_mean_cosine": ALL,
+    "theory.vmf_kl_uniform": ALL,
+    "theory.needle_entropy": ALL,
+    "theory.tied_entropy": ALL,
+    "theory.invariant_factor": Row(
+        compile=Cell(False, _NODES.note, _NODES.error, call="invariant_factor-gaussian")
+    ),
+    "theory.entropy_criterion_dim": SIZES,
+    "theory.matched_key_dim": SIZES,
+}
+
+# Public names without a row.
+WITHOUT_ROW = {
+    "drift.DriftReport": "a result",
+    "jl.DistortionReport": "a result",
+    "jl.FailureRate": "a result",
+    "layers.LinearAttentionError": "a result",
+    "laws.Law": "abstract",
+    "laws.presets": "takes no arguments",
+}
+
+_ROW_OF_CALLS = {name.rpartition(".")[2]: row for name, row in ROWS.items()}
+
+
+def row_of(call: str) -> Row:
+    """The row of the function that a call of `cases` is of: its name up to the hyphen."""
+    return _ROW_OF_CALLS[call.partition("-")[0]]
+
+
+def that_run(column: str, calls: dict) -> list[str]:
+    """The names of those of the `calls` that run there."""
+    return sorted(name for name in calls if getattr(row_of(name), column).runs)
