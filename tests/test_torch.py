@@ -316,6 +316,13 @@ class TestTransformations:
             for a, b in zip(got, call(q[i], k[i], v[i], lengths[i]), strict=True):
                 torch.testing.assert_close(a[i], b)
 
+    def test_entropy_on_a_sphere_where_the_panels_reach_their_floor(self):
+        """Of the rule of integration, whose ends depend on κ, with a kink at 1/2."""
+        kappa = torch.tensor([0.5 - 1e-4, 0.5, 0.5 + 1e-4], dtype=torch.float64, requires_grad=True)
+        for d in (2.0, 8.0, 64.0):
+            (slope,) = torch.autograd.grad(it.theory.sphere_entropy(100.0, d, kappa).sum(), kappa)
+            torch.testing.assert_close(slope[1], (slope[0] + slope[2]) / 2, rtol=1e-6, atol=0.0)
+
     def test_func_grad(self):
         q, k, v = torch.randn(3, 6, 4, dtype=torch.float64)
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
 from isentropic._namespace import Array, device
-from isentropic._numerics import clip, lift, product
+from isentropic._numerics import clip, lift, product, root_or_zero
 from isentropic._special import log_gamma_step
 
 _PANELS = 24
@@ -109,7 +109,7 @@ class GaussianScores:
         return self.xp.zeros_like(self.beta)
 
     def edge(self, tau: Any) -> Any:
-        return self.xp.sqrt(2 * tau)
+        return root_or_zero(self.xp, 2 * tau)
 
     def at_edge(self, u: Any) -> tuple[Any, Any]:
         return self.beta * u, self.beta + self.xp.zeros_like(u)
@@ -159,7 +159,8 @@ class SphereScores:
         return clip(self.xp, 1 / (_END_NATS * (self.d - 1)) - 1 / _NATS, min=0.0)
 
     def edge(self, tau: Any) -> Any:
-        return self.xp.asinh(self.xp.sqrt(self.xp.expm1(2 * tau / (self.d - 1))))
+        # Its slope at 0 is infinite, and where the ends of the panels lie must not matter to a gradient.
+        return self.xp.asinh(root_or_zero(self.xp, self.xp.expm1(2 * tau / (self.d - 1))))
 
     def at_edge(self, u: Any) -> tuple[Any, Any]:
         cosh = self.xp.cosh(u)
