@@ -159,7 +159,7 @@ class SphereScores:
         return clip(self.xp, 1 / (_END_NATS * (self.d - 1)) - 1 / _NATS, min=0.0)
 
     def edge(self, tau: Any) -> Any:
-        # Its slope at 0 is infinite, and where the ends of the panels lie must not matter to a gradient.
+        # The slope at 0 is infinite. A gradient must not depend on where the panels end.
         return self.xp.asinh(root_or_zero(self.xp, self.xp.expm1(2 * tau / (self.d - 1))))
 
     def at_edge(self, u: Any) -> tuple[Any, Any]:
