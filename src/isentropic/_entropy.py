@@ -87,8 +87,9 @@ def partition(
     normalizer = xp.sum(weight, axis=-1, keepdims=True)
     if order is None:
         return maximum, weight, normalizer, None
-    hidden = s == -math.inf
-    summand = xp.where(hidden, 0.0, _summand(xp, x, weight, order))
+    summand = _summand(xp, x, weight, order)
+    if order != 1 or not is_numpy(xp):  # where a weight of 0 has no part, nor a gradient to guard
+        summand = xp.where(s == -math.inf, 0.0, summand)
     return maximum, weight, normalizer, xp.sum(summand, axis=-1, keepdims=True)
 
 

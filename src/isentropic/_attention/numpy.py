@@ -84,7 +84,7 @@ def state(plan: Plan, operands: Operands, order: float, maximum: bool) -> Attent
         fields = _state_at_once(plan, operands, order)
     else:
         fields = _Pass(*_on_host(plan, operands), maximum=maximum, score=True).state()
-    return AttentionState(*(_back(plan, x) for x in fields))
+    return fields if plan.library == "numpy" else AttentionState(*(_back(plan, x) for x in fields))
 
 
 def _logits_at_once(plan: Plan, operands: Operands) -> Any:

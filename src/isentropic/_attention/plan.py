@@ -386,39 +386,35 @@ def _without_nonfinite(
     return query, key, value, (of_queries, of_keys)
 
 
-def _are_seen_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
+def _are_seen_finite(plan: Plan, *arrays: Any) -> bool:
     """Whether it can be read that all numbers are finite."""
-    if not plan.is_readable:
-        return False
-    # A finite sum has finite terms, and is quicker than a look at each. A sum may also overflow.
-    total = query.sum() + key.sum() + (0.0 if value is None else value.sum())
+    return plan.is_readable and all(x is None or _is_seen_finite(plan, x) for x in arrays)
+
+
+def _is_seen_finite(plan: Plan, x: Any) -> bool:
     xp = plan.xp
     if plan.library == "jax":  # inside whose traces nothing that is computed can be read
-        return is_seen(xp, xp.isfinite(total)) or is_seen(xp, _all_finite(xp, query, key, value))
-    return bool(xp.isfinite(total)) or bool(_all_finite(xp, query, key, value))
+        return is_seen(xp, xp.all(xp.isfinite(x)))
+    # A finite sum has finite terms, and is quicker than a look at each. A sum may also overflow.
+    return math.isfinite(x.sum().item()) or bool(xp.all(xp.isfinite(x)))
 
 
-def _all_finite(xp: ModuleType, query: Array, key: Array, value: Array | None) -> Any:
-    finite = xp.all(xp.isfinite(query)) & xp.all(xp.isfinite(key))
-    return finite if value is None else finite & xp.all(xp.isfinite(value))
-
-
-def four_axes(plan: Plan, x: Array, *, whole: bool = False) -> Any:
+def four_axes(plan: Plan, x: Any, *, whole: bool = False) -> Any:
     """`x` (..., rows, columns) as (batch, heads, rows, columns).
 
     With `whole` no axis is left to broadcast, but grouped heads stay grouped.
     """
-    batch = plan.batch
-    if len(batch) == 2 == x.ndim - 2 and (x.shape[:-2] == batch or not whole):
-        return x
-    *own, rows, columns = x.shape
+    batch, own = plan.batch, tuple(x.shape[:-2])
+    if len(batch) <= 2 and not whole:
+        return x if x.ndim == 4 else x[(None,) * (4 - x.ndim) + (...,)]
     heads = own[-1] if own else 1
     if whole and batch and heads == 1:
         heads = batch[-1]
-    if len(batch) <= 2 and not whole:
-        return x[(None,) * (4 - x.ndim) + (...,)]
-    x = plan.xp.broadcast_to(x, (*batch[:-1], heads, rows, columns))
-    return plan.xp.reshape(x, (math.prod(batch[:-1]), heads, rows, columns))
+    if own != (*batch[:-1], heads):
+        x = plan.xp.broadcast_to(x, (*batch[:-1], heads, *x.shape[-2:]))
+    if len(batch) == 1:
+        return x[None]
+    return x if x.ndim == 4 else plan.xp.reshape(x, (math.prod(batch[:-1]), heads, *x.shape[-2:]))
 
 
 def array_or_none(n_keys: Any) -> Array | None:
