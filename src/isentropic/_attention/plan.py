@@ -148,7 +148,8 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     """The plan and the operands of a call, all of whose arguments are checked."""
     signature, known = _signature(arguments), None
     try:
-        known = _plans.get(signature)
+        # torch.compile compiles again where a dictionary that it has seen changes.
+        known = None if signature is None else _plans.get(signature)
     except TypeError:  # what cannot be hashed: arrays as options, or lengths that are symbolic
         signature = None
     plan = _plan(arguments) if known is None else known
