@@ -693,7 +693,7 @@ def _model_parameters(model: str, minimums: dict[str, float], given: dict[str, A
 def _root(
     xp: ModuleType, function: Callable[[Any], Any], a: Any, b: Any, fa: Any, fb: Any, steps: int
 ) -> Any:
-    """The root, of shape (1, m), of a function between a and b, where its values have opposite signs."""
+    """The root (1, m) of a function between a and b, where its values fa, fb have opposite signs."""
 
     def step(state: Any, _: Any) -> tuple[Any, Any]:
         a, b, fa, fb, t = state
@@ -721,7 +721,7 @@ def _root(
 def _prepare(
     **arguments: tuple[Any, float, float],
 ) -> tuple[ModuleType, list[Any], Callable[[Any], Any]]:
-    """Prepare arguments given as (value, least, most): the namespace, arrays of one shape, and `finish`.
+    """The namespace, the arguments (value, least, most) as arrays of one shape, and `finish`.
 
     Array entries out of range are replaced by values in range. ``finish(result)`` puts NaN in their
     place, and converts the result to its dtype, or to a float.
