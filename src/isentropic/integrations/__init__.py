@@ -1,1 +1,1 @@
-"""Integrations with other libraries. Each module needs its library, which is an extra of this package."""
+"""Integrations with other libraries. Each module needs its library, an extra of this package."""
