@@ -140,8 +140,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     PyTorch's output is NaN in this case, if it forms the weights.
 
     With `is_causal`, PyTorch may ignore `attn_mask` and use a causal mask aligned top-left, if weights
-    are not requested and there is no `key_padding_mask`. This module does the same. But PyTorch's causal
-    mask also hides appended keys; if there are any, this module uses `attn_mask`.
+    are not requested and there is no `key_padding_mask`. This module does the same. But PyTorch's
+    causal mask also hides appended keys; if there are any, this module uses `attn_mask`.
 
     Dropout acts on the weights, as in PyTorch. While it is active (in training, with ``dropout > 0``),
     or with `need_weights`, the weights are formed as an L×S array. Otherwise they never are.
