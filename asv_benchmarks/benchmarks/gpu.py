@@ -6,7 +6,7 @@ from .backends import GPU, arrays, gpu, gradient, namespace, ratio, synchronized
 
 
 class Attention:
-    """128 heads of size 128, n = 4096, bfloat16, against SDPA and cuDNN; CuPy in float32, naive peer."""
+    """128 heads of size 128, n = 4096, bfloat16, against SDPA and cuDNN; for CuPy float32 and naive."""
 
     params = (GPU, [False, True])
     param_names = ("backend", "is_causal")
