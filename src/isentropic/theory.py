@@ -589,7 +589,7 @@ def _frozen(xp: ModuleType, ratio: Any) -> Any:
 
 
 def _frozen_gaussian(xp: ModuleType, n: Any, beta: Any) -> Any:
-    # β_c is 0 for one key, which has no entropy.
+    # For a single key β_c is 0, and the entropy is 0 for every β.
     critical = xp.sqrt(2 * xp.log(n))
     return xp.where(n == 1, 0.0, _frozen(xp, divide_or_zero(xp, beta, critical)))
 

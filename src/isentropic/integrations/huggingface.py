@@ -90,7 +90,7 @@ def register(name: str = _NAME) -> None:
         raise type_error("name", "be a string", type(name).__name__)
     known = AttentionInterface()
     if name == "eager" or known.get(name, _attend) is not _attend:
-        raise value_error("name", "be no other implementation of transformers", repr(name))
+        raise value_error("name", "not be that of another implementation of transformers", repr(name))
     AttentionInterface.register(name, _attend)
     # Models do not make masks for an implementation without a mask function.
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -107,9 +107,9 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     laws : Law, None, sequence or mapping
         One law for all attention layers, a sequence with one law per layer, or a mapping from layer
         numbers to laws. Layers that are not in the mapping, and layers with None, use standard
-        attention. Array parameters of a law have the shape (H,), one number per head. `use` copies them
+        attention. Array parameters of a law have the shape (H,), one number per head. `use` moves them
         to the device of the layer, in float32, or in float64 for a float64 model; so move the model
-        first. Tensors that require gradients are not copied, and must be on that device. They are not
+        first. Tensors that require gradients are not moved, and must be on that device. They are not
         parameters of the model, so pass them to the optimizer separately.
     count : {"keys", "positions"}
         What the n of a law counts: the keys that the query sees, or its position plus one. The table in
@@ -591,7 +591,7 @@ def _visibility_mask(
 def _positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """The positions of the queries, counted from 1, broadcastable to (B, H, L)."""
     if positions is None or positions.ndim != 2 or positions.shape[1] != query.shape[2]:
-        must = "be 'keys' where a model hands no `position_ids` (batch, queries) to its attention"
+        must = "be 'keys' if a model passes no `position_ids` (batch, queries) to its attention"
         raise value_error("count", must, "'positions'")
     return positions[:, None] + 1
 
