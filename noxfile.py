@@ -3,10 +3,10 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.5.1"]
 # ///
-"""Everything that is run on this project: ``python noxfile.py -l`` lists it.
+"""All checks, builds and benchmarks of this project: ``python noxfile.py -l`` lists them.
 
-Runs by ``nox``, by ``python noxfile.py`` (which fetches nox into .nox/bootstrap where it is missing),
-or by any runner of PEP 723 scripts.
+Run it with ``nox``, with ``python noxfile.py`` (which installs nox into .nox/bootstrap if it is
+missing), or with any runner of PEP 723 scripts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ except ModuleNotFoundError:
     sys.exit(subprocess.run([python, __file__, *sys.argv[1:]]).returncode)
 
 nox.needs_version = ">=2025.5.1"
-# pip everywhere: it finds the same builds for everyone.
+# pip in all environments, so that everybody gets the same builds.
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "types", "tests", "doctests"]
 
@@ -50,16 +50,16 @@ PYTHONS = nox.project.python_versions(PYPROJECT)
 BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 
 
-# What the tests of a backend need beside the group of its name.
+# The dependency groups that the tests of a backend need, in addition to the group with its name.
 PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
 
 
-# Most tests use one core: their arrays are small, and compilers use one. A file stays in one process,
-# and so does what is compiled for it.
+# Most tests use one core, because their arrays are small and compilers use one core. All tests of a
+# file run in the same process, so that they share compiled functions.
 PROCESSES = ["-n", "2", "--dist", "loadfile"]
 
-# The tests compile more than they compute, and XLA compiles in 0.6 of the time without most of its
-# optimizations.
+# Most of the time of the JAX tests is compilation. Without most of its optimizations, XLA takes 0.6 of
+# the time to compile.
 QUICK_XLA = (
     "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false"
@@ -67,16 +67,16 @@ QUICK_XLA = (
 
 
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
-    """Install the package and the dependency groups; and the pretrained model where asked."""
+    """Install the package and the dependency groups, and the pretrained model if `model` is true."""
     packages = dict.fromkeys(nox.project.dependency_groups(PYPROJECT, *groups))
-    # One call, so that the pins hold for the package's own requirements too.
+    # In one call, so that the pins also apply to the requirements of the package.
     session.install(*packages, "-e", ".")
     if model:
         session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "model"))
 
 
 def on_cuda(package: str) -> str:
-    """The pinned package with what it needs for NVIDIA GPUs."""
+    """The pinned package with its extra for NVIDIA GPUs."""
     return package.replace("==", "[cuda12]==")
 
 
@@ -103,7 +103,7 @@ def tests(session: nox.Session, backend: str) -> None:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the processes share the memory of a GPU
         },
     )  # fmt: skip
-    if not session.posargs:  # which choose some of the tests
+    if not session.posargs:  # arguments may select a part of the tests
         session.notify("coverage")
 
 
@@ -119,12 +119,13 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def pythons(session: nox.Session) -> None:
-    """The tests with NumPy on each Python that is promised and found here; arguments go to pytest."""
+    """The tests with NumPy on each supported Python that is installed; arguments go to pytest."""
     install(session, "test", "numpy", *PARTNERS["numpy"], model=True)
     session.run("pytest", "--backend=numpy", *session.posargs)
 
 
-# The extras whose lowest versions are tested with each backend; that of Flax needs a later JAX.
+# The extras whose lowest versions are tested with each backend. That of Flax is not among them, because
+# it needs a later JAX.
 EXTRAS = {
     "numpy": ["sklearn", "dask", "cli", "plots"],
     "torch": ["torch", "sklearn", "huggingface"],
@@ -135,9 +136,9 @@ EXTRAS = {
 @nox.session(python=PYTHONS[0])
 @nox.parametrize("backend", list(EXTRAS), ids=list(EXTRAS))
 def minimum(session: nox.Session, backend: str) -> None:
-    """A backend's tests with the lowest versions that are promised; arguments go to pytest."""
+    """The tests of a backend with the lowest supported versions; arguments go to pytest."""
     project = PYPROJECT["project"]
-    promised = [
+    lowest = [
         requirement.replace(">=", "==")
         for requirements in (
             project["dependencies"],
@@ -145,16 +146,16 @@ def minimum(session: nox.Session, backend: str) -> None:
         )
         for requirement in requirements
     ]
-    names = {requirement.partition("==")[0] for requirement in promised}
+    names = {requirement.partition("==")[0] for requirement in lowest}
     others = nox.project.dependency_groups(PYPROJECT, "test")
-    # Not in one call, as the pins of the others need not go with what the lowest versions need.
+    # In two calls, because the pins of the other packages may conflict with the lowest versions.
     session.install(*(package for package in others if package.partition("==")[0] not in names))
-    session.install(*promised, "-e", ".")
+    session.install(*lowest, "-e", ".")
     session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "model"))
-    # Old versions warn of the new ones beside them.
-    kinds = ("DeprecationWarning", "FutureWarning", "UserWarning")
-    lenient = [part for kind in kinds for part in ("-W", f"default::{kind}")]
-    session.run("pytest", f"--backend={backend}", *lenient, *session.posargs)
+    # Old versions of one package warn about new versions of another.
+    categories = ("DeprecationWarning", "FutureWarning", "UserWarning")
+    warning_options = [part for name in categories for part in ("-W", f"default::{name}")]
+    session.run("pytest", f"--backend={backend}", *warning_options, *session.posargs)
 
 
 SMOKE = """
@@ -169,7 +170,7 @@ assert importlib.resources.files(it).joinpath("py.typed").is_file()
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the wheel and the sdist into dist/, use the wheel alone, test from the sdist."""
+    """Build the wheel and the sdist into dist/, run the wheel alone, run tests from the sdist."""
     session.install(*nox.project.dependency_groups(PYPROJECT, "package"))
     dist, away = ROOT / "dist", Path(session.create_tmp()).resolve()
     shutil.rmtree(dist, ignore_errors=True)
@@ -183,7 +184,7 @@ def package(session: nox.Session) -> None:
     def run(program: str, *arguments: object, **options: Any) -> Any:
         return session.run(scripts / program, *arguments, external=True, **options)
 
-    session.chdir(away)  # where no source can be imported
+    session.chdir(away)  # so that the source cannot be imported
     run("python", "-m", "pip", "install", "--quiet", wheel)
     run("python", "-c", SMOKE)
     if "isentropic[cli]" not in run("isentropic", silent=True, success_codes=[1]):
@@ -194,13 +195,13 @@ def package(session: nox.Session) -> None:
     shutil.unpack_archive(sdist, away, filter="data")
     session.chdir(away / sdist.name.removesuffix(".tar.gz"))
     run("python", "-m", "pip", "install", "--quiet", *nox.project.dependency_groups(PYPROJECT, "test"))
-    some = ["tests/test_package.py", "tests/test_laws.py"]
-    run("pytest", "--backend=numpy", *(session.posargs or some))
+    few_tests = ["tests/test_package.py", "tests/test_laws.py"]
+    run("pytest", "--backend=numpy", *(session.posargs or few_tests))
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, and which module may import which."""
+    """Style, and the rules for imports between modules."""
     install(session, "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -216,7 +217,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def doctests(session: nox.Session) -> None:
-    """Every example in a docstring, in the README and in the guides. (The docs run the tutorial.)"""
+    """All examples in docstrings, in the README and in the guides. (The docs run the tutorial.)"""
     install(session, "test", "dask", "flax", "sklearn", "torch", "transformers")
     pages = ("README.md", "docs/index.md", "docs/how-to", "docs/explanation")
     session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", *pages, "--no-cov")
@@ -224,7 +225,7 @@ def doctests(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Entropy against length in a pretrained model. Arguments: a backend, and options (--help)."""
+    """Plot entropy against length in a pretrained model. Arguments: a backend, and options (--help)."""
     backend = next((a for a in session.posargs if not a.startswith("-")), "numpy")
     if backend not in BACKENDS:
         session.error(f"unknown backend {backend!r}: one of {', '.join(BACKENDS)}")
@@ -235,7 +236,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def search(session: nox.Session) -> None:
-    """Nearest neighbours of source files before and after Fast JL. Arguments: options (--help)."""
+    """Compare nearest neighbors before and after Fast JL. Arguments: options (--help)."""
     install(session, "demo", "sklearn")
     session.run("python", "docs/examples/source_search.py", *session.posargs)
 
@@ -246,26 +247,26 @@ EXPERIMENTS = ["first", "masked_language", "entropies", "dimension", "recall"]
 @nox.session
 @nox.parametrize("experiment", EXPERIMENTS, ids=EXPERIMENTS)
 def experiments(session: nox.Session, experiment: str) -> None:
-    """An experiment of the documentation, anew. Arguments: options (--help)."""
+    """Repeat an experiment of the documentation. Arguments: options (--help)."""
     install(session, "demo", "torch", model=True)
     session.run("python", f"docs/examples/{experiment}.py", *session.posargs)
 
 
 BENCHMARKS = ROOT / "asv_benchmarks"
-MACHINE = f"{platform.machine()}-{os.cpu_count()}-cores"  # what figures depend on, and no host name
+MACHINE = f"{platform.machine()}-{os.cpu_count()}-cores"  # no host name
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks by asv. Arguments:
 
-    quick [PATTERN]        (if none) this working tree, each benchmark once, nothing kept
-    gpu                    those for a GPU, likewise
-    check                  only that none is broken, at tiny sizes
-    compare [REVISION ...] this commit against another, what became faster or slower
-    record [PATTERN]       this commit into the history in asv_benchmarks/results
-    publish                the history as a static site in asv_benchmarks/.asv/html
-    anything else          goes to asv
+    quick [PATTERN]        (default) run each benchmark once on this working tree, store nothing
+    gpu                    the same for the benchmarks that need a GPU
+    check                  only check that no benchmark is broken, at tiny sizes
+    compare [REVISION ...] compare this commit with another: what is faster or slower
+    record [PATTERN]       add this commit to the history in asv_benchmarks/results
+    publish                make a static site of the history in asv_benchmarks/.asv/html
+    anything else          is passed to asv
     """
     command, *others = session.posargs or ["quick"]
     install(session, "bench", *(["test"] if command == "check" else []))
@@ -304,19 +305,19 @@ def bench(session: nox.Session) -> None:
 
 
 def hardware() -> list[str]:
-    """What asv is to say of the machine: kinds and numbers, no names."""
+    """Options of asv that describe the machine, without its name."""
     model, size = "", ""
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
         size = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB"
-    # asv keeps only what differs from what it finds itself.
+    # asv stores only values that differ from those that it detects itself.
     cpu = f"{model or platform.processor()}, {os.cpu_count()} cores"
     return ["--os", platform.system(), "--cpu", cpu, "--ram", size]
 
 
 def pinned_asv_configuration() -> str:
-    """The configuration of asv with the versions of pyproject.toml, for commits on their own."""
+    """Write the configuration of asv with the versions of pyproject.toml, for its own environments."""
     configuration = json.loads((BENCHMARKS / "asv.conf.json").read_text())
     pins = dict(
         package.split("==")
@@ -336,7 +337,7 @@ def pinned_asv_configuration() -> str:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation as HTML in docs/_build, with its tutorial run; warnings are errors."""
+    """Build the documentation as HTML in docs/_build, and run its tutorial; warnings are errors."""
     install(session, "docs", model=True)
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
 

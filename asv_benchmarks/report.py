@@ -1,6 +1,6 @@
-"""The latest recorded figures: as Markdown tables, or the speeds as a picture.
+"""The latest recorded results: as Markdown tables, or as a plot of the speeds.
 
-python asv_benchmarks/report.py             # what the performance page of the docs shows
+python asv_benchmarks/report.py             # the tables of the performance page of the docs
 python asv_benchmarks/report.py speed.png
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
-# Versions of benchmarks in which the peer of a masked call had no mask: these figures are not shown.
+# Versions of benchmarks in which the peer of a masked call had no mask. Their results are not shown.
 UNMASKED = {
     "attention.AgainstTorch.track_ratio": "7c27326acb4d",
     "attention.Gradients.track_ratio": "0a7fe6b633f6",
@@ -19,7 +19,7 @@ UNMASKED = {
 }
 MASKED = {"causal", "window"}
 
-# Title, text, benchmark. What is not here is in the asv site.
+# Title, text, benchmark. The asv site shows the other benchmarks.
 TABLES = [
     (
         "Attention against PyTorch's kernel",
@@ -99,7 +99,7 @@ TABLES = [
     ),
 ]
 
-# What is timed and what it is relative to, benchmark, choices of its parameters.
+# Label (timed function / peer), benchmark, parameters.
 BARS = [
     *(
         (
@@ -123,7 +123,7 @@ BARS = [
 
 
 def report() -> str:
-    """Markdown, one section per table."""
+    """The report in Markdown, with one section per table."""
     benchmarks = json.loads((RESULTS / "benchmarks.json").read_text())
     runs = newest_first()
     machine = json.loads((runs[0][0].parent / "machine.json").read_text())
@@ -140,25 +140,25 @@ def report() -> str:
 
 
 def figure(name: str, *choices: str) -> float | None:
-    """The latest figure of a benchmark at choices of its parameters; None where there is none."""
+    """The latest result of a benchmark for given parameters, or None."""
     run = newest(name, newest_first())
     return None if run is None else by_choices(name, run)[1].get(choices)
 
 
 def newest(name: str, runs: list[tuple[Path, dict]]) -> dict | None:
-    """The newest of the runs that has a benchmark."""
+    """The newest of the runs that contains a benchmark."""
     return next((run for _, run in runs if name in run["results"]), None)
 
 
 def newest_first() -> list[tuple[Path, dict]]:
-    """The recorded runs of the machine that has the newest commit."""
+    """The recorded runs of the machine with the newest run, the newest first."""
     runs = [(path, json.loads(path.read_text())) for path in RESULTS.glob("*/*-*.json")]
     runs.sort(key=lambda run: run[1]["date"], reverse=True)
     return [run for run in runs if run[0].parent == runs[0][0].parent]
 
 
 def table(name: str, benchmark: dict, run: dict) -> list[str]:
-    """Rows of a Markdown table: the first parameter across, the others down."""
+    """The lines of a Markdown table: the first parameter in columns, the others in rows."""
     unit = benchmark["unit"]
     names, cells = by_choices(name, run)
     if not names:
@@ -181,7 +181,7 @@ def table(name: str, benchmark: dict, run: dict) -> list[str]:
 
 
 def by_choices(name: str, run: dict) -> tuple[list[list[str]], dict[tuple[str, ...], float | None]]:
-    """The choices of each parameter, and the values by choices."""
+    """The choices of each parameter, and the results by choices."""
     values, params, version = run["results"][name][:3]
     names = [[text.strip("'") for text in choices] for choices in params]
     cells = dict(zip(itertools.product(*names), values, strict=True))
@@ -191,7 +191,7 @@ def by_choices(name: str, run: dict) -> tuple[list[list[str]], dict[tuple[str, .
 
 
 def picture(path: str) -> None:
-    """Times relative to those of others, as bars."""
+    """Draw times relative to other libraries as bars."""
     import matplotlib.pyplot as plt
 
     bars = [(label, value) for label, *which in BARS if (value := figure(which[0], *which[1]))]

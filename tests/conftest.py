@@ -1,4 +1,4 @@
-"""The backends: one fixture, all of whose values every test of a public function runs on."""
+"""The fixture `backend`: every test of a public function runs with each of its values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-# scikit-learn takes arrays of other libraries only if SciPy was imported with this.
+# scikit-learn accepts arrays of other libraries only if this is set when SciPy is imported.
 os.environ.setdefault("SCIPY_ARRAY_API", "1")
 
 BACKENDS = [
@@ -23,7 +23,7 @@ BACKENDS = [
     "numpy:readonly",
     "strict",
     "strict:bare",  # no boolean indexing, no data-dependent shapes, no extensions
-    "strict:2024.12",  # the oldest version of the standard that is enough
+    "strict:2024.12",  # the oldest supported version of the standard
     "strict:device1",
     "torch",
     "torch:float64-default",
@@ -53,7 +53,7 @@ hypothesis.settings.load_profile("isentropic")
 
 @dataclass(frozen=True)
 class Backend:
-    """An array library, with a device, in a mode."""
+    """An array library with a device, in one of its modes."""
 
     name: str
     xp: Any
@@ -73,7 +73,10 @@ class Backend:
         return None if self.library == "strict" else "float16"
 
     def array(self, x: Any, dtype: str | None = None) -> Any:
-        """`x` (anything NumPy takes) on this backend, in `dtype` or the closest to its own."""
+        """`x`, which is anything that NumPy accepts, as an array of this backend.
+
+        Without `dtype` it keeps that of `x`, in 32 bits if the backend does not have 64.
+        """
         x = np.array(x, dtype=dtype)
         if x.dtype == np.float64 and not self.float64:
             x = x.astype(np.float32)
@@ -94,7 +97,10 @@ class Backend:
         return np.asarray(x)
 
     def assert_close(self, actual: Any, expected: Any, **tolerance: float) -> None:
-        """Library, device, dtype, shape and values are those of `expected`, a backend array or not."""
+        """Assert that library, device, dtype, shape and values are those of `expected`.
+
+        `expected` is an array of this backend, or a NumPy array or float.
+        """
         from array_api_extra.testing import assert_close
 
         if isinstance(expected, np.ndarray | float | np.floating):
@@ -108,7 +114,7 @@ class Backend:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--backend", choices=sorted(MODULES), help="run the tests of this backend alone")
+    parser.addoption("--backend", choices=sorted(MODULES), help="run only the tests of this backend")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -124,13 +130,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def is_wanted(item: pytest.Item) -> bool:
         if item.get_closest_marker("host"):
             return chosen in (None, "numpy")
-        # A mode changes how arrays are made and what they may do, but not the formulas. So one set of
-        # parameters is enough, except where the parameters are functions.
+        # A mode changes how arrays are made and which operations they support, but not the formulas. So
+        # one set of parameters is enough, unless the parameters are functions.
         name = item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
         if ":" not in name or item.get_closest_marker("every_mode"):
             return True
         if name == "jax:x64" and not item.get_closest_marker("float64"):
-            return False  # JAX compiles every operation again for the other width
+            return False  # to save time: JAX compiles every operation again for the other width
         test = (name, item.nodeid.partition("[")[0])
         is_first = test not in seen
         seen.add(test)
@@ -149,7 +155,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @functools.cache
 def unavailable(name: str) -> str | None:
-    """Why a backend cannot be tested here, or None."""
+    """The reason why a backend cannot be tested on this machine, or None."""
     library, _, mode = name.partition(":")
     if importlib.util.find_spec(MODULES[library]) is None:
         return f"{MODULES[library]} is not installed"
@@ -207,11 +213,11 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
     if library == "jax":
         import jax
 
-        stack.enter_context(jax.numpy_rank_promotion("raise"))  # as in JAX's own tests
+        stack.enter_context(jax.numpy_rank_promotion("raise"))  # as in the tests of JAX itself
         if mode == "x64":
             stack.enter_context(jax.enable_x64(True))
-        kind = "gpu" if mode == "cuda" else "cpu"
-        return Backend(name, jax.numpy, jax.devices(kind)[0], float64=mode == "x64")
+        platform = "gpu" if mode == "cuda" else "cpu"
+        return Backend(name, jax.numpy, jax.devices(platform)[0], float64=mode == "x64")
     import array_api_compat.cupy as xp
 
     return Backend(name, xp, xp.cuda.Device(0))
@@ -219,7 +225,7 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """PyTorch's own generator, where a test uses it; the others draw from `rng`."""
+    """Seed PyTorch's global generator, for tests that use it. Other tests draw from `rng`."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(20260718)
 
@@ -231,7 +237,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def set_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Changes sizes of blocks, on which the choice of a backend depends too."""
+    """A function that changes block sizes, and clears the cached backend choices that depend on them."""
     from isentropic._attention.backends import chosen
     from isentropic._loops import BLOCKS
 
@@ -246,5 +252,5 @@ def set_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
 
 @pytest.fixture
 def tiny_tiles(set_blocks: Callable[..., None]) -> None:
-    """Tiles so small that every test has several, with ragged ends."""
+    """Make blocks so small that every test has several of them, with ragged ends."""
     set_blocks(tile=0, rows=3, columns=4, counted=4, chunk=3, cached=40, pairs=40)

@@ -233,11 +233,11 @@ class TestModel:
         assert result.exit_code == 1
         (line,) = result.stderr.splitlines()
         assert line.startswith(
-            "Error: some/model is not a folder, does not load from the cache, and the Hub cannot be asked: Cannot reach"
+            "Error: some/model is not a folder, does not load from the cache, and the Hub cannot be reached: Cannot reach"
         )
 
     def test_outputs_are_tried_before_the_work(self, run, model, texts, tmp_path, monkeypatch):
-        monkeypatch.setattr(cli, "_opened", None)  # no work is begun
+        monkeypatch.setattr(cli, "_load_model_and_batches", None)  # the check comes before the work
         for option in (["-o", "/no/laws.json"], ["-o", tmp_path / "a", "--plot", "/no/a.png"]):
             result = run("calibrate", model, *texts, *option)
             assert result.exit_code == 1
@@ -260,7 +260,9 @@ class TestModel:
         assert "Repo id must be in the form" in nowhere
         assert "File '/no/text' does not exist" in refused("profile", model, "/no/text")
         assert "Missing argument 'TEXT...'" in refused("profile", model)
-        assert f"{tmp_path} holds no model that loads" in refused("profile", tmp_path, texts[0])
+        assert f"{tmp_path} does not contain a model that loads" in refused(
+            "profile", tmp_path, texts[0]
+        )
         assert "takes 512 tokens at most" in refused("profile", model, texts[0], "--lengths", "513")
         (tmp_path / "short.txt").write_text("few words")
         short = refused("profile", model, tmp_path / "short.txt", "--lengths", "3,64")
@@ -273,7 +275,7 @@ class TestModel:
         (tmp_path / "laws.json").write_text("[]")
         wrong = refused("profile", model, texts[0], "--lengths", "32", "--laws", tmp_path / "laws.json")
         assert "`path` must be a file of the format 'isentropic-laws'" in wrong
-        monkeypatch.setattr(cli, "_opened", None)  # no work is begun
+        monkeypatch.setattr(cli, "_load_model_and_batches", None)  # the check comes before the work
         for wrong, message in (
             ("laws.jsn", "--laws: laws.jsn is not a file; as a preset: `name` must be"),
             ("qwen", "`parameters` must be those of 'qwen' (length), got none"),

@@ -18,7 +18,7 @@ WITHOUT_DEVICE = {
     "_loops.py:map_blocks": "indices of a JAX scan, within a trace",
     "_loops.py:scan_blocks": "indices of a JAX scan, within a trace",
     "_loops.py:write": "NumPy alone",
-    "_sharded.py:joined": "a constant within a JAX trace",
+    "_sharded.py:with_joint_type": "a constant within a JAX trace",
 }
 
 

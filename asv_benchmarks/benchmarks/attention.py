@@ -1,6 +1,6 @@
-"""Attention, its state and entropies: seconds, memory, and ratios to what others compute.
+"""Attention, its state and entropies: seconds, memory, and ratios to other implementations.
 
-The ratios are timed in one process, in turn, and are what to compare between commits.
+For a ratio both functions are timed alternately in one process. Compare commits by ratios, not seconds.
 """
 
 import itertools
@@ -29,7 +29,7 @@ CALLS = {
 
 
 class Attention:
-    """8 heads of 64, float32."""
+    """Seconds for 8 heads of size 64 in float32."""
 
     params = (list(NAMESPACES), list(CALLS), [16, 2048])
     param_names = ("backend", "call", "n")
@@ -44,7 +44,7 @@ class Attention:
 
 
 class Memory:
-    """Of the process, growing in proportion to n. L×S would be 0.5 GB at the first, 8.6 at the last."""
+    """Peak memory of the process, proportional to n. L×S logits would be 0.5 GB and 8.6 GB."""
 
     params = (list(NAMESPACES), ["attention", "output and entropy", "gradient"], [4096, 16384])
     param_names = ("backend", "call", "n")
@@ -66,7 +66,7 @@ class Memory:
 
 
 def torch_sdpa(call, n):
-    """PyTorch's kernel for the output, with the mask of a call, which it takes as an array."""
+    """PyTorch's kernel for the output, with the mask of a call as an array."""
     import torch
 
     mask = {"is_causal": call == "causal"}
@@ -82,7 +82,7 @@ def torch_sdpa(call, n):
 
 
 class AgainstTorch:
-    """Multiples of the time of PyTorch's `scaled_dot_product_attention`, with the same mask."""
+    """Time relative to PyTorch's `scaled_dot_product_attention` with the same mask."""
 
     params = (CPU, list(CALLS), [4096])
     param_names = ("backend", "call", "n")
@@ -97,7 +97,7 @@ class AgainstTorch:
 
 
 class AgainstOwnLibrary:
-    """Multiples of the time of what one would write, or call, in the same library at n = 4096."""
+    """Time relative to the usual expression or function of the same library, at n = 4096."""
 
     unit = "ratio"
     timeout = 300
@@ -128,7 +128,7 @@ class AgainstOwnLibrary:
 
 
 class Gradients:
-    """Forward and backward at n = 4096, as multiples of a peer with the same mask: SDPA, `jax.nn`."""
+    """Forward and backward at n = 4096, relative to SDPA or `jax.nn` with the same mask."""
 
     params = (["torch", "jax"], ["attention", "causal", "output and entropy"])
     param_names = ("backend", "call")
@@ -151,7 +151,7 @@ class Gradients:
 
 
 class SmallCalls:
-    """4 heads at n = 16, as multiples of the plain expression, or of SDPA, with the same mask."""
+    """4 heads at n = 16, relative to the naive expression or to SDPA, with the same mask."""
 
     params = (["numpy", "torch"], ["attention", "causal", "entropy"])
     param_names = ("backend", "call")
@@ -167,7 +167,7 @@ class SmallCalls:
 
 
 class Hops:
-    """What a reader of a small call follows: calls within the package, files, switches between them."""
+    """How hard a small call is to follow: calls in the package, files, and switches between files."""
 
     params = (["numpy", "torch"], ["attention", "causal", "entropy"])
     param_names = ("backend", "call")
@@ -214,7 +214,7 @@ class Imports:
 
 
 class Error:
-    """Largest errors of float32 against float64 with the weights formed, n = 1024."""
+    """Largest differences between float32 and float64 with all weights formed, n = 1024."""
 
     params = (CPU, ["generic", None])
     param_names = ("backend", "implementation")
@@ -260,7 +260,7 @@ class Graphs:
 
 
 class LinearAttention:
-    """Random features with 256 components, as a multiple of exact attention at n = 4096."""
+    """Random features with 256 components, relative to exact attention at n = 4096."""
 
     params = (CPU, [False, True])
     param_names = ("backend", "is_causal")
@@ -278,7 +278,7 @@ class LinearAttention:
 
 
 class Laws:
-    """A law of one length, and of 4096 lengths."""
+    """A law for one length, and for 4096 lengths."""
 
     params = (("LogLength", "AffineLog", "PowerLog", "InfoScale"),)
     param_names = ("law",)
@@ -312,5 +312,5 @@ def _softmax(s):
 
 
 def _heads_last(x):
-    """(heads, n, width) as `jax.nn` wants it, (1, n, heads, width)."""
+    """Arrays (heads, n, width) in the layout of `jax.nn`, (1, n, heads, width)."""
     return [part.swapaxes(0, 1)[None] for part in x]

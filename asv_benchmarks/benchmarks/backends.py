@@ -1,4 +1,4 @@
-"""Arrays and clocks of the backends."""
+"""Arrays, synchronization and timing for each backend."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ NAMESPACES = {
 CPU = ["numpy", "torch", "jax"]
 GPU = ["torch", "jax", "cupy"]
 
-# A limit on all lengths, to see in a moment that no benchmark is broken.
+# A limit on all lengths, to check quickly that no benchmark is broken.
 _LONGEST = int(os.environ.get("BENCHMARK_LONGEST", "0")) or None
 
 
@@ -34,7 +34,7 @@ def namespace(backend):
 
 
 def gpu(backend):
-    """The device, where there is one."""
+    """The GPU of a backend. Without one, the benchmark is skipped."""
     xp = namespace(backend)
     if backend == "torch" and not xp.cuda.is_available():
         raise NotImplementedError("PyTorch sees no GPU")
@@ -48,14 +48,14 @@ def gpu(backend):
 
 
 def arrays(backend, n, heads=8, head_dim=64, *, dtype="float32", device=None):
-    """Queries, keys and values (heads, n, head_dim), alike on every backend."""
+    """Queries, keys and values (heads, n, head_dim), with the same numbers on every backend."""
     xp = namespace(backend)
     x = np.random.default_rng(0).normal(size=(3, heads, length(n), head_dim)).astype("float32")
     return [xp.asarray(part, dtype=getattr(xp, dtype), device=device) for part in x]
 
 
 def synchronized(backend, function):
-    """`function`, compiled where its library compiles, and returning when the result is there."""
+    """`function`, jitted in JAX, that returns only when the result has been computed."""
     if backend == "jax":
         import jax
 
@@ -82,7 +82,7 @@ def _then(function, synchronize):
 
 
 def gradient(backend, function, n_arguments=3):
-    """A function that gives the gradients of the sum of all that `function` gives."""
+    """A function that computes the gradients of the sum of all outputs of `function`."""
     if backend == "jax":
         import jax
 
@@ -102,9 +102,9 @@ def gradient(backend, function, n_arguments=3):
 
 
 def ratio(ours, theirs, rounds=5):
-    """Median time of one function as a multiple of another's, timed in turn in this process."""
+    """The median time of one function over that of another, timed alternately in this process."""
     times = {ours: [], theirs: []}
-    for _ in range(rounds + 1):  # the first is for warming up
+    for _ in range(rounds + 1):  # the first round is a warm-up
         for function, record in times.items():
             start = time.perf_counter()
             function()

@@ -1,4 +1,4 @@
-"""On a GPU: ratios to each library's own kernel, and to a copy. Skipped where there is none."""
+"""On a GPU: times relative to the kernel of each library, and to a copy. Skipped without a GPU."""
 
 import isentropic as it
 
@@ -6,7 +6,7 @@ from .backends import GPU, arrays, gpu, gradient, namespace, ratio, synchronized
 
 
 class Attention:
-    """128 heads of 128, n = 4096, bfloat16, against SDPA and cuDNN; CuPy in float32 against naive."""
+    """128 heads of size 128, n = 4096, bfloat16, against SDPA and cuDNN; for CuPy float32 and naive."""
 
     params = (GPU, [False, True])
     param_names = ("backend", "is_causal")
@@ -65,7 +65,7 @@ class Gradient(Attention):
 
 
 class Hadamard:
-    """Multiples of the time of a copy on the device."""
+    """Time relative to a copy on the device."""
 
     params = (GPU, [2**8, 2**12, 2**16])
     param_names = ("backend", "n")

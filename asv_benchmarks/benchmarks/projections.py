@@ -1,4 +1,4 @@
-"""Hadamard transform and Johnson–Lindenstrauss maps: seconds, and ratios to those of others."""
+"""Hadamard transform and Johnson–Lindenstrauss maps: seconds, and ratios to other libraries."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def matrix(backend, columns, size=SIZE):
 
 
 class Hadamard:
-    """The transform along the rows of 64 MB."""
+    """The transform of the rows of an array of 64 MB."""
 
     params = (list(NAMESPACES), ROWS[::2])
     param_names = ("backend", "n")
@@ -35,7 +35,7 @@ class Hadamard:
 
 
 class HadamardAgainstPeers:
-    """Multiples of the time of a copy by NumPy, and of SciPy's cosine transform with all workers."""
+    """Time relative to a copy by NumPy, and to SciPy's cosine transform with all workers."""
 
     params = (CPU, ROWS)
     param_names = ("backend", "n")
@@ -66,7 +66,7 @@ MAPS = {
 
 
 class Projections:
-    """64 points of 65 536 features to 512 components."""
+    """Projection of 64 points with 65 536 features to 512 components."""
 
     params = (list(NAMESPACES), list(MAPS))
     param_names = ("backend", "map")
@@ -86,7 +86,7 @@ class Projections:
 
 
 class ProjectionsAgainstPeers:
-    """Multiples of the time of scikit-learn's and SciPy's projections of the same size."""
+    """Time relative to scikit-learn's and SciPy's projections of the same size."""
 
     params = (CPU, list(MAPS))
     param_names = ("backend", "map")
@@ -131,7 +131,7 @@ class ProjectionsAgainstPeers:
 
 
 class Bounds:
-    """Dimensions of the lemma, in numbers and in arrays."""
+    """Dimensions by the lemma, for a number and for an array of eps."""
 
     params = (("exact", "haar", "dasgupta-gupta"),)
     param_names = ("method",)

@@ -2,22 +2,23 @@
 
     python dimension.py
 
-Word vectors: the trained token embeddings of MiniLM, and random subsets of N of them, go through Fast
-JL and through PCA to k dimensions. What becomes of distances, of cosines and of nearest neighbors?
+Word vectors: Fast JL and PCA map the trained token embeddings of MiniLM, and random subsets of N of
+them, to k dimensions. How do distances, cosines and nearest neighbors change?
 
-Attention: queries and keys of d dimensions are mapped to k, and attended with at the old scale 1/√d.
+Attention: queries and keys of d dimensions are mapped to k. The attention keeps the scale 1/√d.
 
-- initial: independent standard normal queries and keys, d = 512; the logits have the variance 1;
-- focused: the same keys, and each query is a multiple of the sum of eight of them, whose logits are
-  about 7.5 above the others;
+- initial: queries and keys are independent standard normal, d = 512. The logits have variance 1.
+- focused: the keys are the same, and each query is a multiple of the sum of eight of them. The logits
+  of these eight are about 7.5 above the others.
 - MiniLM: the heads of a trained encoder, d = 32, on sources of the standard library.
 
-- lookup: keys that have k dimensions from the start, each query one of them behind noise, weighed by
-  Bayes' rule.
+Lookup: keys have k dimensions from the start. Each query is one of them plus noise, and the weights
+follow Bayes' rule.
 
-The maps of the first three are the Gaussian one and Fast JL, new ones for each draw, and "least
-squares": the k dimensions with the nearest logits for these very queries and keys, by singular values.
-They need not move the least weight, as they shrink the logits. Nothing is trained here.
+The first three use three maps: Gaussian maps and Fast JL, drawn anew for each sample, and "least
+squares". The last is, by singular values, the map to the k dimensions with the smallest error of the
+logits for the given queries and keys. It need not move the least weight, because it shrinks the logits.
+No model is trained here.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from isentropic import theory
 
 NAME = "dimension"
 EPS = (0.1, 0.3, 0.5)
-SUBSETS = (1000, 3000, 10_000)  # beside all
+SUBSETS = (1000, 3000, 10_000)  # in addition to all words
 SIZES = (16, 32, 48, 64, 86, 96, 128, 192, 256, 320)
 WORD_MAPS = 2  # draws of Fast JL
 QUERIES = 1000
-PAIRS = 2**16  # of all words
-POINTS = 700  # of which all pairs are compared
+PAIRS = 2**16  # random pairs of all words
+POINTS = 700  # words whose pairs are all compared
 LENGTHS = {"initial": (128, 256, 512, 1024, 2048), "MiniLM": (64, 128, 256, 512)}
 LENGTHS["focused"] = LENGTHS["initial"]
 HEAD_SIZES = {"initial": (32, 64, 128, 256, 512), "MiniLM": (8, 16, 24, 32)}
@@ -54,11 +55,12 @@ HEAD_SIZES["focused"] = HEAD_SIZES["initial"]
 KINDS = ("initial", "focused", "MiniLM")
 WIDTH, VALUE_WIDTH = 512, 64
 NEEDLES, GAP = 8, 7.5
-ROWS = 2048  # queries per length, and at least two draws
+ROWS = 2048  # queries per length, unless two draws have more
 TEXTS, LAYERS = 2, 6
 LOOKUP_SIZES = tuple(range(4, 101, 4))
-NOISES = (1.0, 2.0)  # of each coordinate of a query, that of a key being 1
-# Which k keeps 90 % of the neighbors, moves half of the weight, puts half on the key that is meant?
+NOISES = (1.0, 2.0)  # standard deviation per coordinate of a query; that of a key is 1
+# The levels that define a sufficient k: it keeps 90 % of the neighbors, moves half of the weight, or
+# puts half of the weight on the right key.
 KEPT, MOVED, FOUND = 90, 0.5, 0.5
 
 
@@ -66,7 +68,7 @@ KEPT, MOVED, FOUND = 90, 0.5, 0.5
 
 
 def word_vectors() -> Tensor:
-    """The embeddings of the tokens that were trained, (N, 384)."""
+    """The trained token embeddings, (N, 384)."""
     vocabulary = minilm.tokenizer().get_vocab()
     trained = sorted(i for token, i in vocabulary.items() if not token.startswith("[unused"))
     weights = minilm.load().weights["embeddings.word_embeddings.weight"]
@@ -74,20 +76,20 @@ def word_vectors() -> Tensor:
 
 
 def nearest(x: Tensor, queries: Tensor, count: int = 10) -> Tensor:
-    """The `count` nearest other points of some, (queries, count)."""
+    """The `count` nearest other points of each query, (queries, count)."""
     distances = torch.cdist(x[queries], x)
     distances[torch.arange(len(queries)), queries] = math.inf
     return distances.topk(count, largest=False).indices
 
 
 def principal(x: Tensor, size: int) -> Tensor:
-    """The coordinates on the first principal axes."""
+    """The coordinates on the first `size` principal axes."""
     u, s, _ = torch.linalg.svd(x - x.mean(0), full_matrices=False)
     return (u * s)[:, :size]
 
 
 def retention(x: Tensor) -> list[dict]:
-    """How many nearest neighbors survive, in %, per map, draw and size."""
+    """The share of nearest neighbors that is kept, in %, per map, draw and size."""
     queries = torch.asarray(np.random.default_rng(1).permutation(len(x))[:QUERIES])
     true = nearest(x, queries)
     axes = principal(x, max(SIZES))
@@ -108,7 +110,7 @@ def retention(x: Tensor) -> list[dict]:
 
 
 def cosines(x: Tensor) -> Tensor:
-    """Of `PAIRS` random pairs of different points."""
+    """The cosines of `PAIRS` random pairs of different points."""
     rng = np.random.default_rng(2)
     first = rng.integers(len(x), size=PAIRS)
     second = (first + rng.integers(1, len(x), size=first.size)) % len(x)
@@ -145,7 +147,7 @@ def draws(kind: str, n: int) -> int:
 
 
 def heads(kind: str, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values (..., n, d) of some draws, or of the layers for some texts."""
+    """Queries, keys and values (..., n, d) of several draws, or of all layers for several texts."""
     if kind == "MiniLM":
         model = minilm.load(torch)
         for ids in minilm.texts(n, TEXTS, minilm.tokenizer()):
@@ -169,9 +171,10 @@ def heads(kind: str, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def best_rank(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys with the same attention, whose first k dimensions have the nearest logits.
+    """Queries and keys with the same attention, whose first k dimensions approximate the logits best.
 
-    Less the mean key: what it adds to all logits of a query changes no weight.
+    The mean key is subtracted. It adds the same number to all logits of a query, so the weights do not
+    change.
     """
     base_q, part_q = torch.linalg.qr(q)
     base_k, part_k = torch.linalg.qr(k - k.mean(-2, keepdim=True))
@@ -180,7 +183,7 @@ def best_rank(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mapped(q: Tensor, k: Tensor, sizes: tuple[int, ...], seed: int) -> Iterator[tuple]:
-    """Name, size, queries and keys, and the random map."""
+    """The name, the size, the mapped queries and keys, and the random map or None."""
     best_q, best_k = best_rank(q, k)
     for size in sizes:
         f = it.jl.gaussian_projection(q.shape[-1], size, rng=seed, like=q)
@@ -191,9 +194,9 @@ def mapped(q: Tensor, k: Tensor, sizes: tuple[int, ...], seed: int) -> Iterator[
 
 
 def expected_error(name: str, q: Tensor, k: Tensor, size: int) -> float:
-    """The standard deviation of the errors of the logits within a row, from that of inner products.
+    """The standard deviation of the errors of the logits within a row, predicted for inner products.
 
-    Fast JL has no error at k = d, and its variance goes with 1/k − 1/d.
+    Fast JL has no error at k = d, and its variance is proportional to 1/k − 1/d.
     """
     d = q.shape[-1]
     k = k - k.mean(-2, keepdim=True)
@@ -203,7 +206,7 @@ def expected_error(name: str, q: Tensor, k: Tensor, size: int) -> float:
 
 
 def compare(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], seed: int, normal: bool) -> dict:
-    """What the maps change, per map and size; `normal` keys have a predicted entropy too."""
+    """How the maps change attention, per map and size, with the predicted entropy for `normal` keys."""
     scale = q.shape[-1] ** -0.5
     exact = it.attention_weights(q, k, law=None, scale=scale)
     result = {}
@@ -228,7 +231,7 @@ def compare(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], seed: int, 
 
 
 def attention(kind: str, n: int) -> list[dict]:
-    """One row per map and size, the means over the draws."""
+    """One row per map and size: means over the draws."""
     found = []
     for seed, (q, k, v) in enumerate(heads(kind, n)):
         found.append(compare(q, k, v, HEAD_SIZES[kind], seed, kind == "initial"))
@@ -241,7 +244,7 @@ def attention(kind: str, n: int) -> list[dict]:
 
 
 def lookup(n: int) -> list[dict]:
-    """The mean weight that the right key gets, per noise and size."""
+    """The mean weight of the right key, per noise and size."""
     generator = torch.Generator().manual_seed(n)
     rows = []
     for size in LOOKUP_SIZES:
@@ -259,9 +262,9 @@ def lookup(n: int) -> list[dict]:
 
 
 def capacity(n: int, noise: float) -> float:
-    """The size k at which the ½ log(1 + 1/σ²) nats of a coordinate are enough to name one of n keys.
+    """The k for which k coordinates of ½ log(1 + 1/σ²) nats each suffice to identify one of n keys.
 
-    The capacity of a channel with Gaussian noise (Shannon 1949).
+    This is the capacity of a channel with Gaussian noise (Shannon 1949).
     """
     return 2 * math.log(n) / math.log1p(noise**-2)
 
@@ -306,12 +309,12 @@ def run() -> dict[str, Any]:
 
 
 def pick(rows: list[dict], key: str, **wanted: Any) -> list[float]:
-    """The values of the rows that have all that is wanted."""
+    """The values of `key` in the rows with all of the wanted entries."""
     return [row[key] for row in rows if wanted.items() <= row.items()]
 
 
 def kept(results: dict, key: str, name: str, n: int, size: int) -> float:
-    """The mean over the draws, in %; 100 with all dimensions."""
+    """The mean share of neighbors kept over the draws, in %; 100 with all dimensions."""
     if size == results["width"]:
         return 100.0
     return fmean(pick(results["retention"], key, map=name, n=n, k=size))
@@ -324,14 +327,14 @@ def moved(results: dict, kind: str, name: str, n: int, size: int) -> float:
 
 
 def size_for(level: float, sizes: tuple[int, ...], values: list[float]) -> float | None:
-    """Where straight lines through the values, which rise with the size, reach a level."""
+    """The size at which linear interpolation of the values, which increase with it, reaches a level."""
     if not values[0] <= level <= values[-1]:
         return None
     return float(np.interp(level, values, sizes))
 
 
 def sizes_of_words(results: dict, key: str, name: str) -> dict[int, float | None]:
-    """Which k keeps `KEPT` % of the neighbors, for every N."""
+    """The k that keeps `KEPT` % of the neighbors, for every N."""
     sizes = (*SIZES, results["width"])
     return {
         n: size_for(KEPT, sizes, [kept(results, key, name, n, k) for k in sizes])
@@ -340,7 +343,7 @@ def sizes_of_words(results: dict, key: str, name: str) -> dict[int, float | None
 
 
 def sizes_of_heads(results: dict, kind: str, name: str) -> dict[int, float | None]:
-    """Which k moves `MOVED` of the weight, for every n."""
+    """The k that moves `MOVED` of the weight, for every n."""
     sizes = HEAD_SIZES[kind]
     return {
         n: size_for(-MOVED, sizes, [-moved(results, kind, name, n, k) for k in sizes])
@@ -349,7 +352,7 @@ def sizes_of_heads(results: dict, kind: str, name: str) -> dict[int, float | Non
 
 
 def sizes_of_lookup(results: dict, noise: float) -> dict[int, float | None]:
-    """Which k puts `FOUND` of the weight on the key that is meant, for every n."""
+    """The k that puts `FOUND` of the weight on the right key, for every n."""
     return {
         n: size_for(FOUND, LOOKUP_SIZES, pick(results["lookup"], "weight", n=n, noise=noise))
         for n in LENGTHS["initial"]
@@ -357,13 +360,13 @@ def sizes_of_lookup(results: dict, noise: float) -> dict[int, float | None]:
 
 
 def growth(sizes: dict[int, float | None]) -> float | None:
-    """dk/dlog n, where the k are known."""
+    """The slope dk/dlog n over the lengths whose k is known."""
     known = {n: k for n, k in sizes.items() if k is not None}
     return experiment.slope(list(known), list(known.values())) if len(known) > 1 else None
 
 
 def doubling(results: dict, name: str) -> tuple[float, float]:
-    """Nearest neighbors, in %, that one more doubling brings up to the criterion, and from it on."""
+    """The nearest neighbors, in %, gained by doubling k up to the criterion, and beyond it."""
     n = results["words"]
     size = theory.entropy_criterion_dim(n)
     values = [kept(results, "nearest", name, n, k) for k in SIZES]
@@ -377,7 +380,7 @@ def initial(results: dict) -> list[dict]:
 
 
 def one_variance(row: dict) -> float:
-    """The entropy of normal logits whose variance is the old one, 1, and that of the errors."""
+    """The entropy of normal logits with variance 1 plus that of the errors."""
     return theory.gaussian_entropy(row["n"], math.hypot(1, row["expected error"]))
 
 

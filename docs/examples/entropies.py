@@ -1,11 +1,12 @@
-"""Entropy of attention at initialization and in trained models, beside what the documents claim.
+"""Entropy of attention at initialization and in trained models, compared with published claims.
 
     python entropies.py
 
-At initialization: queries and keys of independent standard normal features (d = 64), and those of a new
-`torch.nn.MultiheadAttention`, with n = 64 … 8192 keys. Trained: MiniLM-L6 on the sources of Python's
-standard library, and the models of `first.py` and `masked_language.py` from their results: run these
-two before. O is the standard scale, E the law with the base that is given, at test time.
+At initialization: queries and keys with independent standard normal features (d = 64), and those of a
+new `torch.nn.MultiheadAttention`, for n = 64 … 8192 keys. Trained: MiniLM-L6 on the sources of Python's
+standard library, and the models of `first.py` and `masked_language.py`, from the results of these
+scripts. Run the two before this one. O is the standard scale, and E the law with the given base at test
+time.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def at_start(seed: int, steps: tqdm) -> dict[str, dict[str, list[float]]]:
 
 
 def projected(layer: torch.nn.MultiheadAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys (heads, n, d) of a layer; of few of the tokens as queries."""
+    """Queries and keys (heads, n, d) of a layer. Only the first few tokens are queries."""
     with torch.no_grad():
         q, k, _ = torch.nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
     split = (HEADS, WIDTH // HEADS)
@@ -75,13 +76,13 @@ def projected(layer: torch.nn.MultiheadAttention, x: torch.Tensor) -> tuple[torc
 
 
 def predicted(name: str, deviation: float = 1.0) -> list[float]:
-    """The entropy of Gaussian scores of this standard deviation."""
+    """The entropy of Gaussian scores with this standard deviation."""
     law = LAWS[name]
     return [theory.gaussian_entropy(n, deviation * (law(n) if law else 1.0)) for n in LENGTHS]
 
 
 def needles() -> dict[str, Any]:
-    """The needle model nearest to the claimed entropies of O, and what E has in it."""
+    """The needle model that is nearest to the claimed entropies of O, and its entropies with E."""
     base, lengths, claimed = (CLAIMED_TRAINED[key] for key in ("base", "lengths", "O"))
     law = it.laws.LogLength(base)
     best: dict[str, Any] = {"error": math.inf}
@@ -97,7 +98,7 @@ def needles() -> dict[str, Any]:
 
 
 def trained(texts: int) -> dict[str, dict[str, Any]]:
-    """Mean entropies of trained models per length: of MiniLM, and of the other experiments."""
+    """Mean entropies per length of trained models: MiniLM, and those of the other experiments."""
     scales = {"O": None, "E": it.laws.LogLength(128)}
     reports = entropy_growth.measure("torch", MODEL_LENGTHS, texts, scales)
     found = {
@@ -138,7 +139,7 @@ def run(seed: int, texts: int) -> dict[str, Any]:
 
 
 def growth(model: dict[str, Any], arm: str) -> float:
-    """DH/d log n."""
+    """The slope dH/d log n."""
     return slope(model["lengths"], model[arm])
 
 
@@ -236,7 +237,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """At initialization against theory and claims, and in trained models."""
+    """Plot entropies at initialization, with theory and claims, and in trained models."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained", sharey=True)
     lengths = results["lengths"]
     for i, name in enumerate(LAWS):

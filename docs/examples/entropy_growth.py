@@ -1,11 +1,11 @@
 """How the attention entropy of a pretrained model grows with the length, and what the log n law does.
 
     python entropy_growth.py            # NumPy
-    python entropy_growth.py torch      # one word more
+    python entropy_growth.py torch      # PyTorch
 
-Runs MiniLM-L6 on the sources of the standard library, cut at 32 … 512 tokens, with the standard scale
-(O, 1/√d) and with the scale of the law (E, log_128 n · 1/√d), prints the mean entropy of the attention
-weights, and draws it over the length.
+The script runs MiniLM-L6 on the sources of the standard library, truncated to 32 … 512 tokens, with the
+standard scale (O, 1/√d) and with the scale of the law (E, log_128 n · 1/√d). It prints the mean entropy
+of the attention weights, and plots it against the length.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LAWS = {"O: 1/√d": None, "E: log n/(log 128 · √d)": laws.LogLength(128)}
 def measure(
     backend: str, lengths: tuple[int, ...], count: int, scales: dict[str, it.laws.Law | None] = LAWS
 ) -> dict[str, it.drift.DriftReport]:
-    """Mean entropies of all heads at every length, for each law."""
+    """The mean entropy of each head at every length, for each law."""
     xp = importlib.import_module(NAMESPACES[backend])
     model, tokens = minilm.load(xp), minilm.tokenizer()
-    # The same texts at every length, from their beginning on.
+    # Every length has the same texts, truncated.
     longest = np.asarray(list(minilm.texts(max(lengths), count, tokens)))
     steps = tqdm(total=len(scales) * sum(lengths) * count, unit=" tokens", desc=backend)
     reports = {}

@@ -1,4 +1,4 @@
-"""What the experiments share: their runs in processes, their results as JSON, tables and verdicts."""
+"""Shared functions of the experiments: parallel runs, results as JSON, tables and verdicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Verdict = Literal["reproduced", "in part", "not reproduced", "not decided", "not
 
 
 class Claim(NamedTuple):
-    """What a document says about an experiment, and what came of it."""
+    """A claim of a document about an experiment, and the result."""
 
     source: str
     says: str
@@ -44,10 +44,10 @@ def verdict(reproduced: bool) -> Verdict:
 def run(
     work: Callable[[Any], Any], jobs: Sequence[Any], steps: int, workers: int | None = None
 ) -> list:
-    """``[work(job) for job in jobs]`` in processes of one thread each, with a bar of `steps` steps.
+    """``[work(job) for job in jobs]`` in parallel processes, with a progress bar of `steps` steps.
 
-    One thread each, so that the results do not depend on the number of processes. The work says
-    `advance` as it goes on.
+    Each process has one thread, so that the results do not depend on the number of processes. `work`
+    calls `advance` as it progresses.
     """
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
@@ -77,7 +77,7 @@ _done: Any = None
 
 
 def advance(steps: int = 1) -> None:
-    """Moves the bar of `run` on."""
+    """Advance the progress bar of `run`."""
     if _done is not None:
         with _done.get_lock():
             _done.value += steps
@@ -87,7 +87,7 @@ def advance(steps: int = 1) -> None:
 
 
 def parser(name: str, description: str, seeds: int | None = None) -> argparse.ArgumentParser:
-    """The options that every experiment has."""
+    """A parser with the options that all experiments share."""
     result = argparse.ArgumentParser(prog=f"{name}.py", description=description.partition("\n")[0])
     if seeds is not None:
         result.add_argument(
@@ -113,7 +113,7 @@ def finish(
     picture: Callable[[dict], Figure],
     folder: Path,
 ) -> None:
-    """Write the results and their picture, and print what the documentation says of them."""
+    """Write the results and their plot, and print the report for the documentation."""
     import torch
 
     import isentropic
@@ -138,7 +138,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def rounded(x: Any, digits: int = 5) -> Any:
-    """Nested lists and dictionaries with floats of so many significant digits."""
+    """Nested lists and dictionaries, with floats rounded to this number of significant digits."""
     if isinstance(x, dict):
         return {key: rounded(value, digits) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -150,18 +150,18 @@ def rounded(x: Any, digits: int = 5) -> Any:
 
 
 def table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right."""
+    """A table in Markdown, with the first column aligned left and the others aligned right."""
     head = [str(cell) for cell in header]
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *([str(c) for c in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:
-    """Mean ± standard deviation of some seeds."""
+    """The mean ± the standard deviation over seeds."""
     mean = statistics.fmean(values)
     return f"{mean:{form}} ± {statistics.stdev(values):{form}}" if len(values) > 1 else f"{mean:{form}}"
 
 
 def slope(lengths: Sequence[float], values: Sequence[float]) -> float:
-    """Of the straight line of least squares through the values over log n."""
+    """The slope of the least-squares line through the values against log n."""
     return statistics.linear_regression([math.log(n) for n in lengths], values).slope

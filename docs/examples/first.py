@@ -1,17 +1,17 @@
-"""FIRST: does a Transformer that was trained on short strings still find their first bit in long ones?
+"""FIRST: does a Transformer that was trained on short strings find the first bit of long strings?
 
     python first.py
 
-The task of Chiang & Cholak (2022, arXiv 2202.12172): a string of random bits behind a token CLS, the
-answer is the first bit, read off at CLS. Every new bit takes weight from the one that matters. Trained
-with 64 tokens and run with up to 2048:
+This is the task of Chiang & Cholak (2022, arXiv 2202.12172). The input is a token CLS and a string of
+random bits. The answer is the first bit, which the model outputs at CLS. Every additional bit takes
+weight from the one that matters. Models are trained with 64 tokens, and tested with up to 2048:
 
-- O: the standard scale 1/√d;
-- O + law: the same weights, with the scale log n/(log 64 · √d) at test time;
-- O + calibrated: the same weights, with a law per layer that `isentropic.calibrate` fits on strings of
-  64 to 256 tokens without their answers, so that the mean entropy of all tokens is held;
-- O + calibrated at CLS: the same for the entropy of CLS alone;
-- E: trained and run with the scale log n/(log 512 · √d).
+- O: the standard scale 1/√d.
+- O + law: the same weights, with the scale log n/(log 64 · √d) at test time.
+- O + calibrated: the same weights, with a law per layer. `isentropic.calibrate` fits it on strings of
+  64 to 256 tokens, without their answers, so that the mean entropy of all tokens stays constant.
+- O + calibrated at CLS: the same for the entropy of CLS only.
+- E: trained and tested with the scale log n/(log 512 · √d).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)
 CALIBRATED = (64, 128, 256)
 WIDTH, LAYERS = 16, 2
 STEPS, BATCH, RATE = 300, 48, 3e-3
-TESTS = 256  # strings of each length
-MEASURED = 16  # of them for entropies and weights
-SAMPLES = 64  # strings of each length to calibrate
+TESTS = 256  # strings per length
+MEASURED = 16  # of these strings, for entropies and weights
+SAMPLES = 64  # strings per length for the calibration
 CLS = 2
 ARMS = ("O", "O + law", "O + calibrated", "O + calibrated at CLS", "E")
 
 
 class Reader(nn.Module):
-    """Embeds bits and the mark of the first one, and reads the answer at CLS."""
+    """A model that embeds the bits, marks the first one, and reads the answer at CLS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def train(laws: Laws, seed: int) -> Reader:
 
 @torch.no_grad()
 def evaluate(model: Reader, laws: Laws) -> dict[str, list]:
-    """Accuracy in % and loss per length; per layer the entropy, and CLS's weight on the first bit."""
+    """Per length: accuracy in %, loss, and per layer the entropy and the weight of the first bit."""
     result: dict[str, list] = {"accuracy": [], "loss": [], "entropy": [], "weight": []}
     for n in LENGTHS:
         tokens, answers = strings(TESTS, n, torch.Generator().manual_seed(10**6 + n))
@@ -105,7 +105,7 @@ def evaluate(model: Reader, laws: Laws) -> dict[str, list]:
 
 
 def work(job: tuple[str, int]) -> dict[str, dict]:
-    """The arms of one model and one seed."""
+    """The results of all arms that use one trained model."""
     kind, seed = job
     if kind == "E":
         laws = [it.laws.LogLength(512)] * LAYERS
@@ -140,22 +140,22 @@ def run(seeds: int) -> dict[str, Any]:
 
 
 def accuracies(results: dict[str, Any], arm: str) -> list[list[float]]:
-    """In %, per seed and length."""
+    """The accuracy in %, per seed and length."""
     return [seed["accuracy"] for seed in results["arms"][arm]]
 
 
 def guesses(seed: dict[str, list]) -> bool:
-    """Whether a seed guesses at the longest length; the others are right nearly always."""
+    """Whether a seed guesses at the greatest length. Other seeds are nearly always right."""
     return seed["accuracy"][-1] < 75
 
 
 def at_chance(results: dict[str, Any], arm: str) -> int:
-    """How many seeds guess."""
+    """The number of seeds that guess."""
     return sum(map(guesses, results["arms"][arm]))
 
 
 def growth(results: dict[str, Any], arm: str) -> float:
-    """DH/d log n of the mean over tokens, layers and seeds."""
+    """The slope dH/d log n of the mean over tokens, layers and seeds."""
     entropy = [
         statistics.fmean(h for seed in results["arms"][arm] for h in seed["entropy"][i])
         for i in range(len(results["lengths"]))
@@ -164,7 +164,10 @@ def growth(results: dict[str, Any], arm: str) -> float:
 
 
 def losses(results: dict[str, Any]) -> list[tuple]:
-    """Of the seeds that guess with O: the layer that loses most, and CLS's weight on the first bit."""
+    """For each seed that guesses with O: the layer that loses the most weight of the first bit at CLS.
+
+    With this weight for O at the smallest and the greatest length, and for the law at the greatest.
+    """
     found = []
     for seed, (plain, law) in enumerate(
         zip(results["arms"]["O"], results["arms"]["O + law"], strict=True)
@@ -250,7 +253,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Accuracy over the length, a line per seed."""
+    """Plot accuracy against length, with one line per seed."""
     figure, axes = plt.subplots(
         1, len(ARMS), figsize=(3 * len(ARMS), 3.2), sharey=True, layout="constrained"
     )

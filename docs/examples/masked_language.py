@@ -1,22 +1,23 @@
-"""Masked language models with rotary positions: what breaks in contexts longer than those of training?
+"""Masked language models with rotary positions: what fails in contexts longer than those of training?
 
     python masked_language.py
 
-The experiment of Su 2021 (archives/8823) in small: bytes of the sources of Python's standard library,
-15 % of them masked, models trained at n = 64 and run at up to 1024. The same bytes are masked at every
-length; only the context grows.
+This is the experiment of Su 2021 (archives/8823) on a small scale, with bytes of the sources of
+Python's standard library. 15 % of the bytes are masked. Models are trained at n = 64 and tested at up
+to 1024. The same bytes are masked at every length, so only the context grows.
 
-- O: the standard scale 1/√d;
-- O + law: the same weights, with log n/(log 64 · √d) at test time. At one length of training the law
-  is a constant, so this is also the model trained with the law of base 64;
-- O + calibrated: the same weights, with a law per head fitted by `isentropic.calibrate` on texts of 64
-  to 256 bytes;
-- ReRoPE: the same weights, with relative positions clamped to ±48 (Su 2023, archives/9708): no position
-  is out of the range of training, while the attention is spread over as many keys. This tells the two
-  causes apart;
-- E: trained and run with the law of base 512.
+- O: the standard scale 1/√d.
+- O + law: the same weights, with the scale log n/(log 64 · √d) at test time. Training has a single
+  length, at which the law is constant, so this is also the model trained with the law of base 64.
+- O + calibrated: the same weights, with a law per head that `isentropic.calibrate` fits on texts of 64
+  to 256 bytes.
+- ReRoPE: the same weights, with relative positions clamped to ±48 (Su 2023, archives/9708). No position
+  is outside the range of training, but the attention is spread over the same number of keys. This
+  separates the two causes.
+- E: trained and tested with the law of base 512.
 
-"Constant" always answers the byte that is most common, with the frequencies of the training text.
+"Constant" always answers the most common byte, and its loss is that of the byte frequencies in the
+training text.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ CALIBRATED = (64, 128, 256)
 CLAMP = 48
 MASK = 256  # the token after the bytes
 MASKED = 0.15
-BLOCKS = 64  # of the longest length, for the tests
-SAMPLES = 8  # pieces of each length for the calibration
-TOGETHER = 8192  # bytes in a batch of the tests; the entropies are those of the first batch
+BLOCKS = 64  # test texts of the greatest length
+SAMPLES = 8  # texts per length for the calibration
+TOGETHER = 8192  # bytes in a test batch; entropies are measured on the first batch
 CONTROLS = ("O", "O + law", "O + calibrated", "O, ReRoPE", "O + law, ReRoPE")
 PUBLISHED = {  # RoFormer-small on Chinese text, 004 §7.1: accuracy in %
     "O": (43.27, 36.53, 23.02, 15.12, 11.54),
@@ -72,7 +73,7 @@ SIZES = {
 
 
 class Model(nn.Module):
-    """Bytes to logits of bytes, with tied embeddings; positions come in by the attention."""
+    """A model from bytes to logits of bytes, with tied embeddings. Only the attention has positions."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Model(nn.Module):
 
 
 def rotary_attention(laws: Laws, entropies: list[Tensor] | None = None) -> Attend:
-    """Attention between rotated queries and keys; the entropies go to the list, if there is one."""
+    """Attention between rotated queries and keys. Entropies are appended to the list, if given."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = it.layers.rotary(q), it.layers.rotary(k)
@@ -99,7 +100,7 @@ def rotary_attention(laws: Laws, entropies: list[Tensor] | None = None) -> Atten
 
 
 def clamped_attention(laws: Laws, entropies: list[Tensor] | None = None) -> Attend:
-    """The same with relative positions clamped to ±CLAMP."""
+    """Rotary attention with relative positions clamped to ±CLAMP."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         logits = clamped_logits(q, k)
@@ -114,7 +115,7 @@ def clamped_attention(laws: Laws, entropies: list[Tensor] | None = None) -> Atte
 
 
 def clamped_logits(q: Tensor, k: Tensor) -> Tensor:
-    """⟨q, k⟩/√d at relative positions clamped to ±CLAMP, (..., L, S)."""
+    """Logits ⟨q, k⟩/√d (..., L, S) with relative positions clamped to ±CLAMP."""
     n = k.shape[-2]
     position = torch.arange(n, device=q.device)
     apart = position[:, None] - position
@@ -128,7 +129,7 @@ def clamped_logits(q: Tensor, k: Tensor) -> Tensor:
 
 
 def sources() -> tuple[list[Path], list[Path]]:
-    """Modules of the standard library, for training and for tests: every eighth."""
+    """Modules of the standard library: every eighth for tests, the others for training."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return [p for i, p in enumerate(paths) if i % 8], paths[::8]
 
@@ -145,7 +146,7 @@ def corpus() -> tuple[Tensor, Tensor]:
 
 
 def pieces(text: Tensor, count: int, n: int, generator: torch.Generator) -> Tensor:
-    """`count` pieces of n bytes from random places."""
+    """`count` texts of n bytes from random positions."""
     start = torch.randint(len(text) - n, (count, 1), generator=generator)
     return text[start + torch.arange(n)]
 
@@ -176,7 +177,7 @@ def train(laws: Laws, size: Size, seed: int, device: str) -> Model:
 
 
 def held_out() -> tuple[Tensor, Tensor]:
-    """Blocks of text that no model was trained on, and which bytes of them are masked."""
+    """Test texts that were not used for training, and a mask of the bytes to predict."""
     _, text = corpus()
     generator = torch.Generator().manual_seed(0)
     blocks = pieces(text, BLOCKS, max(LENGTHS), generator)
@@ -185,7 +186,7 @@ def held_out() -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(model: Model, attention: Any, laws: Laws, device: str) -> dict[str, list]:
-    """Accuracy in % and loss per length, and entropy per length and layer."""
+    """The accuracy in % and the loss per length, and the entropy per length and layer."""
     blocks, masked = held_out()
     result: dict[str, list] = {"accuracy": [], "loss": [], "entropy": []}
     for n in LENGTHS:
@@ -207,7 +208,7 @@ def evaluate(model: Model, attention: Any, laws: Laws, device: str) -> dict[str,
 
 
 def work(job: tuple[str, Size, int, str]) -> dict[str, dict]:
-    """The arms of one model and one seed."""
+    """The results of all arms that use one trained model."""
     kind, size, seed, device = job
     if kind == "E":
         laws = [it.laws.LogLength(512)] * size.layers
@@ -239,7 +240,7 @@ def work(job: tuple[str, Size, int, str]) -> dict[str, dict]:
 
 
 def constant() -> dict[str, float]:
-    """What whoever knows the frequencies of the bytes alone scores on the tests."""
+    """The test scores of a model that knows only the frequencies of the bytes."""
     counts = torch.bincount(corpus()[0], minlength=MASK).double() + 1
     blocks, masked = held_out()
     answers = blocks[masked]
@@ -271,17 +272,17 @@ def run(size: str, seeds: int, device: str) -> dict[str, Any]:
 
 
 def seeds_of(results: dict[str, Any], arm: str, what: str) -> list[tuple[float, ...]]:
-    """Per length, the values of the seeds."""
+    """The values of all seeds, per length."""
     return list(zip(*(seed[what] for seed in results["arms"][arm]), strict=True))
 
 
 def layers_of(results: dict[str, Any], arm: str) -> np.ndarray:
-    """Entropies (length, layer), mean over heads and seeds."""
+    """Entropies (length, layer), as means over heads and seeds."""
     return np.mean([seed["entropy"] for seed in results["arms"][arm]], axis=0)
 
 
 def gains(results: dict[str, Any], arm: str, over: str = "O") -> np.ndarray:
-    """Points of accuracy by which an arm is above another, (length, seed)."""
+    """The difference in accuracy between two arms, in percentage points, (length, seed)."""
     return np.asarray(seeds_of(results, arm, "accuracy")) - seeds_of(results, over, "accuracy")
 
 
@@ -419,7 +420,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Accuracy and mean entropy over the length."""
+    """Plot accuracy and mean entropy against length."""
     lengths = results["lengths"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for i, arm in enumerate(results["arms"]):

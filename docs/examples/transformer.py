@@ -1,8 +1,8 @@
-"""A small pre-norm Transformer encoder in PyTorch that is handed its attention.
+"""A small pre-norm Transformer encoder in PyTorch that takes its attention function as an argument.
 
-``encoder(x, attend)`` calls ``attend(layer, query, key, value)`` in every layer: the law, rotary
-positions, measurements and controls of an experiment live in that function, and one trained model runs
-with all of them.
+``encoder(x, attend)`` calls ``attend(layer, query, key, value)`` in every layer. The experiments
+implement laws, rotary positions, measurements and controls in that function, so that the same trained
+model runs with all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Laws = Sequence[it.laws.Law | None]
 
 
 class Block(nn.Module):
-    """Self-attention and a two-layer perceptron, each behind a layer norm and beside a residual."""
+    """Self-attention and a two-layer perceptron, each with a layer norm before it and a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`layers` blocks and a last layer norm; (batch, n, width) to the same."""
+    """`layers` blocks and a final layer norm, from (batch, n, width) to (batch, n, width)."""
 
     def __init__(self, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -65,10 +65,11 @@ def calibrate(
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda q, k: (q, k),
     rows: slice = slice(None),
 ) -> Laws:
-    """A law per layer that holds its entropy at a length, fitted with those before it in force.
+    """Fit a law to each layer that keeps its entropy at that of the reference length.
 
-    ``forward(attend)`` runs the model on samples of several lengths, `prepare` makes what the logits
-    are the products of, and `rows` are the queries whose entropy is held.
+    The law of a layer is fitted while the laws of the layers before it are applied. ``forward(attend)``
+    runs the model on samples of several lengths. ``prepare(q, k)`` returns the queries and keys whose
+    products are the logits. `rows` selects the queries whose entropy is kept constant.
     """
     laws: list = [None] * layers
     for layer in range(layers):

@@ -1,4 +1,4 @@
-"""The command ``isentropic``: laws, dimensions, and the entropies of a Hugging Face model.
+"""The command ``isentropic``: laws, dimensions, and attention entropies of Hugging Face models.
 
 >>> from click.testing import CliRunner
 >>> from isentropic.cli import main
@@ -30,11 +30,11 @@ except ModuleNotFoundError as error:
     raise SystemExit(str(error)) from None
 
 _LENGTHS = (64, 128, 256, 512)
-_BATCH_TOKENS = 4096  # in one call of the model
+_BATCH_TOKENS = 4096  # the most tokens in one call of the model
 
 
 class _Numbers(click.ParamType):
-    """Whole numbers with commas between them."""
+    """Integers separated by commas."""
 
     name = "N,N,..."
 
@@ -46,7 +46,7 @@ class _Numbers(click.ParamType):
         except ValueError:
             numbers = ()
         if not numbers or min(numbers) < 2 or max(numbers) > 10**15:
-            must = "give whole numbers from 2 to 10¹⁵ with commas between them"
+            must = "give whole numbers from 2 to 10¹⁵, separated by commas"
             self.fail(f"{value!r}: {must}", param, ctx)
         return tuple(sorted(set(numbers)))
 
@@ -54,7 +54,7 @@ class _Numbers(click.ParamType):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(isentropic.__version__, prog_name="isentropic")
 def main() -> None:
-    """Laws that hold the entropy of attention as contexts grow; dimensions that keep distances."""
+    """Laws that keep attention entropy constant; dimensions that preserve distances."""
 
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -68,10 +68,10 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inst
 )  # fmt: skip
 @_as_json
 def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
-    """Print the factors of laws at some numbers of keys.
+    """Print the factors of laws for given numbers of keys.
 
     NAME is one of the presets, with its parameters: isentropic laws su qwen:length=2048.
-    Without names, all presets that need no parameters.
+    Without names, print all presets that do not need parameters.
     """
     chosen = {name: _law(name) for name in names} or dict(_laws_without_parameters())
     factors = {name: [float(law(n)) for n in lengths] for name, law in chosen.items()}
@@ -85,7 +85,7 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
 
 
 def _law(text: str) -> laws_module.Law:
-    """The law of ``NAME:PARAMETER=VALUE,...``."""
+    """The law that ``NAME:PARAMETER=VALUE,...`` specifies."""
     name, _, rest = text.partition(":")
     parameters = {}
     for part in filter(None, rest.split(",")):
@@ -114,12 +114,12 @@ def _laws_without_parameters() -> Iterator[tuple[str, laws_module.Law]]:
 @click.argument("n_samples", type=click.IntRange(min=2))
 @click.option("--eps", type=float, default=0.1, show_default=True, help="Error of squared distances.")
 @click.option(
-    "--delta", type=float, default=0.01, show_default=True, help="Chance of any larger error."
+    "--delta", type=float, default=0.01, show_default=True, help="Probability of any larger error."
 )
 @click.option("--features", type=click.IntRange(min=1), help="Dimensions d of the points.")
 @_as_json
 def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: bool) -> None:
-    """Print how many dimensions N_SAMPLES points need to keep their distances."""
+    """Print how many dimensions preserve the distances between N_SAMPLES points."""
     methods = {
         "exact": "Gaussian map, exact tail",
         "haar": "orthonormal rows, exact tail",
@@ -147,8 +147,8 @@ def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: 
     click.echo(f"{criterion:>9.1f}  entropy criterion, 8.33 log n: no guarantee about distances")
 
 
-def _of_model(command: Any) -> Any:
-    """The arguments that `profile` and `calibrate` share."""
+def _add_model_arguments(command: Any) -> Any:
+    """Add the arguments that `profile` and `calibrate` share."""
     readable = click.Path(exists=True, dir_okay=False, path_type=Path)
     options = (
         click.argument("model"),
@@ -157,22 +157,24 @@ def _of_model(command: Any) -> Any:
             "--lengths", type=_Numbers(), help="Numbers of tokens.  [default: 64,128,256,512]"
         ),
         click.option(
-            "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture to write."
+            "--plot",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Plot to write, as an image.",
         ),
         _as_json,
     )
-    for decorate in reversed(options):  # as if they were written above the function
+    for decorate in reversed(options):  # decorators apply from the last to the first
         command = decorate(command)
     return command
 
 
 @main.command()
-@_of_model
+@_add_model_arguments
 @click.option(
     "--laws",
     "chosen",
     metavar="FILE|NAME[:PARAMETER=VALUE,...]",
-    help="Laws to apply: a file of `calibrate`, or a preset.",
+    help="Laws to apply: a file from `calibrate`, or a preset.",
 )
 def profile(
     model: str,
@@ -184,22 +186,22 @@ def profile(
 ) -> None:
     """Print how the attention entropies of a model grow with the length.
 
-    MODEL is a folder with a model and tokenizer of Hugging Face transformers, or the name of one on
-    the Hub; TEXT is a file in UTF-8. Each text is cut at each of the lengths. Texts that are shorter
-    than the longest take no part, so that all lengths have the same texts.
+    MODEL is a folder with a model and a tokenizer of Hugging Face transformers, or the name of a model
+    on the Hub. TEXT is a file in UTF-8. Each text is truncated to each of the lengths. Texts shorter
+    than the greatest length are not used, so that all lengths have the same texts.
     """
     _check_outputs(plot)
-    huggingface = _integration()
-    own = None if chosen is None else _file_or_preset(huggingface, chosen)
-    network, batches = _opened(model, texts, lengths)
+    huggingface = _import_huggingface()
+    model_laws = None if chosen is None else _laws_of_file_or_preset(huggingface, chosen)
+    network, batches = _load_model_and_batches(model, texts, lengths)
     with _without_traceback():
-        report = huggingface.profile(network, batches, laws=own, progress=True)
+        report = huggingface.profile(network, batches, laws=model_laws, progress=True)
     click.echo(json.dumps(report.to_dict()) if as_json else report)
-    _draw(plot, {"standard attention" if own is None else "with laws": report})
+    _draw(plot, {"standard attention" if model_laws is None else "with laws": report})
 
 
-def _file_or_preset(huggingface: Any, text: str) -> Any:
-    """The laws of a file, or the law of ``NAME:PARAMETER=VALUE,...``."""
+def _laws_of_file_or_preset(huggingface: Any, text: str) -> Any:
+    """The laws in a file, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
     if Path(text).is_file():
         with _without_traceback():
             return huggingface.load_laws(text)
@@ -211,16 +213,16 @@ def _file_or_preset(huggingface: Any, text: str) -> Any:
 
 
 @main.command()
-@_of_model
+@_add_model_arguments
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="Where the laws go, as JSON.",
+    help="File for the laws, as JSON.",
 )
 @click.option(
-    "--reference-length", type=click.FloatRange(min=2), help="Keys at which the entropy is to be held."
+    "--reference-length", type=click.FloatRange(min=2), help="Number of keys with the target entropy."
 )  # fmt: skip
 def calibrate(
     model: str,
@@ -231,14 +233,14 @@ def calibrate(
     output: Path,
     reference_length: float | None,
 ) -> None:
-    """Fit a law to each attention head of a model, and print what it does.
+    """Fit a law to each attention head of a model, and print the entropies with and without.
 
-    MODEL and TEXT are those of `profile`. The laws are for
+    MODEL and TEXT are as for `profile`. To apply the laws, call
     `isentropic.integrations.huggingface.use(model, load_laws(FILE))`.
     """
     _check_outputs(plot, output)
-    huggingface = _integration()
-    network, batches = _opened(model, texts, lengths)
+    huggingface = _import_huggingface()
+    network, batches = _load_model_and_batches(model, texts, lengths)
     with _without_traceback():
         fitted = huggingface.calibrate(
             network, batches, reference_length=reference_length, progress=True
@@ -259,7 +261,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _without_traceback() -> Iterator[None]:
-    """What the library, the model or the file system refuses, in a line."""
+    """Report errors of the library, the model or the file system in one line, without a traceback."""
     try:
         yield
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -271,7 +273,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_outputs(plot: Path | None, *others: Path) -> None:
-    """Refuse, before the work, what could not be written after it."""
+    """Fail before the computation if an output could not be written after it."""
     for path in (plot, *others):
         if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
             raise click.ClickException(f"{path} cannot be written")
@@ -279,33 +281,35 @@ def _check_outputs(plot: Path | None, *others: Path) -> None:
         return
     with _without_traceback(), extra_of("isentropic.plots"):
         figure = importlib.import_module("matplotlib.figure").Figure()
-    kinds = figure.canvas.get_supported_filetypes()
-    if plot.suffix[1:] not in kinds:
-        raise click.UsageError(f"--plot: {plot} must end in one of {', '.join(sorted(kinds))}")
+    formats = figure.canvas.get_supported_filetypes()
+    if plot.suffix[1:] not in formats:
+        raise click.UsageError(f"--plot: {plot} must end in one of {', '.join(sorted(formats))}")
 
 
-def _integration() -> Any:
+def _import_huggingface() -> Any:
     with _without_traceback():
         return importlib.import_module("isentropic.integrations.huggingface")
 
 
-def _opened(name: str, texts: Sequence[Path], lengths: Sequence[int] | None) -> tuple[Any, list[Any]]:
-    """The model of a folder or of the Hub, and its batches of the texts."""
+def _load_model_and_batches(
+    name: str, texts: Sequence[Path], lengths: Sequence[int] | None
+) -> tuple[Any, list[Any]]:
+    """The model, from a folder or from the Hub, and the texts as batches of tokens."""
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     is_folder = Path(name).is_dir()
-    unreachable = None if is_folder else _why_the_hub_is_out_of_reach(name)
-    options = {"local_files_only": is_folder or unreachable is not None}
+    hub_error = None if is_folder else _hub_error(name)
+    options = {"local_files_only": is_folder or hub_error is not None}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         model = transformers.AutoModel.from_pretrained(name, **options).eval()
-    except Exception as error:  # of the many kinds that the loaders raise
-        if unreachable is None:
-            message = f"{name} holds no model that loads: {_first_line(error)}"
+    except Exception as error:  # the loaders raise exceptions of many types
+        if hub_error is None:
+            message = f"{name} does not contain a model that loads: {_first_line(error)}"
         else:
-            nowhere = "is not a folder, does not load from the cache, and the Hub cannot be asked"
-            message = f"{name} {nowhere}: {unreachable}"
+            tried = "is not a folder, does not load from the cache, and the Hub cannot be reached"
+            message = f"{name} {tried}: {hub_error}"
         raise click.ClickException(message) from None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if lengths is None:
@@ -315,17 +319,20 @@ def _opened(name: str, texts: Sequence[Path], lengths: Sequence[int] | None) -> 
     return model, list(_batches(tokenizer, texts, lengths))
 
 
-def _why_the_hub_is_out_of_reach(name: str) -> str | None:
-    """None where it answers. One request: the loaders would repeat theirs for minutes."""
+def _hub_error(name: str) -> str | None:
+    """Why the Hub does not answer, or None if it does.
+
+    This makes a single request, while the loaders would retry theirs for minutes.
+    """
     try:
         importlib.import_module("huggingface_hub").file_exists(name, "config.json")
-    except Exception as error:  # of the network, the name, or what the Hub keeps to itself
+    except Exception as error:  # of the network, for an invalid name, or for a private repository
         return _first_line(error)
     return None
 
 
 def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> Iterator[Any]:
-    """The beginnings, of each length, of the texts that are as long as the longest."""
+    """Batches of token ids: the texts that have the greatest length, truncated to each length."""
     tensor = importlib.import_module("torch").tensor
     contents = []
     for path in texts:
@@ -334,27 +341,27 @@ def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> I
         except UnicodeDecodeError:
             raise click.ClickException(f"{path} is not a text in UTF-8") from None
 
-    def encoded(n: int) -> list[Any]:
+    def encode(n: int) -> list[Any]:
         return [tokenizer(text, truncation=True, max_length=n)["input_ids"] for text in contents]
 
     longest = max(lengths)
-    found = [len(ids) for ids in encoded(longest)]
-    if max(found) < longest:
-        message = f"none of the texts has {longest} tokens, the longest has {max(found)}"
+    n_tokens = [len(ids) for ids in encode(longest)]
+    if max(n_tokens) < longest:
+        message = f"none of the texts has {longest} tokens, the longest has {max(n_tokens)}"
         raise click.ClickException(f"{message}: give shorter --lengths or longer texts")
-    contents = [text for text, n in zip(contents, found, strict=True) if n == longest]
-    short = len(texts) - len(contents)
-    what = f", {short} shorter than {longest} tokens" if short else ""
-    click.echo(f"texts: {len(contents)} of {len(texts)}{what}", err=True)
+    contents = [text for text, n in zip(contents, n_tokens, strict=True) if n == longest]
+    n_short = len(texts) - len(contents)
+    reason = f", {n_short} shorter than {longest} tokens" if n_short else ""
+    click.echo(f"texts: {len(contents)} of {len(texts)}{reason}", err=True)
     for n in lengths:
-        ids = encoded(n)
+        ids = encode(n)
         size = max(1, _BATCH_TOKENS // n)
         for start in range(0, len(ids), size):
             yield tensor(ids[start : start + size])
 
 
 def _draw(path: Path | None, reports: dict[str, Any]) -> None:
-    """Entropies against the length, and the drift of each head by each report."""
+    """Plot entropies against the length, and for each report the drift of each head."""
     if path is None:
         return
     importlib.import_module("matplotlib").use("Agg")

@@ -1,4 +1,4 @@
-"""How attention entropies change with the number of keys, and the laws that hold them."""
+"""How attention entropies change with the number of keys, and laws that keep them constant."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ if TYPE_CHECKING:
 
 __all__ = ["DriftReport", "calibrate", "entropy_drift"]
 
-# Factors on the scale at which `calibrate` measures entropies; between them it interpolates.
+# The factors on the scale at which `calibrate` measures entropies. It interpolates between them.
 FACTORS = tuple(2.0 ** (i / 4) for i in range(-6, 9))
-# Lengths that may be groups by themselves.
+# With more different lengths than this, lengths are grouped by half octaves.
 _MOST_LENGTHS = 16
-# Nats that a doubling of a factor must be worth, about: heads whose entropy hardly moves stay at 1.
-_INDIFFERENCE = 0.02
-# Lengths in a table, which is to fit into a terminal; the report has them all.
+# The penalty, in nats, on doubling a factor. It keeps the factor near 1 for heads whose entropy hardly
+# depends on it.
+_PENALTY = 0.02
+# The columns of the table, which has to fit into a terminal. The report itself has all lengths.
 _MOST_COLUMNS = 8
-# Nats by which a length may miss the target and still tell something of the law.
-_MISS = 0.05
+# The tolerance, in nats: a length whose entropy misses the target by more is not used in the fit.
+_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DriftReport:
-    """Attention entropies against the number of keys, from `entropy_drift`; its `repr` is a table.
+    """Attention entropies by number of keys. `entropy_drift` returns it, and its `repr` is a table.
 
     Attributes
     ----------
     lengths : NumPy array (lengths,)
-        How many keys the queries of a group see, rising: one number n, or the geometric mean in a half
-        octave.
+        The number of keys that the queries of each group see, in ascending order: either one number n,
+        or the geometric mean over a half octave.
     counts : NumPy array (lengths,)
-        How many queries there were, in the layer that has most.
+        The number of queries in each group, in the layer that has most of them.
     entropy : NumPy array (lengths, layers, heads)
-        Their mean entropy in nats; NaN where a layer has no query of a group, as behind a window.
+        The mean entropy of these queries in nats. It is NaN where a layer has no query in a group, for
+        example because of a window.
 
     Examples
     --------
@@ -69,9 +71,10 @@ class DriftReport:
 
     @property
     def slope(self) -> np.ndarray:
-        """The drift dH/d log n of each head, (layers, heads): 0 if the entropy is held, 1 if uniform.
+        """The drift dH/d log n of each head, (layers, heads).
 
-        By least squares over the lengths of the layer; NaN where there is only one.
+        It is 0 if the entropy is constant, and 1 for uniform attention. It is a least-squares fit over
+        the lengths of the layer, and NaN for layers with a single length.
         """
         import numpy as np
 
@@ -86,7 +89,7 @@ class DriftReport:
         return slope
 
     def at(self, length: float) -> np.ndarray:
-        """The mean entropy (layers, heads) at a length between the others, by interpolation in log n.
+        """The mean entropy at any length, by linear interpolation in log n.
 
         Parameters
         ----------
@@ -94,8 +97,8 @@ class DriftReport:
 
         Returns
         -------
-        NumPy array
-            NaN for layers of whose lengths it is not in the range.
+        NumPy array (layers, heads)
+            Nats. NaN for layers whose range of lengths does not contain `length`.
         """
         import numpy as np
 
@@ -114,7 +117,7 @@ class DriftReport:
         Returns
         -------
         dict
-            ``lengths``, ``counts``, ``entropy`` and ``slope``; None where they have NaN.
+            ``lengths``, ``counts``, ``entropy`` and ``slope``, with None in place of NaN.
         """
         import numpy as np
 
@@ -130,9 +133,9 @@ class DriftReport:
         groups, layers, heads = self.entropy.shape
         shown = np.linspace(0, groups - 1, min(groups, _MOST_COLUMNS)).round().astype(int)
         lengths, entropies, slope = self.lengths[shown], self.entropy[shown], self.slope
-        of = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
+        selection = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
         lines = [
-            f"Attention entropy in nats, mean over {heads} heads a layer{of}",
+            f"Attention entropy in nats, mean over {heads} heads a layer{selection}",
             "n".ljust(10)
             + "".join(format(n, ".0f" if n >= 100 else ".3g").rjust(8) for n in lengths)
             + "   dH/dlog n: mean, lowest, highest",
@@ -144,23 +147,23 @@ class DriftReport:
             known = slope[slope == slope]
             drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
             means = [_mean(h) for h in entropy]
-            lines.append(name.ljust(10) + _cells(means) + "   " + _cells(drift))
-        lines.append("log n".ljust(10) + _cells(math.log(n) for n in lengths))
+            lines.append(name.ljust(10) + _format_row(means) + "   " + _format_row(drift))
+        lines.append("log n".ljust(10) + _format_row(math.log(n) for n in lengths))
         return "\n".join(lines)
 
 
-def _cells(values: Iterable[float]) -> str:
+def _format_row(values: Iterable[float]) -> str:
     return "".join(("–" if x != x else format(x, "z.3f")).rjust(8) for x in values)
 
 
 def _mean(x: np.ndarray) -> float:
-    """Of the numbers that are known; NaN where none is."""
+    """The mean of the entries that are not NaN; NaN if there are none."""
     known = x[x == x]
     return float(known.mean()) if known.size else math.nan
 
 
 def _half_octave(n: Any) -> Any:
-    """The group −i of n > 4 keys around 2^{i/2}; fewer are a group by themselves."""
+    """The group of n keys: −i for the half octave around 2^{i/2}, and n itself for n ≤ 4."""
     import numpy as np
 
     n = np.maximum(n, 1)
@@ -171,19 +174,19 @@ class Recorder:
     """Sums of entropies by number of keys, layer and head, at several factors on the scale."""
 
     def __init__(self, argument: str, factors: Sequence[float] = (1.0,)) -> None:
-        self.argument = argument  # which one to blame if the entropies cannot be used
+        self.argument = argument  # the name in messages about samples that cannot be used
         self.factors = tuple(factors)
-        # By group and layer: how many queries, the sum of log n, and those of the entropies. A group is
-        # an n, or −i for the half octave around 2^{i/2}.
+        # By (group, layer): the number of queries, the sum of log n, and the sums of entropies
+        # (factors, heads). A group is n, or −i for the half octave around 2^{i/2}.
         self._sums: dict[tuple[int, int], tuple[int, float, Any]] = {}
 
     def add(
         self, layer: int, n: int | Array, entropies: Sequence[Array], counted: Array | None = None
     ) -> None:
-        """Entropies (..., heads, L) of queries that see n keys (broadcastable to (..., L)).
+        """Add entropies (..., heads, L), one array per factor, of queries that see n keys.
 
-        One array for each factor. Only those that are `counted` (broadcastable to (..., L)) and see
-        two keys or more take part.
+        `n` and `counted` broadcast to (..., L). Queries that are not `counted`, or that see fewer than
+        two keys, are ignored.
         """
         import numpy as np
 
@@ -195,24 +198,24 @@ class Recorder:
         shape = h.shape[2:]
         n = np.asarray(n if isinstance(n, int) else to_numpy(n), dtype=np.int64)
         n = np.broadcast_to(n, shape)
-        taken = n >= 2
+        used = n >= 2
         if counted is not None:
-            taken = taken & np.broadcast_to(to_numpy(counted), shape)
-        if not taken.any():
+            used = used & np.broadcast_to(to_numpy(counted), shape)
+        if not used.any():
             return
-        fewest = np.min(n, axis=-1, keepdims=True, where=taken, initial=np.iinfo(np.int64).max)
-        is_alike = np.max(n, axis=-1, keepdims=True, where=taken, initial=0) == fewest
-        groups = np.where(is_alike, n, _half_octave(n))[taken]
-        n, h = n[taken].astype(np.float64), h[:, :, taken]
+        fewest = np.min(n, axis=-1, keepdims=True, where=used, initial=np.iinfo(np.int64).max)
+        is_constant = np.max(n, axis=-1, keepdims=True, where=used, initial=0) == fewest
+        groups = np.where(is_constant, n, _half_octave(n))[used]
+        n, h = n[used].astype(np.float64), h[:, :, used]
         if not np.isfinite(h).all():
             raise value_error(self.argument, "have finite entropies", f"NaN in layer {layer}")
         for group in np.unique(groups):
-            own = groups == group
+            in_group = groups == group
             count, log_n, total = self._sums.get((int(group), layer), (0, 0.0, 0.0))
             self._sums[int(group), layer] = (
-                count + int(own.sum()),
-                log_n + np.log(n[own]).sum(),
-                total + h[:, :, own].sum(axis=-1).T,
+                count + int(in_group.sum()),
+                log_n + np.log(n[in_group]).sum(),
+                total + h[:, :, in_group].sum(axis=-1).T,
             )
 
     def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -222,10 +225,10 @@ class Recorder:
         if not self._sums:
             raise value_error(self.argument, "have queries that see two keys or more", "none")
         if len({group for group, _ in self._sums if group > 0}) > _MOST_LENGTHS:
-            self._join()
+            self._merge_into_half_octaves()
         layers = sorted({layer for _, layer in self._sums})
         heads = next(iter(self._sums.values()))[2].shape[-1]
-        found = []
+        means = []
         for group in {group for group, _ in self._sums}:
             sums = {layer: self._sums[group, layer] for layer in layers if (group, layer) in self._sums}
             unknown = np.full((len(self.factors), heads), np.nan)
@@ -233,18 +236,18 @@ class Recorder:
             counts = [count for count, _, _ in sums.values()]
             log_n = sum(total for _, total, _ in sums.values()) / sum(counts)
             length = math.exp(log_n) if group < 0 else group
-            found.append((length, max(counts), np.stack(parts, axis=-2)))
-        found.sort(key=lambda group: group[0])
-        lengths, counts, entropy = zip(*found, strict=True)
+            means.append((length, max(counts), np.stack(parts, axis=-2)))
+        means.sort(key=lambda mean: mean[0])
+        lengths, counts, entropy = zip(*means, strict=True)
         return np.asarray(lengths, dtype=np.float64), np.asarray(counts), np.stack(entropy, axis=1)
 
-    def _join(self) -> None:
-        """Make half octaves of lengths that are groups by themselves."""
+    def _merge_into_half_octaves(self) -> None:
+        """Merge the groups of a single length into half octaves."""
         sums, self._sums = self._sums, {}
-        for (group, layer), own in sums.items():
-            joined = int(_half_octave(group)) if group > 0 else group, layer
-            others = self._sums.get(joined, (0, 0.0, 0.0))
-            self._sums[joined] = tuple(a + b for a, b in zip(own, others, strict=True))
+        for (group, layer), added in sums.items():
+            merged = int(_half_octave(group)) if group > 0 else group, layer
+            others = self._sums.get(merged, (0, 0.0, 0.0))
+            self._sums[merged] = tuple(a + b for a, b in zip(added, others, strict=True))
 
     def report(self) -> DriftReport:
         """The entropies at the factor 1."""
@@ -269,50 +272,54 @@ class Recorder:
         target: np.ndarray,
         current: Sequence[AffineLog] | None = None,
     ) -> list[AffineLog]:
-        """For each layer the law whose heads have the target entropies, with parameters (heads,).
+        """One law per layer, with parameters (heads,), that gives its heads the target entropies.
 
-        If the entropies are of a model with `current` laws, their factors are on top of those.
+        If the entropies were measured with `current` laws, the factors multiply those of these laws.
         """
         import numpy as np
 
         lengths, counts, entropy = self.means()
         layers, heads = entropy.shape[2:]
-        found = []
+        laws = []
         for layer in range(layers):
             known = np.isfinite(entropy[0, :, layer, 0])
             if not np.isfinite(target[layer]).all():
-                found.append(AffineLog(np.zeros(heads), np.ones(heads)))  # behind a window, say
+                # The reference length is not within the range of this layer, perhaps for a window.
+                laws.append(AffineLog(np.zeros(heads), np.ones(heads)))
                 continue
             n = lengths[known]
             start = None if current is None else to_numpy(current[layer](n)).T
             factor, is_met = _holding_factors(
                 self.factors, entropy[:, known, layer], target[layer], start
             )
-            found.append(_fitted(n, factor, is_met * (counts[known] * n)[:, None], reference_length))
-        return found
+            laws.append(_fitted(n, factor, is_met * (counts[known] * n)[:, None], reference_length))
+        return laws
 
 
 def _holding_factors(
     factors: Sequence[float], entropy: np.ndarray, target: np.ndarray, current: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The factors (G, heads) at which entropies (factors, G, heads) meet their target (heads,).
+    """The factors (G, heads) at which entropies (factors, G, heads) reach their target (heads,).
 
-    And whether they do meet it. Where the entropy hardly depends on the factor, it stays near 1.
+    Also returns whether they reach it. If an entropy hardly depends on the factor, the factor stays
+    near 1.
     """
     import numpy as np
 
-    u, h = _interpolated(np.log(factors), entropy)
-    total = u[:, None, None] if current is None else u[:, None, None] + np.log(current)
-    miss = h - target
-    cost = miss**2 + (_INDIFFERENCE / math.log(2) * total) ** 2
+    log_factor, h = _interpolated(np.log(factors), entropy)
+    log_factor = log_factor[:, None, None]
+    if current is not None:
+        log_factor = log_factor + np.log(current)
+    error = h - target
+    cost = error**2 + (_PENALTY / math.log(2) * log_factor) ** 2
     best = np.argmin(cost, axis=0)[None, ...]
-    factor = np.exp(np.take_along_axis(np.broadcast_to(total, cost.shape), best, axis=0)[0])
-    is_met = np.abs(np.take_along_axis(miss, best, axis=0)[0]) < _MISS
+    factor = np.exp(np.take_along_axis(np.broadcast_to(log_factor, cost.shape), best, axis=0)[0])
+    is_met = np.abs(np.take_along_axis(error, best, axis=0)[0]) < _TOLERANCE
     return factor, is_met
 
 
 def _interpolated(u: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values between those y (N, ...) at equidistant u (N,): cubic Hermite, with central slopes."""
+    """Interpolate y (N, ...) at equidistant u (N,), by cubic Hermite splines with central slopes."""
     import numpy as np
 
     slope = np.gradient(y, axis=0)
@@ -328,14 +335,14 @@ def _interpolated(u: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def _fitted(
     n: np.ndarray, factor: np.ndarray, weight: np.ndarray, reference_length: float
 ) -> AffineLog:
-    """``1 + slope · log(n/reference)`` through factors (G, heads), by weighted least squares."""
+    """Fit ``1 + slope · log(n/reference)`` to factors (G, heads), by weighted least squares."""
     import numpy as np
 
     x = np.log(n / reference_length)[:, None]
     moment = (weight * x * x).sum(axis=0)
-    # At the reference alone, which the rounding of its logarithm can miss, there is no slope.
+    # If all weight is at the reference length, the slope is 0. The moment may be a rounding error then.
     slope = (weight * x * (factor - 1)).sum(axis=0) / np.where(moment > 1e-9, moment, np.inf)
-    # Never below what the lengths themselves have asked for, however short or long a text is.
+    # At other lengths the factor must not fall below the smallest one at the lengths of the fit.
     minimum = (1 + slope * np.where(weight > 0, x, 0)).min(axis=0)
     minimum = np.maximum(minimum, factor.min(axis=0, where=weight > 0, initial=1.0))
     return AffineLog(slope, 1 - slope * math.log(reference_length), minimum)
@@ -356,27 +363,29 @@ def entropy_drift(
     Parameters
     ----------
     samples : iterable
-        Of tuples ``(query, key)`` or ``(query, key, mask)``: query (..., H, L, E), key (..., H, S, E),
-        and a mask as in `attention`, the same for all heads; or of arrays (2, ..., H, L, E) of both. Of
-        several lengths, several of each length.
+        Tuples ``(query, key)`` or ``(query, key, mask)``, with query (..., H, L, E) and key
+        (..., H, S, E). The mask is one of those of `attention`, the same for all heads. A sample may
+        also be an array (2, ..., H, L, E) of query and key. Samples should have several lengths, and
+        there should be several samples of each length.
     law : Law or None
-        The law whose drift is wanted; None for the standard attention.
+        The law to measure; None for standard attention.
     head_axis : int
-        Which axis of queries and keys are the heads, −3 or −2; the other of the two is that of the
-        rows. Arrays (L, E) are one head.
+        The axis of the heads in queries and keys, −3 or −2. The other of the two axes is that of the
+        positions. Arrays (L, E) have a single head.
     is_causal, scale, softcap, enable_gqa
         As in `attention`.
 
     Returns
     -------
     DriftReport
-        With one layer. Queries are grouped by the number n of keys that they see: by n itself where
-        all queries of a sequence see as many and there are at most 16 such n, else by half octaves.
+        A report with one layer. Queries are grouped by the number n of keys that they see. The groups
+        are single values of n if all queries of a sequence see the same number of keys, and there are
+        at most 16 such numbers. Otherwise the groups are half octaves.
 
     Raises
     ------
     TypeError, ValueError
-        As in `attention`; also for samples that are not such tuples, or if no query sees two keys.
+        As in `attention`; also if a sample is not such a tuple, or if no query sees two keys.
 
     Examples
     --------
@@ -389,7 +398,7 @@ def entropy_drift(
     """
     check_law(law, optional=True)
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    return _recorded(samples, (1.0,), law, head_axis, options)[0].report()
+    return _record(samples, (1.0,), law, head_axis, options)[0].report()
 
 
 def calibrate(
@@ -402,23 +411,23 @@ def calibrate(
     softcap: float | None = None,
     enable_gqa: bool = False,
 ) -> AffineLog:
-    """The law of each head that holds its mean entropy, from samples of several lengths.
+    """Fit a law to each head that keeps its mean entropy constant, from samples of several lengths.
 
     Parameters
     ----------
     samples : iterable
-        As in `entropy_drift`; taken once, one at a time.
+        As in `entropy_drift`. It is iterated over once, one sample at a time.
     reference_length : float
-        The number of keys at which the law is 1, and whose entropy is held; between the shortest and
-        the longest of the samples.
+        The number of keys at which the law is 1. The entropy at this length is the target at the other
+        lengths. It must lie between the shortest and the longest length of the samples.
     head_axis, is_causal, scale, softcap, enable_gqa
         As in `entropy_drift`.
 
     Returns
     -------
     AffineLog
-        With slopes and intercepts (H,), in the library and on the device of the samples, in float32
-        or float64.
+        A law with slopes and intercepts (H,), in the library and on the device of the samples, in
+        float32 or float64.
 
     Raises
     ------
@@ -427,15 +436,15 @@ def calibrate(
 
     Notes
     -----
-    At each length the factor is found with which the head's mean entropy is that at the reference
-    length; ``1 + slope · log(n/reference)`` is fitted to these factors, a length counting by its number
-    of logits: what is to be extrapolated to is longer. A head whose entropy hardly answers to the
-    factor keeps the factor 1, and lengths at which no factor from 0.35 to 4 reaches the entropy (2
-    nats, among 5 keys) take no part. The law is never below the smallest factor that was asked for.
-    Each sample costs fifteen entropies.
+    For each head and length, `calibrate` finds the factor at which the mean entropy is that at the
+    reference length. Then it fits ``1 + slope · log(n/reference)`` to these factors. Each length is
+    weighted by its number of logits, because the law will be extrapolated to longer contexts. The
+    factor stays near 1 for a head whose entropy hardly depends on it. A length is not used if no factor
+    from 0.35 to 4 reaches the entropy; 2 nats, for example, are out of reach for 5 keys. The law is
+    never below the smallest factor of the fit. Each sample costs fifteen computations of the entropy.
 
-    Other layers feel the laws of those before them. `integrations.huggingface.calibrate` takes that
-    into account, which samples of queries and keys cannot.
+    In a model, the law of a layer changes the inputs of the layers after it. Samples of queries and
+    keys cannot show this; `integrations.huggingface.calibrate` takes it into account.
 
     Examples
     --------
@@ -450,21 +459,21 @@ def calibrate(
     """
     check_real("reference_length", reference_length, least=2)
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    recorder, like = _recorded(samples, FACTORS, None, head_axis, options)
+    recorder, like = _record(samples, FACTORS, None, head_axis, options)
 
     (law,) = recorder.laws(reference_length, recorder.target(reference_length))
     dtype = accumulator(namespace(samples=like), like.dtype)
     return AffineLog(*(from_numpy(x, like, dtype) for x in law.arrays))
 
 
-def _recorded(
+def _record(
     samples: Iterable[Array | tuple[Any, ...]],
     factors: Sequence[float],
     law: Law | None,
     head_axis: int,
     options: dict[str, Any],
 ) -> tuple[Recorder, Array]:
-    """The entropies of all samples at all factors, and an array of the samples' kind."""
+    """The entropies of all samples at all factors, and a query as a model for arrays of the result."""
     if not is_integer(head_axis) or head_axis not in (-3, -2):
         raise value_error("head_axis", "be -3 or -2", head_axis)
     check_flag(is_causal=options["is_causal"])
@@ -475,7 +484,7 @@ def _recorded(
     recorder = Recorder("samples", factors)
     like = None
     for i, sample in enumerate(samples):
-        query, key, mask = _parts(f"samples[{i}]", sample)
+        query, key, mask = _query_key_mask(f"samples[{i}]", sample)
         namespace(**{"samples[0][0]": query if like is None else like, f"samples[{i}][0]": query})
         query, key = (_with_heads(x, head_axis) for x in (query, key))
         visible = None if mask is None else as_mask(mask)
@@ -487,7 +496,7 @@ def _recorded(
             ).entropy()
             for f in factors
         ]
-        recorder.add(0, _visible(f"samples[{i}]", visible, query, key), entropies)
+        recorder.add(0, _visible_count(f"samples[{i}]", visible, query, key), entropies)
         like = query
     if like is None:
         raise value_error("samples", "have one or more tuples (query, key)", "none")
@@ -495,14 +504,14 @@ def _recorded(
 
 
 def _is_pair(samples: Any) -> bool:
-    """Whether a tuple is a query and a key, and not two samples, which would be of two lengths."""
+    """Whether `samples` is one tuple (query, key). Two samples would have different lengths."""
     if not (isinstance(samples, tuple) and len(samples) == 2 and all(is_array(x) for x in samples)):
         return False
     return bool(samples[0].shape == samples[1].shape)
 
 
-def _parts(name: str, sample: Any) -> tuple[Array, Array, Array | Mask | None]:
-    """Query, key, and mask or None."""
+def _query_key_mask(name: str, sample: Any) -> tuple[Array, Array, Array | Mask | None]:
+    """The query, the key, and the mask or None, of one sample."""
     must = "be a tuple (query, key) or (query, key, mask), or an array of both"
     if not isinstance(sample, tuple | list) and getattr(sample, "shape", ())[:1] != (2,):
         raise type_error(name, must, type(sample).__name__)
@@ -514,8 +523,8 @@ def _parts(name: str, sample: Any) -> tuple[Array, Array, Array | Mask | None]:
     return query, key, mask[0] if mask else None
 
 
-def _visible(name: str, mask: Mask | None, query: Array, key: Array) -> int | Array:
-    """How many keys the queries (..., L) of all heads see."""
+def _visible_count(name: str, mask: Mask | None, query: Array, key: Array) -> int | Array:
+    """The number of keys that each query sees, a number or (..., L), the same for all heads."""
     if mask is None:
         return key.shape[-2]
     n = mask.visible_count(query.shape[-2], key.shape[-2], like=query)

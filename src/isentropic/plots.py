@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib (the extra ``plots``); each function returns its Axes."""
+"""Plots with matplotlib (the extra ``plots``). Each function returns its Axes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def entropy(
     reports : DriftReport, or mapping of names to them
         From `isentropic.entropy_drift` or `integrations.huggingface.profile`.
     curves : mapping of names to functions, optional
-        Theory to compare with: functions of an array of lengths, such as those of `isentropic.theory`
-        with the other parameters filled in. log n, the entropy of uniform attention, is always there.
+        Theoretical curves, as functions of an array of lengths, such as those of `isentropic.theory`
+        with the other parameters fixed. The curve log n, the entropy of uniform attention, is always
+        drawn.
     ax : matplotlib.axes.Axes, optional
-        Where to draw; new by default.
+        The axes to draw in; by default those of a new figure.
 
     Returns
     -------
@@ -45,7 +46,7 @@ def entropy(
     Raises
     ------
     TypeError
-        For what is neither a `DriftReport` nor a mapping of names to them.
+        For `reports` that are neither a `DriftReport` nor a mapping of names to them.
     ValueError
         For an empty mapping.
 
@@ -80,20 +81,20 @@ def entropy(
     for style, (name, curve) in enumerate((curves or {}).items()):
         ax.plot(n, curve(n), color="black", ls=("--", "-.", (0, (1, 1)))[style % 3], lw=1.2, label=name)
     ax.plot(n, np.log(n), color="0.6", ls=":", label="log n (uniform attention)")
-    _over_lengths(ax)
+    _format_length_axis(ax)
     ax.set_ylabel("attention entropy in nats")
     ax.legend(frameon=False)
     return ax
 
 
 def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
-    """Heat map of the drift dH/d log n of every head: white where the entropy is held.
+    """Heat map of the drift dH/d log n of every head, white where the entropy is constant.
 
     Parameters
     ----------
     report : DriftReport
     ax : matplotlib.axes.Axes, optional
-        Where to draw; new by default.
+        The axes to draw in; by default those of a new figure.
 
     Returns
     -------
@@ -102,7 +103,7 @@ def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
     Raises
     ------
     TypeError
-        For what is not a `DriftReport`.
+        For a `report` that is not a `DriftReport`.
 
     Examples
     --------
@@ -117,30 +118,30 @@ def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
         raise type_error("report", "be a DriftReport", type(report).__name__)
     layers, heads = report.slope.shape
     ax = _axes(ax, height=max(1.6, 1.2 + 0.3 * layers))
-    # Uniform attention has the drift 1; the same colors for every report make them comparable.
+    # Uniform attention has the drift 1. A fixed color scale makes reports comparable.
     image = ax.imshow(report.slope, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
     ax.figure.colorbar(image, ax=ax, label="dH/d log n")
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
-    _integer_ticks(ax.xaxis, heads)
-    _integer_ticks(ax.yaxis, layers)
+    _set_integer_ticks(ax.xaxis, heads)
+    _set_integer_ticks(ax.yaxis, layers)
     return ax
 
 
 def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
-    """Map of attention weights, and beside it the entropy of each row.
+    """Heat map of attention weights, and beside it the entropy of each row.
 
     Parameters
     ----------
     weights : array (L, S)
-        As from `isentropic.attention_weights`; of any library.
+        Attention weights of one head, as from `isentropic.attention_weights`, in any array library.
     ax : matplotlib.axes.Axes, optional
-        Where to draw; new by default.
+        The axes to draw in; by default those of a new figure.
 
     Returns
     -------
     matplotlib.axes.Axes
-        That of the map; the entropies are in its first child axes.
+        The axes of the heat map. The entropies are in its first child axes.
 
     Raises
     ------
@@ -163,17 +164,18 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     ax = _axes(ax, height=4.8)
     from matplotlib.colors import PowerNorm
 
-    # The root of a weight shows those that are small and many, which hold much of the entropy.
-    roots = PowerNorm(0.5, vmin=0)
-    image = ax.imshow(p, cmap="viridis", norm=roots, aspect="auto", interpolation="nearest")
+    # The color shows the square root of a weight. So the many small weights, which contribute much of
+    # the entropy, are visible.
+    square_root = PowerNorm(0.5, vmin=0)
+    image = ax.imshow(p, cmap="viridis", norm=square_root, aspect="auto", interpolation="nearest")
     ax.figure.colorbar(image, ax=ax, label="weight", location="left", pad=0.02)
     ax.set_xlabel("key")
     ax.set_ylabel("query")
     side = ax.inset_axes((1.03, 0, 0.25, 1), sharey=ax)
-    rows: Any = entropy_of(p)
-    side.plot(rows, np.arange(len(p)), color="black", lw=1)
-    seen = np.maximum((p > 0).sum(axis=1), 1)
-    side.plot(np.log(seen), np.arange(len(p)), color="0.6", lw=1, ls=":")
+    entropies: Any = entropy_of(p)
+    side.plot(entropies, np.arange(len(p)), color="black", lw=1)
+    n_keys = np.maximum((p > 0).sum(axis=1), 1)
+    side.plot(np.log(n_keys), np.arange(len(p)), color="0.6", lw=1, ls=":")
     side.set_xlim(left=0)
     side.set_xlabel("entropy in nats\n(dotted: log n)")
     side.tick_params(labelleft=False)
@@ -186,11 +188,11 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     Parameters
     ----------
     laws : mapping of names to laws
-        A law with parameters per head gives a line for each head, in one color.
+        A law with parameters per head gives one line per head, all in the same color.
     lengths : sequence of float ≥ 1
-        The ends of the picture, or all lengths to compute.
+        Two lengths are the ends of the plot; more are all the lengths at which to compute the factors.
     ax : matplotlib.axes.Axes, optional
-        Where to draw; new by default.
+        The axes to draw in; by default those of a new figure.
 
     Returns
     -------
@@ -199,9 +201,9 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     Raises
     ------
     TypeError
-        For what is not a mapping of names to laws.
+        For `laws` that are not a mapping of names to laws.
     ValueError
-        For fewer than two lengths, or lengths below 1 or not finite.
+        For fewer than two lengths, and for lengths that are below 1 or not finite.
 
     Examples
     --------
@@ -226,23 +228,23 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
         lines = ax.plot(n, rows, color=f"C{i % 10}", lw=1.5)
         lines[0].set_label(name)
     ax.axhline(1, color="0.6", lw=0.8, ls=":")
-    _over_lengths(ax)
+    _format_length_axis(ax)
     ax.set_ylabel("factor on the scale")
     ax.legend(frameon=False)
     return ax
 
 
 def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 100) -> Axes:
-    """Histogram of the errors of squared distances, with what a Gaussian map would give.
+    """Histogram of the errors of squared distances, with the density for a Gaussian map.
 
     Parameters
     ----------
     report : DistortionReport
-        From `isentropic.jl.distortion`. Errors that are not finite are left out.
+        From `isentropic.jl.distortion`. Errors that are not finite are omitted.
     ax : matplotlib.axes.Axes, optional
-        Where to draw; new by default.
+        The axes to draw in; by default those of a new figure.
     bins : int
-        Of the histogram.
+        The number of bins of the histogram.
 
     Returns
     -------
@@ -251,7 +253,7 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     Raises
     ------
     TypeError
-        For what is not a `DistortionReport`.
+        For a `report` that is not a `DistortionReport`.
 
     Examples
     --------
@@ -306,13 +308,13 @@ def _axes(ax: Axes | None, height: float = 4) -> Axes:
     return plt.figure(figsize=(6.4, height), layout="constrained").subplots()
 
 
-def _over_lengths(ax: Axes) -> None:
-    """A logarithmic axis of lengths, with ticks at powers of two."""
+def _format_length_axis(ax: Axes) -> None:
+    """Make the x-axis a logarithmic axis of lengths, with ticks at powers of two."""
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda n, _: f"{n:g}")
     ax.set_xlabel("number of keys n")
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _integer_ticks(axis: Any, count: int) -> None:
+def _set_integer_ticks(axis: Any, count: int) -> None:
     axis.set_ticks(range(0, count, max(1, count // 12)))

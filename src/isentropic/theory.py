@@ -1,14 +1,16 @@
 """Theory: the mean entropy of attention under models of its scores, in closed form or by quadrature.
 
-All entropies are in nats, of the softmax over the n keys of one query, averaged over the model. The
-inverse temperature of a model is in units of its scores: β = factor · scale · (standard deviation of
-q·k), or κ = factor · scale · ‖q‖ ‖k‖ for directions on a sphere.
+All entropies are in nats. They are those of the softmax over the n keys of one query, averaged over
+the model. The inverse temperature of a model is in units of its scores: β = factor · scale · (standard
+deviation of q·k), or κ = factor · scale · ‖q‖ ‖k‖ for directions on a sphere.
 
-Arguments are numbers or arrays, which broadcast. Numbers alone give a float, computed in float64.
-Arrays give an array of their library, device and promoted floating dtype (the default one where all
-are integers), computed in float64 wherever the library and the device have it; JAX without x64 has
-not, and computes in float32. The contents of arrays are never inspected, so that everything traces
-under ``jax.jit``: a number out of range raises, an array's entry out of range gives NaN.
+Arguments are numbers or arrays, which broadcast. If all are numbers, the result is a float, computed
+in float64. Otherwise it is an array of the same library and device, in the promoted floating dtype of
+the arrays, or in the default dtype if all of them are integers. It is computed in float64 if the
+library and the device have it, and in float32 otherwise, as in JAX without x64.
+
+The functions never inspect the values in arrays, so they trace under ``jax.jit``. A number out of
+range raises an error; an array entry out of range gives NaN.
 
 >>> from isentropic import theory
 >>> round(theory.gaussian_entropy(512, 1.0), 3)
@@ -49,13 +51,13 @@ __all__ = [
 GAUSSIAN_METHODS = ("exact", "annealed", "first-order", "frozen")
 SPHERE_METHODS = ("exact", "annealed")
 
-# Where the quadrature has been verified.
+# The quadrature is verified up to these limits.
 _MOST_KEYS = 1e15
 _MOST_DIMENSIONS = 1e6
-_HIGHEST = 1e7
-_LOWEST = 1e-8  # below it the entropy is log n, to double precision
-# An exponent that makes a correction to an entropy meaningless.
-_LARGE = 50.0
+_HIGHEST_STRENGTH = 1e7  # of β and κ
+_LOWEST_STRENGTH = 1e-8  # below it the entropy is log n, to double precision
+# If the exponent of the first-order correction is above this, the series diverges: the result is ∞.
+_LARGEST_EXPONENT = 50.0
 
 
 @quietly
@@ -65,38 +67,40 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
     Parameters
     ----------
     n : number or array ≥ 1
-        How many keys; at most 10¹⁵ for ``"exact"``.
+        The number of keys; at most 10¹⁵ for ``"exact"``.
     beta : number or array ≥ 0
         Inverse temperature times the standard deviation of the scores; at most 10⁷ for ``"exact"``.
     method : {"exact", "annealed", "first-order", "frozen"}
         - ``"exact"``: for any n, by quadrature.
-        - ``"annealed"``: ``log n − β²/2``, the limit of many keys while ``β < √(2 log n)``. Beyond it
-          is wrong, and negative.
-        - ``"first-order"``: with the correction of the order 1/n, ``((2β² − 1) e^{β²} + 1)/(2n)``. An
-          asymptotic series: it helps where ``β² ≪ log n``.
-        - ``"frozen"``: ``frozen_entropy(β/√(2 log n))``, the limit for ``β > √(2 log n)``; ∞ elsewhere.
+        - ``"annealed"``: ``log n − β²/2``, the limit of many keys for ``β < √(2 log n)``. For larger β
+          this formula is negative, and wrong.
+        - ``"first-order"``: the annealed entropy plus the correction of order 1/n,
+          ``((2β² − 1) e^{β²} + 1)/(2n)``. The series is asymptotic, and useful for ``β² ≪ log n``.
+        - ``"frozen"``: ``frozen_entropy(β/√(2 log n))``, the limit of many keys for ``β > √(2 log n)``.
+          For smaller β it is ∞.
 
     Returns
     -------
     float or array
-        Nats. ``"exact"`` is in [0, log n] and accurate to 1e-9; in float32 to 1e-4 up to β = 10⁵.
+        Nats. ``"exact"`` is in [0, log n]. Its error is below 1e-9 in float64, and below 1e-4 in
+        float32 for β up to 10⁵.
 
     Raises
     ------
     TypeError
-        For what is neither a real number nor an array of real numbers.
+        For an argument that is neither a real number nor an array of real numbers.
     ValueError
-        For numbers out of range, shapes that do not broadcast, an unknown method.
+        For numbers out of range, shapes that do not broadcast, or an unknown method.
 
     Notes
     -----
-    With :math:`L(t) = E\,e^{-te^{βs}}`,
+    For any n, with :math:`L(t) = E\,e^{-te^{βs}}`,
 
     .. math:: E \log Z = \int_0^\infty \left(e^{-t} - L(t)^n\right) \frac{dt}{t},
-        \qquad E H = (1 - β\,∂_β)\, E \log Z,
+        \qquad E H = (1 - β\,∂_β)\, E \log Z.
 
-    holds for any n. The derivative is taken under the integral and combined with it, so that nothing
-    cancels. The frozen limit is reached slowly, as in the random energy model, which this is.
+    The derivative is taken under the integral and combined with the integrand, so that no digits
+    cancel. This model is the random energy model, and it converges slowly to the frozen limit.
 
     References
     ----------
@@ -114,7 +118,8 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
     check_choice("method", method, GAUSSIAN_METHODS)
     exact = method == "exact"
     xp, (n, beta), finish = _prepare(
-        n=(n, 1, _MOST_KEYS if exact else math.inf), beta=(beta, 0, _HIGHEST if exact else math.inf)
+        n=(n, 1, _MOST_KEYS if exact else math.inf),
+        beta=(beta, 0, _HIGHEST_STRENGTH if exact else math.inf),
     )
     return finish(_GAUSSIAN[method](xp, n, beta))
 
@@ -123,7 +128,7 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
 def frozen_entropy(beta_over_critical: Any) -> Any:
     """Mean entropy of the frozen phase, ``ψ(1) − ψ(1 − β_c/β)``, as n → ∞.
 
-    Few keys have all the weight there, and the entropy does not grow with n any more.
+    In this phase a few keys have almost all the weight, and the entropy no longer grows with n.
 
     Parameters
     ----------
@@ -133,16 +138,16 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
     Returns
     -------
     float or array
-        Nats, above 0, falling; ∞ up to β = β_c, where the entropy does grow with n.
+        Nats, above 0, decreasing with β. It is ∞ for β ≤ β_c, where the entropy grows with n.
 
     Raises
     ------
     TypeError, ValueError
-        For what is neither a number ≥ 0 nor an array of numbers.
+        For an argument that is neither a number ≥ 0 nor an array of numbers.
 
     Notes
     -----
-    The weights follow the Poisson–Dirichlet law of the parameter ``β_c/β``.
+    The weights follow the Poisson–Dirichlet law with the parameter ``β_c/β``.
 
     References
     ----------
@@ -162,34 +167,34 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
 def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     """Mean entropy of ``softmax(kappa · cos θ)`` over n independent directions on a sphere.
 
-    Of queries and keys of the norms ‖q‖ and ‖k‖ whose directions are uniform, κ is the scale of the
-    attention times ‖q‖ ‖k‖: at the standard scale 1/√d, with norms √d, it is √d.
+    For queries and keys with norms ‖q‖ and ‖k‖ and uniform directions, κ is the scale of attention
+    times ‖q‖ ‖k‖. At the standard scale 1/√d and with norms √d, it is √d.
 
     Parameters
     ----------
     n : number or array ≥ 1
-        How many keys; at most 10¹⁵ for ``"exact"``.
+        The number of keys; at most 10¹⁵ for ``"exact"``.
     d : number or array ≥ 2
-        The dimension, that is the head size; at most 10⁶ for ``"exact"``.
+        The dimension of the space, which is the head size; at most 10⁶ for ``"exact"``.
     kappa : number or array ≥ 0
         Inverse temperature; at most 10⁷ for ``"exact"``.
     method : {"exact", "annealed"}
-        - ``"exact"``: for any n, by quadrature, as `gaussian_entropy`.
-        - ``"annealed"``: ``log n − vmf_kl_uniform(d, κ)``, the limit of many keys. Wrong, and
-          negative in the end, where that is not well above 0.
+        - ``"exact"``: for any n, by quadrature, as in `gaussian_entropy`.
+        - ``"annealed"``: ``log n − vmf_kl_uniform(d, κ)``, the limit of many keys. It is accurate only
+          where it is well above 0; for large κ it is negative.
 
     Returns
     -------
     float or array
-        Nats. ``"exact"`` is in [0, log n] and accurate to 1e-8; in float32 to 1e-4, or 3e-8 d where
-        that is more.
+        Nats. ``"exact"`` is in [0, log n]. Its error is below 1e-8 in float64, and below the larger of
+        1e-4 and 3e-8 d in float32.
 
     Raises
     ------
     TypeError
-        For what is neither a real number nor an array of real numbers.
+        For an argument that is neither a real number nor an array of real numbers.
     ValueError
-        For numbers out of range, shapes that do not broadcast, an unknown method.
+        For numbers out of range, shapes that do not broadcast, or an unknown method.
 
     References
     ----------
@@ -208,7 +213,7 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     xp, (n, d, kappa), finish = _prepare(
         n=(n, 1, _MOST_KEYS if exact else math.inf),
         d=(d, 2, _MOST_DIMENSIONS if exact else math.inf),
-        kappa=(kappa, 0, _HIGHEST if exact else math.inf),
+        kappa=(kappa, 0, _HIGHEST_STRENGTH if exact else math.inf),
     )
     if exact:
         return finish(_sphere_exact(xp, n, d, kappa))
@@ -222,7 +227,7 @@ def vmf_log_mgf(d: Any, kappa: Any) -> Any:
     Parameters
     ----------
     d : number or array ≥ 2
-        The dimension; not necessarily whole.
+        The dimension, which need not be an integer.
     kappa : number or array ≥ 0
         The concentration κ.
 
@@ -234,13 +239,13 @@ def vmf_log_mgf(d: Any, kappa: Any) -> Any:
     Raises
     ------
     TypeError, ValueError
-        For what is neither a real number nor an array, and for numbers out of range.
+        For an argument that is neither a real number nor an array, and for numbers out of range.
 
     Notes
     -----
     .. math:: \log Γ(d/2) + (d/2 - 1) \log(2/κ) + \log I_{d/2-1}(κ),
 
-    by Debye's expansion at a higher order and the recurrence down from there.
+    computed by Debye's expansion at a higher order, and the recurrence down from it.
 
     References
     ----------
@@ -259,12 +264,12 @@ def vmf_log_mgf(d: Any, kappa: Any) -> Any:
 def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
     """``A_d(κ) = I_{d/2}(κ)/I_{d/2−1}(κ)``, the mean cosine of the von Mises–Fisher distribution.
 
-    Also the derivative of `vmf_log_mgf` with respect to κ.
+    It is also the derivative of `vmf_log_mgf` with respect to κ.
 
     Parameters
     ----------
     d : number or array ≥ 2
-        The dimension; not necessarily whole.
+        The dimension, which need not be an integer.
     kappa : number or array ≥ 0
         The concentration κ.
 
@@ -276,7 +281,7 @@ def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
     Raises
     ------
     TypeError, ValueError
-        For what is neither a real number nor an array, and for numbers out of range.
+        For an argument that is neither a real number nor an array, and for numbers out of range.
 
     References
     ----------
@@ -295,12 +300,12 @@ def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
 def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
     """Divergence of the von Mises–Fisher distribution from the uniform one, ``κA − log E e^{κ cos θ}``.
 
-    What attention at κ loses of the entropy log n of uniform attention, for many keys.
+    For many keys, the entropy of attention at κ is this much below log n, that of uniform attention.
 
     Parameters
     ----------
     d : number or array ≥ 2
-        The dimension; not necessarily whole.
+        The dimension, which need not be an integer.
     kappa : number or array ≥ 0
         The concentration κ.
 
@@ -312,12 +317,12 @@ def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
     Raises
     ------
     TypeError, ValueError
-        For what is neither a real number nor an array, and for numbers out of range.
+        For an argument that is neither a real number nor an array, and for numbers out of range.
 
     Notes
     -----
-    ``κ²/(2d)`` for small κ. For large d at a fixed λ = κ/d, ``−(d/2) log(1 − s²)`` with
-    ``s = (√(1 + 4λ²) − 1)/(2λ)``; at κ = d that is κ times ½ log of the golden ratio, 0.2406 κ.
+    For small κ it is ``κ²/(2d)``. For large d at a fixed λ = κ/d it is ``−(d/2) log(1 − s²)`` with
+    ``s = (√(1 + 4λ²) − 1)/(2λ)``. At κ = d the latter is κ times ½ log of the golden ratio, 0.2406 κ.
 
     References
     ----------
@@ -337,26 +342,26 @@ def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
 
 @quietly
 def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
-    """Entropy of attention to keys of which some are relevant by a logit `gap`, the rest alike.
+    """Entropy of attention if some keys are relevant: their logits exceed the others by `gap`.
 
     Parameters
     ----------
     n : number or array ≥ 1
-        How many keys.
+        The number of keys.
     n_relevant : number or array in [1, n]
-        How many of them have the logit `gap`; the others have the logit 0.
+        The number of keys with the logit `gap`. The others have the logit 0.
     gap : number or array
-        In nats. Times the factor of a law for attention with that law.
+        In nats. For attention with a law, multiply it by the factor of the law.
 
     Returns
     -------
     float or array
-        Nats, in [0, log n]; for a gap ≥ 0 in [log n_relevant, log n]. Exact.
+        Nats, in [0, log n], and for a gap ≥ 0 in [log n_relevant, log n]. The formula is exact.
 
     Raises
     ------
     TypeError, ValueError
-        For what is neither a real number nor an array, and for numbers out of range.
+        For an argument that is neither a real number nor an array, and for numbers out of range.
 
     Notes
     -----
@@ -380,40 +385,41 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
 def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     """Mean entropy of attention with queries equal to keys, of norm √d and uniform directions.
 
-    Every query finds its own key, at the logit ``factor · √d``, among n − 1 others.
+    Every query has its own key, with the logit ``factor · √d``, among n − 1 others.
 
     Parameters
     ----------
     n : number or array ≥ 1
-        How many keys, with the query's own.
+        The number of keys, including the query's own.
     d : number or array ≥ 2
         The head size.
     factor : number or array ≥ 0
-        On the standard scale 1/√d.
+        The factor on the standard scale 1/√d.
 
     Returns
     -------
     float or array
-        Nats, in [0, log n], in the annealed approximation of the other keys.
+        Nats, in [0, log n]. The other keys are treated in the annealed approximation.
 
     Raises
     ------
     TypeError, ValueError
-        For what is neither a real number nor an array, and for numbers out of range.
+        For an argument that is neither a real number nor an array, and for numbers out of range.
 
     Notes
     -----
-    With κ = factor · √d the others weigh ``r = (n − 1) M e^{−κ}`` of the query's own key,
-    ``log M = vmf_log_mgf(d, κ)``, and
+    Let κ = factor · √d and ``log M = vmf_log_mgf(d, κ)``. The weight of the other keys, relative to
+    that of the query's own key, is ``r = (n − 1) M e^{−κ}``, and
 
         H = h(p) + p (log(n − 1) − KL),    p = r/(1 + r),    KL = vmf_kl_uniform(d, κ),
 
-    where h is the binary entropy. For d ≫ κ this is ``r = (n − 1) e^{c²/2 − c√d}`` and KL = c²/2, c
-    being the factor.
+    where h is the binary entropy. For d ≫ κ, with c the factor, this becomes
+    ``r = (n − 1) e^{c²/2 − c√d}`` and KL = c²/2.
 
-    The weight of the others is replaced by its mean, which holds for n ≫ e^{KL} by the law of large
-    numbers, and for r ≪ 1 at any n. Between, the result is too large: by simulation with n = 16 to
-    512, by up to 0.09 nats for d ≤ 4, 0.03 for d = 8, 0.013 for d = 16 and 0.003 for d = 64.
+    The approximation replaces the weight of the other keys by its mean. It is accurate for n ≫ e^{KL},
+    by the law of large numbers, and for r ≪ 1 at any n. Between these regimes the result is too large.
+    In simulations with n = 16 to 512 the error is up to 0.09 nats for d ≤ 4, 0.03 for d = 8, 0.013 for
+    d = 16 and 0.003 for d = 64.
 
     Examples
     --------
@@ -438,52 +444,54 @@ def invariant_factor(
     n_relevant: Any = None,
     gap: Any = None,
 ) -> Any:
-    """The factor on the standard scale with which a model's mean entropy of n keys is `target`.
+    """The factor on the standard scale at which the mean entropy of a model with n keys is `target`.
 
-    As a function of n this is the law that holds the entropy of the model exactly; compare it with
-    those of `isentropic.laws`.
+    As a function of n it is the law that keeps the entropy of the model exactly constant. Compare it
+    with the laws of `isentropic.laws`.
 
     Parameters
     ----------
     n : number or array ≥ 1
-        How many keys.
+        The number of keys.
     target : number or array
-        The mean entropy to have, in nats.
+        The mean entropy, in nats.
     model : {"gaussian", "sphere", "needle", "tied"}
         - ``"gaussian"``: `gaussian_entropy` at β = factor · `std`.
         - ``"sphere"``: `sphere_entropy` in `d` dimensions at κ = factor · √d.
-        - ``"needle"``: `needle_entropy` with `n_relevant` keys at factor · `gap`.
-        - ``"tied"``: `tied_entropy` of the head size `d`.
+        - ``"needle"``: `needle_entropy` with `n_relevant` keys at the gap factor · `gap`.
+        - ``"tied"``: `tied_entropy` with the head size `d`.
     std : number or array > 0, optional
-        For ``"gaussian"``: the standard deviation of the scores at the factor 1; 1 by default.
+        For ``"gaussian"``: the standard deviation of the scores at the factor 1; by default 1.
     d : number or array ≥ 2
-        For ``"sphere"`` and ``"tied"``, and required there.
+        For ``"sphere"`` and ``"tied"``, which require it: the dimension, which is the head size.
     n_relevant, gap : numbers or arrays, ≥ 1 and > 0
-        For ``"needle"``, and required there; the gap is that at the factor 1.
+        For ``"needle"``, which requires them: the number of relevant keys, and the gap at the factor 1.
 
     Returns
     -------
     float or array
-        From 0 to ∞: 0 where the target is log n or more, and ∞ where no factor reaches it, that is
-        where it is 0 or less, for ``"needle"`` log `n_relevant` or less. For ``"gaussian"`` and
-        ``"sphere"`` also where it would take a β or κ above 10⁷ (8·10⁴ in float32); in two or three
-        dimensions, where the entropy falls with log κ, that may be at several nats. The accuracy is
-        that of the entropies: of a target within 1e-5 of log n the factor has five digits.
+        In [0, ∞]. The factor is 0 if the target is log n or more. It is ∞ if no factor reaches the
+        target, because the target is at most 0, or at most log `n_relevant` for ``"needle"``. For
+        ``"gaussian"`` and ``"sphere"`` it is also ∞ if the target requires a β or κ above 10⁷ (8·10⁴ in
+        float32). In two or three dimensions the entropy decreases only with log κ, so that limit may
+        apply to targets of several nats. The accuracy is that of the entropies: for a target within
+        1e-5 of log n, the factor has five correct digits.
 
     Raises
     ------
     TypeError
-        For what is neither a real number nor an array; for a parameter of another model.
+        For an argument that is neither a real number nor an array, and for a parameter of another
+        model.
     ValueError
-        For numbers out of range, shapes that do not broadcast, a parameter that is missing, an
-        unknown model.
+        For numbers out of range, shapes that do not broadcast, a missing parameter, or an unknown
+        model.
 
     Notes
     -----
-    The entropy falls with the factor. The root is found by inverse quadratic interpolation, with
-    bisection where that does not serve, in a fixed number of steps (Chandrupatla 1997). An entropy of
-    ``"gaussian"`` takes about a millisecond, one of ``"sphere"`` three, and a factor fifteen times as
-    long. The limits on n and d are those of the entropies.
+    The entropy decreases with the factor. Chandrupatla's method finds the root in a fixed number of
+    steps: inverse quadratic interpolation, with bisection where the interpolation is not safe. One
+    entropy takes about 1 ms for ``"gaussian"`` and 3 ms for ``"sphere"``, and one factor takes fifteen
+    times as long. The limits on n and d are those of the entropies.
 
     References
     ----------
@@ -496,49 +504,51 @@ def invariant_factor(
     3.98
     >>> factors = [theory.invariant_factor(n, 2.3, model="needle", n_relevant=8, gap=7.5)
     ...     for n in (64, 512, 4096)]
-    >>> [round(x, 2) for x in factors]  # nearly a line in log n
+    >>> [round(x, 2) for x in factors]  # nearly linear in log n
     [0.7, 1.04, 1.35]
     """
     check_choice("model", model, tuple(_MODELS))
-    needs, strength_at_one, entropy, floor, highest, steps = _MODELS[model]
+    minimums, strength_at_one, entropy, infimum, highest, steps = _MODELS[model]
     if model == "needle" and n_relevant is not None:
         _check_needles(n, n_relevant)
-    given = _model_parameters(model, needs, {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap})
-    most = _MOST_KEYS if highest == _HIGHEST else math.inf
+    given = {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap}
+    most_keys = _MOST_KEYS if highest == _HIGHEST_STRENGTH else math.inf
     xp, (n, target, *parameters), finish = _prepare(
-        n=(n, 1, most), target=(target, -math.inf, math.inf), **given
+        n=(n, 1, most_keys),
+        target=(target, -math.inf, math.inf),
+        **_model_parameters(model, minimums, given),
     )
     shape = n.shape
     n, target, *parameters = (xp.reshape(x, (1, -1)) for x in (n, target, *parameters))
-    log_n, bottom = xp.log(n), floor(xp, *parameters)
+    log_n, lowest = xp.log(n), infimum(xp, *parameters)
     tiny = float(xp.finfo(n.dtype).smallest_normal)
-    highest = min(highest, 0.01 / float(xp.finfo(n.dtype).eps))  # float32 has no more to say
+    highest = min(highest, 0.01 / float(xp.finfo(n.dtype).eps))  # above, rounding spoils the entropy
 
-    # Nearly linear in the logarithm of the strength, from the first to the last.
+    # The logit of the entropy between its bounds is nearly linear in the logarithm of the strength.
     def transformed(h: Any) -> Any:
-        return xp.log(clip(xp, log_n - h, min=tiny)) - xp.log(clip(xp, h - bottom, min=tiny))
+        return xp.log(clip(xp, log_n - h, min=tiny)) - xp.log(clip(xp, h - lowest, min=tiny))
 
-    goal = transformed(target)
+    transformed_target = transformed(target)
 
-    def surplus(x: Any) -> Any:
-        x, *others = xp.broadcast_arrays(x, n, *parameters)
-        return transformed(entropy(xp, *others, xp.exp(x))) - goal
+    def surplus(log_strength: Any) -> Any:
+        log_strength, *others = xp.broadcast_arrays(log_strength, n, *parameters)
+        return transformed(entropy(xp, *others, xp.exp(log_strength))) - transformed_target
 
-    low, high = (xp.full_like(n, math.log(x)) for x in (_LOWEST, highest))
+    low, high = (xp.full_like(n, math.log(x)) for x in (_LOWEST_STRENGTH, highest))
     ends = surplus(xp.concat((low, high), axis=0))
     first, last = ends[:1, :], ends[1:, :]
     factor = xp.exp(_root(xp, surplus, low, high, first, last, steps))
     unit = strength_at_one(xp, *parameters)
     factor = factor / xp.where(unit > 0, unit, 1.0)
-    factor = xp.where((last <= 0) | (target <= bottom), math.inf, factor)
-    factor = xp.where(bottom > log_n, math.nan, factor)  # more needles than keys
-    factor = xp.where(((first >= 0) | (target >= log_n)) & (bottom <= log_n), 0.0, factor)
+    factor = xp.where((last <= 0) | (target <= lowest), math.inf, factor)
+    factor = xp.where(lowest > log_n, math.nan, factor)  # more needles than keys
+    factor = xp.where(((first >= 0) | (target >= log_n)) & (lowest <= log_n), 0.0, factor)
     return finish(xp.reshape(xp.where(unit > 0, factor, math.nan), shape))
 
 
 def _check_needles(n: Any, n_relevant: Any) -> None:
     if is_array(n) or is_array(n_relevant):
-        return  # where they are too many the result is NaN
+        return  # too many needles in an array give NaN, because values in arrays are not inspected
     check_real("n_relevant", n_relevant)
     check_real("n", n)
     if n_relevant > n:
@@ -546,14 +556,18 @@ def _check_needles(n: Any, n_relevant: Any) -> None:
 
 
 def _gaussian_exact(xp: ModuleType, n: Any, beta: Any) -> Any:
-    return _within(xp, n, mean_entropy(xp, GaussianScores, n, clip(xp, beta, min=_LOWEST)))
+    return _clip_to_log_n(
+        xp, n, mean_entropy(xp, GaussianScores, n, clip(xp, beta, min=_LOWEST_STRENGTH))
+    )
 
 
 def _sphere_exact(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
-    return _within(xp, n, mean_entropy(xp, SphereScores.of, n, d, clip(xp, kappa, min=_LOWEST)))
+    return _clip_to_log_n(
+        xp, n, mean_entropy(xp, SphereScores.of, n, d, clip(xp, kappa, min=_LOWEST_STRENGTH))
+    )
 
 
-def _within(xp: ModuleType, n: Any, entropy: Any) -> Any:
+def _clip_to_log_n(xp: ModuleType, n: Any, entropy: Any) -> Any:
     return xp.minimum(clip(xp, entropy, min=0.0), xp.log(n))
 
 
@@ -564,9 +578,9 @@ def _annealed(xp: ModuleType, n: Any, beta: Any) -> Any:
 def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
     square = clip(xp, beta, max=1e4) ** 2
     exponent = square - xp.log(n) - math.log(2)
-    huge = exponent > _LARGE
-    correction = (2 * square - 1) * xp.exp(xp.where(huge, 0.0, exponent)) + 1 / (2 * n)
-    return xp.where(huge, math.inf, _annealed(xp, n, beta) + correction)
+    diverges = exponent > _LARGEST_EXPONENT
+    correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
+    return xp.where(diverges, math.inf, _annealed(xp, n, beta) + correction)
 
 
 def _frozen(xp: ModuleType, ratio: Any) -> Any:
@@ -575,7 +589,7 @@ def _frozen(xp: ModuleType, ratio: Any) -> Any:
 
 
 def _frozen_gaussian(xp: ModuleType, n: Any, beta: Any) -> Any:
-    # β_c is 0 for one key, which has no entropy.
+    # For a single key β_c is 0, and the entropy is 0 for every β.
     critical = xp.sqrt(2 * xp.log(n))
     return xp.where(n == 1, 0.0, _frozen(xp, divide_or_zero(xp, beta, critical)))
 
@@ -590,21 +604,21 @@ _GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
 
 def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
     log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    # log r, far below 0 where there are no others.
+    # z = log r. −1e30 stands for −∞, which would give NaN in the branch that is not taken.
     z = xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
     log_rest, share = _log1p_exp(xp, z)
-    above = xp.log(relevant) + log_rest + gap * share
-    # The same, for the needles' share of the weight where it is the smaller one.
+    needles_heavier = xp.log(relevant) + log_rest + gap * share
+    # The same formula in terms of the needles' share of the weight, which is the smaller one for r > 1.
     log_rest, share = _log1p_exp(xp, -z)
-    below = log_others + log_rest - gap * share
-    return xp.where(z > 0, below, above)
+    others_heavier = log_others + log_rest - gap * share
+    return xp.where(z > 0, others_heavier, needles_heavier)
 
 
 def _tied(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
     _, _, divergence, gap = von_mises_fisher(xp, d, kappa)
-    # With the gap κ(1 − A), as differences of log M and κ would cancel.
+    # log M − κ = −gap − divergence with the gap κ(1 − A): the difference itself would cancel.
     log_rest, share = _log1p_exp(xp, log_or(xp, n - 1, -1e30) - gap - divergence)
-    # That is h(p) + p (log(n − 1) − KL).
+    # This equals h(p) + p (log(n − 1) − KL).
     return log_rest + share * gap
 
 
@@ -619,16 +633,18 @@ def _vmf(which: int, d: Any, kappa: Any) -> Any:
     return finish(von_mises_fisher(xp, d, kappa)[which])
 
 
-# For each model: its parameters and their least values; the strength (β, κ or gap) at the factor 1,
-# the entropy at a strength and its infimum, as functions of the parameters; the highest strength; and
-# how many steps a solution takes.
+# For each model:
+# - its parameters and their minimums;
+# - as functions of the parameters: the strength (β, κ or gap) at the factor 1, the entropy at a given
+#   strength, and the infimum of the entropy;
+# - the highest strength, and how many steps the root takes.
 _MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
     "gaussian": (
         {"std": 0.0},
         lambda xp, std: std,
         lambda xp, n, std, beta: _gaussian_exact(xp, n, beta),
         lambda xp, std: xp.zeros_like(std),
-        _HIGHEST,
+        _HIGHEST_STRENGTH,
         12,
     ),
     "sphere": (
@@ -636,7 +652,7 @@ _MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
         lambda xp, d: xp.sqrt(d),
         _sphere_exact,
         lambda xp, d: xp.zeros_like(d),
-        _HIGHEST,
+        _HIGHEST_STRENGTH,
         12,
     ),
     "needle": (
@@ -658,13 +674,13 @@ _MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
 }
 
 
-def _model_parameters(model: str, needs: dict[str, float], given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a model as arguments of `_prepare`; others must not be given."""
+def _model_parameters(model: str, minimums: dict[str, float], given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a model as arguments of `_prepare`; those of other models must be None."""
     for name, x in given.items():
-        if name not in needs and x is not None:
+        if name not in minimums and x is not None:
             raise type_error(name, f"be left out for the model {model!r}", type(x).__name__)
     parameters = {}
-    for name, least in needs.items():
+    for name, least in minimums.items():
         x = 1.0 if name == "std" and given[name] is None else given[name]
         if x is None:
             raise value_error(name, f"be given for the model {model!r}", None)
@@ -677,24 +693,25 @@ def _model_parameters(model: str, needs: dict[str, float], given: dict[str, Any]
 def _root(
     xp: ModuleType, function: Callable[[Any], Any], a: Any, b: Any, fa: Any, fb: Any, steps: int
 ) -> Any:
-    """The root of a function between a and b, of shape (1, m), where its signs differ."""
+    """The root (1, m) of a function between a and b, where its values fa, fb have opposite signs."""
 
     def step(state: Any, _: Any) -> tuple[Any, Any]:
         a, b, fa, fb, t = state
         x = a + t * (b - a)
         fx = function(x)
-        same = (fx > 0) == (fa > 0)
-        c, fc = xp.where(same, a, b), xp.where(same, fa, fb)
-        b, fb = xp.where(same, b, a), xp.where(same, fb, fa)
+        same_sign = (fx > 0) == (fa > 0)
+        c, fc = xp.where(same_sign, a, b), xp.where(same_sign, fa, fb)
+        b, fb = xp.where(same_sign, b, a), xp.where(same_sign, fb, fa)
         a, fa = x, fx
-        # Of the three points the interpolation is monotone, or else the interval is halved.
+        # If the inverse quadratic interpolation through the three points is monotone, use it.
+        # Otherwise halve the interval.
         xi, phi = divide_or_zero(xp, a - b, c - b), divide_or_zero(xp, fa - fb, fc - fb)
-        smooth = (phi * phi < xi) & ((1 - phi) * (1 - phi) < 1 - xi)
+        is_monotone = (phi * phi < xi) & ((1 - phi) * (1 - phi) < 1 - xi)
         t = divide_or_zero(xp, fa, fb - fa) * divide_or_zero(xp, fc, fb - fc)
         t = t + divide_or_zero(xp, c - a, b - a) * (
             divide_or_zero(xp, fa, fc - fa) * divide_or_zero(xp, fb, fc - fb)
         )
-        t = xp.where(smooth, clip(xp, t, min=0.0, max=1.0), 0.5)
+        t = xp.where(is_monotone, clip(xp, t, min=0.0, max=1.0), 0.5)
         return (a, b, fa, fb, t), xp.where(xp.abs(fa) < xp.abs(fb), a, b)
 
     start = (a, b, fa, fb, xp.full_like(a, 0.5))
@@ -704,9 +721,10 @@ def _root(
 def _prepare(
     **arguments: tuple[Any, float, float],
 ) -> tuple[ModuleType, list[Any], Callable[[Any], Any]]:
-    """The namespace, the arguments (value, least, most) as arrays of one shape, and what ends a call.
+    """The namespace, the arguments (value, least, most) as arrays of one shape, and `finish`.
 
-    Entries out of range are replaced by ones within, and their results by NaN at the end.
+    Array entries out of range are replaced by values in range. ``finish(result)`` puts NaN in their
+    place, and converts the result to its dtype, or to a float.
     """
     arrays = {name: x for name, (x, _, _) in arguments.items() if is_array(x)}
     for name, (x, least, most) in arguments.items():
@@ -714,7 +732,7 @@ def _prepare(
             check_real(name, x, least=least)
             if x > most:
                 raise value_error(name, f"be at most {most:g}", x)
-    xp, place, dtype = _kind(arrays)
+    xp, place, dtype = _result_kind(arrays)
     shape = common_shape(**{name: x.shape for name, x in arrays.items()} or {"": ()})
 
     float64 = "float64" in xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
@@ -726,9 +744,9 @@ def _prepare(
             x = lift(xp.astype(x, working), len(shape))
         else:
             x = xp.full((), float(x), dtype=working, device=place)
-        inside = (x >= least) & (x <= most) & (xp.abs(x) < math.inf)
-        valid = inside & valid
-        values.append(xp.where(inside, x, max(least, 1.0)))
+        in_range = (x >= least) & (x <= most) & (xp.abs(x) < math.inf)
+        valid = in_range & valid
+        values.append(xp.where(in_range, x, max(least, 1.0)))
 
     def finish(result: Any) -> Any:
         result = xp.where(valid, result, math.nan)
@@ -737,8 +755,8 @@ def _prepare(
     return xp, list(xp.broadcast_arrays(*values)), finish
 
 
-def _kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
-    """The namespace, device and floating dtype of the result; NumPy's where there are no arrays."""
+def _result_kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
+    """The namespace, device and floating dtype of the result; NumPy's if there are no arrays."""
     if not arrays:
         import array_api_compat.numpy as xp
 

@@ -174,7 +174,7 @@ class TestRegister:
 
     @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2"])
     def test_the_name_of_another(self, name):
-        with pytest.raises(ValueError, match=f"`name` must be no other .* got '{name}'"):
+        with pytest.raises(ValueError, match=f"`name` must not be that of another .* got '{name}'"):
             huggingface.register(name)
         with pytest.raises(TypeError, match="`name` must be a string, got int"):
             huggingface.register(3)

@@ -141,7 +141,7 @@ class TestValues:
     @pytest.mark.host
     def test_pairs_of_many_points(self):
         n = 10**8
-        i, j = _distortion._choose(n * (n - 1) // 2, 10**5, 0)
+        i, j = _distortion._sample_pairs(n * (n - 1) // 2, 10**5, 0)
         assert (j >= 0).all()
         assert (j < i).all()
         assert (i < n).all()

@@ -73,7 +73,7 @@ class TestMatrices:
     def test_hadamard_of_many_orders(self, order):
         base_doublings = _hadamard.hadamard_order(order)
         factors = _hadamard.hadamard_factors(
-            np, base_doublings, scale=1.0, dtype=np.float64, place=None
+            np, base_doublings, scale=1.0, dtype=np.float64, device=None
         )
         h = _hadamard.apply_kronecker(np, factors, np.eye(order), 1)
         assert h.shape == (order, order)

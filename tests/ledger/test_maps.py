@@ -122,7 +122,7 @@ def test_fast_map_is_no_gaussian_map():
     f = it.jl.hadamard_projection(d, k, rng=45)
     assert sum(part.size for part in f.signs) + f.rows.size == d + k
     for doublings in (6, 12, 18, 24):  # products per feature, factor by factor: in proportion to log d
-        factors = hadamard_factors(np, (1, doublings), scale=1.0, dtype=np.float64, place=None)
+        factors = hadamard_factors(np, (1, doublings), scale=1.0, dtype=np.float64, device=None)
         assert sum(len(factor) for factor in factors) <= 6.4 * doublings
 
     # v has 8 equal entries at 0, 512, …, 3584. Its transform is constant on 8 blocks of 512; where the

@@ -1,1 +1,1 @@
-"""What ties isentropic to other libraries; each module needs its library, an extra of this package."""
+"""Integrations with other libraries. Each module needs its library, an extra of this package."""

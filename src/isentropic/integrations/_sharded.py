@@ -1,14 +1,14 @@
-"""Attention over a sequence that is spread over devices, in JAX and in PyTorch.
+"""Attention over a sequence that is sharded over devices, in JAX and in PyTorch.
 
-Each device holds a shard: L of the queries, S of the keys, and their values; shards are contiguous,
-in the order of the devices, and of one shape. In a ring of P devices every block of keys meets every
-block of queries after P − 1 hops to the next neighbour, and the states of attention over the blocks
-merge. In JAX keys and values travel; in PyTorch queries and states do.
+Each device holds a shard: L queries, S keys and their values. Shards are contiguous, in the order of
+the devices, and have equal shapes. In a ring of P devices, every block of keys meets every block of
+queries after P − 1 hops to the next neighbor, and the attention states of the blocks are merged. In
+JAX keys and values travel; in PyTorch queries and states do.
 
-Backward everything travels once more, and each block of logits is computed again. Relative to a
-maximum m that is final, the sums Σ e^{s−m}, Σ e^{s−m} v and Σ e^{s−m}(s − m) of a state are plain sums
-over keys, so each block has its part in the gradient by itself, and a device keeps nothing but its
-shard and m. Gradients in half precision are rounded when they are complete.
+In the backward pass everything travels once more, and each block of logits is computed again. Relative
+to the final maximum m, the sums Σ e^{s−m}, Σ e^{s−m} v and Σ e^{s−m}(s − m) of a state are plain sums
+over keys. So the contribution of each block to the gradient is independent of the other blocks, and a
+device stores only its shard and m. Gradients are rounded to half precision only when they are complete.
 """
 
 from __future__ import annotations
@@ -44,31 +44,32 @@ def ring_attention(
 ) -> ArrayT:
     """Attention inside `jax.shard_map`, where each device holds a shard of the sequence.
 
-    Equivalent to `isentropic.attention` of the whole sequence. Keys and values travel.
+    It is equivalent to `isentropic.attention` on the whole sequence. Keys and values travel around the
+    ring of devices.
 
     Parameters
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
     value : array (..., S, Ev)
-        The shards of this device; the axes ``...`` broadcast.
+        The shards of this device. The axes ``...`` broadcast.
     axis_name : str
-        The mesh axis over which queries, keys and values are all sharded, contiguously.
+        The mesh axis over which queries, keys and values are sharded, contiguously.
     is_causal : bool
-        A query sees the keys up to its own position in the whole sequence, aligned bottom-right as
-        in `isentropic.attention`: the last query of the last device sees every key. There are no
-        other masks.
+        Whether a query sees only the keys up to its own position in the whole sequence, aligned
+        bottom-right as in `isentropic.attention`: the last query of the last device sees every key.
+        Other masks are not supported.
     scale : float, optional
         The scale at which the law is 1; ``1/√E`` by default.
     law : Law or None, default ``LogLength(512)``
-        Factor on the scale as a function of n; None for the standard attention.
+        The factor on the scale as a function of n; None for standard attention.
     n_keys : int or array broadcastable to the (..., L) of `query`, optional
-        The n of the law, instead of the number of keys of the whole sequence that each query sees.
-        It hides no key.
+        The n of the law; by default the number of keys of the whole sequence that each query sees.
+        `n_keys` does not hide keys.
     softcap : float > 0, optional
-        c in ``c · tanh(logit / c)``.
+        The c in ``c · tanh(logit / c)``.
     enable_gqa : bool
-        Grouped heads: axis −3 of `key` and `value` divides that of `query`.
+        Grouped heads: the length of axis −3 of `key` and `value` divides that of `query`.
 
     Returns
     -------
@@ -78,16 +79,17 @@ def ring_attention(
     Raises
     ------
     TypeError
-        For arrays that are not JAX's, or no floats.
+        For arrays that are not JAX arrays, or are not floating-point.
     ValueError
-        For shapes that do not fit, values out of range, or an axis that no `jax.shard_map` has.
+        For shapes that do not fit, values out of range, or an axis that the surrounding
+        `jax.shard_map` does not have.
 
     Notes
     -----
-    On P devices P hops to the next neighbour, each of one shard of keys and values. The program does
-    not grow with P, and memory is O(L + S) per device, in the backward pass too. Blocks that are
-    hidden by causality are skipped; still the call takes as long as on the last device, which sees
-    all. Reverse-mode derivatives only.
+    P devices take P hops to the next neighbor, each with one shard of keys and values. The size of the
+    compiled program does not depend on P. Memory is O(L + S) per device, in the backward pass too.
+    Blocks hidden by causality are skipped, but the call takes as long as on the last device, which sees
+    all blocks. Only reverse-mode differentiation is supported.
 
     References
     ----------
@@ -130,21 +132,22 @@ def ring_attention_state(
 ) -> AttentionState:
     """Output, log-normalizer and entropy of attention inside `jax.shard_map`.
 
-    Equivalent to `isentropic.attention_state` of the whole sequence.
+    It is equivalent to `isentropic.attention_state` on the whole sequence.
 
     Parameters
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
     value : array (..., S, Ev), optional
-        The shards of this device. Without values the state has no output, and keys travel alone.
+        The shards of this device. Without values the state has no output, and only keys travel.
     axis_name, is_causal, scale, law, n_keys, softcap, enable_gqa
         As in `ring_attention`.
 
     Returns
     -------
     AttentionState
-        Of the queries of this device over all keys, in float32, or float64 where the inputs are.
+        The state of the queries of this device over all keys, in float32, or in float64 for float64
+        inputs.
 
     Raises
     ------
@@ -153,8 +156,8 @@ def ring_attention_state(
 
     Notes
     -----
-    The gradient takes ``maximum`` for a constant, which it is to output, entropy and log-normalizer:
-    they do not depend on the number that logits are relative to.
+    Differentiation treats ``maximum`` as a constant. This is exact for the output, the entropy and the
+    log-normalizer, because they do not depend on the number that is subtracted from the logits.
 
     Examples
     --------
@@ -193,17 +196,17 @@ def distributed_attention(
 ) -> ArrayT:
     """Attention over `torch.distributed`, where each process holds a shard of the sequence.
 
-    Equivalent to `isentropic.attention` of the whole sequence. Keys and values stay where they are;
-    queries travel with the state of what they have seen, and come home.
+    It is equivalent to `isentropic.attention` on the whole sequence. Keys and values stay on their
+    process. Queries travel around the ring with their states, and return.
 
     Parameters
     ----------
     query : tensor (..., L, E)
     key : tensor (..., S, E)
     value : tensor (..., S, Ev)
-        The shards of this process, of the same shapes in all; the axes ``...`` broadcast.
+        The shards of this process, of the same shapes in all processes. The axes ``...`` broadcast.
     group : torch.distributed.ProcessGroup, optional
-        The processes that hold the shards, in the order of their ranks; all by default.
+        The processes that hold the shards, in the order of their ranks; by default all processes.
     is_causal, scale, law, n_keys, softcap, enable_gqa
         As in `ring_attention`.
 
@@ -215,18 +218,20 @@ def distributed_attention(
     Raises
     ------
     TypeError
-        For tensors that are not PyTorch's, or no floats; for a group without this process.
+        For arrays that are not PyTorch tensors, or are not floating-point, and for a group that this
+        process does not belong to.
     ValueError
-        For shapes that do not fit, values out of range, or before ``init_process_group``.
+        For shapes that do not fit, values out of range, or a call before ``init_process_group``.
 
     Notes
     -----
-    All processes of the group call it, and all go backward through it: each waits for its neighbours.
-    The gradient of what they share, such as the parameters of a law, is the sum over processes of
-    the gradients that they get.
+    All processes of the group must call this function, and all must run its backward pass, because each
+    waits for its neighbors. The gradient with respect to shared tensors, such as the parameters of a
+    law, is the sum of the gradients of the processes.
 
-    On P processes P − 1 hops of the queries and P of the states; they go on while the block that has
-    come is computed. Memory is O(L + S) per process, in the backward pass too. First derivatives only.
+    On P processes the queries take P − 1 hops and the states take P. Transfers overlap with the
+    computation on the block that has arrived. Memory is O(L + S) per process, in the backward pass too.
+    Only first derivatives are supported.
 
     References
     ----------
@@ -234,7 +239,7 @@ def distributed_attention(
 
     Examples
     --------
-    One process of one; ``torchrun`` starts several and tells each its rank.
+    This example has a single process. ``torchrun`` starts several, and gives each its rank.
 
     >>> import torch, torch.distributed as dist
     >>> from isentropic.integrations.torch import distributed_attention
@@ -267,7 +272,7 @@ def distributed_attention_state(
 ) -> AttentionState:
     """Output, log-normalizer and entropy of attention over `torch.distributed`.
 
-    Equivalent to `isentropic.attention_state` of the whole sequence.
+    It is equivalent to `isentropic.attention_state` on the whole sequence.
 
     Parameters
     ----------
@@ -283,8 +288,8 @@ def distributed_attention_state(
     Returns
     -------
     AttentionState
-        Of the queries of this process over all keys, in float32, or float64 where the inputs are.
-        Its ``maximum`` has no gradient, as in `ring_attention_state`.
+        The state of the queries of this process over all keys, in float32, or in float64 for float64
+        inputs. Its ``maximum`` does not have a gradient, as in `ring_attention_state`.
 
     Raises
     ------
@@ -311,23 +316,23 @@ def distributed_attention_state(
 
 @dataclass(frozen=True)
 class _Shards:
-    """The shape of a sequence in `size` shards, and how one block of queries attends to one of keys.
+    """The sizes of the shards of a sequence, and attention of one block of queries to one of keys.
 
-    The law is in the queries already.
+    The queries are multiplied by the law beforehand.
     """
 
     size: int
-    n_queries: int  # of one shard
-    n_keys: int
+    n_queries: int  # in one shard
+    n_keys: int  # in one shard
     is_causal: bool
     scale: float | None
     softcap: float | None
     enable_gqa: bool
 
-    def offset(self, queries_of: Any, keys_of: Any) -> Any:
-        """The position of the first query of one shard among the keys of another."""
+    def offset(self, query_shard: Any, key_shard: Any) -> Any:
+        """The position of the first query of one shard relative to the first key of another."""
         alignment = (self.n_keys - self.n_queries) * self.size
-        return alignment + queries_of * self.n_queries - keys_of * self.n_keys
+        return alignment + query_shard * self.n_queries - key_shard * self.n_keys
 
     def scale_queries(
         self,
@@ -339,36 +344,36 @@ class _Shards:
         law: Law | None,
         n_keys: int | Array | None,
     ) -> Array:
-        """The queries times the law of all the keys that they see, in the dtype to compute in."""
+        """The queries times the law of the number of keys that they see, in the dtype to compute in."""
         arrays = {"query": query, "key": key} | present(value=value)
         check_floating(xp, **arrays)
         total = self.n_keys * self.size
         if n_keys is None and self.is_causal:
-            seen = causal(self.offset(rank, 0))
-            n_keys = seen.visible_count(self.n_queries, total, like=query)
-        wide = xp.astype(query, accumulator(xp, xp.result_type(*arrays.values())))
+            mask = causal(self.offset(rank, 0))
+            n_keys = mask.visible_count(self.n_queries, total, like=query)
+        query = xp.astype(query, accumulator(xp, xp.result_type(*arrays.values())))
         law = Constant(1.0) if law is None else law
-        return scale_queries(wide, total if n_keys is None else n_keys, law=law)
+        return scale_queries(query, total if n_keys is None else n_keys, law=law)
 
-    def meet(self, offset: Any) -> Any:
-        """Whether under causality the last query of one shard sees the first key of the other."""
+    def any_visible(self, offset: Any) -> Any:
+        """Whether the last query of one shard sees the first key of the other, with a causal mask."""
         return offset + self.n_queries > 0
 
     def state(
         self, query: Array, key: Array, value: Array | None = None, *, offset: Any = 0
     ) -> AttentionState:
-        """The state of one block of queries over one of keys, which lies `offset` before it."""
+        """The state of one block of queries over one of keys, which starts `offset` before it."""
         return attention_state(
             query, key, value, mask=causal(offset) if self.is_causal else None, scale=self.scale,
             law=None, softcap=self.softcap, enable_gqa=self.enable_gqa,
         )  # fmt: skip
 
     def empty_state(self, query: Array, *block: Array) -> AttentionState:
-        """The state of queries that have met no key."""
+        """The state of queries over no keys."""
         return self.state(query, *(x[..., :0, :] for x in block))
 
     def sums(self, query: Array, *block: Array, offset: Any, maximum: Array) -> tuple[Array, ...]:
-        """The other fields of the state relative to a given `maximum`: they add up over keys."""
+        """The other fields of the state relative to a given `maximum`. They are sums over keys."""
         state = self.state(query, *block, offset=offset)
         xp = namespace(query=query)
         shift = state.maximum - replace_infinite_minimum(xp, maximum)
@@ -383,7 +388,7 @@ class _Shards:
 def _ring_of_keys(
     shards: _Shards, axis_name: Hashable, query: Array, block: tuple[Array, ...]
 ) -> AttentionState:
-    """The state of the queries of this device, while keys and values travel round the ring."""
+    """The state of the queries of this device. Keys and values travel around the ring."""
     import jax
 
     circulate = partial(_circulate_blocks, shards, axis_name)
@@ -396,7 +401,7 @@ def _ring_of_keys(
         def visit(state: Any, block: Any, offset: Any) -> Any:
             return merge_states(state, shards.state(query, *block, offset=offset)), block
 
-        empty = _varying_alike(shards.empty_state(query, *block), query)
+        empty = _vary_over_same_axes(shards.empty_state(query, *block), query)
         state, _ = circulate(visit, empty, block)
         return state, (query, block, state.maximum)
 
@@ -406,18 +411,18 @@ def _ring_of_keys(
 
         def visit(grad_query: Any, carried: Any, offset: Any) -> Any:
             block, grad_block = carried
-            wide = [x.astype(query.dtype) for x in block]
+            upcast = [x.astype(query.dtype) for x in block]
             sums = partial(shards.sums, offset=offset, maximum=maximum)
-            parts = jax.vjp(sums, query, *wide)[1](grad_sums)
+            parts = jax.vjp(sums, query, *upcast)[1](grad_sums)
             return grad_query + parts[0], (block, tuple(map(jax.numpy.add, grad_block, parts[1:])))
 
         zeros = tuple(jax.numpy.zeros_like(x, query.dtype) for x in (query, *block))
-        zeros = _varying_alike(zeros, query)
+        zeros = _vary_over_same_axes(zeros, query)
         grad_query, (_, grad_block) = circulate(visit, zeros[0], (block, zeros[1:]))
         return grad_query, tuple(x.astype(y.dtype) for x, y in zip(grad_block, block, strict=True))
 
     ring.defvjp(forward, backward)
-    return ring(*_varying_alike((query, block)))
+    return ring(*_vary_over_same_axes((query, block)))
 
 
 def _circulate_blocks(
@@ -427,9 +432,9 @@ def _circulate_blocks(
     gathered: Any,
     block: Any,
 ) -> tuple[Any, Any]:
-    """``gathered, block = visit(gathered, block, offset)`` on every device that a block comes to.
+    """Call ``gathered, block = visit(gathered, block, offset)`` on every device that a block reaches.
 
-    After the last hop the own block is at home again, with what visits have changed in it.
+    After the last hop each block is back on its device, with the changes of all visits.
     """
     import jax
 
@@ -437,15 +442,15 @@ def _circulate_blocks(
     rank = lax.axis_index(axis_name)
     ring = [(i, (i + 1) % shards.size) for i in range(shards.size)]
 
-    def pass_by(gathered: Any, block: Any, offset: Any) -> Any:
+    def skip(gathered: Any, block: Any, offset: Any) -> Any:
         return gathered, block
 
     def step(carry: Any, i: Any) -> tuple[Any, None]:
         gathered, block = carry
         offset = shards.offset(rank, (rank - i) % shards.size)
         if shards.is_causal:
-            seen = shards.meet(offset)
-            gathered, block = lax.cond(seen, visit, pass_by, gathered, block, offset)
+            visible = shards.any_visible(offset)
+            gathered, block = lax.cond(visible, visit, skip, gathered, block, offset)
         else:
             gathered, block = visit(gathered, block, offset)
         return (gathered, lax.ppermute(block, axis_name, ring)), None
@@ -453,26 +458,26 @@ def _circulate_blocks(
     return lax.scan(step, (gathered, block), jax.numpy.arange(shards.size))[0]
 
 
-def _varying_alike(arrays: Any, *others: Any) -> Any:
-    """The `arrays`, all of the type of one that varies over every mesh axis over which any does.
+def _vary_over_same_axes(arrays: Any, *others: Any) -> Any:
+    """`arrays` with types that vary over every mesh axis over which any of the arguments varies.
 
-    Loops want what they carry to keep its type. A selection has the joint type of its operands, and
-    the compiler removes it where its condition is constant.
+    JAX requires that a loop preserves the types of its carry. `select` gives the joint type of its
+    operands, and the compiler removes it because its condition is constant.
     """
     import jax
 
     xp: Any = jax.numpy
     joint: Any = sum(xp.where(True, 0.0, xp.sum(x)) for x in jax.tree.leaves((arrays, others)))
 
-    def joined(x: Any) -> Any:
+    def with_joint_type(x: Any) -> Any:
         return jax.lax.select(xp.asarray(True), x, xp.broadcast_to(joint.astype(x.dtype), x.shape))
 
-    return jax.tree.map(joined, arrays)
+    return jax.tree.map(with_joint_type, arrays)
 
 
 @cache
 def _ring_of_queries() -> Any:
-    """The autograd function of the states of queries that travel round the ring of a group."""
+    """The autograd function for the states of queries that travel around the ring of a group."""
     import torch
 
     class RingOfQueries(torch.autograd.Function):
@@ -482,14 +487,14 @@ def _ring_of_queries() -> Any:
 
             def visit(owner: int, query: Any) -> AttentionState:
                 offset = shards.offset(owner, rank)
-                if shards.is_causal and not shards.meet(offset):
+                if shards.is_causal and not shards.any_visible(offset):
                     return shards.empty_state(query, *block)
                 return shards.state(query, *block, offset=offset)
 
-            def join(a: Any, b: Any) -> AttentionState:
+            def merge(a: Any, b: Any) -> AttentionState:
                 return merge_states(AttentionState(*a), b)
 
-            state = AttentionState(*_circulate_queries(group, visit, join, (query,)))
+            state = AttentionState(*_circulate_queries(group, visit, merge, (query,)))
             ctx.shards, ctx.group = shards, group
             ctx.save_for_backward(query, state.maximum, *block)
             ctx.mark_non_differentiable(state.maximum)
@@ -505,11 +510,11 @@ def _ring_of_queries() -> Any:
 
             def visit(owner: int, query: Any, maximum: Any, *grad_sums: Any) -> tuple[Any]:
                 offset = shards.offset(owner, rank)
-                if shards.is_causal and not shards.meet(offset):
+                if shards.is_causal and not shards.any_visible(offset):
                     return (torch.zeros_like(query),)
-                wide = [x.to(query.dtype) for x in block]
+                upcast = [x.to(query.dtype) for x in block]
                 sums = partial(shards.sums, offset=offset, maximum=maximum)
-                grad_query, *parts = _pull_back(sums, (query, *wide), grad_sums)
+                grad_query, *parts = _pull_back(sums, (query, *upcast), grad_sums)
                 for total, part in zip(grad_block, parts, strict=True):
                     total += part
                 return (grad_query,)
@@ -526,13 +531,13 @@ def _ring_of_queries() -> Any:
 def _circulate_queries(
     group: Any,
     visit: Callable[..., Sequence[Any]],
-    join: Callable[[Any, Any], Sequence[Any]],
+    merge: Callable[[Any, Any], Sequence[Any]],
     visitors: Sequence[Any],
 ) -> Sequence[Any]:
-    """What ``visit(owner, *visitors)`` gives on every process, joined, for the visitors of this one.
+    """Merge the results of ``visit(owner, *visitors)`` over processes, for the visitors of this one.
 
-    While a process computes, the next visitors are on their way, and behind them what those before
-    them have gathered.
+    While a process computes, it receives the next visitors, and the merged results that belong to the
+    present ones.
     """
     rank, size = _rank_and_size(group)
     gathered: Any = None
@@ -540,13 +545,13 @@ def _circulate_queries(
         ahead = _hop(visitors, group) if step < size - 1 else None
         behind = _hop(gathered, group) if step > 0 else None
         here = visit((rank - step) % size, *visitors)
-        gathered = here if behind is None else join(behind(), here)
+        gathered = here if behind is None else merge(behind(), here)
         visitors = visitors if ahead is None else ahead()
     return gathered if size == 1 else _hop(gathered, group)()
 
 
 def _hop(tensors: Sequence[Any], group: Any) -> Callable[[], Sequence[Any]]:
-    """Send `tensors` to the next process of the ring; the result waits for those of the one before."""
+    """Send `tensors` to the next process; the result waits for those of the previous process."""
     import torch
     import torch.distributed as dist
 
@@ -566,7 +571,7 @@ def _hop(tensors: Sequence[Any], group: Any) -> Callable[[], Sequence[Any]]:
     def arrive() -> Sequence[Any]:
         for work in works:
             work.wait()
-        sent.clear()  # which was kept for the time of the transfer
+        sent.clear()  # the tensors had to stay alive until the transfer ended
         return received
 
     return arrive
@@ -575,7 +580,7 @@ def _hop(tensors: Sequence[Any], group: Any) -> Callable[[], Sequence[Any]]:
 def _pull_back(
     function: Callable[..., Sequence[Any]], arrays: Sequence[Any], cotangent: Sequence[Any]
 ) -> Sequence[Any]:
-    """The gradient of the product of `cotangent` and ``function(*arrays)``, an array each."""
+    """The vector–Jacobian product of `cotangent` and `function` at `arrays`, one tensor per array."""
     import torch
 
     leaves = [x.detach().requires_grad_() for x in arrays]
@@ -605,7 +610,7 @@ def _check_library(
 
 
 def _axis(axis_name: Hashable) -> tuple[Any, int]:
-    """The place of this device along a mesh axis, and the number of its devices."""
+    """The index of this device along a mesh axis, and the number of devices along it."""
     import jax
 
     lax: Any = jax.lax
@@ -618,7 +623,7 @@ def _axis(axis_name: Hashable) -> tuple[Any, int]:
 
 
 def _rank_and_size(group: Any) -> tuple[int, int]:
-    """The place of this process in a group, and the number of its processes."""
+    """The rank of this process in a group, and the size of the group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

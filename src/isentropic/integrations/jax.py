@@ -1,4 +1,4 @@
-"""Attention over a mesh of JAX devices, and for the modules of Flax (the extra ``jax``)."""
+"""Attention over a mesh of JAX devices, and for Flax modules (the extra ``jax``)."""
 
 from __future__ import annotations
 
@@ -37,43 +37,44 @@ def attention_fn(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
 ) -> ArrayT:
-    """The `attention_fn` of Flax's modules, with a scale that follows a law of the visible keys.
+    """An `attention_fn` for Flax modules, whose scale follows a law of the number of visible keys.
 
-    With ``law=None`` equivalent to ``flax.nnx.dot_product_attention``, and to the one of
-    ``flax.linen``. Another law: ``functools.partial(attention_fn, law=...)``.
+    With ``law=None`` it is equivalent to ``flax.nnx.dot_product_attention``, and to that of
+    ``flax.linen``. For another law, use ``functools.partial(attention_fn, law=...)``.
 
     Parameters
     ----------
     query : array (..., L, H, E)
     key : array (..., S, G, E)
     value : array (..., S, G, Ev)
-        H heads of queries, and G of keys and values, which divides H.
+        Queries have H heads. Keys and values have G heads, and G divides H.
     bias : array, optional
         Added to the logits; broadcastable to (..., H, L, S).
     mask : array or Mask, optional
-        Where it is 0 or False a key is hidden; broadcastable to (..., H, L, S). Or a mask of
-        `isentropic.masks`, which never becomes an L×S array.
+        An array broadcastable to (..., H, L, S) that is 0 or False where a key is hidden. Or a mask of
+        `isentropic.masks`, which is never expanded to an L×S array.
     broadcast_dropout, dropout_rng
-        Not used: there is no dropout.
+        Ignored, because dropout is not supported.
     dropout_rate : float
-        Has to be 0 where not `deterministic`: attention weights, of which some would be dropped, are
+        Must be 0 unless `deterministic` is true. Dropout would need the attention weights, which are
         never formed.
     deterministic : bool
+        Whether dropout is off.
     dtype : dtype, optional
-        To which query, key and value are converted.
+        The dtype to which query, key and value are converted.
     precision : str or jax.lax.Precision, optional
-        Of the products, as in ``jax.default_matmul_precision``.
+        The precision of matrix products, as in ``jax.default_matmul_precision``.
     module : flax.nnx.Module or flax.linen.Module, optional
-        Where to sow the weights, as "attention_weights", for which they are formed.
+        A module in which to sow the weights, as "attention_weights". Only then are they formed.
     is_causal : bool
-        Also apply ``masks.causal()``, aligned bottom-right: the last query sees every key. Flax's is
-        aligned top-left, which is the same where L = S.
+        Whether to apply ``masks.causal()`` too, aligned bottom-right: the last query sees every key.
+        Flax aligns its causal mask top-left, which is the same for L = S.
     law : Law or None, default ``LogLength(512)``
-        Factor on the scale as a function of n, the number of keys that each query sees; None for the
+        The factor on the scale as a function of n, the number of keys that each query sees; None for
         standard attention.
     n_keys : int or array, optional
-        Broadcastable to (..., H, L): the n of the law where that is not the number of keys that a
-        query sees, as for a rule that counts positions. It hides nothing.
+        The n of the law, broadcastable to (..., H, L), if it is not the number of keys that a query
+        sees, for example in rules that count positions. `n_keys` does not hide keys.
 
     Returns
     -------
@@ -82,15 +83,15 @@ def attention_fn(
     Raises
     ------
     TypeError, ValueError
-        As in `isentropic.attention`; also where dropout is active.
+        As in `isentropic.attention`; also if dropout is active.
 
     Notes
     -----
-    Empty slots of a cache are masked by Flax and do not count, so that decoding equals prefill. A
-    query that sees no key gives 0, where Flax gives the mean of the values.
+    Flax masks empty slots of a cache, so they are not counted, and decoding equals prefill. The output
+    for a query that sees no key is 0; Flax returns the mean of the values.
 
-    A law that learns has its parameters in a module, whose call is the `attention_fn`; see the second
-    example. Arrays in a ``functools.partial`` are constants.
+    To train the parameters of a law, put them into a module that is the `attention_fn`, as in the
+    second example. Arrays in a ``functools.partial`` are constants.
 
     References
     ----------
@@ -110,7 +111,7 @@ def attention_fn(
     >>> layer(jnp.ones((2, 10, 32)), is_causal=True).shape
     (2, 10, 32)
 
-    One slope per head, learnt:
+    One trainable slope per head:
 
     >>> class Attend(nnx.Module):
     ...     def __init__(self, num_heads):
@@ -130,7 +131,7 @@ def attention_fn(
     check_ndim(3, query=query, key=key, value=value)
     if mask is not None and not isinstance(mask, Mask):
         mask = jnp.asarray(mask) != 0
-    # Heads before lengths.
+    # From Flax's (..., length, heads, features) to (..., heads, length, features).
     q, k, v = (jnp.swapaxes(jnp.asarray(x, dtype), -2, -3) for x in (query, key, value))
     options: dict[str, Any] = {
         "mask": mask, "bias": bias, "is_causal": is_causal, "law": law, "n_keys": n_keys,

@@ -39,8 +39,8 @@ with extra_of(__name__):
 
 __all__ = ["JLTransformer"]
 
-# Each kind of map, and the bound of `jl.min_dim` that is proven for it. None is proven for the Hadamard
-# map and the count sketch: there the exact Gaussian bound is a heuristic.
+# Each kind of map, and the method of `jl.min_dim` that is proven for it. No method is proven for the
+# Hadamard map and the count sketch. For them the exact Gaussian dimension is a heuristic.
 _KINDS: dict[str, tuple[Any, str]] = {
     "hadamard": (hadamard_projection, "exact"),
     "gaussian": (gaussian_projection, "exact"),
@@ -50,41 +50,42 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "count_sketch": (count_sketch, "exact"),
 }
 
-# Numbers of a sparse matrix that are made dense at a time.
+# How many entries of a sparse matrix are made dense at a time.
 _BLOCK_SIZE = 2**22
 
 
 class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """Reduce the dimension by a random map that keeps distances.
+    """Reduce the dimension by a random map that preserves distances.
 
-    Like scikit-learn's ``GaussianRandomProjection`` and ``SparseRandomProjection``, with the fast
-    Hadamard map, sharper dimensions, and arrays of every library under
+    It is like scikit-learn's ``GaussianRandomProjection`` and ``SparseRandomProjection``. In addition,
+    it has the fast Hadamard map, needs fewer dimensions, and takes arrays of every library with
     ``sklearn.set_config(array_api_dispatch=True)``.
 
     Parameters
     ----------
     n_components : int ≥ 1 or "auto"
-        The dimension k; ``"auto"`` takes the one of `isentropic.jl.min_dim` for as many points as `fit`
-        sees. Where that exceeds the number of features the data are left as they are, with a warning:
-        the identity keeps distances exactly, in fewer dimensions. Then sparse data stay sparse, and
-        features keep their names.
+        The dimension k. ``"auto"`` takes the dimension of `isentropic.jl.min_dim` for the number of
+        samples in `fit`. If that exceeds the number of features, the map is the identity, with a
+        warning: the identity preserves distances exactly, in fewer dimensions. Then sparse data stay
+        sparse, and features keep their names.
     kind : {"hadamard", "gaussian", "rademacher", "sparse", "orthogonal", "count_sketch"}
-        The map. For ``"hadamard"`` and ``"count_sketch"`` the dimension of ``"auto"`` is a heuristic:
-        verify it by `isentropic.jl.distortion`.
+        The map. For ``"hadamard"`` and ``"count_sketch"`` the dimension of ``"auto"`` is a heuristic.
+        Verify it with `isentropic.jl.distortion`.
     eps : float in (0, 1)
         The distortion of squared distances that ``"auto"`` allows.
     delta : float in (0, 1)
-        The probability with which ``"auto"`` lets any distance exceed it.
+        The probability, for ``"auto"``, that at least one distance exceeds the distortion `eps`.
     density : float in (0, 1] or "auto"
-        For the kind ``"sparse"``, the share of entries of the map that are not 0. ``"auto"`` is 1/√d of
-        d features, as in scikit-learn; no bound is proven below 1/3.
+        For the kind ``"sparse"``, the share of nonzero entries of the map. ``"auto"`` is 1/√d for d
+        features, as in scikit-learn. No bound is proven below 1/3.
     dense_output : bool
-        Whether images are dense arrays even where the data and the map are sparse: the kinds
-        ``"sparse"`` and ``"count_sketch"``, and the identity. The other kinds give dense arrays always.
+        Whether images are dense arrays even if the data and the map are sparse. The map is sparse for
+        the kinds ``"sparse"`` and ``"count_sketch"``, and for the identity. The other kinds always give
+        dense arrays.
     compute_inverse_components : bool
         Whether `fit` computes the pseudo-inverse, a dense array, for `inverse_transform`.
     random_state : None, int or numpy.random.RandomState
-        The source of the draw.
+        The source of random numbers for the map.
 
     Attributes
     ----------
@@ -93,10 +94,11 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     density_ : float
         For the kind ``"sparse"``, the density.
     inverse_components_ : array (n_features, ``n_components_``)
-        The pseudo-inverse of the map, where ``compute_inverse_components`` asked for it.
+        The pseudo-inverse of the map, if ``compute_inverse_components`` is true.
     n_features_in_ : int
+        The number of features in `fit`.
     feature_names_in_ : array of str
-        Where the data had names.
+        The names of the features, if the data had names.
 
     Examples
     --------
@@ -129,11 +131,12 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> JLTransformer:
-        """Draw the map for the number, dimension, library, device and dtype of the rows of `X`.
+        """Choose the dimension for the shape of `X`, and draw the map in its library, device and dtype.
 
         Parameters
         ----------
         X : array or sparse matrix (n_samples, n_features)
+            The samples. Their values do not influence the map.
         y : ignored
 
         Returns
@@ -145,7 +148,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         check_choice("kind", self.kind, tuple(_KINDS))
         if sparse.issparse(X):
             self._like = np.empty((0, 0), X.dtype)
-        else:  # not a view, which would keep the data
+        else:  # not a view of X, which would keep X in memory
             self._like = namespace(X=X).empty((0, 0), dtype=X.dtype, device=device(X=X))
         check_real("eps", self.eps)
         check_real("delta", self.delta)
@@ -157,15 +160,15 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self.n_components_ = n_features if k is None else k
         self._map: Any = None if k is None else self._draw(n_features, k, sparse.issparse(X))
         self._is_sparse = sparse.issparse(X) if k is None else self.kind in ("sparse", "count_sketch")
-        self.__dict__.pop("inverse_components_", None)  # of another fit
+        self.__dict__.pop("inverse_components_", None)  # from a previous fit
         if self.compute_inverse_components:
             self.inverse_components_ = self._pseudo_inverse()
         return self
 
     def _choose_dimension(self, n_samples: int, n_features: int) -> int | None:
-        """The dimension; None for the identity."""
+        """The dimension, or None for the identity."""
         if self.n_components == "auto":
-            # A single point has no distances; the dimension for two is what it gets.
+            # A single point has no distances. It gets the dimension for two points.
             _, method = _KINDS[self.kind]
             k: int = min_dim(
                 max(n_samples, 2), eps=self.eps, delta=self.delta, method=method, n_features=n_features
@@ -193,7 +196,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return k
 
     def _draw(self, n_features: int, k: int, is_sparse: bool) -> Any:
-        """The map; a sparse matrix alone for the kind "sparse" where the data are sparse."""
+        """The map, or a sparse matrix for the kind "sparse" and sparse data."""
         seed = check_random_state(self.random_state).randint(2**31 - 1, size=4)
         draw, _ = _KINDS[self.kind]
         if self.kind != "sparse":
@@ -201,7 +204,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self.density_ = self._choose_density(n_features)
         if not is_sparse:
             return draw(n_features, k, density=self.density_, rng=seed, like=self._like)
-        # Its dense matrix would take more memory than the data.
+        # A dense matrix might take more memory than the data.
         parts = draw_rows(seed, n_features, k, sparse_entries(self.density_))
         signs = sparse.vstack([sparse.csr_array(part) for part in parts], format="csr")
         dtype = self._like.dtype
@@ -224,26 +227,26 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Returns
         -------
         array or sparse matrix (n_samples, ``n_components_``)
-            In the library, device and floating dtype of `X`. Sparse where `X` and the map are, unless
-            ``dense_output`` is true.
+            The images, in the library, device and floating dtype of `X`. They are sparse if `X` and the
+            map are sparse and ``dense_output`` is false.
         """
         check_is_fitted(self)
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"], reset=False))
         self._check_library(X, "transform")
         if self._map is None:
-            return self._left_as_it_is(X)
+            return self._copy(X)
         if not (sparse.issparse(X) or sparse.issparse(self._map)):
             return self._map(X)
         if not self._is_sparse:
-            return self._by_blocks(X.tocsr())
+            return self._transform_in_blocks(X.tocsr())
         dtype = accumulator(np, X.dtype)
         y = X.astype(dtype, copy=False) @ self.components_.astype(dtype, copy=False).T
         return (
             y.toarray() if self.dense_output and sparse.issparse(y) else y.astype(X.dtype, copy=False)
         )
 
-    def _by_blocks(self, X: Any) -> Any:
-        """The images of the rows of a sparse matrix, of which some at a time are made dense."""
+    def _transform_in_blocks(self, X: Any) -> Any:
+        """The images of the rows of a sparse matrix, made dense a block of rows at a time."""
         out = np.empty((X.shape[0], self.n_components_), X.dtype)
         rows = max(1, _BLOCK_SIZE // X.shape[1])
         for start in range(0, X.shape[0], rows):
@@ -260,7 +263,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Returns
         -------
         array (n_samples, n_features)
-            Dense, but for the identity of sparse data.
+            A dense array, except for the identity with sparse data.
         """
         check_is_fitted(self)
         X = _floating(check_array(X, accept_sparse=["csr", "csc"]))
@@ -268,7 +271,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if X.shape[1] != self.n_components_:
             raise value_error("X", f"have {self.n_components_} columns", X.shape[1])
         if self._map is None:
-            return self._left_as_it_is(X)
+            return self._copy(X)
         X = X.toarray() if sparse.issparse(X) else X
         inverse = getattr(self, "inverse_components_", None)
         if inverse is None:
@@ -281,12 +284,12 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return xp.astype(y, X.dtype, copy=False)
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:
-        """The names of the components: those of the features where the data are left as they are.
+        """The names of the components. For the identity they are the names of the features.
 
         Parameters
         ----------
         input_features : sequence of str, optional
-            Names of the features, where `fit` saw none.
+            Names of the features, if the data in `fit` did not have names.
 
         Returns
         -------
@@ -298,9 +301,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     @property
     def projection_(self) -> Projection | None:
-        """The map, in the library, device and dtype of the data; None is the identity.
+        """The map, in the library, device and dtype of the data, or None for the identity.
 
-        Of the kind ``"sparse"``, fitted to sparse data, it is made dense when it is asked for.
+        For the kind ``"sparse"`` and sparse data, each access makes a dense matrix.
         """
         check_is_fitted(self)
         if not sparse.issparse(self._map):
@@ -311,8 +314,8 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def components_(self) -> Any:
         """The matrix of the map, an array or sparse array (``n_components_``, n_features).
 
-        It is SciPy's, and sparse, for the kinds ``"sparse"`` and ``"count_sketch"`` and for the
-        identity of sparse data, where the data were of NumPy or SciPy.
+        For NumPy arrays and SciPy matrices, it is a sparse SciPy array for the kinds ``"sparse"`` and
+        ``"count_sketch"``, and for the identity with sparse data.
         """
         check_is_fitted(self)
         projection, on_host = self._map, isinstance(self._like, np.ndarray)
@@ -323,7 +326,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if not (self._is_sparse and on_host):
             return projection.matrix()
         if isinstance(projection, CountSketch):
-            return _matrix_of_sketch(projection)
+            return _sparse_matrix(projection)
         return sparse.csr_array(projection.matrix())
 
     def _identity(self) -> Any:
@@ -349,7 +352,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             return components.T * (self.n_components_ / self.n_features_in_)
         return xp.linalg.pinv(components)
 
-    def _left_as_it_is(self, X: Any) -> Any:
+    def _copy(self, X: Any) -> Any:
         if sparse.issparse(X):
             return X.toarray() if self.dense_output else X.copy()
         return namespace(X=X).asarray(X, copy=True)
@@ -377,17 +380,17 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return tags
 
 
-def _matrix_of_sketch(sketch: CountSketch) -> Any:
-    """The matrix of a count sketch of NumPy's arrays, as a sparse one."""
+def _sparse_matrix(sketch: CountSketch) -> Any:
+    """The matrix of a count sketch with NumPy arrays, as a sparse array."""
     signs, components = np.asarray(sketch.signs), np.asarray(sketch.components)
     features = np.broadcast_to(np.arange(sketch.n_features, dtype=components.dtype), components.shape)
     entries = signs * signs.dtype.type(signs.shape[0] ** -0.5)
-    places = (components.ravel(), features.ravel())
-    return sparse.csr_array((entries.ravel(), places), shape=(sketch.n_components, sketch.n_features))
+    indices = (components.ravel(), features.ravel())
+    return sparse.csr_array((entries.ravel(), indices), shape=(sketch.n_components, sketch.n_features))
 
 
 def _floating(X: Any) -> Any:
-    """`X` itself where it holds floats, else in the widest floating dtype of its library and device."""
+    """`X` itself if it is floating-point, otherwise `X` in float64, or float32 without float64."""
     if sparse.issparse(X):
         return X if X.dtype in (np.float32, np.float64) else X.astype(np.float64)
     xp: ModuleType = namespace(X=X)

@@ -1,6 +1,4 @@
-"""Modules for PyTorch: attention with a law, and laws that learn; attention over several processes.
-
-The extra is ``torch``.
+"""PyTorch modules (the extra ``torch``): attention with a law, trainable laws; distributed attention.
 
 Shapes: N sequences, L queries, S keys, H heads, E features of queries and outputs.
 """
@@ -37,20 +35,20 @@ def _refuse_scripting(module: torch.nn.Module) -> Any:
 
 
 class LawModule(torch.nn.Module):
-    """A law whose tensors belong to a module: called without arguments it gives the law.
+    """A module that holds the tensors of a law. Calling it without arguments returns the law.
 
     Parameters
     ----------
     law : Law
-        What is a `torch.nn.Parameter` in it becomes a parameter of the module, by the name of the
-        field. Other tensors are configuration as numbers are: buffers, which move with the module
-        and are left out of its state dict. A law inside it (`isentropic.laws.scaled` and ``shifted``)
-        is a module of the name ``law``.
+        Each `torch.nn.Parameter` of the law becomes a parameter of the module, with the name of its
+        field. Other tensors are configuration, like numbers: they become buffers, which move with the
+        module but are not in its state dict. A law inside the law (of `isentropic.laws.scaled` and
+        ``shifted``) becomes a submodule with the name ``law``.
 
     Raises
     ------
     TypeError
-        For what is not a law, or holds arrays that are not tensors.
+        For a `law` that is not a law, or that has arrays that are not tensors.
 
     Examples
     --------
@@ -64,14 +62,14 @@ class LawModule(torch.nn.Module):
     torch.Size([4, 1])
     """
 
-    __prepare_scriptable__ = _refuse_scripting  # what `torch.jit.script` asks for first
+    __prepare_scriptable__ = _refuse_scripting  # `torch.jit.script` calls this first
 
     def __init__(self, law: Law) -> None:
         super().__init__()
         check_law(law)
         self._kind, self._numbers = type(law), {}
         for name, x in vars(law).items():
-            # Not by attributes: a field may have the name of a method of modules, such as `half`.
+            # Not setattr: a field may have the name of a method of modules, such as `half`.
             if isinstance(x, Law):
                 self._modules[name] = LawModule(x)
             elif isinstance(x, torch.nn.Parameter):
@@ -85,7 +83,7 @@ class LawModule(torch.nn.Module):
                 self._numbers[name] = x
 
     def forward(self) -> Law:
-        """The law with the tensors as they are now.
+        """The law with the present values of the tensors.
 
         Returns
         -------
@@ -94,8 +92,8 @@ class LawModule(torch.nn.Module):
         Raises
         ------
         ValueError
-            Where a number has learnt its way out of the range of its parameter, if it can be read at
-            once: on the CPU, outside of transformations.
+            If training has moved a parameter out of its valid range. This is only checked for numbers
+            on the CPU, outside of transformations.
         """
         inner = {name: module() for name, module in self._modules.items()}
         return self._kind(**inner, **self._numbers, **self._parameters, **self._buffers)
@@ -109,56 +107,56 @@ class LawModule(torch.nn.Module):
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` whose scale follows a law of the number of visible keys.
 
-    With ``law=None`` equivalent to it. Parameters have the same names, shapes and initial values, so
-    that checkpoints load both ways.
+    With ``law=None`` it is equivalent to PyTorch's module. Parameters have the same names, shapes and
+    initial values, so that each module loads checkpoints of the other.
 
     Parameters
     ----------
     embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first
         As in `torch.nn.MultiheadAttention`.
     device, dtype
-        Of the parameters; a law keeps its own.
+        The device and the dtype of the parameters. A law keeps its own.
     law : Law or None, default ``LogLength(512)``
-        Factor on the scale as a function of n. A `torch.nn.Parameter` in it is learnt, one number
-        or one per head, (H,): see `LawModule`.
+        The factor on the scale as a function of n. If it has a `torch.nn.Parameter`, a single number
+        or one per head, (H,), this is trained with the module; see `LawModule`.
 
     Attributes
     ----------
     law : LawModule or None
-        ``law()`` is the law as it is now.
+        ``law()`` returns the law with the present values of its parameters.
 
     Raises
     ------
     TypeError
-        For what is not a law, or a law of arrays that are not tensors.
+        For a `law` that is not a law, or that has arrays that are not tensors.
 
     Notes
     -----
-    n is counted per query and head. Keys under True in a boolean mask do not count, nor do those
-    under −∞ in a mask of floats; the lowest finite number does not hide a key from the count. Keys
-    that `add_bias_kv` and `add_zero_attn` append are seen, and counted, by all queries.
+    n is counted per query and head. It does not include keys that are True in a boolean mask, or −∞ in
+    a floating-point mask. A key with the lowest finite number in a mask is still counted. All queries
+    see the keys that `add_bias_kv` and `add_zero_attn` append, and n includes them.
 
-    A query that sees no key gets the weights 0, and the output is the bias of the output projection;
-    that of PyTorch is NaN where it forms the weights.
+    For a query that sees no key the weights are 0, and the output is the bias of the output projection.
+    PyTorch's output is NaN in this case, if it forms the weights.
 
-    The hint `is_causal` lets PyTorch leave `attn_mask` aside where there are neither weights nor a
-    `key_padding_mask`, for the causal mask aligned top-left; and so it does here. But PyTorch then
-    hides the keys that are appended, while here `attn_mask` is taken where there are any.
+    With `is_causal`, PyTorch may ignore `attn_mask` and use a causal mask aligned top-left, if weights
+    are not requested and there is no `key_padding_mask`. This module does the same. But PyTorch's
+    causal mask also hides appended keys; if there are any, this module uses `attn_mask`.
 
-    Dropout is of the weights, as PyTorch's. While it is active (in training, with ``dropout > 0``)
-    the weights are formed as an L×S array, as they are for `need_weights`; otherwise they never are.
+    Dropout acts on the weights, as in PyTorch. While it is active (in training, with ``dropout > 0``),
+    or with `need_weights`, the weights are formed as an L×S array. Otherwise they never are.
 
-    There is no fast path, neither of this module nor of the `torch.nn.TransformerEncoderLayer` that
-    it is put into: that would compute attention without the law. A hook on the module, which does
-    nothing, keeps PyTorch's layers off it. Nested tensors, which `torch.nn.TransformerEncoder` makes,
-    are padded here.
+    This module disables PyTorch's fast path, both its own and that of a
+    `torch.nn.TransformerEncoderLayer` around it, because the fast path computes attention without the
+    law. A hook on the module, which does nothing else, makes PyTorch's layers skip the fast path.
+    Nested tensors, which `torch.nn.TransformerEncoder` makes, are padded.
 
-    PEFT's LoRA treats the module as PyTorch's, and the law stays. TorchScript cannot express a law: use
-    `torch.compile` or `torch.export`.
+    PEFT's LoRA treats the module like PyTorch's, and keeps the law. TorchScript cannot express a law.
+    Use `torch.compile` or `torch.export`.
 
-    A checkpoint that holds nothing of a law leaves its parameters at their initial values, also where
-    ``strict=True``. PyTorch's module takes the checkpoints of this one where the law has no
-    parameters, and with ``strict=False`` all.
+    If a checkpoint contains no parameters of a law, those of this module keep their initial values,
+    even with ``strict=True``. PyTorch's module loads the checkpoints of this one if the law has no
+    parameters, and otherwise with ``strict=False``.
 
     References
     ----------
@@ -181,7 +179,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     law: LawModule | None
 
-    __prepare_scriptable__ = _refuse_scripting  # what `torch.jit.script` asks for first
+    __prepare_scriptable__ = _refuse_scripting  # `torch.jit.script` calls this first
 
     def __init__(
         self,
@@ -204,7 +202,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             device, dtype,
         )  # fmt: skip
         self.law = None if law is None else LawModule(law)
-        # PyTorch's layers compute attention themselves, without the law, unless a module has a hook.
+        # Without a hook, the fast path of PyTorch's layers would compute attention without the law.
         self.register_forward_pre_hook(_no_fast_path)
 
     def forward(
@@ -218,41 +216,42 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Project, attend in each head, join, project.
+        """Project the inputs, compute attention in each head, and project the joined heads.
 
         Parameters
         ----------
         query : tensor (L, N, E), (N, L, E) with `batch_first`, or (L, E)
-            With `batch_first` also a nested tensor that is `key` and `value` too, without masks.
+            With `batch_first` it may be a nested tensor, if it is also `key` and `value` and there are
+            no masks.
         key : tensor (S, N, kdim), (N, S, kdim) or (S, kdim)
         value : tensor (S, N, vdim), (N, S, vdim) or (S, vdim)
         key_padding_mask : tensor (N, S) or (S), optional
-            True = ignore the key; or floats that are added to the logits.
+            Boolean, True to ignore the key; or floats that are added to the logits.
         need_weights : bool
-            Also return the weights, for which they have to be formed.
+            Whether to return the weights, which must then be formed.
         attn_mask : tensor (L, S) or (N · H, L, S), optional
-            Likewise, for each query.
+            The same for each query.
         average_attn_weights : bool
-            Return the mean of the weights over the heads.
+            Whether to return the mean of the weights over the heads.
         is_causal : bool
-            A hint that `attn_mask`, which has to be there, is the causal mask.
+            A hint that `attn_mask` is the causal mask. It requires `attn_mask`.
 
         Returns
         -------
         output : tensor of the shape of `query`
         weights : tensor (N, L, S) or (L, S), or None
-            With ``average_attn_weights=False`` of each head, (N, H, L, S) or (H, L, S). Keys that are
-            appended are the last. The weights of a nested tensor are padded.
+            With ``average_attn_weights=False`` the weights of each head, (N, H, L, S) or (H, L, S).
+            Appended keys come last. The weights of a nested tensor are padded.
 
         Raises
         ------
         TypeError
-            For what is not a tensor, other nested tensors, or a mask of integers.
+            For inputs that are not tensors, for other nested tensors, and for masks of integers.
         ValueError
-            For shapes that do not fit, or `is_causal` without `attn_mask`.
+            For shapes that do not fit, and for `is_causal` without `attn_mask`.
         """
-        alone = query is key is value and key_padding_mask is None and attn_mask is None
-        if alone and self.batch_first and getattr(query, "is_nested", False):
+        unmasked_self = query is key is value and key_padding_mask is None and attn_mask is None
+        if unmasked_self and self.batch_first and getattr(query, "is_nested", False):
             return self._attend_nested(query, need_weights, average_attn_weights)
         q, k, v = self._heads(query=query, key=key, value=value)
         options = self._options(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
@@ -297,7 +296,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Returns
         -------
         tensor (N, H, L), or (H, L)
-            Nats, or in [0, 1] where normalized. Of the weights before dropout.
+            The entropy of the weights before dropout, in nats, or in [0, 1] if `normalized`.
 
         Raises
         ------
@@ -313,7 +312,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _attend_nested(
         self, x: Tensor, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention of each of the sequences in a nested tensor to itself."""
+        """Self-attention of each sequence in a nested tensor."""
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = torch.nested.to_padded_tensor(x, 0.0)
         positions = torch.arange(padded.shape[1], device=x.device)
@@ -323,26 +322,26 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(rows, layout=x.layout), weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        of_law = f"{prefix}law."
-        if self.law is not None and not any(name.startswith(of_law) for name in state_dict):
-            state_dict |= self.law.state_dict(prefix=of_law)
+        law_prefix = f"{prefix}law."
+        if self.law is not None and not any(name.startswith(law_prefix) for name in state_dict):
+            state_dict |= self.law.state_dict(prefix=law_prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
-    def _appended(self) -> int:
+    def _n_appended(self) -> int:
         return (self.bias_k is not None) + self.add_zero_attn
 
     def _heads(self, **inputs: Tensor) -> list[Tensor]:
-        """Queries, keys and values as (N, H, length, head size), with the keys that are appended."""
+        """Queries, keys and values as (N, H, length, head size), including the appended keys."""
         self._check_inputs(inputs)
         if self.in_proj_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         else:
             weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        rows = (None, self.bias_k, self.bias_v)
+        appended = (None, self.bias_k, self.bias_v)
         heads = []
-        for (name, x), w, b, row in zip(inputs.items(), weights, biases, rows, strict=False):
+        for (name, x), w, b, row in zip(inputs.items(), weights, biases, appended, strict=False):
             x = x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
             y = linear(x, w, b)
             if row is not None:
@@ -385,14 +384,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool,
         need_weights: bool = False,
     ) -> dict[str, Any]:
-        """The mask, the bias and the law of attention."""
+        """The keyword arguments `mask`, `bias` and `law` of the attention functions."""
         if is_causal and attn_mask is None:
             raise value_error("attn_mask", "be given with `is_causal`, which is a hint about it", None)
         _check_tensors(**present(key_padding_mask=key_padding_mask, attn_mask=attn_mask))
         options: dict[str, Any] = {"law": None if self.law is None else self.law()}
-        if is_causal and key_padding_mask is None and not need_weights and not self._appended:
+        if is_causal and key_padding_mask is None and not need_weights and not self._n_appended:
             return options | {"mask": causal(offset=0)}
-        (n, heads, n_queries, _), n_keys = q.shape, k.shape[-2] - self._appended
+        (n, heads, n_queries, _), n_keys = q.shape, k.shape[-2] - self._n_appended
         masks = []
         if (x := key_padding_mask) is not None:
             _check_mask("key_padding_mask", x, (n, n_keys) if x.ndim == 2 or n > 1 else (n_keys,))
@@ -406,18 +405,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         bias: Tensor | None = None
         for x in masks:
             seen = ~x if x.dtype == torch.bool else x != -math.inf
-            seen = pad(seen, (0, self._appended), value=True)
-            # Not as one array, which would have all the axes of both.
+            seen = pad(seen, (0, self._n_appended), value=True)
+            # As separate parts of a mask: a single array would have the axes of both.
             visible = as_mask(seen) if visible is None else visible & as_mask(seen)
             if x.dtype != torch.bool:
                 bias = x if bias is None else bias + x
         if bias is not None:
-            bias = pad(bias, (0, self._appended))
+            bias = pad(bias, (0, self._n_appended))
         return options | {"mask": visible, "bias": bias}
 
 
 def _no_fast_path(module: torch.nn.Module, inputs: Any) -> None:
-    """A hook that does nothing."""
+    """A hook that does nothing: its presence disables PyTorch's fast path."""
 
 
 def _check_tensors(**inputs: Any) -> None:

@@ -1,7 +1,8 @@
-"""Johnson–Lindenstrauss projections: how many dimensions, which map, and what it has done to the data.
+"""Johnson–Lindenstrauss projections: choose the dimension, draw a map, and measure its distortion.
 
-`min_dim` tells how many dimensions keep the distances of so many points. The functions ``*_projection``
-and `count_sketch` draw a map. `distortion` measures what the map has done.
+`min_dim` tells how many dimensions preserve the distances between n points. The functions
+``*_projection`` and `count_sketch` draw a map. `distortion` measures how well the map preserved the
+distances.
 
 >>> import numpy as np
 >>> from isentropic import jl

@@ -1,12 +1,13 @@
-"""How many dimensions the Johnson–Lindenstrauss lemma asks for.
+"""How many dimensions the Johnson–Lindenstrauss lemma requires.
 
-The lemma: a random linear map f from d to k dimensions keeps, with probability at least 1 − δ, all
-squared distances of n points within (1 ± ε):
+The lemma: a random linear map f from d to k dimensions preserves, with probability at least 1 − δ,
+all squared distances between n points up to a factor 1 ± ε:
 
     (1 − ε) ‖x − y‖² ≤ ‖f(x) − f(y)‖² ≤ (1 + ε) ‖x − y‖².
 
-Every method bounds the failure probability by a union over the pairs of points, and differs in what
-it takes for one pair. These are numbers about sizes: they are computed on the host, in float64.
+Every method bounds the failure probability by a union bound over the pairs of points. The methods
+differ in the tail probability of a single pair. All functions take sizes, not data: they compute on
+the host, in float64.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 METHODS = ("exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff")
 
-# log δ = count(log n, log(n − 1)) − k · rate(ε), for the methods with a closed form.
-_CLOSED: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
-    "dasgupta-gupta": (lambda n, less: n + less, lambda e: e**2 / 4 - e**3 / 6),
-    "achlioptas": (lambda n, less: 2 * n, lambda e: e**2 / 4 - e**3 / 6),
-    "chernoff": (lambda n, less: math.log(2) + 2 * n, lambda e: e**2 / 16),
+# log δ = log_count(a, b) − k · rate(ε) with a = log n and b = log(n − 1), for the methods with a
+# closed form.
+_CLOSED_FORMS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "dasgupta-gupta": (lambda a, b: a + b, lambda e: e**2 / 4 - e**3 / 6),
+    "achlioptas": (lambda a, b: 2 * a, lambda e: e**2 / 4 - e**3 / 6),
+    "chernoff": (lambda a, b: math.log(2) + 2 * a, lambda e: e**2 / 16),
 }
 
 
@@ -40,7 +42,7 @@ def min_dim(
     method: str = "exact",
     n_features: Any = None,
 ) -> Any:
-    r"""The least dimension in which all distances of n points are kept within (1 ± eps).
+    r"""The smallest dimension that preserves all distances between n points within (1 ± eps).
 
     With probability at least ``1 − delta`` over the draw of the map, every squared distance changes
     by a factor in [1 − eps, 1 + eps].
@@ -48,30 +50,32 @@ def min_dim(
     Parameters
     ----------
     n_samples : number or array of numbers ≥ 2
-        How many points.
+        The number of points.
     eps : number or array in (0, 1)
         The distortion of *squared* distances.
     delta : number or array in (0, 1)
-        The probability with which any distance may fail.
+        The probability that at least one distance fails.
     method : {"exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"}
-        - ``"exact"``: for `gaussian_projection`, from the χ² distribution itself; only the union
-          over the pairs is a bound, and it is nearly tight.
-        - ``"haar"``: for `orthogonal_projection`, from the Beta distribution; at most `n_features`.
-        - ``"dasgupta-gupta"``: a closed form for both; 10–40 % above the exact values for 10³ to 10⁶
-          points, eps up to 0.5 and delta 0.01, and more for few points.
-        - ``"achlioptas"``: the closed form that is proven for `rademacher_projection` and
-          `sparse_projection` of density 1/3.
-        - ``"chernoff"``: ``(16/ε²) log(2n²/δ)``, valid and there 3.5 to 5 times too large.
+        - ``"exact"``: for `gaussian_projection`, from the tails of the χ² distribution. Only the
+          union over the pairs is a bound, and it is nearly tight.
+        - ``"haar"``: for `orthogonal_projection`, from the tails of the Beta distribution. The result
+          is at most `n_features`.
+        - ``"dasgupta-gupta"``: a closed form for both maps. It is 10–40 % above the exact values for
+          10³ to 10⁶ points, eps up to 0.5 and delta 0.01, and further above for fewer points.
+        - ``"achlioptas"``: the closed form that is proven for `rademacher_projection` and for
+          `sparse_projection` with density 1/3.
+        - ``"chernoff"``: ``(16/ε²) log(2n²/δ)``. It is valid, but 3.5 to 5 times too large for the
+          same points, eps and delta.
 
-        For `hadamard_projection` no such number is proven; take that of ``"exact"`` as a start and
-        verify it with `distortion` (see there for where it fails).
+        No such bound is proven for `hadamard_projection`. Start with the value of ``"exact"`` and
+        verify it with `distortion`; the notes of `hadamard_projection` say where it fails.
     n_features : number or array ≥ 1, optional
-        The dimension d of the points; only ``"haar"`` needs and uses it.
+        The dimension d of the points. Only ``"haar"`` uses it, and requires it.
 
     Returns
     -------
     int, or array of int64
-        Of the broadcast shape of the arguments, which are numbers or NumPy arrays.
+        An array has the broadcast shape of the arguments.
 
     Raises
     ------
@@ -86,11 +90,11 @@ def min_dim(
 
     .. math:: \binom n2 \left(P[\chi^2_k > (1+ε)k] + P[\chi^2_k < (1-ε)k]\right) \le δ,
 
-    and ``"haar"`` the same with :math:`\frac dk\,\mathrm{Beta}(\frac k2, \frac{d-k}2)` in place of
-    :math:`χ^2_k/k`. Rounding may move the last integer for eps below 1e-4.
+    and ``"haar"`` is the same with :math:`\frac dk\,\mathrm{Beta}(\frac k2, \frac{d-k}2)` in place of
+    :math:`χ^2_k/k`. For eps below 1e-4, rounding may change the result by one.
 
-    scikit-learn's ``johnson_lindenstrauss_min_dim`` is the Achlioptas form at δ = 1, rounded down: its
-    proof gives a success probability of 1/n only.
+    scikit-learn's ``johnson_lindenstrauss_min_dim`` is the Achlioptas form at δ = 1, rounded down. Its
+    proof guarantees a success probability of only 1/n.
 
     References
     ----------
@@ -111,23 +115,23 @@ def min_dim(
 
     check_choice("method", method, METHODS)
     (n, e, level, *d), scalar = _broadcast(
-        n_samples=n_samples, eps=eps, delta=delta, **_features(method, n_features)
+        n_samples=n_samples, eps=eps, delta=delta, **_required_features(method, n_features)
     )
     log_delta = np.log(level)
-    closed = method if method in _CLOSED else "dasgupta-gupta"
-    count, rate = _CLOSED[closed]
-    with np.errstate(divide="ignore", over="ignore"):  # where the square of eps underflows
-        k = np.ceil((count(np.log(n), np.log(n - 1)) - log_delta) / rate(e))
+    closed_form = method if method in _CLOSED_FORMS else "dasgupta-gupta"
+    log_count, rate = _CLOSED_FORMS[closed_form]
+    with np.errstate(divide="ignore", over="ignore"):  # the square of eps may underflow
+        k = np.ceil((log_count(np.log(n), np.log(n - 1)) - log_delta) / rate(e))
     if np.any(k > 2.0**53):
         raise value_error("eps", "be large enough for a dimension below 2**53", eps)
-    if closed == method:
+    if closed_form == method:
         return _result(np.maximum(k, 1).astype(np.int64), scalar)
 
-    # That closed form holds for both exact methods: the answer is not above it.
+    # Dasgupta and Gupta's bound is proven for both exact methods, so it bounds the result from above.
     low, high = np.zeros_like(k), np.maximum(np.minimum(k, *d) if d else k, 1)
     while np.any(high - low > 1):
         middle = np.maximum(np.floor((low + high) / 2), 1)
-        enough = _log_failure(method, n, middle, e, *d) <= log_delta
+        enough = _log_failure_bound(method, n, middle, e, *d) <= log_delta
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return _result(high.astype(np.int64), scalar)
 
@@ -135,14 +139,14 @@ def min_dim(
 def failure_probability(
     n_samples: Any, n_components: Any, *, eps: Any, method: str = "exact", n_features: Any = None
 ) -> Any:
-    """A bound on the probability that k dimensions fail to keep all distances within (1 ± eps).
+    """An upper bound on the probability that a map to k dimensions distorts any distance by over eps.
 
-    The inverse of `min_dim` in its `delta`.
+    This is the inverse of `min_dim` as a function of `delta`.
 
     Parameters
     ----------
     n_samples : number or array of numbers ≥ 2
-        How many points.
+        The number of points.
     n_components : number or array of numbers ≥ 1
         The dimension k of the map.
     eps : number or array in (0, 1)
@@ -155,7 +159,7 @@ def failure_probability(
     Returns
     -------
     float in [0, 1], or array of float64
-        0 where the bound is below the smallest float.
+        It is 0 where the bound is below the smallest float.
 
     Raises
     ------
@@ -174,10 +178,13 @@ def failure_probability(
 
     check_choice("method", method, METHODS)
     (n, k, e, *d), scalar = _broadcast(
-        n_samples=n_samples, n_components=n_components, eps=eps, **_features(method, n_features)
+        n_samples=n_samples,
+        n_components=n_components,
+        eps=eps,
+        **_required_features(method, n_features),
     )
     _check_components(n_components, k, *d)
-    return _result(np.exp(np.minimum(_log_failure(method, n, k, e, *d), 0.0)), scalar)
+    return _result(np.exp(np.minimum(_log_failure_bound(method, n, k, e, *d), 0.0)), scalar)
 
 
 def eps(
@@ -188,18 +195,18 @@ def eps(
     method: str = "exact",
     n_features: Any = None,
 ) -> Any:
-    """The distortion eps of squared distances that k dimensions buy.
+    """The distortion eps of squared distances that k dimensions guarantee.
 
-    The inverse of `min_dim` in its `eps`.
+    This is the inverse of `min_dim` as a function of `eps`.
 
     Parameters
     ----------
     n_samples : number or array of numbers ≥ 2
-        How many points.
+        The number of points.
     n_components : number or array of numbers ≥ 1
         The dimension k of the map.
     delta : number or array in (0, 1)
-        The probability with which any distance may fail.
+        The probability that at least one distance fails.
     method : {"exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"}
         As for `min_dim`.
     n_features : number or array ≥ 1, optional
@@ -208,7 +215,7 @@ def eps(
     Returns
     -------
     float, or array of float64
-        In [0, 1), and ∞ where k is too small for any eps below 1.
+        In [0, 1), or ∞ where k is too small for any eps below 1.
 
     Raises
     ------
@@ -227,32 +234,36 @@ def eps(
 
     check_choice("method", method, METHODS)
     (n, k, level, *d), scalar = _broadcast(
-        n_samples=n_samples, n_components=n_components, delta=delta, **_features(method, n_features)
+        n_samples=n_samples,
+        n_components=n_components,
+        delta=delta,
+        **_required_features(method, n_features),
     )
     _check_components(n_components, k, *d)
     log_delta = np.log(level)
     low, high = np.zeros_like(k), np.ones_like(k)
-    reachable = _log_failure(method, n, k, high, *d) <= log_delta
+    reachable = _log_failure_bound(method, n, k, high, *d) <= log_delta
     for _ in range(60):
         middle = (low + high) / 2
-        enough = _log_failure(method, n, k, middle, *d) <= log_delta
+        enough = _log_failure_bound(method, n, k, middle, *d) <= log_delta
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return _result(np.where(reachable, high, math.inf), scalar)
 
 
 def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
-    """The growth of the dimension that *any* map needs, up to a constant: ``log(eps² n)/eps²``.
+    """The dimension that *any* map needs, up to a constant factor: ``log(eps² n)/eps²``.
 
-    No map, random or not, linear or not, embeds every set of n points of n dimensions with the
-    distortion eps into fewer than a constant times this. The theorem does not give the constant, so
-    compare ratios, not values: it says that no map does better than random ones but by a constant.
+    Take any map, random or not, linear or not. If it embeds every set of n points in n dimensions with
+    the distortion eps, then its image has at least a constant times this many dimensions. The theorem
+    does not give the constant, so compare ratios, not values. It says that random maps are optimal up
+    to a constant factor.
 
     Parameters
     ----------
     n_samples : number or array of numbers ≥ 2
-        How many points.
+        The number of points.
     eps : number or array in (0, 1)
-        The distortion; the theorem asks for eps above ``log(n)^0.5001/√n``.
+        The distortion. The theorem requires eps above ``log(n)^0.5001/√n``.
 
     Returns
     -------
@@ -281,22 +292,22 @@ def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
 
     (n, e), scalar = _broadcast(n_samples=n_samples, eps=eps)
     growth = np.maximum(2 * np.log(e) + np.log(n), 0.0)
-    # Where the square of eps underflows, the growth is 0.
+    # eps² underflows only where the growth is 0, so the denominator 1 avoids 0/0 there.
     return _result(growth / np.where(growth > 0, e**2, 1.0), scalar)
 
 
 def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
     """Su's entropy criterion for the size of an embedding or an attention head: ``8.33 log n``.
 
-    A rule of thumb for how many dimensions give n things enough room to be told apart by inner
-    products in a skip-gram model; with the coefficient 8 in its first form. It is **no guarantee
-    about distances**: at k = 48, n = 300 thousands of pairs are off by more than 30 %. For that see
+    A rule of thumb for how many dimensions a skip-gram model needs to tell n items apart by their
+    inner products. Its first version had the coefficient 8. It does **not guarantee distances**: at
+    k = 48 and n = 300, thousands of pairs are off by more than 30 %. For a guarantee see
     `isentropic.jl.min_dim`.
 
     Parameters
     ----------
     n : number or array of numbers ≥ 1
-        The vocabulary, or the length of the context.
+        The size of the vocabulary, or the length of the context.
     coefficient : float > 0
         8.33 or 8.
 
@@ -339,10 +350,10 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
 def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
     """The head size that would match n keys if `head_dim` matches `base` keys: ``d log n / log base``.
 
-    The Johnson–Lindenstrauss reading of the log n law: if the head size should grow with log n, and
-    it is fixed, then the sum over its features has too few terms, and the factor
-    ``matched_key_dim(n, d)/d``, which is ``LogLength(base)(n)``, makes up for it. An analogy, and no
-    theorem.
+    This is the Johnson–Lindenstrauss reading of the log n law. Suppose the head size should grow with
+    log n, but is fixed. Then the sum over its features has too few terms, and the factor
+    ``matched_key_dim(n, d)/d``, which is ``LogLength(base)(n)``, compensates for it. This is an
+    analogy, not a theorem.
 
     Parameters
     ----------
@@ -351,7 +362,7 @@ def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
     head_dim : float > 0
         The head size d.
     base : float > 1
-        The number of keys for which d is right.
+        The number of keys that d matches.
 
     Returns
     -------
@@ -382,25 +393,25 @@ def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
     return _result(head_dim * np.log(values) / math.log(base), scalar)
 
 
-def _log_failure(method: str, n: Any, k: Any, eps: Any, d: Any = None) -> Any:
+def _log_failure_bound(method: str, n: Any, k: Any, eps: Any, d: Any = None) -> Any:
     """The logarithm of the bound on the failure probability; may be above 0."""
     import numpy as np
 
-    log_n, log_less = np.log(n), np.log(n - 1)
-    if method in _CLOSED:
-        count, rate = _CLOSED[method]
-        return count(log_n, log_less) - k * rate(eps)
-    pairs = log_n + log_less - math.log(2)
+    log_n, log_n_minus_1 = np.log(n), np.log(n - 1)
+    if method in _CLOSED_FORMS:
+        log_count, rate = _CLOSED_FORMS[method]
+        return log_count(log_n, log_n_minus_1) - k * rate(eps)
+    log_pairs = log_n + log_n_minus_1 - math.log(2)
     if method == "exact":
-        return pairs + np.logaddexp(log_chi2_tail(k, eps), log_chi2_tail(k, -eps))
-    complete = k >= d  # every dimension is kept, and nothing fails
+        return log_pairs + np.logaddexp(log_chi2_tail(k, eps), log_chi2_tail(k, -eps))
+    complete = k >= d  # the map keeps every dimension, so no distance changes
     rest = np.where(complete, 1.0, d - k)
     tails = np.logaddexp(log_beta_tail(k / 2, rest / 2, eps), log_beta_tail(k / 2, rest / 2, -eps))
-    return np.where(complete, -math.inf, pairs + tails)
+    return np.where(complete, -math.inf, log_pairs + tails)
 
 
 def _is_size(x: Any) -> Any:
-    # Beyond 2**53 not all whole numbers are floats.
+    # Above 2**53 not every integer is a float64.
     return (x >= 1) & (x % 1 == 0) & (x <= 2.0**53)
 
 
@@ -414,8 +425,8 @@ _RANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def _features(method: str, n_features: Any) -> dict[str, Any]:
-    """The argument `n_features` where the method needs it."""
+def _required_features(method: str, n_features: Any) -> dict[str, Any]:
+    """The argument `n_features` for `_broadcast`, if the method needs it."""
     if method != "haar":
         return {}
     if n_features is None:
@@ -429,7 +440,7 @@ def _broadcast(**named: Any) -> tuple[Sequence[np.ndarray], bool]:
 
     arrays, scalars = [], []
     for name, x in named.items():
-        values, scalar = _host(name, x)
+        values, scalar = _to_float64(name, x)
         valid, must = _RANGES[name]
         if not np.all(valid(values)):
             raise value_error(name, must, x)
@@ -439,10 +450,10 @@ def _broadcast(**named: Any) -> tuple[Sequence[np.ndarray], bool]:
         return np.broadcast_arrays(*arrays), all(scalars)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in arrays)
-        raise ValueError(f"{_listing(named)} must broadcast together, got {shapes}.") from None
+        raise ValueError(f"{_join_names(named)} must broadcast together, got {shapes}.") from None
 
 
-def _listing(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -451,8 +462,8 @@ def _check_components(n_components: Any, k: np.ndarray, d: np.ndarray | None = N
         raise value_error("n_components", "be at most `n_features`", n_components)
 
 
-def _host(name: str, x: Any) -> tuple[np.ndarray, bool]:
-    """Numbers as a float64 array of NumPy, and whether it was one number."""
+def _to_float64(name: str, x: Any) -> tuple[np.ndarray, bool]:
+    """`x` as a float64 NumPy array, and whether it was a plain number."""
     import numpy as np
 
     must = "be a number, or a list or NumPy array of numbers"

@@ -1,4 +1,4 @@
-"""How well an embedding keeps distances, norms, inner products and angles, measured."""
+"""Measure how well an embedding preserves distances, norms, inner products and angles."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from isentropic.jl._tails import binomial_interval
 if TYPE_CHECKING:
     import numpy as np
 
-# Pairs that are compared unless told otherwise: all, up to 724 points.
-_PAIRS = 2**18
-# Numbers in a block of pairs.
+# The default for how many pairs are compared: up to 724 points, these are all pairs.
+_DEFAULT_PAIRS = 2**18
 
 _QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 _SHOWN_EPS = (0.05, 0.1, 0.2, 0.5)
@@ -31,10 +30,10 @@ class FailureRate(NamedTuple):
     Attributes
     ----------
     rate : float
-        In the pairs that were compared.
+        The share among the pairs that were compared.
     low, high : float
-        The Clopper–Pearson interval for the share in all pairs; the rate itself where all were
-        compared.
+        The Clopper–Pearson interval for the share among all pairs. If all pairs were compared, both
+        are equal to `rate`.
 
     Examples
     --------
@@ -52,23 +51,23 @@ class FailureRate(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DistortionReport:
-    """Errors of an embedding, from `distortion`; its `repr` is a table of them.
+    """The errors of an embedding. `distortion` returns it, and its `repr` is a table.
 
     Attributes
     ----------
     distance : array (pairs,)
-        Relative errors ``‖y_i − y_j‖²/‖x_i − x_j‖² − 1`` of squared distances: the eps of the
-        Johnson–Lindenstrauss lemma.
+        Relative errors ``‖y_i − y_j‖²/‖x_i − x_j‖² − 1`` of squared distances. The eps of the
+        Johnson–Lindenstrauss lemma bounds their magnitude.
     norm : array (n_points,)
         Relative errors of squared norms.
     inner_product : array (pairs,)
-        ``(⟨y_i, y_j⟩ − ⟨x_i, x_j⟩)/(‖x_i‖ ‖x_j‖)``.
+        Errors of inner products, ``(⟨y_i, y_j⟩ − ⟨x_i, x_j⟩)/(‖x_i‖ ‖x_j‖)``.
     angle : array (pairs,)
         Errors of the angles between x_i and x_j, in radians.
     n_points, n_features, n_components : int
-        The sizes.
+        The number of points, and the dimensions of the points and of their images.
     n_pairs : int
-        How many pairs there are, of which ``distance.shape[0]`` were compared.
+        The number of all pairs, of which ``distance.shape[0]`` were compared.
 
     Notes
     -----
@@ -102,15 +101,15 @@ class DistortionReport:
     def failure_rate(self, eps: float, *, confidence: float = 0.95) -> FailureRate:
         """The share of pairs whose squared distance is off by more than `eps`.
 
-        It is about this draw of the map and these points. The δ of the lemma is the probability, over
-        draws, that *any* pair is off.
+        The rate is that of this map and these points. The δ of the lemma is something else: the
+        probability, over draws of the map, that *any* pair is off.
 
         Parameters
         ----------
         eps : float > 0
             The distortion that is allowed.
         confidence : float in [0.5, 1)
-            Of the interval, where the pairs are a sample.
+            The confidence level of the interval, if the pairs are a sample.
 
         Returns
         -------
@@ -130,10 +129,10 @@ class DistortionReport:
 
     def __repr__(self) -> str:
         compared = self.distance.shape[0]
-        of = "all" if compared == self.n_pairs else f"{compared} of"
+        sample = "all" if compared == self.n_pairs else f"{compared} of"
         lines = [
             f"Distortion of {self.n_points} points, {self.n_features} → {self.n_components} "
-            f"dimensions, {of} {self.n_pairs} pairs",
+            f"dimensions, {sample} {self.n_pairs} pairs",
             f"{'error of':<18}"
             + "".join(f"{h:>9}" for h in ("mean", "sd", "min", "1 %", "50 %", "99 %", "max")),
         ]
@@ -150,9 +149,9 @@ class DistortionReport:
             interval = "" if low == high else f"  [{100 * low:.3g}, {100 * high:.3g}] % at 95 %"
             lines.append(f"{eps:>8}: {100 * rate:.3g} %{interval}")
         eps = _dimensions.eps(max(self.n_points, 2), self.n_components, delta=0.01)
-        bought = f"within {eps:.3g}" if eps < 1 else "within no eps below 1"
+        guarantee = f"within {eps:.3g}" if eps < 1 else "within no eps below 1"
         lines.append(
-            f"A Gaussian map to {self.n_components} dimensions keeps them all {bought} "
+            f"A Gaussian map to {self.n_components} dimensions keeps them all {guarantee} "
             "with probability 99 %."
         )
         return "\n".join(lines)
@@ -169,29 +168,30 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     y : array (n, k)
         Their images, in the order of `x`.
     pairs : int ≥ 1, optional
-        How many pairs to compare, 262 144 by default: all where there are no more, else a random
-        sample without repetition.
+        How many pairs to compare; 262 144 by default. If there are more, a random sample of this size
+        is compared, without repetition; otherwise all pairs are.
     rng : None, int, numpy.random.Generator
-        The source of that sample.
+        The source of random numbers for the sample.
 
     Returns
     -------
     DistortionReport
-        Of arrays of the library and device of `x`, in float32 or better.
+        Its arrays have the library and device of `x`, and are in float32 or better.
 
     Raises
     ------
     TypeError
-        For arrays that are not of floats, or of different libraries.
+        For arrays that are not floating-point, or are of different libraries.
     ValueError
-        For arrays that are not matrices, of different numbers of rows or on different devices.
+        For arrays that are not matrices, have different numbers of rows, or are on different devices.
 
     Notes
     -----
-    Distances come from differences, not from inner products, so that close points keep their digits.
-    Pairs are taken in blocks: beside the results there are a few million numbers at a time. Two equal
-    points with equal images have the error 0, and so have inner products with a point at the origin.
-    The angle with a zero vector is taken as 0, on either side.
+    Distances are computed from differences, not from inner products, so they do not lose digits for
+    close points. Pairs are processed in blocks, so that temporary arrays hold only a few million
+    numbers at a time. The error of the distance between two equal points with equal images is 0. The
+    error of an inner product with a point at the origin is also 0. The angle with a zero vector is
+    taken as 0, for points and for images.
 
     Examples
     --------
@@ -225,12 +225,12 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
         raise value_error("x", "have at least 2 rows", n)
     if y.shape[0] != n:
         raise value_error("y", f"have as many rows as `x` ({n})", y.shape[0])
-    (pairs,) = counts(pairs=_PAIRS if pairs is None else pairs)
+    (pairs,) = counts(pairs=_DEFAULT_PAIRS if pairs is None else pairs)
 
     n_pairs = n * (n - 1) // 2
     first, second = (
         xp.asarray(index.astype("int32"), device=place)
-        for index in _choose(n_pairs, min(pairs, n_pairs), rng)
+        for index in _sample_pairs(n_pairs, min(pairs, n_pairs), rng)
     )
     dtype = accumulator(xp, xp.result_type(x, y))
 
@@ -242,7 +242,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
         return map_blocks(xp, squares, n, max(1, BLOCKS.pairs // max(1, points.shape[1])))[0][:, 0]
 
     def products(points: Array, lengths: list[Array]) -> tuple[Array, ...]:
-        def of(block: Block) -> tuple[Array, ...]:
+        def sums(block: Block) -> tuple[Array, ...]:
             a, b = (
                 xp.astype(xp.take(points, take(index, block, -1), axis=0), dtype)
                 for index in (first, second)
@@ -251,12 +251,12 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
                 divide_or_zero(xp, part, take(length, block, -1)[:, None])
                 for part, length in zip((a, b), lengths, strict=True)
             )
-            squares = (a - b, unit_a - unit_b, unit_a + unit_b)
-            sums = (*(part * part for part in squares), a * b)
-            return tuple(xp.sum(part, axis=-1, keepdims=True) for part in sums)
+            differences = (a - b, unit_a - unit_b, unit_a + unit_b)
+            terms = (*(part * part for part in differences), a * b)
+            return tuple(xp.sum(part, axis=-1, keepdims=True) for part in terms)
 
         size = max(1, BLOCKS.pairs // max(1, points.shape[1]))
-        return tuple(part[:, 0] for part in map_blocks(xp, of, first.shape[0], size))
+        return tuple(part[:, 0] for part in map_blocks(xp, sums, first.shape[0], size))
 
     norm_x, norm_y = norms(x), norms(y)
     lengths_x, lengths_y = (
@@ -277,43 +277,44 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     )
 
 
-def _choose(n_pairs: int, chosen: int, rng: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The indices i > j of so many of the pairs of points."""
+def _sample_pairs(n_pairs: int, size: int, rng: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The indices i > j of `size` different pairs of points, in any order."""
     import numpy as np
 
-    if chosen == n_pairs:
+    if size == n_pairs:
         index = np.arange(n_pairs)
     else:
-        index = generator_of(rng).choice(n_pairs, chosen, replace=False, shuffle=False)
+        index = generator_of(rng).choice(n_pairs, size, replace=False, shuffle=False)
     return _pair_of(index)
 
 
 def _pair_of(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pair i > j of each number i(i − 1)/2 + j."""
+    """The pairs i > j whose index i(i − 1)/2 + j is given."""
     import numpy as np
 
     i = ((1 + np.sqrt(1 + 8.0 * index)) / 2).astype(np.int64)
-    i -= i * (i - 1) // 2 > index  # where the root was rounded
+    i -= i * (i - 1) // 2 > index  # the square root may be rounded up, or down
     i += i * (i + 1) // 2 <= index
     return i, index - i * (i - 1) // 2
 
 
-def _relative_error(xp: Any, got: Array, exact: Array) -> Array:
-    empty = exact == 0
-    error = got / xp.where(empty, 1.0, exact) - 1.0
-    error = xp.where(empty & (got != 0), math.inf, error)
-    return xp.where(empty & (got == 0), 0.0, error)
+def _relative_error(xp: Any, actual: Array, exact: Array) -> Array:
+    is_zero = exact == 0
+    error = actual / xp.where(is_zero, 1.0, exact) - 1.0
+    error = xp.where(is_zero & (actual != 0), math.inf, error)
+    return xp.where(is_zero & (actual == 0), 0.0, error)
 
 
-def _angle(xp: Any, opening: Array, closing: Array) -> Array:
-    """The angle between unit vectors, from ‖u − v‖² and ‖u + v‖²; 0 where they are zeros (Kahan)."""
-    none = opening + closing < 3  # 4 for unit vectors, at most 2 with a zero vector
-    closing = xp.where(none, 1.0, closing)
-    return xp.where(none, 0.0, 2 * xp.atan2(root_or_zero(xp, opening), root_or_zero(xp, closing)))
+def _angle(xp: Any, square_difference: Array, square_sum: Array) -> Array:
+    """The angle between unit vectors u, v from ‖u − v‖² and ‖u + v‖² (Kahan); 0 for a zero vector."""
+    has_zero = square_difference + square_sum < 3  # 4 for unit vectors, at most 2 with a zero vector
+    square_sum = xp.where(has_zero, 1.0, square_sum)
+    angle = 2 * xp.atan2(root_or_zero(xp, square_difference), root_or_zero(xp, square_sum))
+    return xp.where(has_zero, 0.0, angle)
 
 
 def _summary(errors: Array) -> list[float]:
-    """Mean, standard deviation and `_QUANTILES`."""
+    """The mean, the standard deviation and the quantiles `_QUANTILES`; NaN and ∞ are possible."""
     import numpy as np
 
     values = to_numpy(errors)

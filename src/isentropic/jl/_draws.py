@@ -1,4 +1,4 @@
-"""Draws: on the host, once, in float64, and then moved.
+"""Random draws: made once on the host in float64, then converted to the library, dtype and device.
 
 So the same seed gives the same numbers in every library and dtype, and on every device.
 """
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
     Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
-# For functions that draw: what scikit-learn, SciPy and PyTorch call the source.
+# Functions that draw also accept the names that other libraries give to `rng`: `random_state` in
+# scikit-learn, `seed` in SciPy and `generator` in PyTorch.
 takes_rng = renamed(seed="rng", random_state="rng", generator="rng")
 
-# Numbers drawn at a time: what is drawn in float64 and stored in less does not double the memory.
-_DRAWN = 2**18
+# How many numbers are drawn at a time. In blocks, a float64 draw that is stored in a narrower dtype
+# does not need twice the memory.
+_BLOCK_SIZE = 2**18
 
 
 def generator_of(rng: Any) -> np.random.Generator:
-    """The generator that `rng` is, or a new one from that seed."""
+    """`rng` if it is a generator, otherwise a new generator with that seed."""
     import numpy as np
 
     try:
@@ -36,7 +38,7 @@ def generator_of(rng: Any) -> np.random.Generator:
 
 
 def draw_matrix(rng: Any, columns: int, rows: int, like: Array | None, draw: Draw) -> Array:
-    """A matrix (rows, columns) of independent entries that `draw` gives for a generator and a shape."""
+    """A matrix (rows, columns) of independent entries, from ``draw(generator, shape)``."""
     import numpy as np
 
     values = np.empty((rows, columns), _host_dtype(like))
@@ -48,32 +50,32 @@ def draw_matrix(rng: Any, columns: int, rows: int, like: Array | None, draw: Dra
 
 
 def draw_rows(rng: Any, columns: int, rows: int, draw: Draw) -> Iterator[np.ndarray]:
-    """The rows of that matrix, on the host and in float64, some at a time."""
+    """The rows of the matrix of `draw_matrix`, in blocks, on the host and in float64."""
     generator = generator_of(rng)
-    some = max(1, _DRAWN // columns)
-    for start in range(0, rows, some):
-        yield draw(generator, (min(some, rows - start), columns))
+    block_rows = max(1, _BLOCK_SIZE // columns)
+    for start in range(0, rows, block_rows):
+        yield draw(generator, (min(block_rows, rows - start), columns))
 
 
 def random_signs(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Independent ±1 of equal probability."""
+    """Independent signs ±1 with equal probabilities, in float64."""
     return 1.0 - 2.0 * generator.integers(0, 2, size=shape, dtype="int8")
 
 
 def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """A matrix (rows, columns) of orthonormal rows, uniform among all of them (Mezzadri 2007)."""
+    """A matrix (rows, columns) with orthonormal rows, uniformly distributed (Mezzadri 2007)."""
     import numpy as np
 
     q, r = np.linalg.qr(generator.standard_normal((columns, rows)))
-    # QR is unique with a positive diagonal; without these signs the draw would not be uniform.
+    # QR is unique only with a positive diagonal of r. Without these signs the draw is not uniform.
     return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0)).T
 
 
 def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False) -> Any:
-    """Host numbers as an array of the library, device and (but for integers) dtype of `like`."""
+    """`values` in the library, on the device and in the dtype of `like`; integers become int32."""
     if like is None:
         return values
-    like = _in_memory(like)
+    like = _block_sample(like)
     xp = namespace(like=like)
     check_floating(xp, like=like)
     return from_numpy(values, like, xp.int32 if integer else None)
@@ -82,12 +84,12 @@ def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False)
 def _host_dtype(like: Array | None) -> str:
     if like is None:
         return "float64"
-    like = _in_memory(like)
+    like = _block_sample(like)
     xp = namespace(like=like)
     check_floating(xp, like=like)
     return "float64" if accumulator(xp, like.dtype) == xp.float64 else "float32"
 
 
-def _in_memory(like: Array) -> Array:
-    """What the blocks of a Dask array are like."""
+def _block_sample(like: Array) -> Array:
+    """`like`, or for a Dask array an empty array of the type of its blocks."""
     return like._meta if is_dask(like) else like  # type: ignore[attr-defined]

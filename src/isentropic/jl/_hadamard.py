@@ -1,8 +1,9 @@
-"""Hadamard matrices: orthogonal, all entries ±1/√n, and applied in O(n log n).
+"""Hadamard matrices: orthogonal matrices with all entries ±1/√n, applied in O(n log n).
 
-A matrix of order m·2^j is the Kronecker product of one of order m and of Sylvester's, and a product
-H_a ⊗ H_b is applied one factor at a time, each as a matrix product along one axis of the vector
-reshaped to (a, b). Factors of about 32 cost few passes over the data and keep the products dense.
+A matrix of order m·2^j is the Kronecker product of a matrix of order m and Sylvester's matrix of order
+2^j. A product H_a ⊗ H_b is applied one factor at a time: reshape the vector to (a, b), and multiply
+along one axis by each factor. Factors of order about 32 need few passes over the data, and their
+matrix products are dense.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from isentropic._loops import map_chunks, map_rows
 from isentropic._namespace import Array, ArrayT, accumulator, device, is_dask, namespace
 from isentropic._numerics import product
 
-# Orders of Paley's matrices, from the primes q. With the powers of two, times powers of two, they
-# leave no gap above 18 % from 17 on.
+# The order of each of Paley's matrices, and its prime q. With order 1, and times powers of two, these
+# are all orders here. For n ≥ 17 the least order that is at least n is at most 18 % above n.
 _PRIMES = {12: 11, 20: 19, 28: 13, 36: 17, 44: 43, 60: 59}
-_FACTOR_BITS = 5
+_FACTOR_BITS = 5  # log₂ of the order of a factor
 
 # An order as (base, doublings): base · 2^doublings.
 Order = tuple[int, int]
@@ -28,22 +29,23 @@ Order = tuple[int, int]
 def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> ArrayT:
     """Walsh–Hadamard transform along an axis, in Sylvester's (natural) order.
 
-    Equivalent to ``x @ scipy.linalg.hadamard(n)``, scaled, along the last axis, without the matrix.
+    Along the last axis, the result equals ``x @ scipy.linalg.hadamard(n)`` times a scale. The matrix is
+    never formed.
 
     Parameters
     ----------
     x : array (..., n, ...) of floats
-        n, the length of the axis, is a power of two. A Dask array stays lazy.
+        The length n of the axis must be a power of two. A Dask array stays lazy.
     axis : int
         The axis to transform.
     norm : {"ortho", "backward", "forward"}
-        The scale: ``"ortho"`` 1/√n, ``"backward"`` 1, ``"forward"`` 1/n. The transform is its own
-        inverse with ``"ortho"``; the other two are inverse to one another.
+        The scale: 1/√n for ``"ortho"``, 1 for ``"backward"``, 1/n for ``"forward"``. With ``"ortho"``
+        the transform is its own inverse. The other two are inverses of each other.
 
     Returns
     -------
     array
-        Of the shape and dtype of `x`; computed in float32 or better.
+        The transform, in the shape and dtype of `x`. It is computed in float32 or better.
 
     Raises
     ------
@@ -54,8 +56,8 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
 
     Notes
     -----
-    ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, −H_n]]``. O(n log n) products in passes over factors of
-    order up to 32.
+    ``H_1 = [1]`` and ``H_2n = [[H_n, H_n], [H_n, −H_n]]``. The matrix is applied as a Kronecker product
+    of factors of order up to 32, one pass over the data for each factor.
 
     Examples
     --------
@@ -83,7 +85,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     dtype = accumulator(xp, x.dtype)
     order = (1, n.bit_length() - 1)
     scale = {"backward": 1.0, "ortho": n**-0.5, "forward": 1.0 / n}[norm]
-    factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, place=place)
+    factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=place)
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
 
     def transform(rows: Array) -> Array:
@@ -95,28 +97,28 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
 
 
 def hadamard_order(n: int) -> Order:
-    """The least order of a Hadamard matrix here, at least n."""
+    """The smallest order of a Hadamard matrix, among those of this module, that is at least n."""
     orders = [(base, max(0, (-(-n // base) - 1).bit_length())) for base in (1, *_PRIMES)]
     return min(orders, key=lambda order: order[0] << order[1])
 
 
 def hadamard_factors(
-    xp: ModuleType, order: Order, *, scale: float, dtype: Any, place: Any
+    xp: ModuleType, order: Order, *, scale: float, dtype: Any, device: Any
 ) -> list[Array]:
-    """Matrices whose Kronecker product is the Hadamard matrix of ±1 times `scale`."""
+    """Matrices whose Kronecker product is `scale` times the Hadamard matrix with entries ±1."""
     base, doublings = order
     bits = math.log2(base) + doublings
     count = max(1, math.ceil(bits / _FACTOR_BITS))
-    own = min(doublings, max(0, round(bits / count - math.log2(base))))
-    parts = [(base, own)]
-    rest, count = doublings - own, max(1, count - 1)
+    base_doublings = min(doublings, max(0, round(bits / count - math.log2(base))))
+    parts = [(base, base_doublings)]
+    rest, count = doublings - base_doublings, max(1, count - 1)
     if rest:
         parts += [(1, rest // count + (i < rest % count)) for i in range(count)]
-    return [_matrix(xp, part, dtype, place) * scale ** (1 / len(parts)) for part in parts]
+    return [_matrix(xp, part, dtype, device) * scale ** (1 / len(parts)) for part in parts]
 
 
 def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: int) -> Array:
-    """(F₁ ⊗ F₂ ⊗ … ⊗ I) with the identity of order `trail`, applied to each row of a matrix."""
+    """Apply F₁ ⊗ F₂ ⊗ … ⊗ I to each row of a matrix; I is the identity of order `trail`."""
     shape = rows.shape
     size = shape[0] * shape[1]
     if size == 0:
@@ -131,33 +133,35 @@ def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: in
     return xp.reshape(rows, shape)
 
 
-def _matrix(xp: ModuleType, order: Order, dtype: Any, place: Any) -> Array:
-    """The Hadamard matrix of ±1 of a small order."""
+def _matrix(xp: ModuleType, order: Order, dtype: Any, device: Any) -> Array:
+    """The Hadamard matrix of a small order, with entries ±1."""
     base, doublings = order
     if base == 1:
-        h = xp.ones((1, 1), dtype=dtype, device=place)
+        h = xp.ones((1, 1), dtype=dtype, device=device)
     else:
-        h = xp.asarray(_paley(base), dtype=dtype, device=place)
+        h = xp.asarray(_paley(base), dtype=dtype, device=device)
     for _ in range(doublings):
         h = xp.concat((xp.concat((h, h), axis=1), xp.concat((h, -h), axis=1)), axis=0)
     return h
 
 
 def _paley(order: int) -> list[list[float]]:
-    """Paley's matrices from the squares modulo a prime q: of order q + 1 where q = 3 modulo 4, else of
-    order 2(q + 1).
+    """Paley's matrix of a given order, from the squares modulo a prime q.
+
+    The order is q + 1 for q = 3 modulo 4, and 2(q + 1) for q = 1 modulo 4.
     """
     q = _PRIMES[order]
     squares = {i * i % q for i in range(1, q)}
-    symbol = [0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)]
-    core = [symbol[q - i :] + symbol[: q - i] for i in range(q)]
+    legendre = [0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)]
+    jacobsthal = [legendre[q - i :] + legendre[: q - i] for i in range(q)]
     if order == q + 1:
-        rows = [[1.0] * (q + 1)] + [[-1.0, *row] for row in core]
+        rows = [[1.0] * (q + 1)] + [[-1.0, *row] for row in jacobsthal]
         for i in range(1, q + 1):
             rows[i][i] = 1.0
         return rows
-    rows = [[0.0] + [1.0] * q] + [[1.0, *row] for row in core]
-    # Each entry e of this conference matrix becomes e·[[1, 1], [1, −1]], each 0 [[1, −1], [−1, −1]].
+    rows = [[0.0] + [1.0] * q] + [[1.0, *row] for row in jacobsthal]
+    # In this conference matrix each entry e = ±1 becomes the block e·[[1, 1], [1, −1]], and each 0
+    # becomes the block [[1, −1], [−1, −1]].
     upper = [[y for e in row for y in ((e, e) if e else (1.0, -1.0))] for row in rows]
     lower = [[y for e in row for y in ((e, -e) if e else (-1.0, -1.0))] for row in rows]
     return [row for pair in zip(upper, lower, strict=True) for row in pair]

@@ -1,10 +1,9 @@
-"""Linear maps that keep distances, applied along any axis: dense, Hadamard, count sketch.
+"""Linear maps that preserve distances, applied along any axis: dense, Hadamard, count sketch.
 
-A map is an immutable tuple of arrays, so a pytree in JAX and PyTorch. How maps are drawn is in
-`_projections`.
+A map is an immutable tuple of arrays, and so a pytree in JAX and PyTorch. `_projections` draws maps.
 
-In `_rows` and `_adjoint_rows` the array is a matrix (lead, size · trail): `lead` rows for the axes
-before the one that is mapped, `trail` columns for those after it.
+`_apply_rows` and `_apply_adjoint_rows` take a matrix (lead, size · trail). `size` is the length of the
+mapped axis, `lead` is the product of the axes before it, and `trail` of those after it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class DenseProjection(NamedTuple):
     ----------
     weights : array (n_components, n_features)
     scale : array ()
-        In float32 or better, so that ±1 in half precision keep their length.
+        In float32 or better. A scale in half precision would change the lengths of images.
 
     Examples
     --------
@@ -58,28 +57,28 @@ class DenseProjection(NamedTuple):
 
     @property
     def n_features(self) -> int:
-        """The dimension d that the map takes."""
+        """The dimension d of the vectors."""
         return self.weights.shape[1]
 
     @property
     def n_components(self) -> int:
-        """The dimension k that the map gives."""
+        """The dimension k of their images."""
         return self.weights.shape[0]
 
     def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
-        """Apply the map along an axis of n_features entries, which becomes one of n_components.
+        """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self._rows)
+        return _along("x", x, axis, self, self._apply_rows)
 
     def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self._adjoint_rows, adjoint=True)
+        return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
-        xp = _own_namespace(self)
+        xp = _checked_namespace(self)
         weights = xp.astype(self.weights, accumulator(xp, self.weights.dtype), copy=False)
         scale = xp.astype(self.scale, weights.dtype, copy=False)
         return xp.astype(weights * scale, self.weights.dtype, copy=False)
@@ -88,10 +87,10 @@ class DenseProjection(NamedTuple):
         check_shape("weights", self.weights, (None, None))
         check_shape("scale", self.scale, ())
 
-    def _rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+    def _apply_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
         return self._multiply(xp, self.weights, rows, trail)
 
-    def _adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+    def _apply_adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
         return self._multiply(xp, xp.permute_dims(self.weights, (1, 0)), rows, trail)
 
     def _multiply(self, xp: ModuleType, weights: Array, rows: Array, trail: int) -> Array:
@@ -110,15 +109,15 @@ class DenseProjection(NamedTuple):
 class HadamardProjection(NamedTuple):
     """Fast Johnson–Lindenstrauss: random signs, a Hadamard transform, a sample of its coordinates.
 
-    Made by `hadamard_projection`, which says what it computes and what is known of it.
+    Made by `hadamard_projection`, whose notes have the formula and what is known about it.
 
     Attributes
     ----------
     signs : tuple of arrays of ±1
-        One per round: (n_features,) for the first, (D,) for the others, with D ≥ n_features the order
-        of the Hadamard matrix.
+        One array per round: (n_features,) for the first round, (D,) for the others. D ≥ n_features is
+        the order of the Hadamard matrix.
     rows : integer array (n_components,)
-        The coordinates that are kept, in rising order.
+        The coordinates that are kept, in ascending order.
 
     Examples
     --------
@@ -134,41 +133,41 @@ class HadamardProjection(NamedTuple):
 
     @property
     def n_features(self) -> int:
-        """The dimension d that the map takes."""
+        """The dimension d of the vectors."""
         return self.signs[0].shape[0]
 
     @property
     def n_components(self) -> int:
-        """The dimension k that the map gives."""
+        """The dimension k of their images."""
         return self.rows.shape[0]
 
     def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
-        """Apply the map along an axis of n_features entries, which becomes one of n_components.
+        """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self._rows)
+        return _along("x", x, axis, self, self._apply_rows)
 
     def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self._adjoint_rows, adjoint=True)
+        return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map.
 
         Its rows are orthogonal where `has_orthogonal_rows` is true.
         """
-        xp, signs = _own_namespace(self), self.signs[0]
+        xp, signs = _checked_namespace(self), self.signs[0]
         return self.adjoint(xp.eye(self.n_components, dtype=signs.dtype, device=device(signs=signs)))
 
     @property
     def has_orthogonal_rows(self) -> bool:
         """Whether the rows of the matrix are orthogonal, of length √(d/k).
 
-        It is so where d is the order of the Hadamard matrix, and the vectors are not padded. Then the
+        They are if d is the order of the Hadamard matrix, so that vectors are not padded. Then the
         adjoint times k/d is the pseudo-inverse, and for k = d the map is a rotation, whose inverse is
-        the adjoint. Otherwise ``f`` with k = d omits some of the D > d coordinates. Then it is not a
-        rotation, and after one round it usually has no inverse.
+        the adjoint. Otherwise a map with k = d omits some of the D > d coordinates. Then it is not a
+        rotation, and with one round it usually has no inverse.
 
         Examples
         --------
@@ -198,16 +197,16 @@ class HadamardProjection(NamedTuple):
         base, doublings = self._order
         return base << doublings
 
-    def _mixing(self, xp: ModuleType, like: Array) -> tuple[int, list[Array]]:
-        """The order D, and the factors of the mixing matrix of one round."""
+    def _round_factors(self, xp: ModuleType, like: Array) -> tuple[int, list[Array]]:
+        """The order D, and the Kronecker factors of the scaled Hadamard matrix of one round."""
         order, size = self._order, self._size
-        # All rounds use the same factors, so each takes its share of √D/√k.
+        # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
         scale = size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
         place = device(signs=self.signs[0])
-        return size, hadamard_factors(xp, order, scale=scale, dtype=like.dtype, place=place)
+        return size, hadamard_factors(xp, order, scale=scale, dtype=like.dtype, device=place)
 
-    def _rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
-        size, factors = self._mixing(xp, rows)
+    def _apply_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+        size, factors = self._round_factors(xp, rows)
         d, k = self.n_features, self.n_components
 
         def mix(block: Array) -> Array:
@@ -222,15 +221,15 @@ class HadamardProjection(NamedTuple):
 
         return map_rows(xp, mix, rows, size * trail)
 
-    def _adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
-        size, factors = self._mixing(xp, rows)
+    def _apply_adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+        size, factors = self._round_factors(xp, rows)
         factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
         d, k = self.n_features, self.n_components
-        # Where each of the D coordinates comes from, by bisection of the sorted rows.
-        every = xp.arange(size, dtype=self.rows.dtype, device=device(rows=self.rows))
-        source = xp.searchsorted(self.rows, every)
+        # The component that holds each of the D coordinates. `rows` is sorted, so bisection finds it.
+        coordinates = xp.arange(size, dtype=self.rows.dtype, device=device(rows=self.rows))
+        source = xp.searchsorted(self.rows, coordinates)
         source = xp.where(source < k, source, k - 1)
-        kept = (xp.take(self.rows, source) == every)[None, :, None]
+        kept = (xp.take(self.rows, source) == coordinates)[None, :, None]
 
         def mix(block: Array) -> Array:
             lead = block.shape[0]
@@ -248,7 +247,7 @@ class HadamardProjection(NamedTuple):
 
 @equal_by_value
 class CountSketch(NamedTuple):
-    """A sparse map: each feature goes, with a random sign, to few of the components.
+    """A sparse map: each feature is added, with random signs, to a few of the components.
 
     Made by `count_sketch`.
 
@@ -256,10 +255,10 @@ class CountSketch(NamedTuple):
     ----------
     signs : array (s, n_features) of ±1
     components : integer array (s, n_features)
-        Where each feature goes.
+        The s components that each feature is added to.
     features : integer array (n_components, m)
-        The same the other way round: which features each component sums, as indices into the
-        flattened `signs`; one past its end where there are fewer than m.
+        The inverse of `components`: the features that each component sums, as indices into the
+        flattened `signs`. Rows with fewer than m features are padded with the index s · n_features.
 
     Examples
     --------
@@ -275,28 +274,28 @@ class CountSketch(NamedTuple):
 
     @property
     def n_features(self) -> int:
-        """The dimension d that the map takes."""
+        """The dimension d of the vectors."""
         return self.signs.shape[1]
 
     @property
     def n_components(self) -> int:
-        """The dimension k that the map gives."""
+        """The dimension k of their images."""
         return self.features.shape[0]
 
     def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
-        """Apply the map along an axis of n_features entries, which becomes one of n_components.
+        """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self._rows)
+        return _along("x", x, axis, self, self._apply_rows)
 
     def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self._adjoint_rows, adjoint=True)
+        return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
-        xp = _own_namespace(self)
+        xp = _checked_namespace(self)
         place = device(signs=self.signs)
         return self.adjoint(xp.eye(self.n_components, dtype=self.signs.dtype, device=place))
 
@@ -305,7 +304,7 @@ class CountSketch(NamedTuple):
         check_shape("components", self.components, self.signs.shape)
         check_shape("features", self.features, (None, None))
 
-    def _rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+    def _apply_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
         (s, d), (k, m) = self.signs.shape, self.features.shape
         signs = xp.astype(self.signs, rows.dtype, copy=False) * s**-0.5
         sources = xp.reshape(self.features, (k * m,))
@@ -319,7 +318,7 @@ class CountSketch(NamedTuple):
 
         return map_rows(xp, sketch, rows, s * d * trail)
 
-    def _adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+    def _apply_adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
         (s, d), k = self.signs.shape, self.n_components
         signs = xp.astype(self.signs, rows.dtype, copy=False) * s**-0.5
         sources = xp.reshape(self.components, (s * d,))
@@ -346,7 +345,7 @@ def _along(
     *,
     adjoint: bool = False,
 ) -> Any:
-    """A projection's `function` of rows along an axis of x, from n_features to n_components or back."""
+    """Apply `function`, a method of the projection that takes rows, along an axis of x."""
     lazy = is_dask(x)
     sample = x._meta if lazy else x  # type: ignore[attr-defined]
     xp = namespace_with_drawn(("projection", tuple(leaves_of(projection))), **{name: sample})
@@ -371,14 +370,14 @@ def _along(
     return xp.astype(y, x.dtype, copy=False)
 
 
-def _own_namespace(projection: Projection) -> ModuleType:
+def _checked_namespace(projection: Projection) -> ModuleType:
     xp = namespace(("projection", tuple(leaves_of(projection))))
     projection._check()
     return xp
 
 
 def _pad(xp: ModuleType, z: Array, size: int) -> Array:
-    """Zeros after the second axis of three, up to `size`."""
+    """Pad the second of three axes with zeros to the length `size`."""
     lead, have, trail = z.shape
     if have == size:
         return z

@@ -1,7 +1,4 @@
-"""Random linear maps that keep distances: the draws of Johnson–Lindenstrauss maps.
-
-How maps are applied is in `_maps`.
-"""
+"""Functions that draw Johnson–Lindenstrauss maps. `_maps` has their types, and applies them."""
 
 from __future__ import annotations
 
@@ -31,10 +28,10 @@ if TYPE_CHECKING:
 def gaussian_projection(
     n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
 ) -> DenseProjection:
-    """The Gaussian random map ``f(x) = R x/√k`` with independent standard normal entries.
+    """The Gaussian random map ``f(x) = R x/√k``, where R has independent standard normal entries.
 
-    Squared norms are kept on average, and for every x their relative error is that of
-    :math:`χ^2_k/k`, so ``min_dim(method="exact")`` is its guarantee.
+    The map preserves squared norms on average: for every x, ``‖f(x)‖²/‖x‖²`` has the distribution of
+    :math:`χ^2_k/k`. Its guarantee is ``min_dim(method="exact")``.
 
     Parameters
     ----------
@@ -43,10 +40,10 @@ def gaussian_projection(
     n_components : int ≥ 1
         The dimension k of their images.
     rng : None, int, numpy.random.Generator
-        The source of the draw, as for ``numpy.random.default_rng``. Not the seed that the data were
-        drawn with: the map must not depend on them.
+        The source of random numbers, as for ``numpy.random.default_rng``. Do not use the seed that the
+        data were drawn with, because the map must be independent of the data.
     like : array of floats, optional
-        Its library, device and dtype are those of the map; NumPy and float64 by default.
+        The map gets the library, device and dtype of this array; by default NumPy and float64.
 
     Returns
     -------
@@ -62,7 +59,8 @@ def gaussian_projection(
 
     Notes
     -----
-    ``Var ‖f(v)‖² = 2/k`` for a unit vector, ``Var ⟨f(u), f(v)⟩ = (1 + ⟨u, v⟩²)/k`` for two.
+    ``Var ‖f(v)‖² = 2/k`` for a unit vector v, and ``Var ⟨f(u), f(v)⟩ = (1 + ⟨u, v⟩²)/k`` for unit
+    vectors u and v.
 
     References
     ----------
@@ -87,9 +85,9 @@ def gaussian_projection(
 def rademacher_projection(
     n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
 ) -> DenseProjection:
-    """The random map ``f(x) = R x/√k`` with independent entries ±1.
+    """The random map ``f(x) = R x/√k``, where R has independent random signs ±1 as entries.
 
-    ``min_dim(method="achlioptas")`` is its guarantee.
+    Its guarantee is ``min_dim(method="achlioptas")``.
 
     Parameters
     ----------
@@ -110,7 +108,8 @@ def rademacher_projection(
 
     Notes
     -----
-    ``Var ‖f(v)‖² = (2 − 2Σv⁴)/k`` for a unit vector v: a single feature keeps its length exactly.
+    ``Var ‖f(v)‖² = (2 − 2Σv⁴)/k`` for a unit vector v. So a vector with a single nonzero feature keeps
+    its length exactly.
 
     References
     ----------
@@ -137,17 +136,17 @@ def sparse_projection(
     rng: Any = None,
     like: Array | None = None,
 ) -> DenseProjection:
-    """The random map ``f(x) = √(s/k) R x`` with entries 0 but for one in s, which is ±1.
+    """The random map ``f(x) = √(s/k) R x``, where entries of R are ±1 with probability 1/s, else 0.
 
-    Stored dense: at the density 1/s = 1/3 sparse matrices are several times slower.
-    ``min_dim(method="achlioptas")`` is the guarantee for densities of at least 1/3.
+    The matrix is stored dense, because at the density 1/s = 1/3 sparse matrices are several times
+    slower. The guarantee for densities of at least 1/3 is ``min_dim(method="achlioptas")``.
 
     Parameters
     ----------
     n_features, n_components, rng, like
         As for `gaussian_projection`.
     density : float in (0, 1]
-        The share 1/s of entries that are not 0.
+        The expected share 1/s of nonzero entries.
 
     Returns
     -------
@@ -164,9 +163,10 @@ def sparse_projection(
     Warns
     -----
     UserWarning
-        For a density below 1/3: vectors with few large entries lose their lengths. At the density
-        1/√d, with d = 10⁴ and 1000 points of one entry each, 24 % of the squared distances are off by
-        more than half at the dimension of the lemma, and 5 % of the points become 0.
+        For a density below 1/3, because the map distorts vectors with few large entries. An example is
+        the density 1/√d with d = 10⁴ and 1000 points that have one nonzero entry each. At the dimension
+        of the lemma, 24 % of their squared distances are off by more than half, and 5 % of the points
+        are mapped to 0.
 
     Notes
     -----
@@ -195,8 +195,9 @@ def orthogonal_projection(
 ) -> DenseProjection:
     """The projection onto a uniformly random subspace, scaled by ``√(d/k)``.
 
-    Its rows are orthonormal but for the scale; for k ≥ d its columns are, and it is an isometry.
-    ``min_dim(method="haar")`` is its guarantee. The draw takes O(d k²) operations for k ≤ d.
+    For k ≤ d the rows of `weights` are orthonormal. For k ≥ d the columns are orthonormal, the scale
+    is 1, and the map is an isometry. Its guarantee is ``min_dim(method="haar")``. The draw takes
+    O(d k²) operations for k ≤ d.
 
     Parameters
     ----------
@@ -217,8 +218,8 @@ def orthogonal_projection(
 
     Notes
     -----
-    ``‖f(v)‖² = (d/k) Beta(k/2, (d − k)/2)`` in distribution, of variance
-    ``2 (d − k)/(k (d + 2))``, for a unit vector v.
+    For a unit vector v, ``‖f(v)‖²`` has the distribution of ``(d/k) Beta(k/2, (d − k)/2)``, whose
+    variance is ``2 (d − k)/(k (d + 2))``.
 
     References
     ----------
@@ -249,18 +250,19 @@ def hadamard_projection(
     rng: Any = None,
     like: Array | None = None,
 ) -> HadamardProjection:
-    """Fast Johnson–Lindenstrauss: ``f(x) = √(D/k) P H S x``, in O(d log d) and with O(d) memory.
+    """Fast Johnson–Lindenstrauss: ``f(x) = √(D/k) P H S x``, in O(d log d) time and O(d) memory.
 
-    S flips random signs, H is an orthogonal Hadamard matrix, P keeps k of its coordinates at random:
-    the subsampled randomized Hadamard transform. Squared norms are kept on average.
+    S flips signs at random, H is an orthogonal Hadamard matrix of order D, and P keeps k random
+    coordinates. This is the subsampled randomized Hadamard transform. It preserves squared norms on
+    average.
 
     Parameters
     ----------
     n_features, n_components, rng, like
         As for `gaussian_projection`.
     rounds : int ≥ 1
-        How often signs and transform are applied. Two rounds cost twice the time, and take the
-        structure out of vectors that one round leaves concentrated.
+        How often S and H are applied. Two rounds take twice the time, and spread vectors that one
+        round leaves concentrated in few coordinates.
 
     Returns
     -------
@@ -276,35 +278,36 @@ def hadamard_projection(
 
     Notes
     -----
-    H is of order D = d where there is a Hadamard matrix made of Paley's and Sylvester's (d = m·2^j with
-    m = 1, 12, 20, 28, 36, 44, 60, such as 384, 640, 768, 896, 5120), and f with k = D is an isometry.
-    For other d it is of the next such order, at most 18 % above for d > 16, and the vectors are
-    padded with zeros; the sample is of all D coordinates, so nothing is lost by truncation. For
-    k > d the order is at least k.
+    The order D is the smallest order ≥ max(d, k) of a Kronecker product of Paley's and Sylvester's
+    matrices. These orders are m·2^j with m = 1, 12, 20, 28, 36, 44, 60; examples are 384, 640, 768,
+    896, 5120. If d is not such an order, vectors are padded with zeros; for d > 16 and k ≤ d, D is at
+    most 18 % above d. P samples from all D coordinates, so padding loses nothing. With k = D the map is
+    an isometry.
 
-    So f with k = d is a rotation, whose inverse is its adjoint, for d = 64, 80, 768, 896, 4096 or
-    28672, and is none for d = 104, 1000, 4864, 11008, 13696 or 29568. There one round has, as a rule,
-    no inverse: the first 20 matrices for d = 104 are all singular. Ask for
-    `HadamardProjection.has_orthogonal_rows`. `orthogonal_projection` is a rotation for every d, in
-    O(d²) operations.
+    With k = d the map is a rotation, whose inverse is its adjoint, for d = 64, 80, 768, 896, 4096 or
+    28672. It is not a rotation for d = 104, 1000, 4864, 11008, 13696 or 29568. For those d, the map
+    with one round usually has no inverse: the first 20 matrices for d = 104 are all singular.
+    `HadamardProjection.has_orthogonal_rows` tells which case applies. `orthogonal_projection` with
+    k = d is a rotation for every d, in O(d²) operations.
 
-    **The dimension that suffices for Gaussian maps is a heuristic here**, and no theorem: verify it
-    on the data, by `distortion`. One round maps a difference of 8 equal entries on a subgroup (such
-    as features 0, 512, …, 3584 of 4096) to few distinct values, and at k = 316 its length fails by
-    half with probability 3e-5 where the χ² tail says 2e-8. Two rounds mend those cases. What is
-    proven asks for more dimensions by logarithmic factors.
+    **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem. Verify it on
+    the data with `distortion`. An example where it fails: a difference vector with 8 equal nonzero
+    entries on a subgroup, such as features 0, 512, …, 3584 of 4096. One round maps it to few distinct
+    values. At k = 316 its squared length is off by more than half with probability 3e-5, where the χ²
+    tail gives 2e-8. Two rounds remove such cases. The proven bounds require more dimensions by
+    logarithmic factors.
 
     References
     ----------
-    Ailon & Chazelle 2009, SIAM J. Comput. 39 (with another P); Tropp 2011, arXiv 1011.1595; Krahmer &
-    Ward 2011, arXiv 1009.0744. Hadamard matrices: Paley 1933.
+    Ailon & Chazelle 2009, SIAM J. Comput. 39 (with a sparse Gaussian P); Tropp 2011, arXiv 1011.1595;
+    Krahmer & Ward 2011, arXiv 1009.0744. Hadamard matrices: Paley 1933.
 
     Examples
     --------
     >>> import numpy as np
     >>> from isentropic.jl import hadamard_projection
     >>> f = hadamard_projection(1000, 200, rng=0)
-    >>> y = f(np.eye(1000))  # single features keep their lengths exactly
+    >>> y = f(np.eye(1000))  # vectors with a single nonzero feature keep their lengths exactly
     >>> bool(np.allclose((y**2).sum(-1), 1))
     True
     """
@@ -331,17 +334,19 @@ def count_sketch(
     rng: Any = None,
     like: Array | None = None,
 ) -> CountSketch:
-    """The count sketch: each feature is added, with a random sign, to `nonzeros` of the components.
+    """The count sketch: each feature is added, with random signs, to `nonzeros` of the components.
 
-    Takes O(d) operations, whatever k is. Squared norms are kept on average. With one nonzero per
-    feature vectors of few entries collide; with more this is the sparse Johnson–Lindenstrauss map.
+    Applying it takes O(d) operations for any k. It preserves squared norms on average. With
+    ``nonzeros=1``, the features of a vector with few nonzero entries may collide. With more nonzeros
+    this is the sparse Johnson–Lindenstrauss map.
 
     Parameters
     ----------
     n_features, n_components, rng, like
         As for `gaussian_projection`.
     nonzeros : int ≥ 1
-        How many components s each feature goes to, one in each of s blocks; divides n_components.
+        The number s of components that each feature is added to, one in each of s blocks. It must
+        divide `n_components`.
 
     Returns
     -------
@@ -353,14 +358,14 @@ def count_sketch(
         For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
         floats.
     ValueError
-        For sizes out of range, among them `nonzeros` above `n_components`.
+        For sizes out of range, and for `nonzeros` that does not divide `n_components`.
 
     Notes
     -----
-    Features are dealt to the components of a block in equal numbers, after a random permutation, and
-    not independently. So two of them share one with a probability p ≤ s/k, and the variance
-    ``Var ‖f(v)‖² = (2p/s) (1 − Σv⁴)`` of a unit vector is at most that of the independent draw.
-    Otherwise nothing is proven of the draw by dealing.
+    Features are not assigned to components independently. In each block, a random permutation deals
+    them to the components in equal numbers. So two features share a component with a probability
+    p ≤ s/k, and for a unit vector v the variance ``Var ‖f(v)‖² = (2p/s) (1 − Σv⁴)`` is at most that of
+    independent assignment. Nothing else is proven about this draw.
 
     References
     ----------
@@ -399,16 +404,16 @@ def count_sketch(
 
 
 def sparse_entries(density: float) -> Draw:
-    """How the entries 0 and ±1 of a sparse map are drawn."""
+    """The function that draws the entries 0 and ±1 of a sparse map."""
     check_real("density", density, above=0)
     density = float(density)
     if density > 1:
         raise value_error("density", "be at most 1", density)
     if density < 1 / 3:
         warnings.warn(
-            f"A density of {density:.3g}, below 1/3, loses the lengths of vectors with few large "
-            f"entries, and no guarantee of min_dim covers it; hadamard_projection is fast on all.",
-            stacklevel=4,  # the caller of a function that takes_rng
+            f"A density of {density:.3g}, below 1/3, distorts the lengths of vectors with few large "
+            f"entries, and no method of min_dim covers it; hadamard_projection is fast for all.",
+            stacklevel=4,  # the caller of a function decorated by takes_rng
         )
 
     def draw(generator: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
@@ -419,12 +424,12 @@ def sparse_entries(density: float) -> Draw:
 
 
 def sparse_scale(n_components: int, density: float) -> float:
-    """What the entries of a sparse map are multiplied by."""
+    """The factor on the entries 0 and ±1 of a sparse map."""
     return (n_components * float(density)) ** -0.5
 
 
 def dense_map(weights: Array, scale: float) -> DenseProjection:
-    """The map of a matrix and a number."""
+    """The map ``scale · weights x``; the scale becomes an array like `weights`."""
     xp = namespace(weights=weights)
     dtype, place = accumulator(xp, weights.dtype), device(weights=weights)
     return DenseProjection(weights, xp.asarray(float(scale), dtype=dtype, device=place))

@@ -1,9 +1,10 @@
 """Logarithms of the tails of χ² and Beta distributions, on the host in float64.
 
-The tails that the union bound asks for lie far below what a float can hold, so their logarithms are
-computed. Writing the variable as the bound times e^{στ}, σ = 1 above and −1 below, each tail is its
-density at the bound times ∫₀^∞ e^{h(τ)} dτ with h concave, h(0) = 0 and h'(0) < 0: smooth, so that a
-fixed quadrature gives it to double precision, at the same cost for 1 and for 10¹² degrees of freedom.
+The union bound needs tail probabilities far below the smallest float, so this module computes their
+logarithms. Write the variable as the bound times e^{στ}, with σ = 1 for the upper tail and σ = −1 for
+the lower one. Then each tail is the density at the bound times ∫₀^∞ e^{h(τ)} dτ, where h is concave,
+h(0) = 0 and h'(0) < 0. The integrand is smooth, so a fixed quadrature computes it to double precision,
+at the same cost for 1 and for 10¹² degrees of freedom.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 _NODES = 96
-_DEPTH = 45.0  # e^{−45} is below double precision
-# Beyond this h is below the depth, its slope being at most −½ there; and its exponentials are floats.
-_FARTHEST = 500.0
+_CUTOFF = 45.0  # the integral stops at h = −45: e^{−45} is below double precision
+# Beyond this τ, h is below −_CUTOFF, because its slope is at most −½ there. e^{500} does not overflow.
+_LARGEST_TAU = 500.0
 
 
 def log_chi2_tail(dof: ArrayLike, excess: ArrayLike) -> np.ndarray:
-    """Log-probability of χ² beyond ``dof · (1 + excess)``: above it for excess > 0, else below."""
+    """Log-probability of χ² above ``dof · (1 + excess)`` for excess > 0, and below it otherwise."""
     import numpy as np
 
     a, e = np.broadcast_arrays(np.asarray(dof) / 2, np.asarray(excess, np.float64))
@@ -38,12 +39,12 @@ def log_chi2_tail(dof: ArrayLike, excess: ArrayLike) -> np.ndarray:
         step = side[..., None] * t
         return -a[..., None] * (expm1_beyond(np, step) + e[..., None] * np.expm1(step))
 
-    density = a * _log1p_beyond(e) + 0.5 * np.log(a / (2 * math.pi)) - _stirling_error(a)
+    density = a * _log1p_minus_x(e) + 0.5 * np.log(a / (2 * math.pi)) - _stirling_error(a)
     return np.where(empty, -math.inf, density + _log_integral(h))
 
 
 def log_beta_tail(a: ArrayLike, b: ArrayLike, excess: ArrayLike) -> np.ndarray:
-    """Log-probability of Beta(a, b) beyond its mean times ``1 + excess``, on that side of the mean."""
+    """Log-probability of Beta(a, b) above its mean times ``1 + excess`` for excess > 0, else below."""
     import numpy as np
 
     a, b, e = np.broadcast_arrays(*(np.asarray(v, np.float64) for v in (a, b, excess)))
@@ -56,13 +57,13 @@ def log_beta_tail(a: ArrayLike, b: ArrayLike, excess: ArrayLike) -> np.ndarray:
         step = side[..., None] * t
         y = x[..., None] * np.expm1(step)
         linear = expm1_beyond(np, step) + e[..., None] * np.expm1(step)
-        near = -a[..., None] * linear - total[..., None] * _log1p_beyond(y)
+        near = -a[..., None] * linear - total[..., None] * _log1p_minus_x(y)
         far = a[..., None] * step - total[..., None] * np.log1p(y)
-        return np.where(np.abs(step) < 0.5, near, far)  # far out the first form cancels
+        return np.where(np.abs(step) < 0.5, near, far)  # `near` cancels for large steps
 
     density = (
-        a * _log1p_beyond(e)
-        + b * _log1p_beyond(-e * a / b)
+        a * _log1p_minus_x(e)
+        + b * _log1p_minus_x(-e * a / b)
         + 0.5 * np.log(a / total * b / (2 * math.pi))
         + _stirling_error(total)
         - _stirling_error(a)
@@ -72,11 +73,11 @@ def log_beta_tail(a: ArrayLike, b: ArrayLike, excess: ArrayLike) -> np.ndarray:
 
 
 def binomial_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
-    """The interval of Clopper and Pearson for a probability of which a sample was counted."""
+    """The Clopper–Pearson confidence interval for the probability of success."""
     log_level = math.log((1 - confidence) / 2)
 
     def limit(a: float, b: float, side: int) -> float:
-        # The probability beyond (1 + side · e) × mean falls as e grows: bisect for the level.
+        # The probability beyond (1 + side · e) × mean decreases with e, so bisection finds the level.
         inner, outer = 0.0, 1.0 if side < 0 else b / a
         for _ in range(60):
             middle = (inner + outer) / 2
@@ -92,17 +93,17 @@ def binomial_interval(successes: int, trials: int, confidence: float) -> tuple[f
 
 
 def _log_integral(h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Logarithm of ∫₀^∞ e^{h(τ)} dτ; `h` takes and returns arrays (..., nodes)."""
+    """Logarithm of ∫₀^∞ e^{h(τ)} dτ. `h` takes and returns arrays (..., nodes)."""
     import numpy as np
 
-    # Where h falls below the depth, to within 10 %: first by powers of 64, then by bisection.
+    # Find the τ at which h reaches −_CUTOFF, to within 10 %: first by powers of 64, then by bisection.
     end = np.full(h(np.ones(1)).shape, 1e-18)
     for _ in range(12):
-        end = np.where(h(end) > -_DEPTH, np.minimum(64 * end, _FARTHEST), end)
+        end = np.where(h(end) > -_CUTOFF, np.minimum(64 * end, _LARGEST_TAU), end)
     start = end / 64
     for _ in range(6):
         middle = np.sqrt(start * end)
-        short = h(middle) > -_DEPTH
+        short = h(middle) > -_CUTOFF
         start, end = np.where(short, middle, start), np.where(short, end, middle)
 
     nodes, weights = _quadrature()
@@ -117,8 +118,8 @@ def _quadrature() -> tuple[np.ndarray, np.ndarray]:
     return np.polynomial.legendre.leggauss(_NODES)
 
 
-def _log1p_beyond(x: np.ndarray) -> np.ndarray:
-    """``log(1 + x) − x``, to all digits where x is small too."""
+def _log1p_minus_x(x: np.ndarray) -> np.ndarray:
+    """``log(1 + x) − x``, without cancellation for small x."""
     import numpy as np
 
     small = np.abs(x) < 0.1
@@ -131,11 +132,11 @@ def _log1p_beyond(x: np.ndarray) -> np.ndarray:
 
 
 def _stirling_error(a: np.ndarray) -> np.ndarray:
-    """What Stirling's formula lacks: log Γ(a) − (a − ½) log a + a − ½ log 2π."""
+    """The error of Stirling's formula: log Γ(a) − (a − ½) log a + a − ½ log 2π."""
     import numpy as np
 
     error = np.zeros_like(a)
-    for _ in range(8):  # raise a to where the series holds
+    for _ in range(8):  # the recurrence raises a to where the asymptotic series is accurate
         error += (a + 0.5) * np.log1p(1 / a) - 1
         a = a + 1
     r = 1 / (a * a)
