@@ -232,19 +232,19 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def set_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Changes sizes of blocks, on which the choice of a backend depends too."""
-    from isentropic._attention.backends import chosen
+    from isentropic._attention.backends import choose_backend
     from isentropic._loops import BLOCKS
 
     def change(**sizes: int) -> None:
         for name, size in sizes.items():
             monkeypatch.setattr(BLOCKS, name, size)
-        chosen.cache_clear()
+        choose_backend.cache_clear()
 
     yield change
-    chosen.cache_clear()
+    choose_backend.cache_clear()
 
 
 @pytest.fixture
 def tiny_tiles(set_blocks: Callable[..., None]) -> None:
     """Tiles so small that every test has several, with ragged ends."""
-    set_blocks(tile=0, rows=3, columns=4, counted=4, chunk=3, cached=40, pairs=40)
+    set_blocks(tile=0, rows=3, columns=4, count_tile=4, chunk=3, cache_numbers=40, pairs=40)

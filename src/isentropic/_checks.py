@@ -14,16 +14,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # More than any memory holds; NumPy answers with an OverflowError where it is far more.
-_TOO_MANY = 2**48
+_SIZE_LIMIT = 2**48
 # How many characters of what is long a message has, of either end.
-_KEPT = 20
+_SHOWN_CHARACTERS = 20
 
 
 def value_error(name: str, must: str, got: Any) -> ValueError:
     if isinstance(got, tuple):
         got = tuple(got)  # PyTorch's shapes print as torch.Size([...])
     if isinstance(got, Real):
-        got = _printed(got, str)
+        got = _shortened(got, str)
     return ValueError(f"`{name}` must {must}, got {got}.")
 
 
@@ -56,18 +56,18 @@ def refuse_names(function: str, given: Mapping[str, Any], names: Mapping[str, st
     for name in given:
         if name in names:
             ours = names[name]
-            mend = f": here it is `{ours}`" if ours else ", nor another one for it"
-            raise TypeError(f"{function}() has no argument `{name}`{mend}.") from None
+            hint = f": here it is `{ours}`" if ours else ", nor another one for it"
+            raise TypeError(f"{function}() has no argument `{name}`{hint}.") from None
 
 
-def _printed(x: Any, form: Callable[[Any], str] = repr) -> str:
+def _shortened(x: Any, form: Callable[[Any], str] = repr) -> str:
     try:
         text = form(x)
     except ValueError:
         return "an integer of more digits than Python prints"
-    if len(text) <= 2 * _KEPT + 20:
+    if len(text) <= 2 * _SHOWN_CHARACTERS + 20:
         return text
-    return f"{text[:_KEPT]}…{text[-_KEPT:]} ({len(text)} characters)"
+    return f"{text[:_SHOWN_CHARACTERS]}…{text[-_SHOWN_CHARACTERS:]} ({len(text)} characters)"
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def counts(**values: Any) -> tuple[int, ...]:
     """Integers of at least 1, NumPy's among them, as Python's, whose products cannot overflow."""
     for name, x in values.items():
         check_count(name, x)
-        if x >= _TOO_MANY:
+        if x >= _SIZE_LIMIT:
             raise value_error(name, "be below 2**48", x)
     return tuple(plain_integer(x) for x in values.values())
 
@@ -182,7 +182,7 @@ def counts(**values: Any) -> tuple[int, ...]:
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
     if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)
-        raise value_error(name, f"be {options}", _printed(x) + _nearest(x, choices))
+        raise value_error(name, f"be {options}", _shortened(x) + _nearest(x, choices))
 
 
 def _nearest(x: Any, choices: Sequence[Any]) -> str:

@@ -33,7 +33,7 @@ from isentropic._checks import (
 from isentropic._namespace import (
     Array,
     accumulator,
-    device,
+    common_device,
     is_cupy,
     is_numpy,
     measure_dtype,
@@ -54,16 +54,16 @@ from isentropic._numerics import (
 FAMILIES = ("renyi", "tsallis")
 
 # Within this distance of order 1 the centred form is exact; beyond it, (log A)/t no longer cancels.
-_NEAR = 0.25
+_NEAR_ORDER_1 = 0.25
 # Nearer than this the difference to order 1 is below rounding, and t x would underflow in float32.
-_EQUAL = 1e-20
+_SAME_AS_ORDER_1 = 1e-20
 # From here on the order is infinite to double precision, and order · score could overflow.
-_INFINITE = 1e16
-_LOWEST = -1e30
+_INFINITE_ORDER = 1e16
+_LOWEST_SCORE = -1e30
 # Weights of this size and of its reciprocal can be added and divided in float32.
-_ORDINARY = 2.0**32
+_SAFE_RANGE = 2.0**32
 # e to this power is far more than its exponent, and nowhere near an overflow.
-_LARGE = 20.0
+_LARGE_LOG_RATIO = 20.0
 
 
 def partition(
@@ -92,35 +92,35 @@ def partition(
     return maximum, weight, normalizer, xp.sum(summand, axis=-1, keepdims=True)
 
 
-def _bounded(xp: ModuleType, x: Array, order: float) -> Array:
+def _clipped_scores(xp: ModuleType, x: Array, order: float) -> Array:
     """Centred scores, far below all that count cut off: no product with them overflows."""
-    return clip(xp, x, min=_LOWEST / max(order, 1.0))
+    return clip(xp, x, min=_LOWEST_SCORE / max(order, 1.0))
 
 
 def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     """e^{order · x} for centred scores x ≤ 0 of weight eˣ."""
-    return weight if order >= _INFINITE else xp.exp(_bounded(xp, x, order) * order)
+    return weight if order >= _INFINITE_ORDER else xp.exp(_clipped_scores(xp, x, order) * order)
 
 
 def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     """The term of the moment for centred scores x ≤ 0 of weight eˣ."""
     t = order - 1
-    if abs(t) >= _NEAR:
+    if abs(t) >= _NEAR_ORDER_1:
         return _power(xp, x, weight, order)
-    if abs(t) < _EQUAL:
-        return weight * _bounded(xp, x, order)
+    if abs(t) < _SAME_AS_ORDER_1:
+        return weight * _clipped_scores(xp, x, order)
     # expm1 keeps its digits for small t x, but may overflow against a weight of 0 for large.
-    tx = _bounded(xp, x, order) * t
-    small = xp.abs(tx) < 1
-    near = weight * xp.expm1(xp.where(small, tx, 0.0))
-    return xp.where(small, near, _power(xp, x, weight, order) - weight) / t
+    tx = _clipped_scores(xp, x, order) * t
+    is_small = xp.abs(tx) < 1
+    expm1_term = weight * xp.expm1(xp.where(is_small, tx, 0.0))
+    return xp.where(is_small, expm1_term, _power(xp, x, weight, order) - weight) / t
 
 
 def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array, order: float) -> Array:
     """The moment relative to a maximum that is higher by −`shift` ≥ 0."""
     weight = xp.exp(shift)
     shifted = _power(xp, shift, weight, order) * moment
-    if abs(order - 1) >= _NEAR:
+    if abs(order - 1) >= _NEAR_ORDER_1:
         return shifted
     return shifted + _summand(xp, shift, weight, order) * normalizer
 
@@ -131,11 +131,11 @@ def entropy_of_moments(
     """The entropy, 0 where the normalizer is 0."""
     t = order - 1
     log_z = log_or(xp, normalizer, 0.0)
-    if order >= _INFINITE:
+    if order >= _INFINITE_ORDER:
         renyi = log_z
-    elif abs(t) < _EQUAL:
+    elif abs(t) < _SAME_AS_ORDER_1:
         renyi = log_z - divide_or_zero(xp, moment, normalizer)
-    elif abs(t) >= _NEAR:
+    elif abs(t) >= _NEAR_ORDER_1:
         renyi = log_z * (order / t) - log_or(xp, moment, 0.0) / t
     else:
         renyi = log_z - xp.log1p(divide_or_zero(xp, moment, normalizer) * t) / t
@@ -145,9 +145,9 @@ def entropy_of_moments(
 def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> Array:
     """The Rényi entropy itself, or the Tsallis entropy ``(1 − e^{−tH})/t`` of the same order."""
     t = order - 1
-    if family == "renyi" or abs(t) < _EQUAL:
+    if family == "renyi" or abs(t) < _SAME_AS_ORDER_1:
         return renyi
-    if order >= _INFINITE:
+    if order >= _INFINITE_ORDER:
         return renyi * 0.0
     return -xp.expm1(renyi * -t) / t
 
@@ -160,9 +160,9 @@ def normalized_entropy(xp: ModuleType, renyi: Array, log_n: Array, order: float,
     and 1 for all others.
     """
     t = order - 1
-    if family == "renyi" or abs(t) < _EQUAL:
+    if family == "renyi" or abs(t) < _SAME_AS_ORDER_1:
         return divide_or_zero(xp, renyi, log_n)
-    if order >= _INFINITE:
+    if order >= _INFINITE_ORDER:
         return xp.where(renyi > 0, 1.0, renyi * 0.0)
     return divide_or_zero(xp, xp.expm1(renyi * -t), xp.expm1(log_n * -t))
 
@@ -222,7 +222,7 @@ def entropy_from_logits(
     """
     arrays = {"logits": logits} | present(mask=mask)
     xp = namespace(**arrays)
-    device(**arrays)
+    common_device(**arrays)
     check_order(order)
     check_choice("family", family, FAMILIES)
     s = rows_of_logits(xp, logits, axis, mask)
@@ -335,7 +335,7 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     >>> cross_entropy(np.asarray([1.0, 0.0]), np.asarray([0.5, 0.5]))
     array(0.69314718)
     """
-    xp, p, q, dtype = _pair(p, q, axis)
+    xp, p, q, dtype = _checked_pair(p, q, axis)
     P, Q = _distribution(xp, p), _distribution(xp, q)
     return xp.astype(_expectation(xp, P, Q, P.share * -Q.log_share), dtype)
 
@@ -377,20 +377,20 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     >>> kl_divergence(np.asarray([1.0, 0.0]), np.asarray([0.25, 0.75]))
     array(1.38629436)
     """
-    xp, p, q, dtype = _pair(p, q, axis)
+    xp, p, q, dtype = _checked_pair(p, q, axis)
     P, Q = _distribution(xp, xp.where(p == 0, 0.0, p)), _distribution(xp, q)
 
-    near = xp.abs(Q.share - P.share) < P.share / 2
+    is_near = xp.abs(Q.share - P.share) < P.share / 2
     # Differences of weights are exact where those of shares, which are rounded, would be all rounding.
     difference = Q.scaled - P.scaled
     growth = divide_or_zero(xp, xp.sum(difference, axis=-1, keepdims=True), P.total)
-    excess = difference / xp.where(near, P.scaled, 1.0) - growth
-    excess = xp.where(near, excess * divide_or_zero(xp, P.total, Q.total), 0.0)  # r − 1
-    log_ratio = xp.where(near, xp.log1p(excess), Q.log_share - P.log_share)
+    excess = difference / xp.where(is_near, P.scaled, 1.0) - growth
+    excess = xp.where(is_near, excess * divide_or_zero(xp, P.total, Q.total), 0.0)  # r − 1
+    log_ratio = xp.where(is_near, xp.log1p(excess), Q.log_share - P.log_share)
 
-    large = log_ratio > _LARGE
-    terms = P.share * expm1_beyond(xp, xp.where(large, 0.0, log_ratio))
-    terms = xp.where(large, Q.share - P.share * (log_ratio + 1), terms)
+    is_large = log_ratio > _LARGE_LOG_RATIO
+    terms = P.share * expm1_beyond(xp, xp.where(is_large, 0.0, log_ratio))
+    terms = xp.where(is_large, Q.share - P.share * (log_ratio + 1), terms)
     terms = xp.where(P.weight == 0, Q.share, terms)
     return xp.astype(_expectation(xp, P, Q, terms), dtype)
 
@@ -405,10 +405,10 @@ class _Distribution(NamedTuple):
     log_share: Any  # also of shares that are too small for a float; finite where the weight is 0
 
 
-def _pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
+def _checked_pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
     """The namespace, weights with their axis last in the dtype to compute in, the dtype to return."""
     xp = namespace(p=p, q=q)
-    device(p=p, q=q)
+    common_device(p=p, q=q)
     check_floating(xp, p=p, q=q)
     check_axis(axis, len(common_shape(p=p.shape, q=q.shape)))
     dtype = xp.result_type(p, q)
@@ -426,16 +426,16 @@ def _distribution(xp: ModuleType, weight: Any) -> _Distribution:
     scale = xp.ones_like(weight[..., :1])
     if weight.shape[-1] > 0:
         largest = xp.max(weight, axis=-1, keepdims=True)
-        ordinary = (largest == 0) | ((largest > 1 / _ORDINARY) & (largest < _ORDINARY))
+        is_ordinary = (largest == 0) | ((largest > 1 / _SAFE_RANGE) & (largest < _SAFE_RANGE))
         # XLA may multiply by the reciprocal, which is subnormal for the largest floats.
-        most = float(xp.finfo(weight.dtype).max) / 16
-        scale = xp.where(ordinary, 1.0, clip(xp, largest, max=most))
+        largest_scale = float(xp.finfo(weight.dtype).max) / 16
+        scale = xp.where(is_ordinary, 1.0, clip(xp, largest, max=largest_scale))
     scaled = weight / scale
     total = xp.sum(scaled, axis=-1, keepdims=True)
     share = divide_or_zero(xp, scaled, total)
-    small = share < xp.finfo(share.dtype).smallest_normal
+    is_small = share < xp.finfo(share.dtype).smallest_normal
     log_small = log_or(xp, weight, 0.0) - xp.log(scale) - log_or(xp, total, 0.0)
-    log_share = xp.where(small, log_small, xp.log(xp.where(small, 1.0, share)))
+    log_share = xp.where(is_small, log_small, xp.log(xp.where(is_small, 1.0, share)))
     return _Distribution(weight, scaled, total, share, log_share)
 
 
@@ -479,7 +479,7 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     """
     arrays = {"entropy": entropy} | present(target=target if is_array(target) else None)
     xp = namespace(**arrays)
-    device(**arrays)
+    common_device(**arrays)
     check_floating(xp, **arrays)
     check_real("weight", weight, least=0)
     if is_array(target):

@@ -37,16 +37,16 @@ from isentropic._loops import (
     take,
     without_gradient,
 )
-from isentropic._namespace import Array, device, namespace, present
+from isentropic._namespace import Array, common_device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
 from isentropic.masks import Mask
 
 # Enough for float64 and every case of the tests; most rows settle in 6 to 9 steps.
-_STEPS = 28
+_MAX_STEPS = 28
 # The highest factor, times the smallest distance from the maximum: e⁻²⁰⁰ does not count.
-_HIGHEST = 200.0
+_MAX_EXPONENT = 200.0
 # Scores that are farther from the maximum than this many times the smallest distance are hidden.
-_DEEPEST = 1e25
+_MAX_DISTANCE_RATIO = 1e25
 
 
 @quietly
@@ -104,18 +104,18 @@ def factor_for_entropy(
     (0.6055, 1.0)
     """
     arrays = {"logits": logits} | present(mask=mask, target=target if is_array(target) else None)
-    xp, place = namespace(**arrays), device(**arrays)
+    xp, device = namespace(**arrays), common_device(**arrays)
     s = rows_of_logits(xp, logits, axis, mask)
-    wanted = _targets(xp, target, s.shape[:-1], s.dtype, place)
+    targets = _targets(xp, target, s.shape[:-1], s.dtype, device)
     if s.shape[-1] == 0:
         factor = xp.ones_like(xp.sum(s, axis=-1, keepdims=True))
     else:
-        factor, slope = _solve(xp, without_gradient(xp, s), without_gradient(xp, wanted))
-        if is_differentiable(xp, s, wanted):
+        factor, slope = _solve(xp, without_gradient(xp, s), without_gradient(xp, targets))
+        if is_differentiable(xp, s, targets):
             hidden = s == -math.inf
             scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
             _, _, normalizer, moment = partition(xp, scaled, 1.0)
-            factor = _with_gradient(xp, factor, slope, (normalizer, moment), wanted)
+            factor = _with_gradient(xp, factor, slope, (normalizer, moment), targets)
     return _rounded(xp, factor, logits.dtype)
 
 
@@ -174,31 +174,31 @@ def factor_for_attention_entropy(
     )
     if is_array(target):
         namespace(query=query, target=target)
-        device(query=query, target=target)
+        common_device(query=query, target=target)
     xp, shape = plan.xp, (*plan.batch, plan.n_queries)
-    wanted = _targets(xp, target, shape, plan.compute, plan.device)
+    targets = _targets(xp, target, shape, plan.compute, plan.device)
     if 0 in (*shape, plan.n_keys):
         return xp.ones_like(plan.zeros((plan.n_queries,)))
 
     query, key = (without_gradient(xp, x) for x in (operands.query, operands.key))
-    fixed = Tiles.of(plan, operands._replace(query=query, key=key))
-    wanted_of_rows = without_gradient(xp, wanted)
+    tiles = Tiles.of(plan, operands._replace(query=query, key=key))
+    constant_targets = without_gradient(xp, targets)
     row_size, column_size = tile_shape(plan)
     rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
 
-    def of_rows(rows: Block) -> tuple[Array, Array]:
+    def solve_rows(rows: Block) -> tuple[Array, Array]:
         return _solve(
-            xp, fixed.logits(rows, reach(plan, operands.mask, rows)), take(wanted_of_rows, rows, -2)
+            xp, tiles.logits(rows, reach(plan, operands.mask, rows)), take(constant_targets, rows, -2)
         )
 
-    factor, slope = map_blocks(xp, of_rows, plan.n_queries, rows_at_once, in_threads=True)
-    of_mask = () if operands.mask is None else operands.mask.arrays
-    if is_differentiable(xp, operands.query, operands.key, *of_mask, wanted):
-        held = operands._replace(multiplier=factor * operands.multiplier)
+    factor, slope = map_blocks(xp, solve_rows, plan.n_queries, rows_at_once, in_threads=True)
+    mask_arrays = () if operands.mask is None else operands.mask.arrays
+    if is_differentiable(xp, operands.query, operands.key, *mask_arrays, targets):
+        scaled_operands = operands._replace(multiplier=factor * operands.multiplier)
         # A target that is traced makes a factor that is.
-        of_held = replace(plan, is_on_host=plan.is_on_host and is_readable(xp, factor))
-        state = state_of(of_held, held, None)
-        factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), wanted)
+        scaled_plan = replace(plan, is_on_host=plan.is_on_host and is_readable(xp, factor))
+        state = state_of(scaled_plan, scaled_operands, None)
+        factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), targets)
     return _rounded(xp, factor, plan.dtype)
 
 
@@ -212,7 +212,7 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
     return lift(xp.astype(target, dtype)[..., None], len(shape) + 1)
 
 
-def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
+def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
     dtype = xp.finfo(s.dtype)
     eps, tiny, largest = float(dtype.eps), float(dtype.smallest_normal), float(dtype.max)
@@ -221,22 +221,22 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
     x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
     # Either the entropy is above that of the scores nearest to the maximum, which then are equal to it,
     # or they alone have a weight. No dtype has the range for both.
-    is_near = ~hidden & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _DEEPEST))
+    is_near = ~hidden & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _MAX_DISTANCE_RATIO))
     n_near = xp.sum(xp.astype(is_near, s.dtype), axis=-1, keepdims=True)
-    is_above_near = wanted >= log_or(xp, n_near, 0.0) * (1 - 4 * eps)
+    is_above_near = targets >= log_or(xp, n_near, 0.0) * (1 - 4 * eps)
     x = xp.where(is_near & is_above_near, 0.0, x)
     gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
     # The unit is the smallest distance from the maximum: at 200 over it nothing else has a weight.
-    unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _HIGHEST / largest)
-    hidden = hidden | (x * (1 / _DEEPEST) < -unit)
+    unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _MAX_EXPONENT / largest)
+    hidden = hidden | (x * (1 / _MAX_DISTANCE_RATIO) < -unit)
     x = xp.where(hidden, 0.0, x) / unit
     spread = -xp.min(x, axis=-1, keepdims=True)
     n = x.shape[-1] - xp.sum(xp.astype(hidden, s.dtype), axis=-1, keepdims=True)
     log_n = log_or(xp, n, 0.0)
     share = divide_or_zero(xp, x, spread)
     first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
-    of_scores = _variance(xp, first, second, n)
-    x = xp.where(hidden, -_DEEPEST * 1e11, x)
+    score_variance = _variance(xp, first, second, n)
+    x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
 
     def entropy_and_variance(u: Array) -> tuple[Array, Array]:
         y = clip(xp, xp.exp(u) * x, min=-1e4)  # of no weight there, and no square overflows
@@ -245,23 +245,23 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
         z, first, second = (xp.sum(w, axis=-1, keepdims=True) for w in (weight, weighted, weighted * y))
         return log_or(xp, z, 0.0) - divide_or_zero(xp, first, z), _variance(xp, first, second, z)
 
-    deficit = log_n - wanted
+    deficit = log_n - targets
     is_below = deficit > 0
     deficit = xp.where(is_below, deficit, 1.0)
-    highest = xp.zeros_like(deficit) + math.log(_HIGHEST)
+    highest = xp.zeros_like(deficit) + math.log(_MAX_EXPONENT)
     at_highest, _ = entropy_and_variance(highest)
-    is_inside = is_below & (spread > 0) & (at_highest < wanted)
+    is_inside = is_below & (spread > 0) & (at_highest < targets)
     log_spread = log_or(xp, spread, 0.0)
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
     # As the deficit begins, with λ²/2 times the variance of the scores themselves.
-    start = xp.log(deficit * 2.0 / clip(xp, of_scores, min=eps)) / 2 - log_spread
+    start = xp.log(deficit * 2.0 / clip(xp, score_variance, min=eps)) / 2 - log_spread
     start = xp.minimum(xp.maximum(start, lowest), highest)
-    goal = xp.log(deficit) - xp.log(clip(xp, wanted, min=tiny))
+    goal = xp.log(deficit) - xp.log(clip(xp, targets, min=tiny))
 
     def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         u, low, high, _ = carry
         h, variance = entropy_and_variance(u)
-        is_above = h > wanted
+        is_above = h > targets
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
         d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
         slope = variance * (1 / d + 1 / h)
@@ -269,17 +269,17 @@ def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
         new = u + newton
         # At the solution rounding takes a step out of the bounds which it has made itself.
-        is_sound = (slope > 0) & (((new > low) & (new < high)) | (xp.abs(newton) < 1e3 * eps))
-        new = xp.where(is_sound, new, (low + high) / 2)
+        is_valid = (slope > 0) & (((new > low) & (new < high)) | (xp.abs(newton) < 1e3 * eps))
+        new = xp.where(is_valid, new, (low + high) / 2)
         return new, low, high, new - u
 
     carry = (start, lowest, highest, xp.zeros_like(start))
-    u, *_ = iterate(xp, step, carry, _STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
+    u, *_ = iterate(xp, step, carry, _MAX_STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
     h, variance = entropy_and_variance(u)
     factor = xp.exp(xp.where(is_inside, u, highest)) / (unit * 2)
     factor = xp.where(is_below, factor, 0.0)
     factor = xp.where(spread == 0, 1.0, factor)
-    is_number = (h == h) & (wanted == wanted)
+    is_number = (h == h) & (targets == targets)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
 
 
@@ -295,12 +295,12 @@ def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:
 
 
 def _with_gradient(
-    xp: ModuleType, factor: Array, slope: Array, state: tuple[Array, Any], wanted: Array
+    xp: ModuleType, factor: Array, slope: Array, state: tuple[Array, Any], targets: Array
 ) -> Array:
     """The factor, with the derivatives of the solution of H = wanted.
 
     They are those of one more step of Newton's method in which all but H and the target is constant.
     """
     h = entropy_of_moments(xp, *state, 1.0, "renyi")
-    step = divide_or_zero(xp, xp.where(slope > 0, h - wanted, 0.0), slope)
+    step = divide_or_zero(xp, xp.where(slope > 0, h - targets, 0.0), slope)
     return factor + factor * (step - without_gradient(xp, step))

@@ -26,16 +26,16 @@ class BlockSizes:
     columns: int = 512  # keys of a tile
     tile: int = 2**20  # logits of a tile, over all batch and head axes: it bounds the memory of a call
     rows: int = 16  # the fewest queries of a tile: fewer make slow products
-    counted: int = 1024  # queries and keys of a tile whose visible keys are counted
-    cached: int = 2**18  # numbers that stay in a processor's cache with what is made of them
+    count_tile: int = 1024  # queries and keys of a tile whose visible keys are counted
+    cache_numbers: int = 2**18  # numbers that stay in a processor's cache with what is made of them
     chunk: int = 128  # queries, and their keys, of causal linear attention
     pairs: int = 2**19  # numbers of vectors whose distances are compared
-    masked: int = 2**22  # logits of a block for which PyTorch's kernel is given its mask as an array
+    sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
     numpy_rows: int = 256  # a tile that stays in the second-level cache of a core, with its operands
     numpy_columns: int = 512
-    numpy_copied: int = 2**22  # numbers in the keys and values that are copied at once
-    numpy_least: int = 2**20  # logits from which on copies and threads pay
-    numpy_most_at_once: int = 2**18  # logits up to which the parts of NumPy's pass do not pay
+    numpy_copied_numbers: int = 2**22  # numbers in the keys and values that are copied at once
+    numpy_min_logits: int = 2**20  # logits from which on copies and threads pay
+    numpy_untiled_logits: int = 2**18  # logits up to which the parts of NumPy's pass do not pay
 
 
 # The tests make them small, so that every pass has several blocks, with ragged ends.
@@ -83,8 +83,8 @@ def fold(
 
             if reach is None:
                 return merged(), None
-            seen = (start < reach[1]) & (start + block_size > reach[0])
-            return jax.lax.cond(seen, merged, lambda: carry), None
+            overlaps = (start < reach[1]) & (start + block_size > reach[0])
+            return jax.lax.cond(overlaps, merged, lambda: carry), None
 
         return jax.lax.scan(step, total, xp.arange(sum(head), end, block_size))[0]
 
@@ -115,7 +115,7 @@ def map_blocks(
         return function((0, length))
     parts = blocks(0, length, block_size)
     if is_numpy(xp):
-        return _filled(xp, function, parts, in_threads)
+        return _map_into_result(xp, function, parts, in_threads)
     head, first = function(parts[0]), parts[0][1]
 
     if _is_traced(xp, head) and len(parts) > 2:
@@ -134,7 +134,7 @@ def map_blocks(
     return _join(xp, [head, *(function(block) for block in parts[1:])])
 
 
-def _filled(
+def _map_into_result(
     xp: ModuleType,
     function: Callable[[Block], tuple[Any, ...]],
     blocks: list[Block],
@@ -250,7 +250,11 @@ def map_rows(
     carry through the memory stays in the cache. `row_size` counts what `function` makes of a row.
     """
     rows = x.shape[-2]
-    block = max(1, BLOCKS.cached // max(1, row_size or x.shape[-1])) if _pays_in_blocks(xp, x) else rows
+    block = (
+        max(1, BLOCKS.cache_numbers // max(1, row_size or x.shape[-1]))
+        if _blocks_are_faster(xp, x)
+        else rows
+    )
     return map_blocks(xp, lambda b: (function(take(x, b, -2)),), rows, block)[0]
 
 
@@ -289,7 +293,7 @@ def larger(xp: ModuleType, a: Any, b: Any) -> Any:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else xp.maximum(a, b)
 
 
-def traces_lengths(xp: ModuleType) -> bool:
+def is_compiling(xp: ModuleType) -> bool:
     """Whether lengths may be symbolic (``torch.compile``), so that no loop may depend on them."""
     if not is_torch(xp):
         return False
@@ -315,7 +319,7 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
     return is_numpy(xp)
 
 
-def is_seen(xp: ModuleType, condition: Any) -> bool:
+def is_known_true(xp: ModuleType, condition: Any) -> bool:
     """Whether it can be read that a 0-d condition is true.
 
     What is asked has to be the result of the look: inside a JAX trace every operation is traced, also
@@ -381,7 +385,7 @@ def _is_traced(xp: ModuleType, result: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(result))
 
 
-def _pays_in_blocks(xp: ModuleType, x: Array) -> bool:
+def _blocks_are_faster(xp: ModuleType, x: Array) -> bool:
     return not is_gpu(xp, None) if _is_traced(xp, x) else is_numpy(xp)
 
 

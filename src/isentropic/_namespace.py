@@ -65,7 +65,7 @@ def namespace(*groups: Group, **arrays: Any) -> ModuleType:
     return xp
 
 
-def device(*groups: Group, **arrays: Any) -> Any:
+def common_device(*groups: Group, **arrays: Any) -> Any:
     """The one device of all arrays; None where it is unknown (a JAX tracer)."""
     common, first = None, ""
     for name, x in _named(groups, arrays):
@@ -76,13 +76,13 @@ def device(*groups: Group, **arrays: Any) -> Any:
             own = x.device if is_torch_array(x) else array_api_compat.device(x)
         # A JAX array that is sharded has a sharding where others have a device. Arrays laid out
         # differently over the same devices do belong together.
-        places = getattr(own, "device_set", own)
-        if places is None:
+        devices = getattr(own, "device_set", own)
+        if devices is None:
             continue
         if common is None:
-            common, first = places, name
-        elif common != places:
-            raise ValueError(f"`{name}` must be on the device of `{first}` ({common}), got {places}.")
+            common, first = devices, name
+        elif common != devices:
+            raise ValueError(f"`{name}` must be on the device of `{first}` ({common}), got {devices}.")
     if isinstance(common, (set, frozenset)):
         return next(iter(common)) if len(common) == 1 else None
     return common
@@ -92,11 +92,11 @@ def namespace_with_drawn(drawn: Group, **arrays: Any) -> ModuleType:
     """The one namespace of arrays, and of what was drawn for them, all on one device."""
     try:
         xp = namespace(drawn, **arrays)
-        device(drawn, **arrays)
+        common_device(drawn, **arrays)
     except (TypeError, ValueError) as error:
         namespace(drawn), namespace(**arrays)  # which refuse what is not an array
-        mend = f"draw the {drawn[0]} with `like={next(iter(arrays))}`"
-        raise type(error)(f"{str(error).removesuffix('.')}: {mend}.") from None
+        hint = f"draw the {drawn[0]} with `like={next(iter(arrays))}`"
+        raise type(error)(f"{str(error).removesuffix('.')}: {hint}.") from None
     return xp
 
 
@@ -131,10 +131,10 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
             raise TypeError
         return array_api_compat.array_namespace(x)
     except TypeError:
-        mend = ": convert it with `asarray` of your library" if isinstance(x, (list, tuple)) else ""
+        hint = ": convert it with `asarray` of your library" if isinstance(x, (list, tuple)) else ""
         raise TypeError(
             f"`{name}` must be an array (NumPy, CuPy, PyTorch, JAX or another library of the "
-            f"array API standard), got {kind}{mend}."
+            f"array API standard), got {kind}{hint}."
         ) from None
 
 
@@ -179,9 +179,9 @@ def promoted(xp: ModuleType, *arrays: Array) -> Any:
     return xp.result_type(*arrays)
 
 
-def default_dtype(xp: ModuleType, kind: str, place: Any) -> Any:
+def default_dtype(xp: ModuleType, kind: str, device: Any) -> Any:
     """The dtype that the library gives to numbers of a kind, such as "integral", on a device."""
-    return xp.__array_namespace_info__().default_dtypes(device=place)[kind]
+    return xp.__array_namespace_info__().default_dtypes(device=device)[kind]
 
 
 def accumulator(xp: ModuleType, dtype: Any) -> Any:
@@ -199,8 +199,8 @@ def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
 
 def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:
     """Numbers on the host as an array of the library and device of `like`, by default of its dtype."""
-    xp, place = namespace(like=like), device(like=like)
-    return xp.asarray(values, dtype=like.dtype if dtype is None else dtype, device=place)
+    xp, device = namespace(like=like), common_device(like=like)
+    return xp.asarray(values, dtype=like.dtype if dtype is None else dtype, device=device)
 
 
 def to_numpy(x: Array) -> Any:

@@ -21,20 +21,20 @@ Flat = tuple[list[Any], Any]
 def _register_in_jax(kind: Any) -> None:
     from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-    register_pytree_with_keys(kind, _flatten_with(GetAttrKey), kind._unflatten, _flatten)
+    register_pytree_with_keys(kind, _flatten_with_keys(GetAttrKey), kind._unflatten, _flatten)
 
 
 def _register_in_torch(kind: Any) -> None:
     from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-    def unflatten(children: Iterable[Any], rest: Any) -> Any:
-        return kind._unflatten(rest, children)
+    def unflatten(children: Iterable[Any], aux: Any) -> Any:
+        return kind._unflatten(aux, children)
 
-    register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with(GetAttrKey))
+    register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with_keys(GetAttrKey))
 
 
 _REGISTER = {"jax": _register_in_jax, "torch": _register_in_torch}
-_DONE: dict[str, set[type]] = {library: set() for library in _REGISTER}
+_REGISTERED: dict[str, set[type]] = {library: set() for library in _REGISTER}
 
 
 def register_nodes(kind: type, family: type) -> None:
@@ -43,25 +43,25 @@ def register_nodes(kind: type, family: type) -> None:
     if torch is not None and torch.compiler.is_compiling():
         return
     for library, register in _REGISTER.items():
-        done = _DONE[library]
-        if kind in done or sys.modules.get(library) is None:
+        registered = _REGISTERED[library]
+        if kind in registered or sys.modules.get(library) is None:
             continue
         for member in _members(family):
-            if member not in done:
+            if member not in registered:
                 with contextlib.suppress(ValueError):  # its author, or another thread, was first
                     register(member)
-                done.add(member)
+                registered.add(member)
 
 
 def _flatten(node: Any) -> Flat:
-    children, rest = node._flatten()
-    return [x for _, x in children], rest
+    children, aux = node._flatten()
+    return [x for _, x in children], aux
 
 
-def _flatten_with(key: Callable[[str], Any]) -> Callable[[Any], Flat]:
+def _flatten_with_keys(key: Callable[[str], Any]) -> Callable[[Any], Flat]:
     def flatten(node: Any) -> Flat:
-        children, rest = node._flatten()
-        return [(key(name), x) for name, x in children], rest
+        children, aux = node._flatten()
+        return [(key(name), x) for name, x in children], aux
 
     return flatten
 

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
-from isentropic._namespace import Array, device
+from isentropic._namespace import Array, common_device
 from isentropic._numerics import clip, lift, product, root_or_zero
 from isentropic._special import log_gamma_step
 
@@ -159,7 +159,7 @@ class SphereScores:
         return clip(self.xp, 1 / (_END_NATS * (self.d - 1)) - 1 / _NATS, min=0.0)
 
     def edge(self, tau: Any) -> Any:
-        # Its slope at 0 is infinite, and where the ends of the panels lie must not matter to a gradient.
+        # The root has an infinite slope at 0. Gradients must not depend on where the panels end.
         return self.xp.asinh(root_or_zero(self.xp, self.xp.expm1(2 * tau / (self.d - 1))))
 
     def at_edge(self, u: Any) -> tuple[Any, Any]:
@@ -187,26 +187,28 @@ class SphereScores:
 def mean_entropy(xp: ModuleType, scores: Callable[..., Scores], n: Array, *parameters: Array) -> Array:
     """E H for arrays of one shape; ``scores(xp, *parameters)`` is the distribution."""
     columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters)]
-    count, place = columns[0].shape[0], device(n=n)
+    count, device = columns[0].shape[0], common_device(n=n)
     if count == 0:
         return n
 
     def block(part: Block) -> tuple[Array]:
-        own_n, *own = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
-        return (_entropies(xp, place, own_n, scores(xp, *own)),)
+        n_block, *parameter_blocks = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
+        return (_entropies(xp, device, n_block, scores(xp, *parameter_blocks)),)
 
     # An entry makes arrays of 37 000 numbers. With eight they stay in the processor's cache.
-    rows = 1024 if is_gpu(xp, place) else 8
+    rows = 1024 if is_gpu(xp, device) else 8
     (result,) = map_blocks(xp, block, count, rows, in_threads=True)
     return xp.reshape(result, n.shape)
 
 
-def _entropies(xp: ModuleType, place: Any, n: Any, scores: Scores) -> Any:
+def _entropies(xp: ModuleType, device: Any, n: Any, scores: Scores) -> Any:
     """E H of shape (rows, 1) for n of shape (rows, 1, 1)."""
-    nodes, weights, upward = _on(xp, place, n.dtype, _panel_quadrature())
-    y, speed = _thresholds(xp, place, n, scores, nodes)
+    nodes, weights, upward = _to_library(xp, device, n.dtype, _panel_quadrature())
+    y, speed = _thresholds(xp, device, n, scores, nodes)
     flat = xp.reshape(y, (y.shape[0], 1, -1))
-    w, b = (xp.reshape(x, y.shape) * speed for x in _inner(xp, place, xp.log(n), scores, flat))
+    w, b = (
+        xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, device, xp.log(n), scores, flat)
+    )
 
     # 1 − L: from a node to the end of its panel, and over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
@@ -215,11 +217,11 @@ def _entropies(xp: ModuleType, place: Any, n: Any, scores: Scores) -> Any:
     weight = n * xp.exp((n - 1) * xp.log1p(-rest)) * weights
 
     # The integral of the density n Lⁿ⁻¹ W is 1, up to the error of the quadrature.
-    whole = xp.sum(weight * w, axis=(-2, -1))
-    return (-xp.sum(weight * b, axis=(-2, -1)) / whole)[:, None]
+    total_mass = xp.sum(weight * w, axis=(-2, -1))
+    return (-xp.sum(weight * b, axis=(-2, -1)) / total_mass)[:, None]
 
 
-def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
+def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
     """The nodes y of all panels, from low to high, and dy/dnode; (rows, panels, nodes)."""
     turn, floor, grade = scores.turn, scores.floor, scores.grade
     dense = grade + 1 / _NATS
@@ -228,7 +230,7 @@ def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array
     first = xp.log(xp.expm1(_LOWEST / n)) + _ALLOWANCE
     last = -xp.log(n) - _HIGHEST
     first, last = (x / _NATS + grade * xp.minimum(xp.maximum(x, -turn), floor) for x in (first, last))
-    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=place)[None, :, None] / _PANELS
+    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=device)[None, :, None] / _PANELS
     at = first + (last - first) * steps
     eta = xp.minimum(xp.maximum(at / dense, -turn), floor)
     eta = eta + _NATS * (at - eta * dense)
@@ -249,7 +251,9 @@ def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array
     return score + beyond + step * nodes, slope * du + step
 
 
-def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tuple[Any, Any]:
+def _score_integrals(
+    xp: ModuleType, device: Any, log_n: Any, scores: Scores, y: Any
+) -> tuple[Any, Any]:
     """W and ∫ ρ (v + γ) h at each of the y (rows, 1, nodes)."""
 
     def excess(p: Any) -> tuple[Any, Any]:
@@ -276,7 +280,7 @@ def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tu
 
         reach.append(side * xp.exp(_bisect(xp, is_inside, far - _LOG_RANGE, far, 12)))
 
-    nodes, weights = _on(xp, place, y.dtype, _score_quadrature())
+    nodes, weights = _to_library(xp, device, y.dtype, _score_quadrature())
     length = reach[1] - reach[0]
     r = reach[0] + length * xp.matrix_transpose(nodes)
     # Relative to the peak, so that the v of the nodes differ by what they should to all digits.
@@ -299,9 +303,9 @@ def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, ti
     return scan_blocks(xp, step, (low, high), times, 1)[..., -1:, :]
 
 
-def _on(xp: ModuleType, place: Any, dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+def _to_library(xp: ModuleType, device: Any, dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arrays in the library of the scores, of three axes as they are."""
-    return tuple(lift(xp.asarray(x, dtype=dtype, device=place), 3) for x in arrays)
+    return tuple(lift(xp.asarray(x, dtype=dtype, device=device), 3) for x in arrays)
 
 
 @functools.cache

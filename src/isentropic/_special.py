@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from isentropic._namespace import Array, device
+from isentropic._namespace import Array, common_device
 from isentropic._numerics import align, lift, product
 
 # How far an argument or an order is raised, to where its asymptotic series holds to 1e-12.
@@ -18,7 +18,7 @@ def log_gamma_step(xp: ModuleType, x: Array) -> Array:
     z = x + (_SHIFT - 0.25)
     r = 1 / (z * z)
     series = xp.log(z) / 2 + r * (1 / 64 - r * (5 / 2048 - r * 61 / 49152))
-    below = sum(align(x[..., None], xp.arange(_SHIFT, dtype=x.dtype, device=device(x=x))))
+    below = sum(align(x[..., None], xp.arange(_SHIFT, dtype=x.dtype, device=common_device(x=x))))
     return series - xp.sum(xp.log1p(0.5 / below), axis=-1)
 
 
@@ -30,7 +30,7 @@ def digamma_gap(xp: ModuleType, m: Array) -> Array:
     a, b = 1 / (y * y), 1 / (x * x)
     series = 1 / 12 - (a + b) / 120 + (a * a + a * b + b * b) / 252 - (a + b) * (a * a + b * b) / 240
     tail = m * (x + y) * a * b * series + m / (2 * x * y) - xp.log1p(-m / x)
-    j = lift(xp.arange(1, _SHIFT + 1, dtype=m.dtype, device=device(m=m)), m.ndim + 1)
+    j = lift(xp.arange(1, _SHIFT + 1, dtype=m.dtype, device=common_device(m=m)), m.ndim + 1)
     return tail + m * xp.sum(1 / ((j - m[..., None]) * j), axis=-1)
 
 
@@ -68,11 +68,11 @@ def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, ...
 
 def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
     """Σ D'_k(p)/νᵏ and Σ (D_k(1) − D_k(p))/νᵏ/(1 − p), from k = 1 on; see `_debye_polynomials`."""
-    place = device(p=p)
-    slopes, rises = (xp.asarray(c, dtype=p.dtype, device=place) for c in _DEBYE)
-    exponents = xp.arange(slopes.shape[0], dtype=p.dtype, device=place)
+    device = common_device(p=p)
+    slopes, rises = (xp.asarray(c, dtype=p.dtype, device=device) for c in _DEBYE)
+    exponents = xp.arange(slopes.shape[0], dtype=p.dtype, device=device)
     powers = p[..., None] ** lift(exponents, p.ndim + 1)
-    exponents = -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=place)
+    exponents = -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=device)
     orders = nu[..., None] ** lift(exponents, nu.ndim + 1)
     return (
         xp.sum(product(xp, powers, slopes) * orders, axis=-1),
@@ -98,8 +98,8 @@ def _debye_polynomials() -> tuple[list[list[float]], list[list[float]]]:
 
     slopes, weight = [padded(1 / 8, 0, -5 / 8)], padded(0, 0, 1 / 2, 0, -1 / 2)
     for k in range(1, _DEBYE_TERMS):
-        whole = times(weight, slopes[-1])
-        following = padded(*[i * c for i, c in enumerate(whole)][1:])
+        weighted = times(weight, slopes[-1])
+        following = padded(*[i * c for i, c in enumerate(weighted)][1:])
         for i in range(k - 1):
             pair = times(weight, times(slopes[i], slopes[k - 2 - i]))
             following = [a + b for a, b in zip(following, pair, strict=True)]

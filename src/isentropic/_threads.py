@@ -21,7 +21,7 @@ def run(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
     """``function(item)`` for all items, on as many threads as the process has cores to use."""
     if len(items) < 2 or n_threads() == 1:
         return _in_turn(function, items)
-    with _blas.held() as share:
+    with _blas.limited() as share:
         if share == 1:
             return _in_turn(function, items)
         from concurrent.futures import ThreadPoolExecutor  # which takes a while, with its logging
@@ -44,13 +44,13 @@ def _in_turn(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
 
 def n_threads() -> int:
     """The cores that the process may use, or the threads that its BLAS may if those are fewer."""
-    return _blas.threads if _blas.is_held else _available()
+    return _blas.threads if _blas.is_limited else _available()
 
 
 def _available() -> int:
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     libraries = [library.num_threads for library in _controller().lib_controllers]
-    return max(1, min(len(own), max(libraries, default=len(own))))
+    return max(1, min(len(cores), max(libraries, default=len(cores))))
 
 
 @functools.cache
@@ -68,46 +68,46 @@ class _Blas:
         self.lock = threading.Lock()
         self.calls = 0
         self.threads = 1
-        self.is_held = False
+        self.is_limited = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[int]:
+    def limited(self) -> Iterator[int]:
         """Gives the threads that fall to this call, or 1 where another call holds the limit."""
-        former: list[tuple[Any, int]] = []
-        is_counted = False
+        previous_limits: list[tuple[Any, int]] = []
+        is_registered = False
         # All within the `try`: an interrupt may come after any step, the first limit among them.
         try:
             with self.lock:
-                if not self.is_held:
+                if not self.is_limited:
                     self.threads = _available()
-                    former += [(x, x.num_threads) for x in _controller().lib_controllers]
-                    for library, _ in former:
+                    previous_limits += [(x, x.num_threads) for x in _controller().lib_controllers]
+                    for library, _ in previous_limits:
                         library.set_num_threads(1)
                     # It lets one thread of the process change it, and ignores the others.
-                    self.is_held = _available() == 1
+                    self.is_limited = _available() == 1
                 self.calls += 1
-                is_counted = True
-                share = max(1, self.threads // self.calls) if self.is_held else 1
+                is_registered = True
+                share = max(1, self.threads // self.calls) if self.is_limited else 1
             yield share
         finally:
             with self.lock:
-                self.calls -= is_counted
-                for library, n in former:
+                self.calls -= is_registered
+                for library, n in previous_limits:
                     library.set_num_threads(n)
-                    self.is_held = False
+                    self.is_limited = False
 
 
 _blas = _Blas()
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """For a forked process, whose parent may have been in the middle of a call."""
     global _blas
-    if _blas.is_held:
+    if _blas.is_limited:
         for library in _controller().lib_controllers:
             library.set_num_threads(_blas.threads)
     _blas = _Blas()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)

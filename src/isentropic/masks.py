@@ -39,20 +39,20 @@ from isentropic._loops import (
     BLOCKS,
     Block,
     fold,
+    is_known_true,
     is_readable,
-    is_seen,
     larger,
     map_blocks,
     smaller,
     take,
 )
-from isentropic._namespace import Array, default_dtype, device, namespace
+from isentropic._namespace import Array, common_device, default_dtype, namespace
 from isentropic._numerics import align, clip, lift
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
 # Beyond any number of keys; offset, window and position together stay within int32.
-_FARTHEST = 2**29
+_MAX_POSITION = 2**29
 _Interval = tuple[Array, Array]
 Span = tuple[Any, Any]
 
@@ -75,9 +75,9 @@ class Mask(ABC):
     def arrays(self) -> tuple[Array, ...]:
         """The arrays that the mask holds."""
 
-    def signature(self, of_array: Callable[[Any], Any]) -> tuple[Any, ...]:
+    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
         """All of the mask but the contents of its arrays."""
-        return (type(self), *(_signature(x, of_array) for x in vars(self).values()))
+        return (type(self), *(_signature(x, array_signature) for x in vars(self).values()))
 
     def counts(self, frame: Frame) -> range | None:
         """`visible_count` where it follows from numbers alone, and rises by 1 from query to query."""
@@ -105,7 +105,7 @@ class Mask(ABC):
         """
         return 0, frame.n_keys
 
-    def core(self, frame: Frame, rows: Block) -> Span:
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
         """(first, end): every row of the block sees all keys between, as far as numbers alone tell."""
         return 0, 0
 
@@ -143,7 +143,7 @@ class Mask(ABC):
         if like is None:
             like = self.arrays[0] if self.arrays else np.empty(0)
         group = ("mask", self.arrays)
-        frame = Frame(namespace(group, like=like), device(group, like=like), n_queries, n_keys)
+        frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
         return self.count(frame)
 
     def count(self, frame: Frame) -> Array:
@@ -157,8 +157,8 @@ class Mask(ABC):
         if n_queries == 0 or n_keys == 0:
             return xp.zeros((n_queries,), dtype=frame.index_dtype, device=frame.device)
 
-        block_size = n_keys if frame.whole else BLOCKS.counted
-        row_size = n_queries if frame.whole else BLOCKS.counted
+        block_size = n_keys if frame.is_compiling else BLOCKS.count_tile
+        row_size = n_queries if frame.is_compiling else BLOCKS.count_tile
 
         def count_rows(rows: Block) -> tuple[Array]:
             def count_tile(columns: Block) -> Array:
@@ -203,7 +203,7 @@ class Frame:
     device: Any
     n_queries: int
     n_keys: int
-    whole: bool = False
+    is_compiling: bool = False
 
     @property
     def index_dtype(self) -> Any:
@@ -292,7 +292,9 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     for name, x in (("left", left), ("right", right)):
         if x is not None:
             check_count(name, x, least=0)
-    left, right = (None if x is None else min(plain_integer(x), 2 * _FARTHEST) for x in (left, right))
+    left, right = (
+        None if x is None else min(plain_integer(x), 2 * _MAX_POSITION) for x in (left, right)
+    )
     return _Band(left, right, _integers("offset", offset, optional=True))
 
 
@@ -424,8 +426,8 @@ class _Band(_Contiguous):
     def reach(self, frame: Frame, rows: Block) -> Span:
         return self._between(frame, rows, 0, rows[1] - 1, super().reach(frame, rows))
 
-    def core(self, frame: Frame, rows: Block) -> Span:
-        return self._between(frame, rows, rows[1] - 1, 0, super().core(frame, rows))
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        return self._between(frame, rows, rows[1] - 1, 0, super().fully_visible(frame, rows))
 
     def _between(self, frame: Frame, rows: Block, left_row: int, right_row: int, unknown: Span) -> Span:
         """From the first key of one row to the end of another."""
@@ -437,7 +439,7 @@ class _Band(_Contiguous):
         return first, end
 
     def counts(self, frame: Frame) -> range | None:
-        if self.arrays or frame.whole or self.left is not None or self.right is None:
+        if self.arrays or frame.is_compiling or self.left is not None or self.right is None:
             return None
         offset = frame.n_keys - frame.n_queries if self.offset is None else self.offset
         first = offset + self.right + 1
@@ -485,8 +487,8 @@ class _Padding(_Contiguous):
             return frame.n_keys - self.lengths, frame.n_keys
         return 0, self.lengths
 
-    def core(self, frame: Frame, rows: Block) -> Span:
-        return super().core(frame, rows) if self.arrays else self.reach(frame, rows)
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        return super().fully_visible(frame, rows) if self.arrays else self.reach(frame, rows)
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         zero, lengths = frame.positions(rows) * 0, self.lengths
@@ -533,12 +535,12 @@ class _Segments(Mask):
         queries = self.query_ids
         if queries is None:
             queries = self.ids[..., frame.n_keys - frame.n_queries :]
-        of_rows, of_columns = (
+        row_ids, column_ids = (
             take(queries, rows, -1)[..., None],
             take(self.ids, columns, -1)[..., None, :],
         )
-        of_rows, of_columns = align(of_rows, of_columns)
-        return of_rows == of_columns
+        row_ids, column_ids = align(row_ids, column_ids)
+        return row_ids == column_ids
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -599,10 +601,12 @@ class _Both(_Pair):
         return frame.xp.maximum(*align(a[0], b[0])), frame.xp.minimum(*align(a[1], b[1]))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
-        return _common(frame, self.first.reach(frame, rows), self.second.reach(frame, rows))
+        return _intersection(frame, self.first.reach(frame, rows), self.second.reach(frame, rows))
 
-    def core(self, frame: Frame, rows: Block) -> Span:
-        return _common(frame, self.first.core(frame, rows), self.second.core(frame, rows))
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        return _intersection(
+            frame, self.first.fully_visible(frame, rows), self.second.fully_visible(frame, rows)
+        )
 
 
 class _Either(_Pair):
@@ -618,10 +622,10 @@ class _Either(_Pair):
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
 
 
-def _signature(x: Any, of_array: Callable[[Any], Any]) -> Any:
+def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
     if isinstance(x, Mask):
-        return x.signature(of_array)
-    return of_array(x) if is_array(x) else x
+        return x.signature(array_signature)
+    return array_signature(x) if is_array(x) else x
 
 
 def _call(name: str, *arguments: Any, **options: Any) -> str:
@@ -634,7 +638,7 @@ def _shown(x: Any) -> str:
     return f"<array {tuple(x.shape)}>" if is_array(x) else repr(x)
 
 
-def _common(frame: Frame, a: Span, b: Span) -> Span:
+def _intersection(frame: Frame, a: Span, b: Span) -> Span:
     return larger(frame.xp, a[0], b[0]), smaller(frame.xp, a[1], b[1])
 
 
@@ -651,8 +655,8 @@ def _element(x: Any, batch: tuple[int, ...], index: tuple[int, ...], n_last: int
 
 
 def _check_fits(name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int) -> None:
-    own = shape[: max(len(shape) - len(last), 0)]
-    check_broadcastable(name, shape, (*(own if batch is None else batch), *last))
+    leading = shape[: max(len(shape) - len(last), 0)]
+    check_broadcastable(name, shape, (*(leading if batch is None else batch), *last))
 
 
 def _check_per_sequence(
@@ -673,7 +677,7 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
     if is_integer(x):
         if name == "lengths":
             check_count(name, x, least=0)
-        if not -_FARTHEST <= x <= _FARTHEST:
+        if not -_MAX_POSITION <= x <= _MAX_POSITION:
             raise value_error(name, "be within 2**29 of 0", x)
         return plain_integer(x)
     if not hasattr(x, "dtype") or not namespace(**{name: x}).isdtype(x.dtype, "integral"):
@@ -682,6 +686,6 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
             got = f"{got}: an array that is True for the keys to attend to is itself a `mask`"
         raise type_error(name, "be an integer or an array of an integer dtype", got)
     xp = namespace(**{name: x})
-    if name == "lengths" and is_readable(xp, x) and is_seen(xp, xp.any(x < 0)):
+    if name == "lengths" and is_readable(xp, x) and is_known_true(xp, xp.any(x < 0)):
         raise value_error(name, "be at least 0", "an array with negative numbers")
     return x

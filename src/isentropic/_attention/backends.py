@@ -35,7 +35,9 @@ def _generic_output(plan: Plan, operands: Operands) -> Array:
     return output_of_columns(plan.xp, Tiles.of(plan, operands).state(None))
 
 
-def _generic_state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
+def _generic_state(
+    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
+) -> AttentionState:
     return Tiles.of(plan, operands).state(order)
 
 
@@ -50,7 +52,7 @@ BACKENDS = (
 
 def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Array:
     """The attention output, (..., L, Ev)."""
-    return _chosen_for(plan, implementation, None).output(plan, operands)
+    return _backend_for(plan, implementation, None).output(plan, operands)
 
 
 def state_of(
@@ -59,15 +61,15 @@ def state_of(
     implementation: str | None,
     order: float = 1.0,
     *,
-    maximum: bool = False,
+    relative_to_maximum: bool = False,
 ) -> AttentionState:
     """The state with the moment of an order, in columns.
 
     Relative to the `maximum`, or to any other number.
     """
-    state = _chosen_for(plan, implementation, order).state
+    state = _backend_for(plan, implementation, order).state
     assert state is not None
-    return state(plan, operands, order, maximum)
+    return state(plan, operands, order, relative_to_maximum)
 
 
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
@@ -75,24 +77,24 @@ def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict
     is_named = implementation is not None
     return {
         backend.name: _why_not(backend, plan, order, is_named)
-        if _is_asked(backend, implementation)
+        if _is_requested(backend, implementation)
         else "`implementation` asks for another"
         for backend in BACKENDS
     }
 
 
-def _chosen_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
+def _backend_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
     # torch.compile does not look into caches, and its plans are not used again.
-    choose = chosen.__wrapped__ if plan.frame.whole else chosen
+    choose = choose_backend.__wrapped__ if plan.frame.is_compiling else choose_backend
     return choose(plan, implementation, order)
 
 
 @functools.lru_cache(maxsize=1024)
-def chosen(plan: Plan, implementation: str | None, order: float | None) -> Backend:
+def choose_backend(plan: Plan, implementation: str | None, order: float | None) -> Backend:
     """The first backend that computes the call."""
     why = []
     for backend in BACKENDS:
-        if _is_asked(backend, implementation):
+        if _is_requested(backend, implementation):
             reason = _why_not(backend, plan, order, implementation is not None)
             if reason is None:
                 return backend
@@ -101,7 +103,7 @@ def chosen(plan: Plan, implementation: str | None, order: float | None) -> Backe
     raise value_error("implementation", must, repr(implementation))
 
 
-def _is_asked(backend: Backend, implementation: str | None) -> bool:
+def _is_requested(backend: Backend, implementation: str | None) -> bool:
     if implementation == "native":
         return backend.name != "generic"
     return implementation in (None, backend.name)

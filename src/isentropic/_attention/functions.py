@@ -35,7 +35,7 @@ from isentropic._entropy import (
     normalized_entropy,
     partition,
 )
-from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
+from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, quietly
 from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
@@ -219,7 +219,7 @@ def attention_state(
         seen = lengths if n_keys is None else visible_lengths(plan, operands.mask)
         shape = (*plan.batch, plan.n_queries)
         n_seen, n = (plan.xp.broadcast_to(x, shape) for x in (seen, lengths))
-    state = as_rows(state_of(plan, operands, implementation, maximum=True))
+    state = as_rows(state_of(plan, operands, implementation, relative_to_maximum=True))
     return state._replace(n_seen=n_seen, n_keys=n)
 
 
@@ -522,10 +522,10 @@ def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW)
     check_law(law)
     arrays = {"query": query} | present(n_keys=array_or_none(n_keys))
     xp = namespace(("law", law.arrays), **arrays)
-    place = device(("law", law.arrays), **arrays)
+    device = common_device(("law", law.arrays), **arrays)
     check_floating(xp, query=query)
     check_ndim(2, query=query)
 
     dtype = accumulator(xp, query.dtype)
-    n = given_lengths(xp, place, dtype, n_keys, query.shape[:-1])
+    n = given_lengths(xp, device, dtype, n_keys, query.shape[:-1])
     return xp.astype(xp.astype(query, dtype) * factor(xp, law, n, query.shape[:-1]), query.dtype)

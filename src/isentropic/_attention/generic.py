@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import check_axis, common_shape, plain_integer, type_error, value_error
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
-from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_seen, map_blocks, take
-from isentropic._namespace import Array, device, equal_by_value, is_numpy, namespace, present
+from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_known_true, map_blocks, take
+from isentropic._namespace import Array, common_device, equal_by_value, is_numpy, namespace, present
 from isentropic._numerics import align, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
 from isentropic.masks import Mask
 
@@ -85,7 +85,7 @@ class AttentionState(NamedTuple):
         """
         if self.weighted_value is None:
             raise value_error("value", "be given to `attention_state` for an output", None)
-        xp, state = namespace(state=self.normalizer), _without_hidden(self)
+        xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
         return divide_or_zero(xp, state.weighted_value, state.normalizer[..., None])
 
     def log_normalizer(self) -> Any:
@@ -108,7 +108,7 @@ class AttentionState(NamedTuple):
         """
         if self.weighted_score is None:
             raise value_error("weighted_score", "be an array for an entropy", None)
-        xp, state = namespace(state=self.normalizer), _without_hidden(self)
+        xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
         return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
 
 
@@ -170,7 +170,7 @@ def merge_states(
     >>> bool(np.allclose(merge_states(*halves).output(), attention_state(q, k, v).output()))
     True
     """
-    states = _members(states, axis)
+    states = _states_to_merge(states, axis)
     for state in states:
         if not isinstance(state, AttentionState):
             raise type_error("states", "be one or more AttentionState", type(state).__name__)
@@ -182,14 +182,14 @@ def merge_states(
         **{f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
     )
     xp = namespace(**arrays)
-    device(**arrays)
+    common_device(**arrays)
     for i, state in enumerate(states):
-        for name, x, ours in (
+        for name, x, expected in (
             ("normalizer", state.normalizer, states[0].normalizer),
             ("weighted_value", state.weighted_value, states[0].weighted_value),
         ):
-            if x is not None and ours is not None and x.shape[-1] != ours.shape[-1]:
-                must = f"have the last dimension of the others, {ours.shape[-1]}"
+            if x is not None and expected is not None and x.shape[-1] != expected.shape[-1]:
+                must = f"have the last dimension of the others, {expected.shape[-1]}"
                 raise value_error(f"states[{i}].{name}", must, x.shape[-1])
     common_shape(**{f"states[{i}].normalizer": s.normalizer.shape[:-1] for i, s in enumerate(states)})
 
@@ -201,13 +201,15 @@ def merge_states(
 def _merged(xp: ModuleType, states: tuple[AttentionState, ...]) -> AttentionState:
     ndim = max(state.normalizer.ndim for state in states) + 1
     columns = [
-        AttentionState(*(x if x is None else lift(x, ndim) for x in as_columns(_without_hidden(state))))
+        AttentionState(
+            *(x if x is None else lift(x, ndim) for x in as_columns(_with_empty_zeroed(state)))
+        )
         for state in states
     ]
     return as_rows(reduce(lambda a, b: merge_columns(xp, a, b, 1.0), columns))
 
 
-def _members(states: tuple[Any, ...], axis: int | None) -> tuple[AttentionState, ...]:
+def _states_to_merge(states: tuple[Any, ...], axis: int | None) -> tuple[AttentionState, ...]:
     """The states to merge, however they were given."""
     if len(states) == 1 and isinstance(states[0], AttentionState):
         if axis is None:
@@ -236,7 +238,7 @@ def _sees_nothing(state: AttentionState) -> Any:
     return (state.normalizer == 0) | (state.maximum == -math.inf)
 
 
-def _without_hidden(state: AttentionState) -> AttentionState:
+def _with_empty_zeroed(state: AttentionState) -> AttentionState:
     """The state with zeros where it weighs nothing."""
     if 0 in state.normalizer.shape:  # of which `where` in JAX forgets over which mesh axes it varies
         return state
@@ -260,12 +262,12 @@ def _merged_counts(xp: ModuleType, states: tuple[AttentionState, ...]) -> tuple[
     n_keys = reduce(lambda a, b: xp.maximum(*align(a, b)), (state.n_keys for state in states))
     for state in states:
         # A state of no keys has no weight that the law could have changed.
-        own, seen, n = align(state.n_keys, state.n_seen, n_keys)
-        if is_seen(xp, xp.any((own != n) & (seen > 0))):
+        state_n, seen, n = align(state.n_keys, state.n_seen, n_keys)
+        if is_known_true(xp, xp.any((state_n != n) & (seen > 0))):
             _warn_of_counts("The laws of the states were given different numbers of keys")
             break
     else:
-        if is_seen(xp, xp.any(n_seen > n_keys)):
+        if is_known_true(xp, xp.any(n_seen > n_keys)):
             _warn_of_counts("The states hold more keys than their laws were given")
     return n_seen, n_keys
 
@@ -367,21 +369,21 @@ class Tiles:
         self,
         order: float | None,
         logits: Callable[[Block, Block], Array] | None = None,
-        n_numbers: int = 1,
+        numbers_per_logit: int = 1,
     ) -> AttentionState:
         """The state over all keys, its fields kept as columns (..., L, 1).
 
         Of other `logits` where they are given, with how many numbers it takes to compute one.
         """
-        plan, of_tile = self.plan, self.logits if logits is None else logits
+        plan, tile_logits = self.plan, self.logits if logits is None else logits
         shape = (*plan.batch, plan.n_queries)
         if plan.n_keys == 0:
             kind = {"dtype": plan.compute, "device": plan.device}
             return empty_state(plan.xp, shape, plan.n_values, order, **kind)
-        row_size, column_size = tile_shape(plan, n_numbers)
+        row_size, column_size = tile_shape(plan, numbers_per_logit)
 
         def tile(rows: Block, columns: Block) -> AttentionState:
-            return self.tile_state(of_tile(rows, columns), columns, order)
+            return self.tile_state(tile_logits(rows, columns), columns, order)
 
         def over_keys(rows: Block) -> AttentionState:
             return fold(
@@ -394,7 +396,7 @@ class Tiles:
             )
 
         fields = map_blocks(plan.xp, over_keys, plan.n_queries, row_size, in_threads=True)
-        return AttentionState(*[widened(plan.xp, x, shape) for x in fields])
+        return AttentionState(*[with_batch_axes(plan.xp, x, shape) for x in fields])
 
     def logits(self, rows: Block, columns: Block) -> Array:
         """The logits of one tile, −∞ where a key is hidden."""
@@ -440,14 +442,14 @@ class Tiles:
 
     def _reach(self, rows: Block) -> Any:
         mask, frame = self.operands.mask, self.plan.frame
-        return None if mask is None or frame.whole else mask.reach(frame, rows)
+        return None if mask is None or frame.is_compiling else mask.reach(frame, rows)
 
 
-def tile_shape(plan: Plan, n_numbers: int = 1) -> tuple[int, int]:
+def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
     """The queries and the keys of a tile, of whose logits each takes some numbers to compute."""
-    if plan.frame.whole and plan.block_size is None:
+    if plan.frame.is_compiling and plan.block_size is None:
         return plan.n_queries, plan.n_keys
-    width, size = max(n_numbers, 1), BLOCKS.tile
+    width, size = max(numbers_per_logit, 1), BLOCKS.tile
     if is_numpy(plan.xp):  # each thread has several
         size = BLOCKS.tile // 4
     elif is_gpu(plan.xp, plan.device):  # which needs much work at a time
@@ -462,7 +464,7 @@ def reach(plan: Plan, mask: Mask | None, rows: Block) -> Block:
 
     All keys where the rows are traced.
     """
-    if mask is None or plan.frame.whole or not isinstance(rows[0], int):
+    if mask is None or plan.frame.is_compiling or not isinstance(rows[0], int):
         return 0, plan.n_keys
     first, end = clip_reach(mask.reach(plan.frame, rows), plan.n_keys)
     return first, end - first
@@ -472,29 +474,29 @@ def add_bias_and_mask(plan: Plan, operands: Operands, s: Any, rows: Block, colum
     """`s` with the bias of a tile, NaN where a row is not finite, and −∞ where a key is hidden."""
     xp = plan.xp
     if operands.bias is not None or operands.nonfinite is not None:
-        s = s + _shift(plan, operands, rows, columns)
+        s = s + _added_to_logits(plan, operands, rows, columns)
     if operands.mask is None:
         return s
     visible = lift(operands.mask.block(plan.frame, rows, columns), plan.ndim)
     return xp.where(visible, s, -math.inf)
 
 
-def _shift(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Array:
+def _added_to_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Array:
     shift: Any = 0.0
     if operands.bias is not None:
         shift = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)
     if operands.nonfinite is not None:
-        of_queries, of_keys = operands.nonfinite
-        shift = shift + (take(of_queries, rows, -2) + take(of_keys, columns, -1))
+        query_nan, key_nan = operands.nonfinite
+        shift = shift + (take(query_nan, rows, -2) + take(key_nan, columns, -1))
     return shift
 
 
 def causal_nan(plan: Plan, operands: Operands) -> Array:
     """NaN for queries that see a row that is not finite under plain causality, (..., L, 1), else 0."""
     assert operands.nonfinite is not None
-    of_queries, of_keys = operands.nonfinite
+    query_nan, key_nan = operands.nonfinite
     # Not `cumulative_sum`: torch.compile warns about array_api_compat's.
-    return of_queries + plan.xp.cumsum(of_keys[..., 0, :], -1)[..., None]
+    return query_nan + plan.xp.cumsum(key_nan[..., 0, :], -1)[..., None]
 
 
 def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
@@ -507,7 +509,7 @@ def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
     return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))
 
 
-def widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
+def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
     """`x` with the batch axes of all arguments; itself where it has them (a view is read-only)."""
     if x is None or x.shape[:-1] == shape:
         return x

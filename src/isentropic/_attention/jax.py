@@ -40,7 +40,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     if not isinstance(scale, float):
         query, scale = Tiles.of(plan, operands).query, 1.0
     arrays = [
-        xp.swapaxes(four_axes(plan, xp.astype(x, plan.dtype), whole=True), 1, 2)
+        xp.swapaxes(four_axes(plan, xp.astype(x, plan.dtype), expand=True), 1, 2)
         for x in (query, operands.key, operands.values)
     ]
     kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"

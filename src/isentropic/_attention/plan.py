@@ -27,17 +27,17 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._loops import (
+    is_compiling,
     is_differentiated,
+    is_known_true,
     is_readable,
-    is_seen,
     is_transformed,
-    traces_lengths,
     within_transformation,
 )
 from isentropic._namespace import (
     Array,
     accumulator,
-    device,
+    common_device,
     is_numpy,
     is_torch_array,
     library_of,
@@ -53,7 +53,7 @@ from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
 _CAUSAL = causal()
 # Plans that are kept: a training loop has a few, a generation one for each length.
-_MOST = 512
+_MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
 _lock = Lock()
 
@@ -146,31 +146,31 @@ class Operands(NamedTuple):
 
 def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     """The plan and the operands of a call, all of whose arguments are checked."""
-    signature, known = _signature(arguments), None
+    signature, cached = _signature(arguments), None
     try:
-        known = _plans.get(signature)
+        cached = _plans.get(signature)
     except TypeError:  # what cannot be hashed: arrays as options, or lengths that are symbolic
         signature = None
-    plan = _plan(arguments) if known is None else known
-    operands = _operands(plan, arguments, is_known=known is not None)
-    if known is None and signature is not None:  # and nothing of it was refused
-        _keep(signature, plan)
+    plan = _plan(arguments) if cached is None else cached
+    operands = _operands(plan, arguments, is_cached=cached is not None)
+    if cached is None and signature is not None:  # and nothing of it was refused
+        _cache_plan(signature, plan)
     if plan.is_on_host and plan.library == "jax" and not _are_on_host(plan, operands):
         return replace(plan, is_on_host=False), operands
     return plan, operands
 
 
-def _keep(signature: Any, plan: Plan) -> None:
+def _cache_plan(signature: Any, plan: Plan) -> None:
     with _lock:
-        if len(_plans) >= _MOST:
+        if len(_plans) >= _MAX_PLANS:
             del _plans[next(iter(_plans))]
         _plans[signature] = plan
 
 
 def _are_on_host(plan: Plan, operands: Operands) -> bool:
     """Whether what was made of arrays that can be read can be read too: not inside a trace of JAX."""
-    made = (operands.query, operands.key, operands.multiplier)
-    return all(isinstance(x, float) or is_readable(plan.xp, x) for x in made)
+    computed = (operands.query, operands.key, operands.multiplier)
+    return all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed)
 
 
 def _signature(a: Arguments) -> Any:
@@ -179,12 +179,12 @@ def _signature(a: Arguments) -> Any:
     if law is not None and not isinstance(law, Law):  # which is refused
         return None
     torch = sys.modules.get("torch")
-    recorded = False
+    is_recording = False
     if torch is not None:
         # Symbolic lengths and the levels of transformations belong to their trace alone.
         if torch.compiler.is_compiling() or within_transformation():
             return None
-        recorded = torch.is_grad_enabled()
+        is_recording = torch.is_grad_enabled()
     options = (
         a.is_causal,
         a.scale,
@@ -196,7 +196,7 @@ def _signature(a: Arguments) -> Any:
     )
     try:
         return (
-            recorded,
+            is_recording,
             _signature_of(a.query),
             _signature_of(a.key),
             None if a.value is None else _signature_of(a.value),
@@ -230,12 +230,12 @@ def _plan(a: Arguments) -> Plan:
     check_flag(is_causal=a.is_causal, enable_gqa=a.enable_gqa)
     mask = _mask(a)
     check_law(a.law, optional=True)
-    of_mask, of_law = (() if x is None else x.arrays for x in (mask, a.law))
+    mask_arrays, law_arrays = (() if x is None else x.arrays for x in (mask, a.law))
     arrays = {"query": a.query, "key": a.key} | present(value=a.value)
     optional = present(bias=a.bias, n_keys=array_or_none(a.n_keys))
-    groups = (("mask", of_mask), ("law", of_law))
+    groups = (("mask", mask_arrays), ("law", law_arrays))
     xp = namespace(*groups, **arrays, **optional)
-    place = "cpu" if is_numpy(xp) else device(*groups, **arrays, **optional)
+    device = "cpu" if is_numpy(xp) else common_device(*groups, **arrays, **optional)
 
     check_floating(xp, **arrays, **present(bias=a.bias))
     batch = _check_shapes(a, arrays)
@@ -246,17 +246,17 @@ def _plan(a: Arguments) -> Plan:
         check_broadcastable("bias", a.bias.shape, (*batch, n_queries, n_keys))
     _check_options(a)
 
-    frame = Frame(xp, place, n_queries, n_keys, whole=traces_lengths(xp))
+    frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp))
     dtype = promoted(xp, *arrays.values())
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
     n = _common_length(frame, mask, a.n_keys)
     multiplier = None
-    if n is not None and not of_law:
+    if n is not None and not law_arrays:
         multiplier = scale * (1.0 if a.law is None else a.law(n))
     elif a.law is None and a.n_keys is None:
         multiplier = scale
-    all_arrays = [*arrays.values(), *optional.values(), *of_mask, *of_law]
-    wanted = [is_differentiated(xp, x) for x in all_arrays]
+    all_arrays = [*arrays.values(), *optional.values(), *mask_arrays, *law_arrays]
+    recorded = [is_differentiated(xp, x) for x in all_arrays]
     return Plan(
         frame=frame,
         dtype=dtype,
@@ -272,8 +272,8 @@ def _plan(a: Arguments) -> Plan:
         has_mask=mask is not None,
         is_plain_causal=mask is not None and is_causal_alone(mask, n_queries, n_keys),
         block_size=a.block_size,
-        is_on_host=not any(wanted) and all(is_readable(xp, x) for x in all_arrays),
-        is_differentiated=any(wanted),
+        is_on_host=not any(recorded) and all(is_readable(xp, x) for x in all_arrays),
+        is_differentiated=any(recorded),
         is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
         is_transformed=any(is_transformed(xp, x) for x in all_arrays),
         is_readable=all(is_readable(xp, x) for x in arrays.values()),
@@ -336,7 +336,7 @@ def _check_options(a: Arguments) -> None:
         check_count("block_size", a.block_size)
 
 
-def _operands(plan: Plan, a: Arguments, *, is_known: bool) -> Operands:
+def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     """The operands of a call; of a known plan the law has been checked before."""
     mask = None if a.mask is None and not a.is_causal else _mask(a)
     query, key, value, bias = arrays = cast(Any, (a.query, a.key, a.value, a.bias))
@@ -351,8 +351,8 @@ def _operands(plan: Plan, a: Arguments, *, is_known: bool) -> Operands:
         lengths = visible_lengths(plan, mask, a.n_keys)
         multiplier = plan.scale
         if a.law is not None:
-            if is_known:
-                factors = a.law.at_lengths(plan.xp, lengths)[..., None]
+            if is_cached:
+                factors = a.law.evaluate_checked(plan.xp, lengths)[..., None]
             else:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
@@ -368,25 +368,25 @@ def _without_nonfinite(
     are not finite leave the products, and put NaN on the logits of those who see them instead.
     """
     xp = plan.xp
-    if _are_seen_finite(plan, query, key, value):
+    if _are_known_finite(plan, query, key, value):
         return query, key, value, None
     zero = xp.zeros((1,), dtype=plan.compute, device=plan.device)
     finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
-    sound_keys = xp.all(finite_key, axis=-1)
+    key_is_finite = xp.all(finite_key, axis=-1)
     if value is not None:
         finite_value = xp.isfinite(value)
-        sound_keys = sound_keys & xp.all(finite_value, axis=-1)
+        key_is_finite = key_is_finite & xp.all(finite_value, axis=-1)
         value = xp.where(finite_value, value, 0.0)
 
-    of_queries = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, math.nan)
-    of_keys = xp.where(sound_keys, zero, math.nan)[..., None, :]
-    if of_keys.ndim > 2 and query.ndim > 2 and query.shape[-3] > of_keys.shape[-3] > 1:
-        of_keys = xp.repeat(of_keys, query.shape[-3] // of_keys.shape[-3], axis=-3)
+    query_nan = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, math.nan)
+    key_nan = xp.where(key_is_finite, zero, math.nan)[..., None, :]
+    if key_nan.ndim > 2 and query.ndim > 2 and query.shape[-3] > key_nan.shape[-3] > 1:
+        key_nan = xp.repeat(key_nan, query.shape[-3] // key_nan.shape[-3], axis=-3)
     query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
-    return query, key, value, (of_queries, of_keys)
+    return query, key, value, (query_nan, key_nan)
 
 
-def _are_seen_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
+def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     """Whether it can be read that all numbers are finite."""
     if not plan.is_readable:
         return False
@@ -394,7 +394,9 @@ def _are_seen_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     total = query.sum() + key.sum() + (0.0 if value is None else value.sum())
     xp = plan.xp
     if plan.library == "jax":  # inside whose traces nothing that is computed can be read
-        return is_seen(xp, xp.isfinite(total)) or is_seen(xp, _all_finite(xp, query, key, value))
+        return is_known_true(xp, xp.isfinite(total)) or is_known_true(
+            xp, _all_finite(xp, query, key, value)
+        )
     return bool(xp.isfinite(total)) or bool(_all_finite(xp, query, key, value))
 
 
@@ -403,19 +405,19 @@ def _all_finite(xp: ModuleType, query: Array, key: Array, value: Array | None) -
     return finite if value is None else finite & xp.all(xp.isfinite(value))
 
 
-def four_axes(plan: Plan, x: Array, *, whole: bool = False) -> Any:
+def four_axes(plan: Plan, x: Array, *, expand: bool = False) -> Any:
     """`x` (..., rows, columns) as (batch, heads, rows, columns).
 
-    With `whole` no axis is left to broadcast, but grouped heads stay grouped.
+    With `expand` no axis is left to broadcast, but grouped heads stay grouped.
     """
     batch = plan.batch
-    if len(batch) == 2 == x.ndim - 2 and (x.shape[:-2] == batch or not whole):
+    if len(batch) == 2 == x.ndim - 2 and (x.shape[:-2] == batch or not expand):
         return x
-    *own, rows, columns = x.shape
-    heads = own[-1] if own else 1
-    if whole and batch and heads == 1:
+    *batch_axes, rows, columns = x.shape
+    heads = batch_axes[-1] if batch_axes else 1
+    if expand and batch and heads == 1:
         heads = batch[-1]
-    if len(batch) <= 2 and not whole:
+    if len(batch) <= 2 and not expand:
         return x[(None,) * (4 - x.ndim) + (...,)]
     x = plan.xp.broadcast_to(x, (*batch[:-1], heads, rows, columns))
     return plan.xp.reshape(x, (math.prod(batch[:-1]), heads, rows, columns))
@@ -431,7 +433,7 @@ def _common_length(frame: Frame, mask: Mask | None, n_keys: Any) -> int | None:
     if array_or_none(n_keys) is not None or (n_keys is None and mask is not None):
         return None
     n = frame.n_keys if n_keys is None else _check_length(n_keys)
-    return None if frame.whole else n
+    return None if frame.is_compiling else n
 
 
 def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
@@ -440,11 +442,11 @@ def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
     Broadcastable to (..., L), with as many axes.
     """
     if n_keys is None and mask is not None:
-        known = plan.counts
-        if known is None:
+        counts = plan.counts
+        if counts is None:
             return lift(plan.xp.astype(mask.count(plan.frame), plan.compute), plan.ndim - 1)
-        counts = plan.xp.arange(known.start, known.stop, dtype=plan.compute, device=plan.device)
-        return counts[(None,) * (plan.ndim - 2) + (...,)]
+        lengths = plan.xp.arange(counts.start, counts.stop, dtype=plan.compute, device=plan.device)
+        return lengths[(None,) * (plan.ndim - 2) + (...,)]
     n = plan.n_keys if n_keys is None else n_keys
     return given_lengths(plan.xp, plan.device, plan.compute, n, (*plan.batch, plan.n_queries))
 
@@ -465,7 +467,7 @@ def given_lengths(
     if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
         raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
     check_broadcastable("n_keys", n_keys.shape, shape)
-    if is_readable(xp, n_keys) and is_seen(xp, xp.any(~(n_keys >= 0))):
+    if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n_keys >= 0))):
         raise value_error("n_keys", "be at least 0", "an array with numbers that are not")
     return lift(xp.astype(n_keys, dtype), len(shape))
 
@@ -482,6 +484,6 @@ def _check_length(n_keys: Any) -> int:
 
 def factor(xp: ModuleType, law: Law, n: Array, shape: tuple[int, ...]) -> Array:
     """``law(n)`` with a last axis for the features, its shape checked."""
-    of_query = xp.astype(law(n), n.dtype)
-    check_broadcastable("law", of_query.shape, shape)
-    return of_query[..., None]
+    factors = xp.astype(law(n), n.dtype)
+    check_broadcastable("law", factors.shape, shape)
+    return factors[..., None]

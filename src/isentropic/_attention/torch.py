@@ -34,7 +34,7 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "it has no soft cap"
     if plan.is_bias_differentiated:
         return "it would form the gradient of the bias as an L×S array"
-    if plan.frame.whole:
+    if plan.frame.is_compiling:
         return None
     # Forward-mode derivatives and the transformations of torch.func need the generic operations.
     if plan.is_transformed:
@@ -84,7 +84,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
     else:
         zero = xp.zeros((), dtype=plan.compute, device=plan.device)
 
-        def of_rows(rows: Block) -> tuple[Array]:
+        def attend_rows(rows: Block) -> tuple[Array]:
             # Keys out of reach of the whole block do not take part.
             columns = reach(plan, mask, rows)
             added = add_bias_and_mask(plan, operands, zero, rows, columns)
@@ -97,7 +97,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
                 out = xp.where(xp.any(xp.isnan(added), axis=-1, keepdims=True), math.nan, out)
             return (out,)
 
-        (out,) = map_blocks(xp, of_rows, plan.n_queries, _rows_of_masks(plan, operands))
+        (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
     out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
     n_values = operands.values.shape[-1]
     return out if out.shape[-1] == n_values else out[..., :n_values]
@@ -116,7 +116,8 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     dtype = plan.compute if plan.device.type == "cpu" else plan.dtype
     arrays = []
     for array in (query, operands.key, value):
-        x: Any = four_axes(plan, array if array.dtype == dtype else xp.astype(array, dtype), whole=True)
+        x: Any = array if array.dtype == dtype else xp.astype(array, dtype)
+        x = four_axes(plan, x, expand=True)
         # Zeros add nothing to a product of widths that differ. The rows have to be contiguous.
         x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
         arrays.append(x if x.stride(-1) == 1 else x.contiguous())
@@ -133,26 +134,26 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         total = query.sum() + key.sum()
         if total == total:
             return out
-    of_keys = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
-    if of_keys.shape[1] != query.shape[1]:
-        of_keys = xp.repeat(of_keys, query.shape[1] // of_keys.shape[1], axis=1)
-    is_nan = xp.isnan(xp.sum(query, axis=-1, keepdims=True)) | of_keys
+    key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
+    if key_is_nan.shape[1] != query.shape[1]:
+        key_is_nan = xp.repeat(key_is_nan, query.shape[1] // key_is_nan.shape[1], axis=1)
+    is_nan = xp.isnan(xp.sum(query, axis=-1, keepdims=True)) | key_is_nan
     return xp.where(is_nan, math.nan, out)
 
 
 def _rows_of_masks(plan: Plan, operands: Operands) -> int:
-    if plan.frame.whole:
+    if plan.frame.is_compiling:
         return plan.n_queries
-    alike = operands.bias is None and (operands.mask is None or not operands.mask.arrays)
-    elements = 1 if alike else max(1, math.prod(plan.batch))
-    return max(16, BLOCKS.masked // (elements * plan.n_keys))
+    is_same_for_all = operands.bias is None and (operands.mask is None or not operands.mask.arrays)
+    elements = 1 if is_same_for_all else max(1, math.prod(plan.batch))
+    return max(16, BLOCKS.sdpa_mask_logits // (elements * plan.n_keys))
 
 
 def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """Why the pass that takes the tiles again for gradients does not compute a call."""
     if not is_torch(plan.xp):
         return "the arrays are not PyTorch's"
-    if plan.frame.whole:
+    if plan.frame.is_compiling:
         return "torch.compile traces the call"
     if not plan.is_differentiated:
         return "no gradient is asked for"
@@ -169,7 +170,9 @@ def tiles_output(plan: Plan, operands: Operands) -> Array:
     return output_of_columns(plan.xp, _state(plan, operands, None))
 
 
-def tiles_state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
+def tiles_state(
+    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
+) -> AttentionState:
     """The state, in columns, whose gradient takes the tiles again instead of keeping them."""
     return _state(plan, operands, order)
 
@@ -179,8 +182,8 @@ def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionStat
     given = dict(zip(_INPUTS, (tiles.query, operands.key, operands.value, operands.bias), strict=True))
     inputs = {name: x for name, x in given.items() if x is not None}
     # Without the arrays of the inputs, which PyTorch keeps, and with them their gradients' history.
-    others = _with(tiles, dict.fromkeys(_INPUTS))
-    fields = iter(_recomputed().apply(others, order, tuple(inputs), *inputs.values()))
+    tiles_without_inputs = _with(tiles, dict.fromkeys(_INPUTS))
+    fields = iter(_recomputed().apply(tiles_without_inputs, order, tuple(inputs), *inputs.values()))
     return AttentionState(
         next(fields),
         next(fields),
@@ -243,10 +246,10 @@ def _gradients(
     row_size, column_size = tile_shape(plan)
     totals = [torch.zeros_like(_input(tiles, name), dtype=plan.compute) for name in names]
     for rows in blocks(0, plan.n_queries, row_size):
-        of_fields = [take(x, rows, -2) for x in upstream]
+        field_grads = [take(x, rows, -2) for x in upstream]
         state = [take(x, rows, -2) for x in fields]
         maximum = state[0]
-        of_maximum = _gradient_of_maximum(tiles, order, state, of_fields)
+        maximum_grad = _gradient_of_maximum(tiles, order, state, field_grads)
         is_done = xp.zeros_like(maximum, dtype=xp.bool)
         first, size = reach(plan, tiles.operands.mask, rows)
         for columns in blocks(first, first + size, column_size):
@@ -254,7 +257,7 @@ def _gradients(
                 "query": (rows, None), "key": (columns, None), "value": (columns, None),
                 "bias": (rows, columns),
             }  # fmt: skip
-            parts = [_cut(_input(tiles, n), *where[n]).detach().requires_grad_() for n in names]
+            parts = [_tile_of(_input(tiles, n), *where[n]).detach().requires_grad_() for n in names]
             with torch.enable_grad():
                 # Blocks that are all there: `take` leaves them as they are.
                 tile = _with(tiles, zip(names, parts, strict=True))
@@ -267,15 +270,15 @@ def _gradients(
             # Of several equal maxima the first tile's take the gradient.
             is_here = (outputs[0].detach() == maximum) & ~is_done
             is_done = is_done | is_here
-            given = [xp.where(is_here, of_maximum, 0.0), *of_fields[1:]]
+            given = [xp.where(is_here, maximum_grad, 0.0), *field_grads[1:]]
             grads = torch.autograd.grad(outputs, parts, given, allow_unused=True)
             for name, total, grad in zip(names, totals, grads, strict=True):
                 if grad is not None:
-                    _cut(total, *where[name]).add_(grad)
+                    _tile_of(total, *where[name]).add_(grad)
     return [total.to(_input(tiles, name).dtype) for name, total in zip(names, totals, strict=True)]
 
 
-def _cut(x: Any, rows: Block, columns: Block | None) -> Any:
+def _tile_of(x: Any, rows: Block, columns: Block | None) -> Any:
     part = take(x, rows, -2)
     return part if columns is None else take(part, columns, -1)
 

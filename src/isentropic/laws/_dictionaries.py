@@ -41,7 +41,7 @@ _KINDS: dict[str, type[Law]] = {
 # Parameters that are sequences of numbers, or arrays.
 _SEQUENCES = ("lengths", "factors")
 # A dictionary may come from anywhere; deeper nesting means nothing and would end in a RecursionError.
-_MOST_NESTED = 32
+_MAX_DEPTH = 32
 
 
 def to_dict(law: Law) -> dict[str, Any]:
@@ -74,14 +74,14 @@ def to_dict(law: Law) -> dict[str, Any]:
     {'law': 'LogLength', 'base': 512, 'minimum': None}
     """
     if isinstance(law, PerQuery):
-        raise _of_one_call("law")
+        raise _per_query_error("law")
     kind = next((name for name, kind in _KINDS.items() if type(law) is kind), None)
     if kind is None:
         raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
     data: dict[str, Any] = {"law": kind}
     for name, x in vars(law).items():
         if isinstance(x, PerQuery) and name != "law":
-            raise _of_one_call(name)
+            raise _per_query_error(name)
         if isinstance(x, Law):
             data["of"] = to_dict(x)
         elif is_array(x):
@@ -131,8 +131,8 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
 def _from_dict(data: Any, depth: int) -> Law:
     if not isinstance(data, dict):
         raise type_error("data", "be a dictionary that describes a law", type(data).__name__)
-    if depth > _MOST_NESTED:
-        raise value_error("data", f"be nested at most {_MOST_NESTED} deep", "more")
+    if depth > _MAX_DEPTH:
+        raise value_error("data", f"be nested at most {_MAX_DEPTH} deep", "more")
     if "law" not in data:
         raise value_error("data", "name a law under 'law'", f"the keys {_listed(data)}")
     check_choice("law", data["law"], tuple(_KINDS))
@@ -158,7 +158,7 @@ def _argument(name: str, x: Any, depth: int) -> Any:
     return _array(name, x) if isinstance(x, list) else x
 
 
-def _of_one_call(name: str) -> TypeError:
+def _per_query_error(name: str) -> TypeError:
     return type_error(name, "be one for all queries, to be saved", "`per_query`, of one call")
 
 

@@ -24,8 +24,8 @@ from isentropic._loops import is_readable
 from isentropic._namespace import (
     Array,
     accumulator,
+    common_device,
     default_dtype,
-    device,
     namespace,
     same_arrays,
     to_numpy,
@@ -90,7 +90,7 @@ class Law(ABC):
     def __call__(self, n: Any) -> Any:
         parameters = self.arrays
         if is_array(n):
-            xp, place = namespace(("law", parameters), n=n), device(("law", parameters), n=n)
+            xp, place = namespace(("law", parameters), n=n), common_device(("law", parameters), n=n)
             if not xp.isdtype(n.dtype, ("integral", "real floating")):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
             floating = xp.isdtype(n.dtype, "real floating")
@@ -108,7 +108,7 @@ class Law(ABC):
         except OverflowError:
             raise value_error("n", "be within the range of a float", n) from None
         if parameters:
-            xp, place = namespace(("law", parameters)), device(("law", parameters))
+            xp, place = namespace(("law", parameters)), common_device(("law", parameters))
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
             return self.evaluate(xp, self._aligned(xp.full((), n, dtype=dtype, device=place)))
         import numpy as np
@@ -145,18 +145,18 @@ class Law(ABC):
         """The parameters that are arrays."""
         return tuple(x for _, x in self._named_arrays())
 
-    def signature(self, of_array: Callable[[Any], Any]) -> tuple[Any, ...]:
+    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
         """All of the law but the contents of its arrays."""
         kept = getattr(self, "_signature", None)
         if kept is not None:
             return kept
-        parts = ((name, type(x), _signature(x, of_array)) for name, x in vars(self).items())
+        parts = ((name, type(x), _signature(x, array_signature)) for name, x in vars(self).items())
         signature = (type(self), *parts)
         if not self.arrays:
             object.__setattr__(self, "_signature", signature)
         return signature
 
-    def at_lengths(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate_checked(self, xp: ModuleType, n: Array) -> Array:
         """``law(n)`` in the dtype of `n`, for lengths (..., L) that the law has been checked with."""
         own, is_kept = n, getattr(self, "_signature", None) is not None
         if not is_kept and (parameters := self.arrays):
@@ -205,12 +205,12 @@ class Law(ABC):
     def _aligned(self, n: Array) -> Array:
         """Lengths with as many axes as the factor will have; refuses shapes that do not broadcast."""
         shapes = self._named_shapes()
-        if n.ndim == 0 and any(of_queries for _, _, of_queries in shapes):
+        if n.ndim == 0 and any(has_query_axis for _, _, has_query_axis in shapes):
             n = n[None]  # one length for all queries
         last, common = (1,) if n.ndim else (), n.shape
-        for name, shape, of_queries in shapes:
+        for name, shape, has_query_axis in shapes:
             # A single number broadcasts without axes.
-            own = shape if of_queries or not shape else (*shape, *last)
+            own = shape if has_query_axis or not shape else (*shape, *last)
             common = common_shape(**{"n": common, name: own})
         return lift(n, len(common)) if n.ndim else n
 
@@ -829,10 +829,10 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     return AffineLog(PerQuery(kappa.value / root) if isinstance(kappa, PerQuery) else kappa / root)
 
 
-def _signature(x: Any, of_array: Callable[[Any], Any]) -> Any:
+def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
     if isinstance(x, Law):
-        return x.signature(of_array)
-    return of_array(x) if is_array(x) else x
+        return x.signature(array_signature)
+    return array_signature(x) if is_array(x) else x
 
 
 def _is_same(a: Any, b: Any) -> bool:

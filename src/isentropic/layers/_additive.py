@@ -7,7 +7,7 @@ from isentropic._attention.generic import Tiles, add_bias_and_mask, output_of_co
 from isentropic._attention.plan import Arguments, prepare
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
-from isentropic._namespace import Array, ArrayT, device, namespace
+from isentropic._namespace import Array, ArrayT, common_device, namespace
 from isentropic._numerics import lift
 from isentropic.masks import Mask
 
@@ -66,7 +66,7 @@ def additive_attention(
     weights = {"w_q": w_q, "w_k": w_k, "v": v}
     arrays = {"query": query, "key": key, "value": value}
     xp = namespace(**arrays, **weights)
-    device(**arrays, **weights)
+    common_device(**arrays, **weights)
     check_floating(xp, **weights)
     check_ndim(2, **arrays)
     for name, x, w in (("w_q", query, w_q), ("w_k", key, w_k)):
@@ -90,5 +90,5 @@ def additive_attention(
         scores = xp.sum(xp.tanh(q + k) * lift(v, q.ndim), axis=-1)
         return add_bias_and_mask(plan, operands, scores, rows, columns)
 
-    state = Tiles.of(plan, operands).state(None, logits, n_numbers=hidden)
+    state = Tiles.of(plan, operands).state(None, logits, numbers_per_logit=hidden)
     return xp.astype(output_of_columns(xp, state), plan.dtype)

@@ -41,12 +41,12 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import BLOCKS, Block, map_blocks, scan_blocks, take, traces_lengths
+from isentropic._loops import BLOCKS, Block, is_compiling, map_blocks, scan_blocks, take
 from isentropic._namespace import (
     Array,
     ArrayT,
     accumulator,
-    device,
+    common_device,
     equal_by_value,
     namespace,
     namespace_with_drawn,
@@ -282,12 +282,12 @@ def linear_attention(
         return xp.astype(out, plan.dtype, copy=False)
 
     # The first keys are seen by all queries, or the first queries see no key; the others pair up.
-    before, blind = total - paired, n_queries - paired
+    before, n_blind = total - paired, n_queries - paired
     sums = _attend(weights, keys[..., :before, :], value[..., :before, :], bias[..., :before])
 
     def step(sums: AttentionState, rows: Block) -> tuple[AttentionState, Array]:
         start, size = rows
-        x, columns = take(queries[..., blind:, :], rows, -2), (start + before, size)
+        x, columns = take(queries[..., n_blind:, :], rows, -2), (start + before, size)
         y, v, b = take(keys, columns, -2), take(value, columns, -2), take(bias, columns, -1)
         seen = merge_columns(
             xp, _attend_features(x, weights, sums), _attend_chunk(xp, x, y, v, b, weights), None
@@ -295,10 +295,12 @@ def linear_attention(
         return merge_columns(xp, sums, _attend(weights, y, v, b), None), output_of_columns(xp, seen)
 
     # In one piece where lengths are symbolic.
-    chunk = paired if traces_lengths(xp) else BLOCKS.chunk
+    chunk = paired if is_compiling(xp) else BLOCKS.chunk
     out = scan_blocks(xp, step, sums, paired, chunk)
-    if blind:
-        nothing = xp.zeros((*out.shape[:-2], blind, out.shape[-1]), dtype=out.dtype, device=plan.device)
+    if n_blind:
+        nothing = xp.zeros(
+            (*out.shape[:-2], n_blind, out.shape[-1]), dtype=out.dtype, device=plan.device
+        )
         out = xp.concat((nothing, out), axis=-2)
     return xp.astype(out, plan.dtype, copy=False)
 
@@ -395,10 +397,10 @@ def _prepare(
         check_real("scale", scale, above=0)
     plan, operands = prepare(Arguments(query, key, value, scale=1.0))
     namespace_with_drawn(("features", (features.weights,)), query=query)
-    of_law = ("law", () if law is None else law.arrays)
+    law_group = ("law", () if law is None else law.arrays)
     others = {"query": query} | present(n_keys=array_or_none(n_keys))
-    xp = namespace(of_law, **others)
-    device(of_law, **others)
+    xp = namespace(law_group, **others)
+    common_device(law_group, **others)
     check_floating(xp, features=features.weights)
     check_ndim(2, features=features.weights)
     if features.n_features != query.shape[-1]:
@@ -442,16 +444,16 @@ def _attend_chunk(
     # A key to come has weight 0, but 0 · NaN is NaN in the products: those who see it get it here.
     value = xp.astype(value, x.dtype, copy=False)
     finite = (xp.isfinite(y), xp.isfinite(value))
-    of_key, of_value = align(*(xp.all(x, axis=-1) for x in finite))
-    sound = of_key & of_value
+    key_is_finite, value_is_finite = align(*(xp.all(x, axis=-1) for x in finite))
+    is_finite = key_is_finite & value_is_finite
     y, value = xp.where(finite[0], y, 0.0), xp.where(finite[1], value, 0.0)
     bias = xp.where(xp.isfinite(bias), bias, 0.0)
-    nan_of_keys = xp.where(sound, xp.zeros((), dtype=x.dtype, device=device(x=x)), math.nan)[
+    key_nan = xp.where(is_finite, xp.zeros((), dtype=x.dtype, device=common_device(x=x)), math.nan)[
         ..., None, :
     ]
 
-    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + nan_of_keys
-    index = xp.arange(x.shape[-2], device=device(x=x))
+    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + key_nan
+    index = xp.arange(x.shape[-2], device=common_device(x=x))
     s = xp.where(lift(index[:, None] >= index[None, :], s.ndim), s, -math.inf)
     return tile_state(xp, s, lambda weight: weight @ value, None)
 
@@ -460,9 +462,9 @@ def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, weights: Array)
     """Log Σ_r exp(ω_r·x + ω_r·y + bias), (..., L, S), without overflow."""
     directions = xp.matrix_transpose(weights)
     a, b = x @ directions, y @ directions + bias
-    of_x, of_y = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
-    kernel = xp.exp(a - of_x) @ xp.matrix_transpose(xp.exp(b - of_y))
-    return log_or(xp, kernel, -math.inf) + of_x + xp.matrix_transpose(of_y)
+    x_max, y_max = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
+    kernel = xp.exp(a - x_max) @ xp.matrix_transpose(xp.exp(b - y_max))
+    return log_or(xp, kernel, -math.inf) + x_max + xp.matrix_transpose(y_max)
 
 
 def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:

@@ -15,7 +15,7 @@ from isentropic._checks import (
     plain_integer,
     value_error,
 )
-from isentropic._namespace import Array, ArrayT, device, namespace, present
+from isentropic._namespace import Array, ArrayT, common_device, namespace, present
 from isentropic._numerics import lift
 from isentropic.laws._formulas import DEFAULT_LAW, Law
 from isentropic.masks import Mask
@@ -89,10 +89,10 @@ def multi_head_attention(
     """
     inputs = {"query": query, "key": key, "value": value}
     weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o}
-    shifts = present(b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o)
-    xp = namespace(**inputs, **weights, **shifts)
-    device(**inputs, **weights, **shifts)
-    check_floating(xp, **inputs, **weights, **shifts)
+    biases = present(b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o)
+    xp = namespace(**inputs, **weights, **biases)
+    common_device(**inputs, **weights, **biases)
+    check_floating(xp, **inputs, **weights, **biases)
     check_ndim(2, **inputs, **weights)
     check_count("num_heads", num_heads)
     check_flag(is_causal=is_causal, enable_gqa=enable_gqa)
@@ -109,7 +109,7 @@ def multi_head_attention(
         raise value_error("w_k", must, w_k.shape[-1])
     if w_o.ndim != 2 or w_o.shape[0] != num_heads * value_dim:
         raise value_error("w_o", f"have the shape ({num_heads * value_dim}, ...)", w_o.shape)
-    for name, b in shifts.items():
+    for name, b in biases.items():
         width = weights[name.replace("b", "w")].shape[-1]
         if b.shape != (width,):
             raise value_error(name, f"have the shape ({width},)", b.shape)

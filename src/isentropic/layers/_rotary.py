@@ -13,7 +13,7 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
+from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
 from isentropic._numerics import align
 
 
@@ -71,7 +71,7 @@ def rotary(
     """
     arrays = {"x": x} | present(positions=positions)
     xp = namespace(**arrays)
-    place = device(**arrays)
+    device = common_device(**arrays)
     check_floating(xp, x=x)
     check_ndim(2, x=x)
     check_real("base", base, above=1)
@@ -86,10 +86,10 @@ def rotary(
 
     dtype = accumulator(xp, x.dtype)
     half = size // 2
-    pair = xp.arange(half, dtype=dtype, device=place)
+    pair = xp.arange(half, dtype=dtype, device=device)
     frequency = xp.exp(pair * (-2.0 * math.log(base) / max(size, 1)))
     if positions is None:
-        positions = xp.arange(length, dtype=dtype, device=place)
+        positions = xp.arange(length, dtype=dtype, device=device)
     _, frequency, positions = align(x, frequency, xp.astype(positions, dtype)[..., None])
     angle = positions * frequency
     cos, sin = xp.cos(angle), xp.sin(angle)
