@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from isentropic._checks import check_choice, check_flag, check_real, counts, extra_of, value_error
+from isentropic._checks import check_choice, check_flag, check_real, counts, requires_extra, value_error
 from isentropic._namespace import accumulator, common_device, namespace
 from isentropic.jl._dimensions import min_dim
 from isentropic.jl._draws import draw_rows
@@ -25,7 +25,7 @@ from isentropic.jl._projections import (
     sparse_scale,
 )
 
-with extra_of(__name__):
+with requires_extra(__name__):
     from scipy import sparse
     from sklearn.base import (
         BaseEstimator,

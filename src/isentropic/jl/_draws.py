@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from isentropic._checks import check_floating, is_integer, renamed, type_error, value_error
+from isentropic._checks import check_floating, is_integer, type_error, value_error, with_name_hints
 from isentropic._namespace import Array, accumulator, from_numpy, is_dask, namespace
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 # For functions that draw: what scikit-learn, SciPy and PyTorch call the source.
-takes_rng = renamed(seed="rng", random_state="rng", generator="rng")
+takes_rng = with_name_hints(seed="rng", random_state="rng", generator="rng")
 
 # Numbers drawn at a time: what is drawn in float64 and stored in less does not double the memory.
 _DRAWN = 2**18

@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import Any, Self, TypeAlias
 
 from isentropic._checks import (
+    bounds_message,
     check_ndim,
     check_real,
     common_shape,
     is_array,
     type_error,
     value_error,
-    within,
 )
 from isentropic._loops import is_readable
 from isentropic._namespace import (
@@ -905,7 +905,7 @@ def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
 
     place = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
     where = f" at {place}" if place else ""
-    raise value_error(name, within(above), f"{numbers[place]}{where}")
+    raise value_error(name, bounds_message(above), f"{numbers[place]}{where}")
 
 
 def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple[float, ...]:
