@@ -1,10 +1,11 @@
-"""Classes as nodes of the trees of JAX and PyTorch.
+"""Registration of classes as pytree nodes of JAX and PyTorch.
 
-Such a class has a method ``_flatten``, which gives the children as pairs of a name and a value, and all
-else as something that can be hashed and compared; and a class method ``_unflatten`` for the way back.
+A class to register has two methods. ``_flatten`` returns the children, as pairs of a name and a value,
+and the auxiliary data, which can be hashed and compared. The class method ``_unflatten`` makes an
+object from them.
 
-Neither library is imported for it, nor tells when it is: a family of classes is registered when one of
-its members is made and the library is there.
+This module imports neither library, and no library announces its import. So a family of classes is
+registered when one of its members is made and the library has been imported.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# Children, with keys or without, and the rest.
+# Children, with keys or without, and the auxiliary data.
 Flat = tuple[list[Any], Any]
 
 
@@ -38,7 +39,7 @@ _REGISTERED: dict[str, set[type]] = {library: set() for library in _REGISTER}
 
 
 def register_nodes(kind: type, family: type) -> None:
-    """Make a class and its `family` nodes, in the libraries where it is not one yet."""
+    """Register a class and its `family` as pytree nodes in each imported library, once."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():
         return
@@ -46,9 +47,9 @@ def register_nodes(kind: type, family: type) -> None:
         registered = _REGISTERED[library]
         if kind in registered or sys.modules.get(library) is None:
             continue
-        for member in _members(family):
+        for member in _subclasses(family):
             if member not in registered:
-                with contextlib.suppress(ValueError):  # its author, or another thread, was first
+                with contextlib.suppress(ValueError):  # already registered by a user or another thread
                     register(member)
                 registered.add(member)
 
@@ -66,7 +67,7 @@ def _flatten_with_keys(key: Callable[[str], Any]) -> Callable[[Any], Flat]:
     return flatten
 
 
-def _members(family: Any) -> Iterator[type]:
+def _subclasses(family: Any) -> Iterator[type]:
     for member in family.__subclasses__():
         yield member
-        yield from _members(member)
+        yield from _subclasses(member)

@@ -1,4 +1,4 @@
-"""Special functions of the theory, apart from what attention needs: their tables are made at import."""
+"""Special functions of the theory. Attention does not import them: their tables are made at import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from isentropic._namespace import Array, common_device
 from isentropic._numerics import align, lift, product
 
-# How far an argument or an order is raised, to where its asymptotic series holds to 1e-12.
+# An argument or an order is raised by so much. There its asymptotic series is accurate to 1e-12.
 _SHIFT = 16
 _DEBYE_TERMS = 10
 
@@ -37,11 +37,11 @@ def digamma_gap(xp: ModuleType, m: Array) -> Array:
 def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, ...]:
     """(log M, A, KL, κ(1 − A)) of the density ∝ e^{κ cos θ} on the unit sphere, κ ≥ 0, d ≥ 2.
 
-    M is the mean of e^{κ cos θ} over the sphere in d dimensions, A that of cos θ under the density,
-    and KL the divergence from the uniform density, κA − log M. With ν = d/2 − 1 they come from I_ν(κ)
-    and I_{ν+1}(κ). Debye's expansion, uniform in κ, gives them at an order higher by `_SHIFT`, from
-    where the recurrence leads down. No term cancels another, for small κ or for large, so that
-    the accuracy is that of the dtype, relative.
+    M is the mean of e^{κ cos θ} over the unit sphere in d dimensions. A is the mean of cos θ under the
+    density. KL is the divergence from the uniform density, κA − log M. All follow from I_ν(κ) and
+    I_{ν+1}(κ) with ν = d/2 − 1. Debye's expansion, uniform in κ, gives them at an order that is higher
+    by `_SHIFT`, and the recurrence leads down to ν. No terms cancel for any κ, so that the relative
+    accuracy is that of the dtype.
     """
     nu: Any = d / 2 + (_SHIFT - 1.0)
     z = kappa / nu
@@ -88,7 +88,7 @@ def _debye_polynomials() -> tuple[list[list[float]], list[list[float]]]:
 
         G_{k+1} = ½ [p²(1 − p²) G_k]' + ½ p²(1 − p²) Σ_{i+j=k} G_i G_j,     G_1 = (1 − 5p²)/8.
     """
-    size = 3 * _DEBYE_TERMS + 1  # one more than the last has, for what is differentiated
+    size = 3 * _DEBYE_TERMS + 1  # one more than the last polynomial has: one is lost to the derivative
 
     def times(a: list[float], b: list[float]) -> list[float]:
         return [sum(a[i] * b[k - i] for i in range(k + 1)) for k in range(size)]

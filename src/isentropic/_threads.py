@@ -1,7 +1,7 @@
-"""Threads for work of NumPy in blocks, each with NumPy's BLAS held to one thread.
+"""Threads for blocks of NumPy work, with NumPy's BLAS limited to one thread meanwhile.
 
-Every call has a pool of its own, so that none waits for another, that nothing is left behind by an
-interrupt, and that a forked process finds none of it.
+Every call makes a pool of its own. So no call waits for another one, an interrupt leaves no threads
+behind, and a forked process inherits no pool.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _Item = TypeVar("_Item")
 
 
 def run(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
-    """``function(item)`` for all items, on as many threads as the process has cores to use."""
+    """Call ``function(item)`` for all items, on one thread per core that the process may use."""
     if len(items) < 2 or n_threads() == 1:
         return _in_turn(function, items)
     with _blas.limited() as share:
         if share == 1:
             return _in_turn(function, items)
-        from concurrent.futures import ThreadPoolExecutor  # which takes a while, with its logging
+        from concurrent.futures import ThreadPoolExecutor  # a slow import, as it imports logging
 
         with ThreadPoolExecutor(min(share, len(items))) as pool:
-            # Each in the context of the caller, where NumPy's errstate is.
+            # Threads run in copies of the caller's context, which holds NumPy's errstate.
             futures = [pool.submit(copy_context().run, function, item) for item in items]
             try:
                 for future in futures:
@@ -43,7 +43,7 @@ def _in_turn(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
 
 
 def n_threads() -> int:
-    """The cores that the process may use, or the threads that its BLAS may if those are fewer."""
+    """The number of cores that the process may use, or of its BLAS threads if those are fewer."""
     return _blas.threads if _blas.is_limited else _available()
 
 
@@ -55,14 +55,14 @@ def _available() -> int:
 
 @functools.cache
 def _controller() -> Any:
-    import numpy as np  # noqa: F401  (its BLAS has to be there to be found)
+    import numpy as np  # noqa: F401  (threadpoolctl finds only a BLAS that is loaded)
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas")
 
 
 class _Blas:
-    """The limit of the BLAS, which belongs to the process: only the one who has set it may lift it."""
+    """The thread limit of the BLAS, which is global to the process. Only the call that set it lifts it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -72,10 +72,10 @@ class _Blas:
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[int]:
-        """Gives the threads that fall to this call, or 1 where another call holds the limit."""
+        """Limit the BLAS to one thread, and yield the number of threads that this call may use."""
         previous_limits: list[tuple[Any, int]] = []
         is_registered = False
-        # All within the `try`: an interrupt may come after any step, the first limit among them.
+        # Every step is inside the `try`, as an interrupt may come between any two of them.
         try:
             with self.lock:
                 if not self.is_limited:
@@ -83,7 +83,7 @@ class _Blas:
                     previous_limits += [(x, x.num_threads) for x in _controller().lib_controllers]
                     for library, _ in previous_limits:
                         library.set_num_threads(1)
-                    # It lets one thread of the process change it, and ignores the others.
+                    # A BLAS may ignore limits from all but one thread, so the limit is read back.
                     self.is_limited = _available() == 1
                 self.calls += 1
                 is_registered = True
@@ -101,7 +101,7 @@ _blas = _Blas()
 
 
 def _reset_after_fork() -> None:
-    """For a forked process, whose parent may have been in the middle of a call."""
+    """Lift the limit in a forked process, whose parent may have been in the middle of a call."""
     global _blas
     if _blas.is_limited:
         for library in _controller().lib_controllers:
