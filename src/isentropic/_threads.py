@@ -62,7 +62,7 @@ def _controller() -> Any:
 
 
 class _Blas:
-    """The thread limit of the BLAS, which is global to the process. Only the call that set it lifts it."""
+    """The thread limit of the BLAS, global to the process. Only the call that set it may lift it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

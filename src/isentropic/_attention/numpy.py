@@ -1,12 +1,12 @@
-"""The tile pass for NumPy, in which exp is the only elementwise pass over a tile.
+"""The tile pass for NumPy. Its only elementwise operation on a tile is exp.
 
-The exponents are relative to a bound of each row, b = ‖q‖ · max‖k‖ ≥ max q·k, instead of its
-maximum. Its subtraction is done by the product itself, as one more column: −b on the queries and 1
-on the keys. So is the sum over a row, by a column of 1 on the values. What is left of a tile is
-product, exp, product. Rows whose sum comes out too small to be exact relative to the bound are done
-again relative to their maximum, which takes one more product.
+The exponents of a row are relative to a bound b = ‖q‖ · max‖k‖ ≥ max q·k instead of the maximum. The
+product of queries and keys subtracts b by one more column: −b on the queries and 1 on the keys. The
+product with the values computes the sums of the rows by a column of 1 on the values. So a tile takes
+a product, an exp and a product. A row whose sum relative to the bound is too small to be accurate is
+computed again relative to its maximum, which takes one more product.
 
-The blocks of rows of all batch elements go over threads.
+Threads compute the blocks of rows of all batch elements.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from isentropic._namespace import Array
 from isentropic._threads import run
 from isentropic.masks import Mask
 
-# A sum relative to the bound is exact from here on: less is lost in it by underflow (single weights
-# below 1e-38 in float32) than by rounding, for up to 10^10 keys.
+# A sum relative to the bound is accurate from here on: for up to 10^10 keys it loses less to underflow
+# (of weights below 1e-38 in float32) than to rounding.
 _MIN_SUM = 1e-20
-# What the subtraction of the bound may add to an exponent.
+# The largest rounding error in an exponent from the subtraction of the bound.
 _MAX_EXPONENT_ERROR = 1e-3
 
 Index = tuple[int, ...]
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
-    """Why NumPy does not compute a call."""
+    """The reason why the NumPy pass does not compute a call, or None."""
     if plan.has_bias or plan.softcap is not None:
         return "it has no bias and no soft cap"
     if plan.block_size is not None:
@@ -54,12 +54,12 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
 
 
 def _is_small(plan: Plan) -> bool:
-    """Whether all logits are computed at once."""
+    """Whether there are so few logits that they are computed at once, without tiles."""
     return plan.n_queries * plan.n_keys * math.prod(plan.batch) <= BLOCKS.numpy_untiled_logits
 
 
 def _is_large(plan: Plan) -> bool:
-    """Whether there is enough to do for a pass that makes copies and threads, and goes by elements."""
+    """Whether the call is large enough to repay copies, threads and a loop over batch elements."""
     if BLOCKS.numpy_min_logits == 0:
         return True
     size = plan.n_queries * plan.n_keys
@@ -78,9 +78,9 @@ def output(plan: Plan, operands: Operands) -> Array:
 
 
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
-    """The state with the moment of an order, as columns.
+    """The state in columns, with the moment of an order.
 
-    Without `maximum` relative to a bound of it, where there are many logits.
+    Unless `relative_to_maximum`, the sums of large calls are relative to a bound of the maximum.
     """
     if _is_small(plan):
         fields = _state_at_once(plan, operands, order)
@@ -92,7 +92,7 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
 
 
 def _logits_at_once(plan: Plan, operands: Operands) -> Any:
-    """All logits, −∞ where a key is hidden; and the values."""
+    """Return all logits, −∞ where a key is hidden, and the values."""
     import numpy as np
 
     query, key, value, multiplier = cast(
@@ -125,7 +125,7 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
 
     s, value = _logits_at_once(plan, operands)
     maximum = np.maximum.reduce(s, axis=-1, keepdims=True)
-    # A row that sees nothing has weights e^{−∞} = 0.
+    # The weights of a row that sees no key are e^{−∞} = 0.
     np.subtract(s, np.maximum(maximum, np.finfo(s.dtype).min), out=s)
     np.exp(s, out=s)
     normalizer = np.add.reduce(s, axis=-1, keepdims=True)
@@ -147,7 +147,7 @@ def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionSta
 
 
 def _product(a: Any, b: Any) -> Any:
-    """``a @ b``, heads of `b` grouped."""
+    """``a @ b`` where the heads of `b` may be grouped."""
     if a.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
         return a @ b
     import numpy as np
@@ -156,7 +156,7 @@ def _product(a: Any, b: Any) -> Any:
 
 
 def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """The same call in arrays of NumPy, in the same memory where the dtype is that of the sums."""
+    """The same call with NumPy arrays. They share memory if the dtype is that of the computation."""
     if plan.library == "numpy":
         return plan, operands
     np: Any = importlib.import_module("array_api_compat.numpy")
@@ -173,7 +173,7 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
 
 
 def _numpy_view(plan: Plan, x: Any, dtype: Any) -> Any:
-    """An array of the call in NumPy, in the same memory where the dtype is that of the sums."""
+    """An operand as a NumPy array. It shares memory if the dtype is that of the computation."""
     import numpy as np
 
     if x is None or isinstance(x, float):
@@ -182,28 +182,28 @@ def _numpy_view(plan: Plan, x: Any, dtype: Any) -> Any:
 
 
 def _to_library(plan: Plan, x: Any) -> Any:
-    """A result in the library of the call."""
+    """A NumPy result as an array of the library of the call."""
     xp: Any = plan.xp
     return x if x is None or plan.library == "numpy" else xp.asarray(x, device=plan.device)
 
 
 @dataclass
 class _Keys:
-    """Keys and values of one batch element, with their columns of ones."""
+    """Copies of the keys and values of one batch element, with a column of ones each."""
 
     keys: Any  # (S, E + 1)
-    values: Any  # (S, Ev + 1), only the ones where there are no values
-    bound: Any  # of the norms of the keys
-    bound_is_loose: bool = False
+    values: Any  # (S, Ev + 1); (S, 1) without values
+    bound: Any  # the largest norm of the keys
+    bound_is_loose: bool = False  # whether sums relative to the bound were too small for some row
 
 
 class _Sums(NamedTuple):
-    """Over the keys, with exponents x of each row."""
+    """Sums over the keys for each row, with exponents x."""
 
-    largest: Any  # x, where the maximum is asked for
+    largest: Any  # max x, if the state is to be relative to the maximum
     normalizer: Any  # Σ eˣ
     value: Any  # Σ eˣ v
-    moment: Any  # Σ eˣ x, where the score is asked for
+    moment: Any  # Σ eˣ x, if the score is needed
 
 
 @dataclass
@@ -211,8 +211,8 @@ class _Pass:
     plan: Plan
     operands: Operands
     relative_to_maximum: bool = False
-    score: bool = False
-    divide: bool = False  # the values by the normalizer
+    score: bool = False  # compute the weighted score
+    divide: bool = False  # divide the weighted values by the normalizer
 
     def state(self) -> AttentionState:
         import numpy as np
@@ -235,7 +235,7 @@ class _Pass:
         copies: dict[Any, _Keys] = {}
         for i in range(0, len(elements), elements_per_copy):
             part = elements[i : i + elements_per_copy]
-            # Elements that share keys and values (broadcast, or grouped heads) share the copy.
+            # Batch elements with the same keys and values (broadcast axes, grouped heads) share a copy.
             index_of = {self.copy_key(index): index for index in part}
             copies = {copy_key: copies[copy_key] for copy_key in index_of if copy_key in copies}
 
@@ -255,11 +255,11 @@ class _Pass:
         return result if operands.value is not None else result._replace(weighted_value=None)
 
     def copy_key(self, index: Index) -> Any:
-        """Which keys and values the queries of a batch element meet."""
+        """A key that is equal for batch elements with the same keys and values."""
         plan, operands = self.plan, self.operands
         arrays = [operands.key] if operands.value is None else [operands.key, operands.value]
-        whose = tuple(_element_of(x, plan.batch, index) for x in arrays)
-        return whose if operands.nonfinite is None else index
+        positions = tuple(_element_of(x, plan.batch, index) for x in arrays)
+        return positions if operands.nonfinite is None else index
 
     def copy(self, index: Index) -> _Keys:
         import numpy as np
@@ -293,7 +293,7 @@ class _Pass:
         q[:, :-1] = query
 
         bound = _norms(query) * keys.bound
-        # Large ones cannot be subtracted in the product without an error in the exponents.
+        # The product cannot subtract a large bound without a large rounding error in the exponents.
         bound_is_loose = (
             keys.bound_is_loose or not np.max(bound) * np.finfo(q.dtype).eps < _MAX_EXPONENT_ERROR
         )
@@ -326,9 +326,9 @@ class _Pass:
         return query * _broadcast(plan, take(operands.multiplier, rows, -2))[index]
 
     def tiles(self, mask: Mask | None, rows: Block, q: Any, keys: Any) -> Iterator[tuple[Block, Any]]:
-        """The key blocks that some query sees, and ``q @ keys`` where it does, else the lowest number.
+        """Yield the key blocks that some query sees, with ``q @ keys``, the lowest number if hidden.
 
-        That is not −∞, whose product with its weight 0 is NaN.
+        The lowest number replaces −∞, whose product with the weight 0 would be NaN.
         """
         import numpy as np
 
@@ -368,18 +368,18 @@ class _Pass:
             p = s if buffer is None else buffer[: size * width].reshape(size, width)
             np.exp(s, out=p)
             if buffer is not None:
-                # Where keys are infinite an exponent can be −∞.
+                # Infinite keys can make an exponent −∞, whose product with the weight 0 is NaN.
                 moment += np.vecdot(p, np.maximum(s, np.finfo(dtype).min, out=s))
             total += np.matmul(p, values[start : start + width], out=part)
         return _Sums(largest, total[:, -1], total[:, :-1], moment)
 
     def state_of(self, sums: _Sums, reference: Any) -> AttentionState:
-        """The state, as columns, from sums relative to the `reference`."""
+        """The state in columns, from sums relative to the `reference`."""
         import numpy as np
 
         largest, normalizer, value, moment = sums
         is_empty = normalizer == 0
-        value[is_empty] = 0.0  # also where a value is infinite
+        value[is_empty] = 0.0  # 0 · ∞ of an infinite value is NaN
         if self.divide:
             value /= np.where(is_empty, 1.0, normalizer)[:, None]
         if self.relative_to_maximum:
@@ -391,7 +391,7 @@ class _Pass:
             reference = np.where(np.isposinf(reference), reference, reference + largest)
             reference[is_empty] = -math.inf
         elif self.score:
-            # Relative to the log-normalizer the moment is minus the entropy, which is not below 0.
+            # Relative to the log-normalizer the moment is minus the entropy, which is at least 0.
             total = np.where(is_empty, 1.0, normalizer)
             moment = np.minimum(moment / total - np.log(total), 0.0)
             value /= total[:, None]
@@ -401,21 +401,21 @@ class _Pass:
 
 
 def _norms(x: Any) -> Any:
-    """The lengths of rows."""
+    """The Euclidean norms of the rows."""
     import numpy as np
 
     return np.sqrt(np.vecdot(x, x))
 
 
 def _broadcast(plan: Plan, x: Any) -> Any:
-    """`x` (..., rows, columns) with the batch and head axes of all arguments, as a view."""
+    """A view of `x` (..., rows, columns) with the batch and head axes of all arguments."""
     import numpy as np
 
     return np.broadcast_to(x, (*plan.batch, *x.shape[-2:]))
 
 
 def _element_of(x: Any, batch: Index, index: Index) -> Index:
-    """Where in the batch axes of `x`, which broadcast or are grouped heads, an element is."""
+    """The index of a batch element in the batch axes of `x`, which may broadcast or be grouped heads."""
     shape = x.shape[:-2]
     pairs = zip(shape, batch[len(batch) - len(shape) :], index[len(batch) - len(shape) :], strict=True)
     return tuple(i * size // full_size for size, full_size, i in pairs)
