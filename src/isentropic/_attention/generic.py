@@ -289,7 +289,7 @@ def _warn_of_counts(what: str) -> None:
 def tile_state(
     xp: ModuleType, logits: Array, value: Any, order: float | None, maximum: Array | None = None
 ) -> AttentionState:
-    """The state of the keys of a tile with logits (..., L, S). `value` maps weights to weighted values."""
+    """The state of a tile with logits (..., L, S). `value` is a function of the weights, or None."""
     maximum, weight, normalizer, moment = partition(xp, logits, order, maximum)
     weighted_value = None if value is None else value(weight)
     return AttentionState(maximum, normalizer, weighted_value, moment)
@@ -513,7 +513,7 @@ def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
 
 
 def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
-    """`x` broadcast to the batch axes of all arguments, or `x` itself: broadcast views are read-only."""
+    """`x` broadcast to the batch axes of all arguments, or `x` itself, as views are read-only."""
     if x is None or x.shape[:-1] == shape:
         return x
     return xp.broadcast_to(x, (*shape, x.shape[-1]))

@@ -415,7 +415,7 @@ def _broadcast(plan: Plan, x: Any) -> Any:
 
 
 def _element_of(x: Any, batch: Index, index: Index) -> Index:
-    """The index of a batch element in the batch axes of `x`, which may broadcast or be grouped heads."""
+    """The index of a batch element in `x`, whose batch axes may broadcast or be grouped heads."""
     shape = x.shape[:-2]
     pairs = zip(shape, batch[len(batch) - len(shape) :], index[len(batch) - len(shape) :], strict=True)
     return tuple(i * size // full_size for size, full_size, i in pairs)
