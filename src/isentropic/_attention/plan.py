@@ -79,7 +79,7 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All that follows from the signature of a call: shapes, dtypes, device, options, law and mask types.
+    """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 
     A plan holds no arrays. Plans are cached: two calls with the same signature share a plan. So plans
     are compared by identity.
