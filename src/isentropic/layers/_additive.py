@@ -1,4 +1,4 @@
-"""Attention whose scores are those of a small network."""
+"""Attention whose scores come from a small network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def additive_attention(
     *,
     mask: Array | Mask | None = None,
 ) -> ArrayT:
-    """Attention by a small network instead of a product: ``vᵀ tanh(q W_q + k W_k)``.
+    """Attention with the scores ``vᵀ tanh(q W_q + k W_k)`` of a small network.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def additive_attention(
     Returns
     -------
     array (..., L, Ev)
-        0 for a query that sees no key.
+        The output, in the dtype to which query, key and value promote. 0 for a query that sees no key.
 
     Raises
     ------
@@ -48,7 +48,8 @@ def additive_attention(
 
     Notes
     -----
-    Needs O(L·S·A) time and a tile of it in memory. There is no scale, hence no law.
+    The time is O(L·S·A). The memory holds a tile of these L·S·A numbers. There is no scale, hence no
+    law.
 
     References
     ----------
