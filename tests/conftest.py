@@ -238,19 +238,19 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def set_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """A function that changes block sizes, and clears the cached backend choices that depend on them."""
-    from isentropic._attention.backends import chosen
+    from isentropic._attention.backends import choose_backend
     from isentropic._loops import BLOCKS
 
     def change(**sizes: int) -> None:
         for name, size in sizes.items():
             monkeypatch.setattr(BLOCKS, name, size)
-        chosen.cache_clear()
+        choose_backend.cache_clear()
 
     yield change
-    chosen.cache_clear()
+    choose_backend.cache_clear()
 
 
 @pytest.fixture
 def tiny_tiles(set_blocks: Callable[..., None]) -> None:
     """Make blocks so small that every test has several of them, with ragged ends."""
-    set_blocks(tile=0, rows=3, columns=4, counted=4, chunk=3, cached=40, pairs=40)
+    set_blocks(tile=0, rows=3, columns=4, count_tile=4, chunk=3, cache_numbers=40, pairs=40)

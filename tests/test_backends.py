@@ -12,8 +12,10 @@ from isentropic._attention import backends, plan
 @pytest.fixture(params=["blocks", "at once"])
 def small_blocks(set_blocks, request):
     """Kernels take all sizes: in blocks with ragged ends, or all logits at once."""
-    set_blocks(numpy_most_at_once=0 if request.param == "blocks" else 2**18)
-    set_blocks(numpy_least=0, numpy_rows=4, numpy_columns=5, numpy_copied=300, masked=0)
+    set_blocks(numpy_untiled_logits=0 if request.param == "blocks" else 2**18)
+    set_blocks(
+        numpy_min_logits=0, numpy_rows=4, numpy_columns=5, numpy_copied_numbers=300, sdpa_mask_logits=0
+    )
 
 
 def outcomes(backend, implementation, q, k, v, **options):
@@ -280,7 +282,7 @@ class TestSkippedTiles:
                     keys = np.arange(n_keys)
                     first, end = mask.reach(frame, rows)
                     assert not seen[:, (keys < first) | (keys >= end)].any()
-                    first, end = mask.core(frame, rows)
+                    first, end = mask.fully_visible(frame, rows)
                     assert seen[:, (keys >= first) & (keys < end)].all()
 
     @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ class TestSkippedTiles:
         self, monkeypatch, set_blocks, rng, mask, share, implementation
     ):
         n, size = 256, 0
-        set_blocks(tile=4 * 256, columns=16, numpy_most_at_once=0, numpy_rows=16, numpy_columns=16)
+        set_blocks(tile=4 * 256, columns=16, numpy_untiled_logits=0, numpy_rows=16, numpy_columns=16)
 
         from isentropic._attention.generic import Tiles
         from isentropic._attention.numpy import _Pass

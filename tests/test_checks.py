@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import isentropic as it
-from isentropic._checks import common_shape, renamed
+from isentropic._checks import common_shape, with_name_hints
 
 
-@renamed(other="scale", dropout=None)
+@with_name_hints(other="scale", dropout=None)
 def double(x, *, scale=2.0):
     """Twice."""
     if not isinstance(scale, float):

@@ -181,7 +181,7 @@ class TestErrors:
             (lambda: laws.from_dict({"law": "loglength"}), ValueError, r"`law` must be .*, got 'loglength' \(the nearest is 'LogLength'\)\.$"),
             (lambda: laws.scaled(laws.LogLength, 2.0), TypeError, r"`law` must be a law of isentropic.laws, got the class LogLength; call it: `LogLength\(...\)`\.$"),
             (lambda: it.attention(*np.ones((3, 2, 2)), law=laws.AffineLog), TypeError, r"or None, got the class AffineLog; call it: `AffineLog\(...\)`\.$"),
-            (lambda: it.attention(*np.ones((3, 2, 2)), law=np.log), TypeError, r"or None, got ufunc \(a function is none: subclass `laws.Law`\)\.$"),
+            (lambda: it.attention(*np.ones((3, 2, 2)), law=np.log), TypeError, r"or None, got ufunc \(a function is not a law: subclass `laws.Law`\)\.$"),
         ],
     )  # fmt: skip
     def test_arguments(self, make, error, message):

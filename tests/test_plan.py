@@ -140,7 +140,7 @@ def test_a_trace_of_jax_has_what_it_makes(backend):
 
 @pytest.mark.host
 def test_few_are_kept(monkeypatch):
-    monkeypatch.setattr(plans, "_MOST", 5)
+    monkeypatch.setattr(plans, "_MAX_PLANS", 5)
     for n in range(1, 20):
         x = np.zeros((n, 2))
         it.attention(x, x, x)
@@ -150,7 +150,7 @@ def test_few_are_kept(monkeypatch):
 
 @pytest.mark.host
 def test_threads_share_them(monkeypatch, rng):
-    monkeypatch.setattr(plans, "_MOST", 3)
+    monkeypatch.setattr(plans, "_MAX_PLANS", 3)
     expected = {n: it.attention(*[np.eye(n)] * 3, is_causal=True) for n in range(1, 9)}
     failures = []
 

@@ -124,7 +124,7 @@ def test_a_thread_that_may_not_change_the_limit_leaves_the_work_to_the_blas(four
     assert who
     assert who == {caller.ident} or caller.ident not in who  # in turn, or in threads of the pool
     assert blas_threads() == before
-    assert not _threads._blas.is_held
+    assert not _threads._blas.is_limited
 
 
 def test_nested(four_threads):

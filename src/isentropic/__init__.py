@@ -1,8 +1,8 @@
-"""Attention that keeps its entropy as the context grows, for every array library.
+"""Attention whose entropy does not depend on the context length, for every array library.
 
-Attention whose scale follows the number of keys, exact attention entropy without the L×S matrix, and
-Johnson–Lindenstrauss projections, for NumPy, CuPy, PyTorch, JAX and other libraries of the Python
-array API standard.
+The package computes attention whose scale follows the number of keys, exact attention entropy without
+the L×S matrix, and Johnson–Lindenstrauss projections. It runs on NumPy, CuPy, PyTorch, JAX and other
+libraries of the Python array API standard.
 """
 
 import importlib
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from isentropic import drift, jl, layers, theory
     from isentropic._factors import factor_for_attention_entropy, factor_for_entropy
     from isentropic.drift import calibrate, entropy_drift
-else:  # a type checker that saw `__getattr__` would believe in every name
-    # What attention does not need is imported when it is first asked for.
-    _LATER = {
+else:  # a type checker that sees `__getattr__` accepts every attribute name
+    # Modules that attention does not need are imported on first use.
+    _LAZY = {
         "calibrate": "drift",
         "entropy_drift": "drift",
         "factor_for_attention_entropy": "_factors",
@@ -43,8 +43,8 @@ else:  # a type checker that saw `__getattr__` would believe in every name
     def __getattr__(name: str) -> Any:
         if name in ("drift", "jl", "layers", "theory"):
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _LATER:
-            return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        if name in _LAZY:
+            return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

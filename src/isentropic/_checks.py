@@ -1,4 +1,4 @@
-"""Checks of arguments, all with one message: what it must be, and what came."""
+"""Checks of arguments. Every message says what the argument must be and what was passed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# More than any memory holds; NumPy answers with an OverflowError where it is far more.
-_TOO_MANY = 2**48
-# How many characters of what is long a message has, of either end.
-_KEPT = 20
+# No memory holds so many numbers. NumPy raises an OverflowError for sizes far above this one.
+_SIZE_LIMIT = 2**48
+# A message shows this many characters from each end of a long value.
+_SHOWN_CHARACTERS = 20
 
 
 def value_error(name: str, must: str, got: Any) -> ValueError:
     if isinstance(got, tuple):
         got = tuple(got)  # PyTorch's shapes print as torch.Size([...])
     if isinstance(got, Real):
-        got = _printed(got, str)
+        got = _shortened(got, str)
     return ValueError(f"`{name}` must {must}, got {got}.")
 
 
@@ -31,10 +31,12 @@ def type_error(name: str, must: str, got: Any) -> TypeError:
     return TypeError(f"`{name}` must {must}, got {got}.")
 
 
-def renamed(**names: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Name the argument of a function that other libraries call otherwise; None where there is none.
+def with_name_hints(**names: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function whose arguments have other names in other libraries.
 
-    Warnings of the function need a `stacklevel` of one more.
+    A call that uses a name of another library raises a TypeError that gives the name here. None says
+    that the function has no such argument. The decorator adds a stack frame: warnings of the function
+    need a `stacklevel` that is higher by one.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -42,7 +44,7 @@ def renamed(**names: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return function(*args, **kwargs)
-            except TypeError:  # where Python refuses an unknown name: it costs other calls nothing
+            except TypeError:  # Python refuses unknown names; calls without them cost nothing extra
                 refuse_names(function.__name__, kwargs, names)
                 raise
 
@@ -52,27 +54,30 @@ def renamed(**names: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def refuse_names(function: str, given: Mapping[str, Any], names: Mapping[str, str | None]) -> None:
-    """Refuse what other libraries call an argument, by its name here, or None where there is none."""
+    """Refuse argument names of other libraries. `names` maps them to the names here, or to None."""
     for name in given:
         if name in names:
-            ours = names[name]
-            mend = f": here it is `{ours}`" if ours else ", nor another one for it"
-            raise TypeError(f"{function}() has no argument `{name}`{mend}.") from None
+            own_name = names[name]
+            hint = f": here it is `{own_name}`" if own_name else ", nor another one for it"
+            raise TypeError(f"{function}() has no argument `{name}`{hint}.") from None
 
 
-def _printed(x: Any, form: Callable[[Any], str] = repr) -> str:
+def _shortened(x: Any, form: Callable[[Any], str] = repr) -> str:
     try:
         text = form(x)
     except ValueError:
         return "an integer of more digits than Python prints"
-    if len(text) <= 2 * _KEPT + 20:
+    if len(text) <= 2 * _SHOWN_CHARACTERS + 20:
         return text
-    return f"{text[:_KEPT]}…{text[-_KEPT:]} ({len(text)} characters)"
+    return f"{text[:_SHOWN_CHARACTERS]}…{text[-_SHOWN_CHARACTERS:]} ({len(text)} characters)"
 
 
 @contextlib.contextmanager
-def extra_of(module: str) -> Iterator[None]:
-    """Imports of what the extra brings that is named as the last part of a module."""
+def requires_extra(module: str) -> Iterator[None]:
+    """Guard the imports of an optional module: an ImportError names the extra to install.
+
+    The extra has the name of the last part of `module`.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -99,7 +104,7 @@ def check_ndim(minimum: int, **arrays: Any) -> None:
 
 
 def check_shape(name: str, x: Any, shape: tuple[int | None, ...]) -> None:
-    """Refuse arrays of another shape, in which None stands for any size."""
+    """Refuse arrays of another shape. None in `shape` stands for any size."""
     if len(x.shape) == len(shape) and all(
         want is None or have == want for have, want in zip(x.shape, shape, strict=True)
     ):
@@ -110,7 +115,7 @@ def check_shape(name: str, x: Any, shape: tuple[int | None, ...]) -> None:
 
 
 def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
-    """Refuse what is not a finite Python number with ``x > above`` and ``x >= least``."""
+    """Refuse everything but a finite Python number with ``x > above`` and ``x >= least``."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise type_error(name, "be a real number", type(x).__name__)
     try:
@@ -118,17 +123,17 @@ def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -m
     except OverflowError:
         raise value_error(name, "be within the range of a float", x) from None
     if not (above < x < math.inf and x >= least):
-        raise value_error(name, within(above, least), x)
+        raise value_error(name, bounds_message(above, least), x)
 
 
-def within(above: float, least: float = -math.inf) -> str:
-    """What numbers between these bounds and infinity must be."""
+def bounds_message(above: float, least: float = -math.inf) -> str:
+    """The part of a message that states the bounds of a number: "be above 0"."""
     bounds = [f"above {above}"] * (above > -math.inf) + [f"at least {least}"] * (least > -math.inf)
     return " ".join(["be", " and ".join(bounds) or "finite"])
 
 
 def check_order(order: Any) -> None:
-    """An entropy order: a real number from 0 to infinity."""
+    """Refuse everything but an entropy order: a real number from 0 to infinity."""
     if isinstance(order, bool) or not isinstance(order, Real):
         raise type_error("order", "be a real number", type(order).__name__)
     try:
@@ -140,30 +145,30 @@ def check_order(order: Any) -> None:
 
 
 def is_array(x: Any) -> bool:
-    # Numbers first: under torch.compile a symbolic number answers no other question.
+    # Numbers come first: torch.compile supports no other test of a symbolic number.
     return not isinstance(x, (int, float, Real)) and hasattr(x, "ndim")
 
 
 def is_integer(x: Any) -> bool:
-    # `int` comes first: under torch.compile a symbolic integer answers that question alone. That of
-    # torch.export is of a class of its own.
+    # Under torch.compile `isinstance(x, int)` is the one supported test of a symbolic integer.
+    # torch.export has a class of its own for symbolic integers, SymInt.
     return type(x).__name__ == "SymInt" or (isinstance(x, (int, Integral)) and not isinstance(x, bool))
 
 
 def plain_integer(x: Any) -> int:
-    """An integer of NumPy as Python's; a symbolic one stays as it is."""
+    """A NumPy integer as a Python integer. Symbolic integers are returned unchanged."""
     return x if isinstance(x, int) or type(x).__name__ == "SymInt" else int(x)
 
 
 def check_given(**arrays: Any) -> None:
-    """Refuse None, which other functions take for these arguments."""
+    """Refuse None for arguments that are optional in related functions."""
     for name, x in arrays.items():
         if x is None:
             raise type_error(name, "be an array", "NoneType")
 
 
 def check_count(name: str, x: Any, *, least: int = 1) -> None:
-    """Refuse what is not an integer of at least `least`."""
+    """Refuse everything but an integer of at least `least`."""
     if not is_integer(x):
         raise type_error(name, "be an integer", type(x).__name__)
     if x < least:
@@ -171,10 +176,10 @@ def check_count(name: str, x: Any, *, least: int = 1) -> None:
 
 
 def counts(**values: Any) -> tuple[int, ...]:
-    """Integers of at least 1, NumPy's among them, as Python's, whose products cannot overflow."""
+    """Check that values are integers of at least 1. Return Python integers, which cannot overflow."""
     for name, x in values.items():
         check_count(name, x)
-        if x >= _TOO_MANY:
+        if x >= _SIZE_LIMIT:
             raise value_error(name, "be below 2**48", x)
     return tuple(plain_integer(x) for x in values.values())
 
@@ -182,7 +187,7 @@ def counts(**values: Any) -> tuple[int, ...]:
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
     if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)
-        raise value_error(name, f"be {options}", _printed(x) + _nearest(x, choices))
+        raise value_error(name, f"be {options}", _shortened(x) + _nearest(x, choices))
 
 
 def _nearest(x: Any, choices: Sequence[Any]) -> str:
@@ -194,7 +199,7 @@ def _nearest(x: Any, choices: Sequence[Any]) -> str:
 
 
 def check_flag(**flags: Any) -> None:
-    """Refuse what is neither True nor False: a string "False" would be true."""
+    """Refuse everything but True and False. The string "False", for example, would count as true."""
     for name, x in flags.items():
         is_numpy = type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
         if not isinstance(x, bool) and not is_numpy:
@@ -220,7 +225,7 @@ def common_shape(**shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape to which two broadcast, if they do; the standard's own is younger than 2024.12."""
+    """The common shape of two shapes, or None. `broadcast_shapes` is newer than standard 2024.12."""
     if len(a) < len(b):
         a, b = b, a
     sizes = list(a)

@@ -4,13 +4,13 @@ With x = s − max s, z = Σ eˣ and α = 1 + t, the probabilities are p = eˣ/z
 
     H_α = log Σ p^α / (1 − α) = log z − (1/t) log E_p[e^{tx}].
 
-One sum beside z, the *moment*, gives every order. Near α = 1 it is the centred score
+One more sum, the *moment*, gives the entropy of any order. Near α = 1 it is the centered score
 
     w = Σ eˣ (e^{tx} − 1)/t,        H_α = log z − log1p(t w / z) / t,
 
 whose limit t → 0, w = Σ eˣ x and H = log z − w/z, is the Shannon entropy without the cancellation
-of log Z − E[s]. Elsewhere it is A = Σ e^{αx}, H_α = (α log z − log A)/t. Both are sums over keys
-relative to a maximum, so both can be taken tile by tile (`shift_moment`).
+of log Z − E[s]. Far from α = 1 it is A = Σ e^{αx}, H_α = (α log z − log A)/t. Both moments are sums
+over keys relative to a maximum, so both can be accumulated tile by tile (`shift_moment`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from isentropic._checks import (
 from isentropic._namespace import (
     Array,
     accumulator,
-    device,
+    common_device,
     is_cupy,
     is_numpy,
     measure_dtype,
@@ -53,31 +53,32 @@ from isentropic._numerics import (
 
 FAMILIES = ("renyi", "tsallis")
 
-# Within this distance of order 1 the centred form is exact; beyond it, (log A)/t no longer cancels.
-_NEAR = 0.25
-# Nearer than this the difference to order 1 is below rounding, and t x would underflow in float32.
-_EQUAL = 1e-20
-# From here on the order is infinite to double precision, and order · score could overflow.
-_INFINITE = 1e16
-_LOWEST = -1e30
-# Weights of this size and of its reciprocal can be added and divided in float32.
-_ORDINARY = 2.0**32
-# e to this power is far more than its exponent, and nowhere near an overflow.
-_LARGE = 20.0
+# The centered form is exact within this distance of order 1. Farther away (log A)/t does not cancel.
+_NEAR_ORDER_1 = 0.25
+# Orders closer to 1 than this count as 1: the difference is below rounding, and t x would underflow in
+# float32.
+_SAME_AS_ORDER_1 = 1e-20
+# Orders from here on count as infinite, to double precision. A product order · score could overflow.
+_INFINITE_ORDER = 1e16
+_LOWEST_SCORE = -1e30
+# Weights between the reciprocal of this and this can be added and divided in float32.
+_SAFE_RANGE = 2.0**32
+# Log-ratios above this count as large: eˣ dominates x, and is still far from an overflow.
+_LARGE_LOG_RATIO = 20.0
 
 
 def partition(
     xp: ModuleType, s: Array, order: float | None, maximum: Array | None = None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """(maximum, e^{s − max}, its sum, moment) of the logits along the last axis, which is kept.
+    """Return (maximum, e^{s − max}, its sum, moment) of the logits along the last axis, which is kept.
 
-    Logits of −∞ take no part; an axis of nothing else has the maximum −∞ and sums 0.
-    The moment is None where the `order` is None. Another maximum can be given to refer to.
+    Logits of −∞ are ignored. A row of nothing but −∞ has the maximum −∞, and its sums are 0.
+    The moment is None if `order` is None. A given `maximum` replaces that of the logits.
     """
     if maximum is None:
         maximum = xp.max(s, axis=-1, keepdims=True)
     if is_numpy(xp) or is_cupy(xp):
-        # There are no gradients to guard, and e^{−∞} is 0 by itself.
+        # These libraries have no gradients that could become NaN, and e^{−∞} is 0.
         x = s - xp.maximum(maximum, xp.finfo(s.dtype).min)
         weight = xp.exp(x)
     else:
@@ -93,35 +94,35 @@ def partition(
     return maximum, weight, normalizer, xp.sum(summand, axis=-1, keepdims=True)
 
 
-def _bounded(xp: ModuleType, x: Array, order: float) -> Array:
-    """Centred scores, far below all that count cut off: no product with them overflows."""
-    return clip(xp, x, min=_LOWEST / max(order, 1.0))
+def _clipped_scores(xp: ModuleType, x: Array, order: float) -> Array:
+    """Centered scores clipped from below, where they have no weight, so that no product overflows."""
+    return clip(xp, x, min=_LOWEST_SCORE / max(order, 1.0))
 
 
 def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
-    """e^{order · x} for centred scores x ≤ 0 of weight eˣ."""
-    return weight if order >= _INFINITE else xp.exp(_bounded(xp, x, order) * order)
+    """e^{order · x} for centered scores x ≤ 0 of weight eˣ."""
+    return weight if order >= _INFINITE_ORDER else xp.exp(_clipped_scores(xp, x, order) * order)
 
 
 def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
-    """The term of the moment for centred scores x ≤ 0 of weight eˣ."""
+    """The terms of the moment for centered scores x ≤ 0 of weight eˣ."""
     t = order - 1
-    if abs(t) >= _NEAR:
+    if abs(t) >= _NEAR_ORDER_1:
         return _power(xp, x, weight, order)
-    if abs(t) < _EQUAL:
-        return weight * _bounded(xp, x, order)
-    # expm1 keeps its digits for small t x, but may overflow against a weight of 0 for large.
-    tx = _bounded(xp, x, order) * t
-    small = xp.abs(tx) < 1
-    near = weight * xp.expm1(xp.where(small, tx, 0.0))
-    return xp.where(small, near, _power(xp, x, weight, order) - weight) / t
+    if abs(t) < _SAME_AS_ORDER_1:
+        return weight * _clipped_scores(xp, x, order)
+    # expm1 is accurate for small t x. For large t x it may overflow while the weight is 0.
+    tx = _clipped_scores(xp, x, order) * t
+    is_small = xp.abs(tx) < 1
+    expm1_term = weight * xp.expm1(xp.where(is_small, tx, 0.0))
+    return xp.where(is_small, expm1_term, _power(xp, x, weight, order) - weight) / t
 
 
 def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array, order: float) -> Array:
-    """The moment relative to a maximum that is higher by −`shift` ≥ 0."""
+    """The moment relative to a new maximum that is higher by −`shift` ≥ 0."""
     weight = xp.exp(shift)
     shifted = _power(xp, shift, weight, order) * moment
-    if abs(order - 1) >= _NEAR:
+    if abs(order - 1) >= _NEAR_ORDER_1:
         return shifted
     return shifted + _summand(xp, shift, weight, order) * normalizer
 
@@ -129,14 +130,14 @@ def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array,
 def entropy_of_moments(
     xp: ModuleType, normalizer: Array, moment: Array, order: float, family: str
 ) -> Any:
-    """The entropy, 0 where the normalizer is 0."""
+    """The entropy in nats; 0 where the normalizer is 0."""
     t = order - 1
     log_z = log_or(xp, normalizer, 0.0)
-    if order >= _INFINITE:
+    if order >= _INFINITE_ORDER:
         renyi = log_z
-    elif abs(t) < _EQUAL:
+    elif abs(t) < _SAME_AS_ORDER_1:
         renyi = log_z - divide_or_zero(xp, moment, normalizer)
-    elif abs(t) >= _NEAR:
+    elif abs(t) >= _NEAR_ORDER_1:
         renyi = log_z * (order / t) - log_or(xp, moment, 0.0) / t
     else:
         renyi = log_z - xp.log1p(divide_or_zero(xp, moment, normalizer) * t) / t
@@ -144,26 +145,26 @@ def entropy_of_moments(
 
 
 def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> Array:
-    """The Rényi entropy itself, or the Tsallis entropy ``(1 − e^{−tH})/t`` of the same order."""
+    """The entropy of a family: Rényi's unchanged, or Tsallis' ``(1 − e^{−tH})/t`` of the same order."""
     t = order - 1
-    if family == "renyi" or abs(t) < _EQUAL:
+    if family == "renyi" or abs(t) < _SAME_AS_ORDER_1:
         return renyi
-    if order >= _INFINITE:
+    if order >= _INFINITE_ORDER:
         return renyi * 0.0
     return -xp.expm1(renyi * -t) / t
 
 
 def normalized_entropy(xp: ModuleType, renyi: Array, log_n: Array, order: float, family: str) -> Array:
-    """The entropy of a family as a share of that of n equal weights; 0 where log n is 0.
+    """The entropy of a family, divided by that of n equal weights; 0 where log n is 0.
 
-    Of Rényi's entropy of the order, whatever the family: both Tsallis entropies themselves, and the
-    digits that tell them apart, are lost at large orders. That of order ∞ is 0 for a single weight
-    and 1 for all others.
+    The argument is the Rényi entropy for both families. At large orders the Tsallis entropies of all
+    distributions round to the same number, so their ratio must be computed from Rényi's. The ratio of
+    Tsallis entropies of order ∞ is 0 for a single weight and 1 otherwise.
     """
     t = order - 1
-    if family == "renyi" or abs(t) < _EQUAL:
+    if family == "renyi" or abs(t) < _SAME_AS_ORDER_1:
         return divide_or_zero(xp, renyi, log_n)
-    if order >= _INFINITE:
+    if order >= _INFINITE_ORDER:
         return xp.where(renyi > 0, 1.0, renyi * 0.0)
     return divide_or_zero(xp, xp.expm1(renyi * -t), xp.expm1(log_n * -t))
 
@@ -182,33 +183,35 @@ def entropy_from_logits(
     Parameters
     ----------
     logits : array of floats
-        Logits of −∞ have probability 0 and take no part in any order. ∞ gives NaN.
+        Logits of −∞ have probability 0 and are ignored at every order. ∞ gives NaN.
     order : float in [0, ∞], default 1
         0 the logarithm of the support size, 1 Shannon, 2 collision, ∞ min-entropy. A Python number.
     family : {"renyi", "tsallis"}
-        Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both are Shannon's.
+        Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both equal Shannon's.
     axis : int
         The axis of the distribution.
     mask : boolean array, optional
-        Broadcastable to `logits`; True takes part.
+        Broadcastable to `logits`. Logits under False are ignored.
 
     Returns
     -------
     array
-        Nats, in [0, log n] for Rényi's; the shape of `logits` without `axis`, its dtype, float32
-        for half precision. 0 where nothing takes part.
+        The entropy in nats; Rényi's lies in [0, log n]. It has the shape of `logits` without `axis`
+        and the dtype of `logits`, or float32 for half precision. 0 where all logits are ignored.
 
     Raises
     ------
     TypeError
-        For logits that are not of floats, a mask that is not a boolean array, another library.
+        If `logits` is not a floating-point array, if `mask` is not a boolean array, or if they are
+        arrays of different libraries.
     ValueError
-        For a negative or NaN order, a mask that does not broadcast, another device.
+        If `order` is negative or NaN, if `mask` does not broadcast, or if it is on another device.
 
     Notes
     -----
-    ``H = log z − (1/z) Σ e^{s−m}(s − m)`` with the maximum m: centred, so that a large common offset
-    of the logits costs no digits. Gradients are finite also at one-hot and empty rows.
+    ``H = log z − (1/z) Σ e^{s−m}(s − m)`` with the maximum m. The scores are centered, so that a large
+    common offset of the logits does not reduce the accuracy. Gradients are finite, also for one-hot
+    and empty rows.
 
     References
     ----------
@@ -223,7 +226,7 @@ def entropy_from_logits(
     """
     arrays = {"logits": logits} | present(mask=mask)
     xp = namespace(**arrays)
-    device(**arrays)
+    common_device(**arrays)
     check_order(order)
     check_choice("family", family, FAMILIES)
     s = rows_of_logits(xp, logits, axis, mask)
@@ -232,7 +235,7 @@ def entropy_from_logits(
 
 
 def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None) -> Array:
-    """Logits with their axis last, −∞ where they take no part, in the dtype to compute in."""
+    """Logits with their axis last, −∞ under a mask of False, in the dtype of the computation."""
     check_floating(xp, logits=logits)
     check_axis(axis, logits.ndim)
     s = xp.astype(logits, accumulator(xp, logits.dtype))
@@ -248,7 +251,7 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
 def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Any:
     """Entropy of the distribution `p` along an axis.
 
-    Equivalent to `scipy.stats.entropy` at order 1: `p` is normalized to sum 1.
+    `p` is normalized to sum 1. At order 1 equivalent to `scipy.stats.entropy`.
 
     Parameters
     ----------
@@ -264,19 +267,19 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     Returns
     -------
     array
-        Nats, in [0, log n] for Rényi's; the shape of `p` without `axis`, its dtype, float32 for
-        half precision. 0 where all weights are 0.
+        The entropy in nats; Rényi's lies in [0, log n]. It has the shape of `p` without `axis` and the
+        dtype of `p`, or float32 for half precision. 0 where all weights are 0.
 
     Raises
     ------
     TypeError
-        For weights that are not of floats.
+        If `p` is not a floating-point array.
     ValueError
-        For a negative or NaN order, or an axis that does not exist.
+        If `order` is negative or NaN, or if `axis` does not exist.
 
     Notes
     -----
-    Where p = 0 the gradient is 0 (the derivative of −p log p itself is infinite there).
+    The gradient is 0 where p = 0, although the derivative of −p log p is infinite there.
 
     Examples
     --------
@@ -321,13 +324,13 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     Returns
     -------
     array
-        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. In the dtype to which
-        p and q promote, float32 for half precision.
+        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. It has the dtype to which
+        p and q promote, or float32 for half precision.
 
     Raises
     ------
     TypeError, ValueError
-        For arrays that are not of floats, do not broadcast, or lie in two libraries or devices.
+        If the arrays are not of floats, do not broadcast, or belong to two libraries or devices.
 
     Examples
     --------
@@ -336,7 +339,7 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     >>> cross_entropy(np.asarray([1.0, 0.0]), np.asarray([0.5, 0.5]))
     array(0.69314718)
     """
-    xp, p, q, dtype = _pair(p, q, axis)
+    xp, p, q, dtype = _checked_pair(p, q, axis)
     P, Q = _distribution(xp, p), _distribution(xp, q)
     return xp.astype(_expectation(xp, P, Q, P.share * -Q.log_share), dtype)
 
@@ -357,19 +360,20 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     Returns
     -------
     array
-        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. In the dtype to which
-        p and q promote, float32 for half precision.
+        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. It has the dtype to which
+        p and q promote, or float32 for half precision.
 
     Raises
     ------
     TypeError, ValueError
-        For arrays that are not of floats, do not broadcast, or lie in two libraries or devices.
+        If the arrays are not of floats, do not broadcast, or belong to two libraries or devices.
 
     Notes
     -----
-    Computed as ``Σ p (r − 1 − log r)`` with r = q/p and both normalized. No term is negative, and
-    each keeps its digits where r is near 1, so that close distributions have an accurate divergence.
-    Where p = 0 the gradient with respect to p is 0 (the derivative itself is infinite there).
+    The divergence is computed as ``Σ p (r − 1 − log r)``, where r = q/p and both are normalized. No
+    term is negative, and each is accurate where r is near 1, so that the divergence of close
+    distributions is accurate too. Where p = 0 the gradient with respect to p is 0, although the
+    derivative is infinite there.
 
     Examples
     --------
@@ -378,38 +382,38 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     >>> kl_divergence(np.asarray([1.0, 0.0]), np.asarray([0.25, 0.75]))
     array(1.38629436)
     """
-    xp, p, q, dtype = _pair(p, q, axis)
+    xp, p, q, dtype = _checked_pair(p, q, axis)
     P, Q = _distribution(xp, xp.where(p == 0, 0.0, p)), _distribution(xp, q)
 
-    near = xp.abs(Q.share - P.share) < P.share / 2
-    # Differences of weights are exact where those of shares, which are rounded, would be all rounding.
+    is_near = xp.abs(Q.share - P.share) < P.share / 2
+    # Shares are rounded. Nearly equal shares differ by rounding errors alone; their weights do not.
     difference = Q.scaled - P.scaled
     growth = divide_or_zero(xp, xp.sum(difference, axis=-1, keepdims=True), P.total)
-    excess = difference / xp.where(near, P.scaled, 1.0) - growth
-    excess = xp.where(near, excess * divide_or_zero(xp, P.total, Q.total), 0.0)  # r − 1
-    log_ratio = xp.where(near, xp.log1p(excess), Q.log_share - P.log_share)
+    excess = difference / xp.where(is_near, P.scaled, 1.0) - growth
+    excess = xp.where(is_near, excess * divide_or_zero(xp, P.total, Q.total), 0.0)  # r − 1
+    log_ratio = xp.where(is_near, xp.log1p(excess), Q.log_share - P.log_share)
 
-    large = log_ratio > _LARGE
-    terms = P.share * expm1_beyond(xp, xp.where(large, 0.0, log_ratio))
-    terms = xp.where(large, Q.share - P.share * (log_ratio + 1), terms)
+    is_large = log_ratio > _LARGE_LOG_RATIO
+    terms = P.share * expm1_beyond(xp, xp.where(is_large, 0.0, log_ratio))
+    terms = xp.where(is_large, Q.share - P.share * (log_ratio + 1), terms)
     terms = xp.where(P.weight == 0, Q.share, terms)
     return xp.astype(_expectation(xp, P, Q, terms), dtype)
 
 
 class _Distribution(NamedTuple):
-    """Weights along the last axis, which `total` keeps."""
+    """Weights along the last axis. `total` keeps that axis with length 1."""
 
     weight: Any
-    scaled: Any  # so that they can be added
-    total: Any  # of the scaled weights
-    share: Any
-    log_share: Any  # also of shares that are too small for a float; finite where the weight is 0
+    scaled: Any  # divided by a number that keeps their sum from overflow and underflow
+    total: Any  # the sum of `scaled`
+    share: Any  # the probabilities
+    log_share: Any  # accurate also for shares below the smallest float; finite where the weight is 0
 
 
-def _pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
-    """The namespace, weights with their axis last in the dtype to compute in, the dtype to return."""
+def _checked_pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
+    """Return the namespace, the checked weights with their axis last, and the dtype of the result."""
     xp = namespace(p=p, q=q)
-    device(p=p, q=q)
+    common_device(p=p, q=q)
     check_floating(xp, p=p, q=q)
     check_axis(axis, len(common_shape(p=p.shape, q=q.shape)))
     dtype = xp.result_type(p, q)
@@ -418,7 +422,7 @@ def _pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, Any]:
 
 
 def _weights(xp: ModuleType, x: Array, axis: int, dtype: Any) -> Array:
-    """With their axis last, in the dtype to compute in, NaN where they cannot be weights."""
+    """Weights with their axis last, in the dtype of the computation; NaN where negative or infinite."""
     x = last_axis(xp, xp.astype(x, accumulator(xp, dtype)), axis)
     return xp.where((x >= 0) & (x < math.inf), x, math.nan)
 
@@ -427,24 +431,24 @@ def _distribution(xp: ModuleType, weight: Any) -> _Distribution:
     scale = xp.ones_like(weight[..., :1])
     if weight.shape[-1] > 0:
         largest = xp.max(weight, axis=-1, keepdims=True)
-        ordinary = (largest == 0) | ((largest > 1 / _ORDINARY) & (largest < _ORDINARY))
+        is_ordinary = (largest == 0) | ((largest > 1 / _SAFE_RANGE) & (largest < _SAFE_RANGE))
         # XLA may multiply by the reciprocal, which is subnormal for the largest floats.
-        most = float(xp.finfo(weight.dtype).max) / 16
-        scale = xp.where(ordinary, 1.0, clip(xp, largest, max=most))
+        largest_scale = float(xp.finfo(weight.dtype).max) / 16
+        scale = xp.where(is_ordinary, 1.0, clip(xp, largest, max=largest_scale))
     scaled = weight / scale
     total = xp.sum(scaled, axis=-1, keepdims=True)
     share = divide_or_zero(xp, scaled, total)
-    small = share < xp.finfo(share.dtype).smallest_normal
+    is_small = share < xp.finfo(share.dtype).smallest_normal
     log_small = log_or(xp, weight, 0.0) - xp.log(scale) - log_or(xp, total, 0.0)
-    log_share = xp.where(small, log_small, xp.log(xp.where(small, 1.0, share)))
+    log_share = xp.where(is_small, log_small, xp.log(xp.where(is_small, 1.0, share)))
     return _Distribution(weight, scaled, total, share, log_share)
 
 
 def _expectation(xp: ModuleType, P: _Distribution, Q: _Distribution, terms: Array) -> Array:
-    """The sum of terms, ∞ where q = 0 at some p > 0; 0 where all of p is 0."""
+    """The sum of the terms; ∞ where q = 0 at some p > 0; 0 where all of p is 0."""
     terms = xp.where((P.weight > 0) & (Q.weight == 0), math.inf, terms)
     expectation = xp.sum(terms, axis=-1, keepdims=True)
-    # Not 0 itself, so that NaN in q stays.
+    # `Q.total * 0.0` instead of 0 keeps NaN in q.
     return xp.where(P.total == 0, Q.total * 0.0, expectation)[..., 0]
 
 
@@ -457,19 +461,20 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     entropy : array of floats
         Entropies H in nats, as from `attention_entropy`.
     target : float or array
-        The entropy to hold, broadcastable to `entropy`.
+        The target entropy in nats, broadcastable to `entropy`.
     weight : float ≥ 0
         The strength β.
 
     Returns
     -------
     array
-        0-d, at least 0, differentiable; in the dtype of `entropy`, float32 for half precision.
+        The penalty in nats², at least 0 and 0-d. It is differentiable, and has the dtype of `entropy`,
+        or float32 for half precision.
 
     Raises
     ------
     TypeError, ValueError
-        For arrays that are not of floats or do not broadcast, or a negative weight.
+        If arrays are not of floats or do not broadcast, or if `weight` is negative.
 
     Examples
     --------
@@ -480,7 +485,7 @@ def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.
     """
     arrays = {"entropy": entropy} | present(target=target if is_array(target) else None)
     xp = namespace(**arrays)
-    device(**arrays)
+    common_device(**arrays)
     check_floating(xp, **arrays)
     check_real("weight", weight, least=0)
     if is_array(target):

@@ -1,4 +1,4 @@
-"""The factor that gives the entropy a wanted value, row by row.
+"""The factor on the logits that gives the softmax a target entropy, row by row.
 
 With scores s, H(λ) the entropy of softmax(λs) falls from log n at λ = 0 to the logarithm of the
 number of ties at the maximum, at the rate
@@ -6,9 +6,9 @@ number of ties at the maximum, at the rate
     dH/d log λ = −Var(λs),
 
 the variance under softmax(λs) itself. The solver is Newton's method in u = log λ for the equation
-log D/H = log D*/H*, where D = log n − H is the deficit: D grows like λ² near 0 and H falls
-exponentially at the other end, so that the equation is close to a line at both. Each step stays
-between bounds: D ≤ λ² R²/8 for scores of range R (as the variance is at most R²/4) gives a lower one.
+log D/H = log D*/H*, where D = log n − H is the deficit. Near λ = 0 D grows like λ², and for large λ
+H falls exponentially, so that the equation is close to linear at both ends. Each step stays between
+bounds. The lower bound follows from D ≤ λ² R²/8 for scores of range R, as the variance is at most R²/4.
 """
 
 from __future__ import annotations
@@ -37,62 +37,66 @@ from isentropic._loops import (
     take,
     without_gradient,
 )
-from isentropic._namespace import Array, device, namespace, present
+from isentropic._namespace import Array, common_device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
 from isentropic.masks import Mask
 
-# Enough for float64 and every case of the tests; most rows settle in 6 to 9 steps.
-_STEPS = 28
-# The highest factor, times the smallest distance from the maximum: e⁻²⁰⁰ does not count.
-_HIGHEST = 200.0
-# Scores that are farther from the maximum than this many times the smallest distance are hidden.
-_DEEPEST = 1e25
+# Enough for float64 and every case of the tests; most rows converge in 6 to 9 steps.
+_MAX_STEPS = 28
+# The highest factor times the smallest distance from the maximum. A weight of e⁻²⁰⁰ is negligible.
+_MAX_EXPONENT = 200.0
+# Scores whose distance from the maximum exceeds the smallest distance by more than this factor are
+# ignored.
+_MAX_DISTANCE_RATIO = 1e25
 
 
 @quietly
 def factor_for_entropy(
     logits: Array, target: float | Array, *, axis: int = -1, mask: Array | None = None
 ) -> Any:
-    """The factor λ ≥ 0 with which ``softmax(λ · logits)`` has the entropy `target`.
+    """The factor λ ≥ 0 for which ``softmax(λ · logits)`` has the entropy `target`.
 
     Parameters
     ----------
     logits : array of floats
-        Logits of −∞ have probability 0 at every factor and take no part; nor do those whose distance
-        from the maximum is more than 10²⁵ times the smallest.
+        Logits of −∞ have probability 0 at every factor and are ignored. So are logits whose distance
+        from the maximum is more than 10²⁵ times the smallest such distance.
     target : float or array
         The entropy to reach, in nats; broadcastable to `logits` without `axis`.
     axis : int
         The axis of the distribution.
     mask : boolean array, optional
-        Broadcastable to `logits`; True takes part.
+        Broadcastable to `logits`. Logits under False are ignored.
 
     Returns
     -------
     array
-        The factors, in the shape of `logits` without `axis` and their dtype (half precision is
-        computed in float32). Targets that no factor reaches give the end of the range of the factors:
+        The factors (dimensionless), with the shape of `logits` without `axis` and the dtype of
+        `logits`. Half precision is computed in float32. Where no factor reaches the target, the result
+        is an end of the range of the factors:
 
-        - 0 where the target is log n or more, n being how many logits take part;
-        - at the other end, where the target is not above the logarithm of the number of ties at the
-          maximum, 200 over the distance from the maximum to the next logit, where nothing but the
-          maximum has a weight;
-        - 1 where the factor makes no difference: all logits are equal, or none takes part.
+        - 0 where the target is log n or more, where n is the number of logits that are not ignored;
+        - 200 divided by the distance from the maximum to the next logit, where the target is at most
+          the logarithm of the number of ties at the maximum. With this factor all weight is at the
+          maximum;
+        - 1 where the factor makes no difference, as all logits are equal or all are ignored.
 
-        NaN where a logit that takes part is NaN or +∞, or an entry of the target is NaN.
+        NaN where a logit that is not ignored is NaN or +∞, or where the target is NaN.
 
     Raises
     ------
     TypeError
-        For logits that are not of floats, a mask that is not a boolean array, another library.
+        If `logits` is not a floating-point array, if `mask` is not a boolean array, or if they are
+        arrays of different libraries.
     ValueError
-        For shapes that do not broadcast, or another device.
+        If shapes do not broadcast, or if arrays are on different devices.
 
     Notes
     -----
-    Newton's method, safeguarded, with a fixed number of steps; the entropy falls with λ at the rate
-    ``dH/d log λ = −Var(λ · logits)``, the variance under the softmax. First derivatives are those of
-    the implicit function, 0 where the target is out of reach; second derivatives are not meant.
+    The solver is a safeguarded Newton's method with a bounded number of steps. The entropy falls with
+    λ at the rate ``dH/d log λ = −Var(λ · logits)``, the variance under the softmax. First derivatives
+    are those of the implicit function, and 0 where no factor reaches the target. Second derivatives
+    are not supported.
 
     Examples
     --------
@@ -104,18 +108,18 @@ def factor_for_entropy(
     (0.6055, 1.0)
     """
     arrays = {"logits": logits} | present(mask=mask, target=target if is_array(target) else None)
-    xp, place = namespace(**arrays), device(**arrays)
+    xp, device = namespace(**arrays), common_device(**arrays)
     s = rows_of_logits(xp, logits, axis, mask)
-    wanted = _targets(xp, target, s.shape[:-1], s.dtype, place)
+    targets = _targets(xp, target, s.shape[:-1], s.dtype, device)
     if s.shape[-1] == 0:
         factor = xp.ones_like(xp.sum(s, axis=-1, keepdims=True))
     else:
-        factor, slope = _solve(xp, without_gradient(xp, s), without_gradient(xp, wanted))
-        if is_differentiable(xp, s, wanted):
+        factor, slope = _solve(xp, without_gradient(xp, s), without_gradient(xp, targets))
+        if is_differentiable(xp, s, targets):
             hidden = s == -math.inf
             scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
             _, _, normalizer, moment = partition(xp, scaled, 1.0)
-            factor = _with_gradient(xp, factor, slope, (normalizer, moment), wanted)
+            factor = _with_gradient(xp, factor, slope, (normalizer, moment), targets)
     return _rounded(xp, factor, logits.dtype)
 
 
@@ -130,10 +134,11 @@ def factor_for_attention_entropy(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The factor on the scale with which each query's attention has the entropy `target`.
+    """The factor on the scale for which the attention of each query has the entropy `target`.
 
-    What a law approximates as a function of n, exactly and for each query. Equivalent to
-    `factor_for_entropy` of the logits ``scale · q·k``, without forming them for all queries at once.
+    A law approximates this factor as a function of n; here it is exact, for each query. Equivalent to
+    `factor_for_entropy` of the logits ``scale · q·k``, but without the logits of all queries in memory
+    at once.
 
     Parameters
     ----------
@@ -142,23 +147,25 @@ def factor_for_attention_entropy(
     target : float or array broadcastable to (..., L)
         The entropy to reach, in nats.
     mask, is_causal, scale, enable_gqa
-        As in `attention`. There is no bias and no soft cap: with them the entropy need not fall as
-        the factor grows, and there may be no solution or several.
+        As in `attention`. Biases and soft caps are not supported: with them the entropy need not fall
+        as the factor grows, so that there may be no solution or several.
 
     Returns
     -------
     array (..., L)
-        ≥ 0; see `factor_for_entropy` for targets that no factor reaches. Multiply the queries by it.
+        Factors ≥ 0 (dimensionless); multiply the queries by them. See `factor_for_entropy` for targets
+        that no factor reaches.
 
     Raises
     ------
     TypeError, ValueError
-        As in `attention`, and for a target that does not broadcast.
+        As in `attention`, and if `target` does not broadcast.
 
     Notes
     -----
-    The logits of a block of queries are kept during the solution: of one query of each head against
-    all keys at least, else of about as many as a tile has. Derivatives as in `factor_for_entropy`.
+    The solver holds the logits of one block of queries against all keys. A block has at least one
+    query of each head, and otherwise about as many logits as a tile. Derivatives are as in
+    `factor_for_entropy`.
 
     Examples
     --------
@@ -174,36 +181,36 @@ def factor_for_attention_entropy(
     )
     if is_array(target):
         namespace(query=query, target=target)
-        device(query=query, target=target)
+        common_device(query=query, target=target)
     xp, shape = plan.xp, (*plan.batch, plan.n_queries)
-    wanted = _targets(xp, target, shape, plan.compute, plan.device)
+    targets = _targets(xp, target, shape, plan.compute, plan.device)
     if 0 in (*shape, plan.n_keys):
         return xp.ones_like(plan.zeros((plan.n_queries,)))
 
     query, key = (without_gradient(xp, x) for x in (operands.query, operands.key))
-    fixed = Tiles.of(plan, operands._replace(query=query, key=key))
-    wanted_of_rows = without_gradient(xp, wanted)
+    tiles = Tiles.of(plan, operands._replace(query=query, key=key))
+    constant_targets = without_gradient(xp, targets)
     row_size, column_size = tile_shape(plan)
     rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
 
-    def of_rows(rows: Block) -> tuple[Array, Array]:
+    def solve_rows(rows: Block) -> tuple[Array, Array]:
         return _solve(
-            xp, fixed.logits(rows, reach(plan, operands.mask, rows)), take(wanted_of_rows, rows, -2)
+            xp, tiles.logits(rows, reach(plan, operands.mask, rows)), take(constant_targets, rows, -2)
         )
 
-    factor, slope = map_blocks(xp, of_rows, plan.n_queries, rows_at_once, in_threads=True)
-    of_mask = () if operands.mask is None else operands.mask.arrays
-    if is_differentiable(xp, operands.query, operands.key, *of_mask, wanted):
-        held = operands._replace(multiplier=factor * operands.multiplier)
-        # A target that is traced makes a factor that is.
-        of_held = replace(plan, is_on_host=plan.is_on_host and is_readable(xp, factor))
-        state = state_of(of_held, held, None)
-        factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), wanted)
+    factor, slope = map_blocks(xp, solve_rows, plan.n_queries, rows_at_once, in_threads=True)
+    mask_arrays = () if operands.mask is None else operands.mask.arrays
+    if is_differentiable(xp, operands.query, operands.key, *mask_arrays, targets):
+        scaled_operands = operands._replace(multiplier=factor * operands.multiplier)
+        # A traced target gives a traced factor, with which NumPy cannot compute.
+        scaled_plan = replace(plan, is_on_host=plan.is_on_host and is_readable(xp, factor))
+        state = state_of(scaled_plan, scaled_operands, None)
+        factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), targets)
     return _rounded(xp, factor, plan.dtype)
 
 
 def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Array:
-    """The target as columns, (..., 1)."""
+    """The target entropies as columns, (..., 1)."""
     if not is_array(target):
         check_real("target", target)
         return xp.full((1,) * (len(shape) + 1), float(target), dtype=dtype, device=device)
@@ -212,95 +219,97 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
     return lift(xp.astype(target, dtype)[..., None], len(shape) + 1)
 
 
-def _solve(xp: ModuleType, s: Array, wanted: Array) -> tuple[Array, Array]:
+def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
     dtype = xp.finfo(s.dtype)
     eps, tiny, largest = float(dtype.eps), float(dtype.smallest_normal), float(dtype.max)
     hidden = s == -math.inf
     top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
     x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
-    # Either the entropy is above that of the scores nearest to the maximum, which then are equal to it,
-    # or they alone have a weight. No dtype has the range for both.
-    is_near = ~hidden & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _DEEPEST))
+    # No dtype covers both the scores that are nearest to the maximum and the farthest ones. Either the
+    # target is above the entropy of the nearest scores, and they can count as equal to the maximum; or
+    # only they have weight.
+    is_near = ~hidden & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _MAX_DISTANCE_RATIO))
     n_near = xp.sum(xp.astype(is_near, s.dtype), axis=-1, keepdims=True)
-    is_above_near = wanted >= log_or(xp, n_near, 0.0) * (1 - 4 * eps)
+    is_above_near = targets >= log_or(xp, n_near, 0.0) * (1 - 4 * eps)
     x = xp.where(is_near & is_above_near, 0.0, x)
     gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
-    # The unit is the smallest distance from the maximum: at 200 over it nothing else has a weight.
-    unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _HIGHEST / largest)
-    hidden = hidden | (x * (1 / _DEEPEST) < -unit)
+    # Scores are measured in units of the smallest distance from the maximum. At the factor 200 in these
+    # units only the maximum has weight.
+    unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _MAX_EXPONENT / largest)
+    hidden = hidden | (x * (1 / _MAX_DISTANCE_RATIO) < -unit)
     x = xp.where(hidden, 0.0, x) / unit
     spread = -xp.min(x, axis=-1, keepdims=True)
     n = x.shape[-1] - xp.sum(xp.astype(hidden, s.dtype), axis=-1, keepdims=True)
     log_n = log_or(xp, n, 0.0)
     share = divide_or_zero(xp, x, spread)
     first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
-    of_scores = _variance(xp, first, second, n)
-    x = xp.where(hidden, -_DEEPEST * 1e11, x)
+    score_variance = _variance(xp, first, second, n)
+    x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
 
     def entropy_and_variance(u: Array) -> tuple[Array, Array]:
-        y = clip(xp, xp.exp(u) * x, min=-1e4)  # of no weight there, and no square overflows
+        y = clip(xp, xp.exp(u) * x, min=-1e4)  # the weight e^{−10⁴} is 0, and y² cannot overflow
         weight = xp.exp(y)
         weighted = weight * y
         z, first, second = (xp.sum(w, axis=-1, keepdims=True) for w in (weight, weighted, weighted * y))
         return log_or(xp, z, 0.0) - divide_or_zero(xp, first, z), _variance(xp, first, second, z)
 
-    deficit = log_n - wanted
+    deficit = log_n - targets
     is_below = deficit > 0
     deficit = xp.where(is_below, deficit, 1.0)
-    highest = xp.zeros_like(deficit) + math.log(_HIGHEST)
+    highest = xp.zeros_like(deficit) + math.log(_MAX_EXPONENT)
     at_highest, _ = entropy_and_variance(highest)
-    is_inside = is_below & (spread > 0) & (at_highest < wanted)
+    is_inside = is_below & (spread > 0) & (at_highest < targets)
     log_spread = log_or(xp, spread, 0.0)
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
-    # As the deficit begins, with λ²/2 times the variance of the scores themselves.
-    start = xp.log(deficit * 2.0 / clip(xp, of_scores, min=eps)) / 2 - log_spread
+    # For small λ the deficit is λ²/2 times the variance of the scores.
+    start = xp.log(deficit * 2.0 / clip(xp, score_variance, min=eps)) / 2 - log_spread
     start = xp.minimum(xp.maximum(start, lowest), highest)
-    goal = xp.log(deficit) - xp.log(clip(xp, wanted, min=tiny))
+    goal = xp.log(deficit) - xp.log(clip(xp, targets, min=tiny))
 
     def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         u, low, high, _ = carry
         h, variance = entropy_and_variance(u)
-        is_above = h > wanted
+        is_above = h > targets
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
         d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
         slope = variance * (1 / d + 1 / h)
         slope = xp.where(slope > 1e-30, slope, 0.0)  # or the step overflows
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
         new = u + newton
-        # At the solution rounding takes a step out of the bounds which it has made itself.
-        is_sound = (slope > 0) & (((new > low) & (new < high)) | (xp.abs(newton) < 1e3 * eps))
-        new = xp.where(is_sound, new, (low + high) / 2)
+        # At the solution a step may leave the bounds by rounding alone.
+        is_valid = (slope > 0) & (((new > low) & (new < high)) | (xp.abs(newton) < 1e3 * eps))
+        new = xp.where(is_valid, new, (low + high) / 2)
         return new, low, high, new - u
 
     carry = (start, lowest, highest, xp.zeros_like(start))
-    u, *_ = iterate(xp, step, carry, _STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
+    u, *_ = iterate(xp, step, carry, _MAX_STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
     h, variance = entropy_and_variance(u)
     factor = xp.exp(xp.where(is_inside, u, highest)) / (unit * 2)
     factor = xp.where(is_below, factor, 0.0)
     factor = xp.where(spread == 0, 1.0, factor)
-    is_number = (h == h) & (wanted == wanted)
+    is_number = (h == h) & (targets == targets)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
 
 
 def _rounded(xp: ModuleType, factor: Array, dtype: Any) -> Any:
-    """Without the last axis, in a dtype that may have a smaller range."""
+    """The factor without its last axis, in a dtype that may have a smaller range."""
     return xp.astype(clip(xp, factor[..., 0], max=float(xp.finfo(dtype).max)), dtype)
 
 
 def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:
-    """From sums of weights z, of weighted scores, and of weighted squares."""
+    """The variance from the sums of weights z, of weighted scores, and of weighted squared scores."""
     mean = divide_or_zero(xp, first, z)
     return clip(xp, divide_or_zero(xp, second, z) - mean * mean, min=0.0)
 
 
 def _with_gradient(
-    xp: ModuleType, factor: Array, slope: Array, state: tuple[Array, Any], wanted: Array
+    xp: ModuleType, factor: Array, slope: Array, state: tuple[Array, Any], targets: Array
 ) -> Array:
-    """The factor, with the derivatives of the solution of H = wanted.
+    """The factor, with the derivatives of the solution of H = target.
 
-    They are those of one more step of Newton's method in which all but H and the target is constant.
+    They are the derivatives of one more Newton step in which only H and the target are variables.
     """
     h = entropy_of_moments(xp, *state, 1.0, "renyi")
-    step = divide_or_zero(xp, xp.where(slope > 0, h - wanted, 0.0), slope)
+    step = divide_or_zero(xp, xp.where(slope > 0, h - targets, 0.0), slope)
     return factor + factor * (step - without_gradient(xp, step))

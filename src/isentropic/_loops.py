@@ -1,8 +1,8 @@
-"""The one loop over tiles.
+"""The loop over tiles, for every library.
 
-What is eager runs a Python loop. Under a JAX transformation it is ``lax.scan`` over key blocks
-inside ``lax.map`` over query blocks, so that the compiled program does not grow with the number of
-tiles, and each block is computed again in the backward pass instead of being kept. Under
+Eager calls run a Python loop. Under a JAX transformation the loop is ``lax.scan`` over key blocks
+inside ``lax.map`` over query blocks. So the size of the compiled program does not depend on the number
+of tiles, and the backward pass computes each block again instead of storing it. Under
 ``torch.compile`` one block covers everything, so that one graph serves all lengths.
 """
 
@@ -21,21 +21,21 @@ from isentropic._threads import run
 
 @dataclass
 class BlockSizes:
-    """How much is computed at a time. Results depend on it in their rounding alone."""
+    """How much is computed at a time. Results depend on these sizes only by rounding."""
 
     columns: int = 512  # keys of a tile
-    tile: int = 2**20  # logits of a tile, over all batch and head axes: it bounds the memory of a call
-    rows: int = 16  # the fewest queries of a tile: fewer make slow products
-    counted: int = 1024  # queries and keys of a tile whose visible keys are counted
-    cached: int = 2**18  # numbers that stay in a processor's cache with what is made of them
-    chunk: int = 128  # queries, and their keys, of causal linear attention
+    tile: int = 2**20  # logits of a tile over all batch and head axes; bounds the memory of a call
+    rows: int = 16  # the fewest queries of a tile; products of fewer rows are slow
+    count_tile: int = 1024  # queries and keys of a tile whose visible keys are counted
+    cache_numbers: int = 2**18  # numbers that fit in a processor's cache, intermediates included
+    chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers of vectors whose distances are compared
-    masked: int = 2**22  # logits of a block for which PyTorch's kernel is given its mask as an array
-    numpy_rows: int = 256  # a tile that stays in the second-level cache of a core, with its operands
+    sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
+    numpy_rows: int = 256  # a tile that fits in the second-level cache of a core, with its operands
     numpy_columns: int = 512
-    numpy_copied: int = 2**22  # numbers in the keys and values that are copied at once
-    numpy_least: int = 2**20  # logits from which on copies and threads pay
-    numpy_most_at_once: int = 2**18  # logits up to which the parts of NumPy's pass do not pay
+    numpy_copied_numbers: int = 2**22  # numbers in the keys and values that are copied at once
+    numpy_min_logits: int = 2**20  # calls with fewer logits are not faster with copies and threads
+    numpy_untiled_logits: int = 2**18  # calls with at most so many logits are faster without tiles
 
 
 # The tests make them small, so that every pass has several blocks, with ragged ends.
@@ -46,7 +46,7 @@ Block = tuple[Any, int]
 
 
 def blocks(first: int, end: int, size: int) -> list[Block]:
-    """A part of an axis in blocks; the first one is ragged, so that all others are alike."""
+    """Split a part of an axis into blocks. Only the first one may be shorter than `size`."""
     second = min(first + ((end - first) % size or size), end)
     return [(first, second - first), *((start, size) for start in range(second, end, size))]
 
@@ -61,7 +61,7 @@ def fold(
 ) -> Any:
     """``merge`` of ``tile(block)`` over the blocks of an axis of `length` > 0.
 
-    Only those that have a part in the `reach` (first, end) have to be computed, and one at least.
+    Blocks outside of the `reach` (first, end) may be skipped. At least one block is computed.
     """
     first, end = (0, length) if reach is None else reach
     if isinstance(first, int) and isinstance(end, int):
@@ -83,8 +83,8 @@ def fold(
 
             if reach is None:
                 return merged(), None
-            seen = (start < reach[1]) & (start + block_size > reach[0])
-            return jax.lax.cond(seen, merged, lambda: carry), None
+            overlaps = (start < reach[1]) & (start + block_size > reach[0])
+            return jax.lax.cond(overlaps, merged, lambda: carry), None
 
         return jax.lax.scan(step, total, xp.arange(sum(head), end, block_size))[0]
 
@@ -94,7 +94,7 @@ def fold(
 
 
 def clip_reach(reach: tuple[int, int], length: int) -> tuple[int, int]:
-    """A part (first, end) cut to an axis of `length` > 0. It keeps one entry at least."""
+    """Clip a part (first, end) to an axis of `length` > 0. At least one entry remains."""
     end = max(1, min(reach[1], length))
     return max(0, min(reach[0], end - 1)), end
 
@@ -109,13 +109,14 @@ def map_blocks(
 ) -> tuple[Any, ...]:
     """``function(block)`` over the blocks of an axis, joined along axis −2 of each result.
 
-    With NumPy also `in_threads`, for functions that compute more than they move through the memory.
+    With NumPy and `in_threads` the blocks run in threads. That helps functions that are not limited by
+    memory bandwidth.
     """
     if length <= block_size:
         return function((0, length))
     parts = blocks(0, length, block_size)
     if is_numpy(xp):
-        return _filled(xp, function, parts, in_threads)
+        return _map_into_result(xp, function, parts, in_threads)
     head, first = function(parts[0]), parts[0][1]
 
     if _is_traced(xp, head) and len(parts) > 2:
@@ -125,7 +126,7 @@ def map_blocks(
         def rest(start: Any) -> tuple[Any, ...]:
             return function((start, block_size))
 
-        # Without a ragged block nothing is left to join: the head, unused, is not computed.
+        # Without a ragged block `lax.map` covers all blocks. XLA drops the unused head.
         ragged = first < block_size
         stacked = jax.lax.map(rest, xp.arange(first if ragged else 0, length, block_size))
         tail = tuple(None if x is None else _unstack(xp, x) for x in stacked)
@@ -134,13 +135,13 @@ def map_blocks(
     return _join(xp, [head, *(function(block) for block in parts[1:])])
 
 
-def _filled(
+def _map_into_result(
     xp: ModuleType,
     function: Callable[[Block], tuple[Any, ...]],
     blocks: list[Block],
     in_threads: bool,
 ) -> tuple[Any, ...]:
-    """What `map_blocks` gives, written where it belongs as it comes."""
+    """`map_blocks` for NumPy: each block is written into the result as soon as it is computed."""
     keep_freed_memory()
     results: list[tuple[Any, ...]] = []
     lock = Lock()
@@ -167,10 +168,10 @@ def _filled(
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let the arrays of one block have the memory of those of the last.
+    """Let the arrays of a block reuse the memory of those of the previous block.
 
-    glibc gives freed memory of a block's size back to the system, whose fresh pages cost more than the
-    work on them, until something larger has been freed.
+    glibc returns freed memory of the size of a block to the system, and fresh pages cost more than the
+    work on them. After a larger array has been freed, glibc keeps memory of this size.
     """
     import numpy as np
 
@@ -186,7 +187,8 @@ def scan_blocks(
 ) -> Array:
     """The outputs of ``carry, output = step(carry, block)`` over the blocks of an axis of length > 0.
 
-    They are joined along axis −2. The carry keeps its shapes from the first step on.
+    The outputs are joined along axis −2. The first step may change the shapes of the carry; later
+    steps must keep them.
     """
     first = min(length, length % block_size or block_size)
     carry, output = step(carry, (0, first))
@@ -215,9 +217,9 @@ def iterate(
     count: int,
     is_settled: Callable[[Any], Array],
 ) -> Any:
-    """``carry = step(carry)``, `count` times, or until it is settled where that can be read.
+    """Apply ``carry = step(carry)`` `count` times, or until `is_settled` if its value can be read.
 
-    The carry is a tuple of arrays that keep their shapes and dtypes.
+    The carry is a tuple of arrays whose shapes and dtypes do not change.
     """
     if _is_traced(xp, carry):
         import jax
@@ -231,7 +233,7 @@ def iterate(
 
 
 def without_gradient(xp: ModuleType, x: Any) -> Any:
-    """`x` as a constant to derivatives."""
+    """`x` as a constant for differentiation."""
     if is_torch(xp):
         return x.detach()
     if is_jax(xp):
@@ -244,23 +246,28 @@ def without_gradient(xp: ModuleType, x: Any) -> Any:
 def map_rows(
     xp: ModuleType, function: Callable[[Array], Array], x: Array, row_size: int | None = None
 ) -> Array:
-    """A `function` of the rows of a matrix, in blocks of rows where that is faster.
+    """Apply a `function` to the rows of a matrix, in blocks of rows if that is faster.
 
-    It is with NumPy and with JAX on a processor: what several passes over the whole matrix would
-    carry through the memory stays in the cache. `row_size` counts what `function` makes of a row.
+    It is faster with NumPy and with JAX on a CPU: the intermediates of a block stay in the cache.
+    `row_size` is the number of intermediates that `function` makes of a row.
     """
     rows = x.shape[-2]
-    block = max(1, BLOCKS.cached // max(1, row_size or x.shape[-1])) if _pays_in_blocks(xp, x) else rows
+    block = (
+        max(1, BLOCKS.cache_numbers // max(1, row_size or x.shape[-1]))
+        if _blocks_are_faster(xp, x)
+        else rows
+    )
     return map_blocks(xp, lambda b: (function(take(x, b, -2)),), rows, block)[0]
 
 
 def map_chunks(x: Any, function: Callable[[Any], Any], axis: int, size: int) -> Any:
-    """A `function` of a Dask array that works along `axis` and leaves it with `size` entries.
+    """Apply a `function` that works along `axis` to a Dask array. `axis` then has `size` entries.
 
-    Lazy, and chunk by chunk; an axis that is spread over several chunks is gathered first.
+    The result is lazy and is computed chunk by chunk. An axis that is split into several chunks is
+    gathered first.
     """
     if x.numblocks[axis] > 1:
-        # Smaller chunks along the other axes make up for it, where their sizes are known.
+        # Smaller chunks along the other axes keep the size of a chunk, if the sizes are known.
         other = "auto" if all(n == n for n in x.shape) else None
         x = x.rechunk({i: -1 if i == axis else other for i in range(x.ndim)})
     chunks = (*x.chunks[:axis], (size,), *x.chunks[axis + 1 :])
@@ -268,7 +275,7 @@ def map_chunks(x: Any, function: Callable[[Any], Any], axis: int, size: int) -> 
 
 
 def take(x: Array, block: Block, axis: int) -> Array:
-    """The `block` of `x` along `axis` (negative); `x` itself where it is all there or broadcasts."""
+    """The `block` of `x` along `axis` (negative), or `x` if the block covers it or it broadcasts."""
     start, size = block
     if x.shape[axis] in (1, size):
         return x
@@ -289,8 +296,8 @@ def larger(xp: ModuleType, a: Any, b: Any) -> Any:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else xp.maximum(a, b)
 
 
-def traces_lengths(xp: ModuleType) -> bool:
-    """Whether lengths may be symbolic (``torch.compile``), so that no loop may depend on them."""
+def is_compiling(xp: ModuleType) -> bool:
+    """Whether torch.compile traces the call. Then lengths may be symbolic, and no loop may use them."""
     if not is_torch(xp):
         return False
     import torch
@@ -299,7 +306,7 @@ def traces_lengths(xp: ModuleType) -> bool:
 
 
 def is_readable(xp: ModuleType, x: Any) -> bool:
-    """Whether the values of `x` can be read at once, in the memory of the host and within no trace."""
+    """Whether the values of `x` can be read: they are in the host's memory and are not traced."""
     if is_torch(xp):
         import torch
 
@@ -315,17 +322,17 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
     return is_numpy(xp)
 
 
-def is_seen(xp: ModuleType, condition: Any) -> bool:
-    """Whether it can be read that a 0-d condition is true.
+def is_known_true(xp: ModuleType, condition: Any) -> bool:
+    """Whether a 0-d condition is known to be true: its value can be read, and it is true.
 
-    What is asked has to be the result of the look: inside a JAX trace every operation is traced, also
-    one on arrays that can be read.
+    `is_readable` must be asked about the condition itself. Inside a JAX trace every operation is
+    traced, including operations on arrays that can be read.
     """
     return is_readable(xp, condition) and bool(condition)
 
 
 def is_transformed(xp: ModuleType, x: Any) -> bool:
-    """Whether a tensor is within a transformation of torch.func, or has a forward-mode derivative."""
+    """Whether torch.func transforms a tensor, or it has a forward-mode derivative."""
     if not is_torch(xp):
         return False
     import torch
@@ -337,7 +344,7 @@ def is_transformed(xp: ModuleType, x: Any) -> bool:
 
 
 def within_transformation() -> bool:
-    """Whether the caller is within a transformation of torch.func, or a level of forward mode."""
+    """Whether the call runs inside a transformation of torch.func or a forward-mode level."""
     import torch
 
     level = torch._C._functorch.maybe_current_level()
@@ -345,7 +352,7 @@ def within_transformation() -> bool:
 
 
 def is_differentiated(xp: ModuleType, x: Any) -> bool:
-    """Whether PyTorch records what is done with `x`."""
+    """Whether PyTorch records the operations on `x` for a gradient."""
     if not is_torch(xp):
         return False
     import torch
@@ -354,7 +361,7 @@ def is_differentiated(xp: ModuleType, x: Any) -> bool:
 
 
 def is_differentiable(xp: ModuleType, *arrays: Any) -> bool:
-    """Whether derivatives of the arrays may be asked for."""
+    """Whether a derivative with respect to the arrays may be taken."""
     if is_torch(xp):
         import torch
 
@@ -365,7 +372,7 @@ def is_differentiable(xp: ModuleType, *arrays: Any) -> bool:
 
 
 def is_gpu(xp: ModuleType, device: Any) -> bool:
-    """Whether work on a `device` (None inside a JAX trace) is best done much at a time."""
+    """Whether `device` is a GPU or another accelerator. It is None inside a JAX trace."""
     if is_jax(xp):
         import jax
 
@@ -381,7 +388,7 @@ def _is_traced(xp: ModuleType, result: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(result))
 
 
-def _pays_in_blocks(xp: ModuleType, x: Array) -> bool:
+def _blocks_are_faster(xp: ModuleType, x: Array) -> bool:
     return not is_gpu(xp, None) if _is_traced(xp, x) else is_numpy(xp)
 
 

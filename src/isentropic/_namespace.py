@@ -1,4 +1,4 @@
-"""Which array library, device and dtype a call works in; equality of arrays. Below all layers."""
+"""The array library, device and dtype of a call; equality of arrays. The lowest layer."""
 
 from __future__ import annotations
 
@@ -46,62 +46,62 @@ Group = tuple[str, tuple[Array, ...]]
 
 
 def namespace(*groups: Group, **arrays: Any) -> ModuleType:
-    """The one array namespace of all arrays, in messages by the names of their arguments."""
+    """The common array namespace of all arrays. Error messages name the arguments."""
     xp, first, kind = None, "", None
     for name, x in _named(groups, arrays):
-        # Tensors of one type may be dense or not.
+        # Dense and sparse PyTorch tensors have the same type.
         its_kind = (type(x), x.layout) if is_torch_array(x) else type(x)
         if its_kind == kind:
             continue
-        own, kind = _namespace_of(name, x), its_kind
+        its_xp, kind = _namespace_of(name, x), its_kind
         if xp is None:
-            xp, first = own, name
-        elif own is not xp:
+            xp, first = its_xp, name
+        elif its_xp is not xp:
             raise TypeError(
                 f"`{name}` must be an array of the library of `{first}` ({library_of(xp)}), "
-                f"got {library_of(own)}."
+                f"got {library_of(its_xp)}."
             )
     assert xp is not None, "there is an array argument"
     return xp
 
 
-def device(*groups: Group, **arrays: Any) -> Any:
-    """The one device of all arrays; None where it is unknown (a JAX tracer)."""
+def common_device(*groups: Group, **arrays: Any) -> Any:
+    """The common device of all arrays; None if it is unknown (a JAX tracer)."""
     common, first = None, ""
     for name, x in _named(groups, arrays):
-        # NumPy's have no other; those of PyTorch are asked as they are under torch.compile.
+        # torch.compile supports `x.device`, but not `array_api_compat.device`.
         if type(x).__module__ == "numpy":
-            own = "cpu"
+            its_device = "cpu"
         else:
-            own = x.device if is_torch_array(x) else array_api_compat.device(x)
-        # A JAX array that is sharded has a sharding where others have a device. Arrays laid out
-        # differently over the same devices do belong together.
-        places = getattr(own, "device_set", own)
-        if places is None:
+            its_device = x.device if is_torch_array(x) else array_api_compat.device(x)
+        # The `device` of a sharded JAX array is a sharding. Arrays with different layouts over the
+        # same set of devices can be used together.
+        devices = getattr(its_device, "device_set", its_device)
+        if devices is None:
             continue
         if common is None:
-            common, first = places, name
-        elif common != places:
-            raise ValueError(f"`{name}` must be on the device of `{first}` ({common}), got {places}.")
+            common, first = devices, name
+        elif common != devices:
+            raise ValueError(f"`{name}` must be on the device of `{first}` ({common}), got {devices}.")
     if isinstance(common, (set, frozenset)):
         return next(iter(common)) if len(common) == 1 else None
     return common
 
 
 def namespace_with_drawn(drawn: Group, **arrays: Any) -> ModuleType:
-    """The one namespace of arrays, and of what was drawn for them, all on one device."""
+    """The common namespace of arrays and of random draws for them, which must share one device."""
     try:
         xp = namespace(drawn, **arrays)
-        device(drawn, **arrays)
+        common_device(drawn, **arrays)
     except (TypeError, ValueError) as error:
-        namespace(drawn), namespace(**arrays)  # which refuse what is not an array
-        mend = f"draw the {drawn[0]} with `like={next(iter(arrays))}`"
-        raise type(error)(f"{str(error).removesuffix('.')}: {mend}.") from None
+        namespace(drawn), namespace(**arrays)  # these raise their own error for non-arrays
+        hint = f"draw the {drawn[0]} with `like={next(iter(arrays))}`"
+        raise type(error)(f"{str(error).removesuffix('.')}: {hint}.") from None
     return xp
 
 
 def present(**arrays: Any) -> dict[str, Any]:
-    """The optional arrays that were given."""
+    """The optional arrays that are not None."""
     return {name: x for name, x in arrays.items() if x is not None}
 
 
@@ -126,26 +126,26 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
             f"hadamard_transform take those."
         )
     try:
-        # Subclasses that give the operators another meaning.
+        # These subclasses of ndarray redefine the operators.
         if kind in ("matrix", "MaskedArray"):
             raise TypeError
         return array_api_compat.array_namespace(x)
     except TypeError:
-        mend = ": convert it with `asarray` of your library" if isinstance(x, (list, tuple)) else ""
+        hint = ": convert it with `asarray` of your library" if isinstance(x, (list, tuple)) else ""
         raise TypeError(
             f"`{name}` must be an array (NumPy, CuPy, PyTorch, JAX or another library of the "
-            f"array API standard), got {kind}{mend}."
+            f"array API standard), got {kind}{hint}."
         ) from None
 
 
 def is_torch_array(x: Any) -> bool:
-    # array_api_compat asks this through functools.lru_cache, about which torch.compile warns.
+    # `array_api_compat.is_torch_array` uses functools.lru_cache, for which torch.compile warns.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_dask(x: Any) -> bool:
-    """Whether `x` is a Dask array; it is taken by some functions, and is of no library of its own."""
+    """Whether `x` is a Dask array. Only some functions accept it, and it has no namespace here."""
     dask = sys.modules.get("dask.array")
     return dask is not None and isinstance(x, dask.Array)
 
@@ -172,49 +172,49 @@ def library_of(xp: ModuleType) -> str:
 
 
 def promoted(xp: ModuleType, *arrays: Array) -> Any:
-    """The dtype to which arrays promote."""
+    """The dtype to which the arrays promote."""
     first, *others = arrays
     if all(x.dtype == first.dtype for x in others):
         return first.dtype
     return xp.result_type(*arrays)
 
 
-def default_dtype(xp: ModuleType, kind: str, place: Any) -> Any:
-    """The dtype that the library gives to numbers of a kind, such as "integral", on a device."""
-    return xp.__array_namespace_info__().default_dtypes(device=place)[kind]
+def default_dtype(xp: ModuleType, kind: str, device: Any) -> Any:
+    """The library's default dtype of a kind, such as "integral", on a device."""
+    return xp.__array_namespace_info__().default_dtypes(device=device)[kind]
 
 
 def accumulator(xp: ModuleType, dtype: Any) -> Any:
     """The dtype to compute in: float64 for float64, else float32."""
     if dtype == xp.float64:
         return dtype
-    # NumPy alone has floats of the other byte order, which are equal to none, and longer ones.
+    # Only NumPy has float64 in non-native byte order, which is not equal to float64, and longdouble.
     return xp.float64 if is_numpy(xp) and dtype.itemsize > 4 else xp.float32
 
 
 def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
-    """The dtype of what is measured on arrays of a dtype, such as an entropy: at least float32."""
+    """The dtype of a quantity measured on arrays of `dtype`, such as an entropy: at least float32."""
     return xp.result_type(dtype, xp.float32)
 
 
 def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:
-    """Numbers on the host as an array of the library and device of `like`, by default of its dtype."""
-    xp, place = namespace(like=like), device(like=like)
-    return xp.asarray(values, dtype=like.dtype if dtype is None else dtype, device=place)
+    """An array of the library and device of `like` with the given values; by default of its dtype."""
+    xp, device = namespace(like=like), common_device(like=like)
+    return xp.asarray(values, dtype=like.dtype if dtype is None else dtype, device=device)
 
 
 def to_numpy(x: Array) -> Any:
-    """An array on the host, where a person is to see it."""
+    """A copy of an array as a NumPy array on the host."""
     import numpy as np
 
     if isinstance(x, np.ndarray):
         return np.array(x)
-    if "bfloat16" in str(x.dtype):  # which NumPy does not know
+    if "bfloat16" in str(x.dtype):  # NumPy has no such dtype
         xp = array_api_compat.array_namespace(x)
         x = xp.astype(x, xp.float32)
     if is_torch_array(x):
         return x.detach().cpu().numpy().copy()  # type: ignore[attr-defined]
-    if array_api_compat.is_jax_array(x):  # which may lie on several devices
+    if array_api_compat.is_jax_array(x):  # it may be sharded, and DLPack exports one device
         return np.array(x)
     if array_api_compat.is_cupy_array(x):
         return x.get()  # type: ignore[attr-defined]
@@ -222,24 +222,24 @@ def to_numpy(x: Array) -> Any:
 
 
 def same_arrays(a: Array, b: Array) -> bool:
-    """Whether two arrays, of any libraries and dtypes, have one shape and equal values."""
-    if a is b:  # tracers too, which cannot be read
+    """Whether two arrays of any libraries and dtypes have the same shape and equal values."""
+    if a is b:  # also for tracers, whose values cannot be read
         return True
     a, b = to_numpy(a), to_numpy(b)
     return a.shape == b.shape and bool((a == b).all())
 
 
 def equal_by_value(kind: type[T]) -> type[T]:
-    """Give a NamedTuple of arrays `==` by their values, where that of tuples is ambiguous."""
+    """Make `==` of a NamedTuple of arrays compare values. With the one of tuples it is ambiguous."""
 
     def equal(self: Any, other: object) -> bool:
         return type(other) is type(self) and _same_leaves(self, other)
 
-    def unequal(self: Any, other: object) -> bool:  # tuples have one of their own
+    def unequal(self: Any, other: object) -> bool:  # tuple defines `__ne__` too
         return not equal(self, other)
 
     def hashed(self: Any) -> int:
-        # Tensors would give a hash, another one for an equal tuple.
+        # The hash of a tensor is its identity, so equal tuples would have different hashes.
         if any(map(array_api_compat.is_array_api_obj, leaves_of(self))):
             raise TypeError(f"unhashable: {kind.__name__} with arrays")
         return tuple.__hash__(self)
@@ -250,7 +250,7 @@ def equal_by_value(kind: type[T]) -> type[T]:
 
 
 def leaves_of(x: Any) -> Iterator[Any]:
-    """What the tuples within a tuple hold in the end."""
+    """The leaves of nested tuples."""
     for part in x:
         if isinstance(part, tuple):
             yield from leaves_of(part)
@@ -261,6 +261,6 @@ def leaves_of(x: Any) -> Iterator[Any]:
 def _same_leaves(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same_leaves, a, b))
-    # JAX puts numbers, None and placeholders where arrays were.
+    # JAX transformations replace arrays in a tree by numbers, None and placeholders.
     arrays = [array_api_compat.is_array_api_obj(x) for x in (a, b)]
     return same_arrays(a, b) if all(arrays) else not any(arrays) and a == b

@@ -1,10 +1,11 @@
-"""Classes as nodes of the trees of JAX and PyTorch.
+"""Registration of classes as pytree nodes of JAX and PyTorch.
 
-Such a class has a method ``_flatten``, which gives the children as pairs of a name and a value, and all
-else as something that can be hashed and compared; and a class method ``_unflatten`` for the way back.
+A class to register has two methods. ``_flatten`` returns the children, as pairs of a name and a value,
+and the auxiliary data, which can be hashed and compared. The class method ``_unflatten`` makes an
+object from them.
 
-Neither library is imported for it, nor tells when it is: a family of classes is registered when one of
-its members is made and the library is there.
+This module imports neither library, and no library announces its import. So a family of classes is
+registered when one of its members is made and the library has been imported.
 """
 
 from __future__ import annotations
@@ -14,59 +15,59 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# Children, with keys or without, and the rest.
+# Children, with keys or without, and the auxiliary data.
 Flat = tuple[list[Any], Any]
 
 
 def _register_in_jax(kind: Any) -> None:
     from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-    register_pytree_with_keys(kind, _flatten_with(GetAttrKey), kind._unflatten, _flatten)
+    register_pytree_with_keys(kind, _flatten_with_keys(GetAttrKey), kind._unflatten, _flatten)
 
 
 def _register_in_torch(kind: Any) -> None:
     from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-    def unflatten(children: Iterable[Any], rest: Any) -> Any:
-        return kind._unflatten(rest, children)
+    def unflatten(children: Iterable[Any], aux: Any) -> Any:
+        return kind._unflatten(aux, children)
 
-    register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with(GetAttrKey))
+    register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with_keys(GetAttrKey))
 
 
 _REGISTER = {"jax": _register_in_jax, "torch": _register_in_torch}
-_DONE: dict[str, set[type]] = {library: set() for library in _REGISTER}
+_REGISTERED: dict[str, set[type]] = {library: set() for library in _REGISTER}
 
 
 def register_nodes(kind: type, family: type) -> None:
-    """Make a class and its `family` nodes, in the libraries where it is not one yet."""
+    """Register a class and its `family` as pytree nodes in each imported library, once."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():
         return
     for library, register in _REGISTER.items():
-        done = _DONE[library]
-        if kind in done or sys.modules.get(library) is None:
+        registered = _REGISTERED[library]
+        if kind in registered or sys.modules.get(library) is None:
             continue
-        for member in _members(family):
-            if member not in done:
-                with contextlib.suppress(ValueError):  # its author, or another thread, was first
+        for member in _subclasses(family):
+            if member not in registered:
+                with contextlib.suppress(ValueError):  # already registered by a user or another thread
                     register(member)
-                done.add(member)
+                registered.add(member)
 
 
 def _flatten(node: Any) -> Flat:
-    children, rest = node._flatten()
-    return [x for _, x in children], rest
+    children, aux = node._flatten()
+    return [x for _, x in children], aux
 
 
-def _flatten_with(key: Callable[[str], Any]) -> Callable[[Any], Flat]:
+def _flatten_with_keys(key: Callable[[str], Any]) -> Callable[[Any], Flat]:
     def flatten(node: Any) -> Flat:
-        children, rest = node._flatten()
-        return [(key(name), x) for name, x in children], rest
+        children, aux = node._flatten()
+        return [(key(name), x) for name, x in children], aux
 
     return flatten
 
 
-def _members(family: Any) -> Iterator[type]:
+def _subclasses(family: Any) -> Iterator[type]:
     for member in family.__subclasses__():
         yield member
-        yield from _members(member)
+        yield from _subclasses(member)

@@ -1,4 +1,4 @@
-"""The mean entropy of a softmax over independent scores of one distribution, by quadrature.
+"""The mean entropy of a softmax over independent, identically distributed scores, by quadrature.
 
 With n scores s of a density ρ, h(v) = exp(v − e^v) and v = s − y, the function
 
@@ -9,12 +9,12 @@ E log Z = ∫₀^∞ (e^{−t} − L(t)ⁿ) dt/t in t = e^{−y}. Taking 1 − �
 
     E H = −∫ n L(y)ⁿ⁻¹ ∫ ρ(s) (v + γ) h(v) ds dy,
 
-in which nothing large cancels: γ is Euler's constant, and ∫ (v + γ) h(v) dv = 0.
+with Euler's constant γ. No large terms cancel in it, as ∫ (v + γ) h(v) dv = 0.
 
-The integral over y is taken on panels of Gauss–Legendre nodes, between levels of the odds
-η = log((1 − L)/L), which are known well enough from the tail of the scores; 1 − L comes from the same
-nodes, as the integral of W from y upwards. The integral over s is taken over the interval in which
-its integrand counts, found by bisection.
+The integral over y uses panels of Gauss–Legendre nodes. The ends of the panels are levels of the odds
+η = log((1 − L)/L), which the tail of the scores gives accurately enough. 1 − L is the integral of W
+from y upwards, on the same nodes. The integral over s covers the interval in which its integrand is
+not negligible, found by bisection.
 """
 
 from __future__ import annotations
@@ -27,71 +27,72 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
-from isentropic._namespace import Array, device
+from isentropic._namespace import Array, common_device
 from isentropic._numerics import clip, lift, product, root_or_zero
 from isentropic._special import log_gamma_step
 
 _PANELS = 24
 _PANEL_NODES = 16
 _SCORE_NODES = 96
-# Nats below its maximum at which an integrand ends, and by which Lⁿ has fallen at the lowest y.
+# An integrand is cut off this many nats below its maximum.
 _DEPTH = 32.0
+# −log Lⁿ at the lowest y, in nats.
 _LOWEST = 30.0
-# The expected number of scores above the highest y is e^{−27}. The levels of the lower end allow for
-# factors before the exponentials of the tails.
+# The expected number of scores above the highest y is e^{−27}. The allowance at the lower end covers
+# the factors in front of the exponentials of the tails.
 _HIGHEST = 27.0
 _ALLOWANCE = 4.0
-# A panel is at most so many nats long, and so many in the logarithm of the distance to an end of the
-# scores. With these numbers the result is within 1e-9.
+# The longest panel, in nats of η, and in the logarithm of the distance to an end of the range of the
+# scores. With these numbers the error of the entropy is below 1e-9.
 _NATS = 3.0
 _END_NATS = 0.4
-# The most that enters an exponential whose result only has to be large.
+# The largest argument of an exponential whose result only has to be large.
 _LARGE = 50.0
-# An interval is at least e^{−23} of where it could be.
+# The bisection for an interval starts at e^{−23} of its longest possible length.
 _LOG_RANGE = 23.0
 EULER_GAMMA = 0.5772156649015329
 
 
 class Scores(Protocol):
-    """A distribution of scores, in two coordinates, with parameters of shape (rows, 1, 1).
+    """A distribution of scores in two coordinates. Its parameters have the shape (rows, 1, 1).
 
-    The *edge* u rises with the score, and P[score > u] ≈ e^{−τ(u)}. The *position* p falls as the
-    score rises; in it the density is smooth.
+    The *edge* coordinate u increases with the score, and P[u of a score > u] ≈ e^{−τ(u)}. The
+    *position* p decreases as the score increases, and the density is a smooth function of p.
     """
 
     @property
     def turn(self) -> Array:
-        """The level τ from which on y, not u, rises by one for each nat: where e^s ρ(s) is largest."""
+        """The level τ of the maximum of e^s ρ(s). Above it y, not u, increases by one per nat."""
 
     @property
     def floor(self) -> Array:
-        """The level τ below the mean from which on the end of the scores is too near to matter."""
+        """The level τ below the mean beyond which the lower end of the scores has no influence."""
 
     @property
     def grade(self) -> Array:
-        """How much denser than 1/_NATS the panels are between the two."""
+        """The density of panels between `turn` and `floor`, less 1/_NATS."""
 
     def edge(self, tau: Array) -> Array:
-        """The u > 0 of a level."""
+        """The u ≥ 0 of a level τ."""
 
     def at_edge(self, u: Array) -> tuple[Array, Array]:
-        """The score at u and its derivative."""
+        """The score at u, and its derivative with respect to u."""
 
     def range(self, log_n: Array, y: Array) -> tuple[Array, Array]:
-        """Positions between which all that counts lies."""
+        """The lowest and the highest position at which the integrands are not negligible."""
 
     def score(self, p: Array) -> Array: ...
     def log_density(self, p: Array) -> Array: ...
     def slopes(self, p: Array) -> tuple[Array, Array]:
-        """Derivatives of the log-density and of −score."""
+        """The derivatives of the log-density and of −score with respect to p."""
 
     def drop(self, p: Array, r: Array) -> Array:
-        """``score(p) − score(p + r)``, without cancellation."""
+        """``score(p) − score(p + r)``, computed without cancellation."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GaussianScores:
-    """Normal scores of the standard deviation β > 0. u is the score in units of β, p is −u."""
+    """Normal scores of standard deviation β > 0. u is the score in units of β, and p = −u."""
 
     xp: ModuleType
     beta: Any
@@ -102,7 +103,7 @@ class GaussianScores:
 
     @property
     def floor(self) -> Any:
-        return self.xp.full_like(self.beta, 1e6)  # nowhere
+        return self.xp.full_like(self.beta, 1e6)  # the scores have no lower end
 
     @property
     def grade(self) -> Any:
@@ -133,12 +134,12 @@ class GaussianScores:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SphereScores:
-    """Scores κ(cos θ − 1) of keys uniform on a sphere. cos θ = tanh u, and p is θ."""
+    """Scores κ(cos θ − 1) of keys that are uniform on a sphere. cos θ = tanh u, and p = θ."""
 
     xp: ModuleType
     d: Any
     kappa: Any
-    log_constant: Any  # of the density of θ
+    log_constant: Any  # the log-normalization of the density of θ
 
     @classmethod
     def of(cls, xp: ModuleType, d: Any, kappa: Any) -> SphereScores:
@@ -148,7 +149,7 @@ class SphereScores:
     def turn(self) -> Any:
         xp, m, kappa = self.xp, self.d - 1, self.kappa
         x = 2 * kappa / (m + xp.sqrt(m * m + 4 * kappa * kappa))
-        return clip(xp, -xp.log(m * x / kappa) * m / 2, min=0.0)  # of 1 − x²
+        return clip(xp, -xp.log(m * x / kappa) * m / 2, min=0.0)  # 1 − x² = m x/κ at the maximum
 
     @property
     def floor(self) -> Any:
@@ -159,7 +160,7 @@ class SphereScores:
         return clip(self.xp, 1 / (_END_NATS * (self.d - 1)) - 1 / _NATS, min=0.0)
 
     def edge(self, tau: Any) -> Any:
-        # The slope at 0 is infinite. A gradient must not depend on where the panels end.
+        # The root has an infinite slope at 0. Gradients must not depend on where the panels end.
         return self.xp.asinh(root_or_zero(self.xp, self.xp.expm1(2 * tau / (self.d - 1))))
 
     def at_edge(self, u: Any) -> tuple[Any, Any]:
@@ -185,50 +186,52 @@ class SphereScores:
 
 
 def mean_entropy(xp: ModuleType, scores: Callable[..., Scores], n: Array, *parameters: Array) -> Array:
-    """E H for arrays of one shape; ``scores(xp, *parameters)`` is the distribution."""
+    """E H in nats, for arrays of one shape. ``scores(xp, *parameters)`` is the distribution."""
     columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters)]
-    count, place = columns[0].shape[0], device(n=n)
+    count, device = columns[0].shape[0], common_device(n=n)
     if count == 0:
         return n
 
     def block(part: Block) -> tuple[Array]:
-        own_n, *own = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
-        return (_entropies(xp, place, own_n, scores(xp, *own)),)
+        n_block, *parameter_blocks = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
+        return (_entropies(xp, device, n_block, scores(xp, *parameter_blocks)),)
 
-    # An entry makes arrays of 37 000 numbers. With eight they stay in the processor's cache.
-    rows = 1024 if is_gpu(xp, place) else 8
+    # Each entry needs arrays of 37 000 numbers. Those of eight entries fit in a processor's cache.
+    rows = 1024 if is_gpu(xp, device) else 8
     (result,) = map_blocks(xp, block, count, rows, in_threads=True)
     return xp.reshape(result, n.shape)
 
 
-def _entropies(xp: ModuleType, place: Any, n: Any, scores: Scores) -> Any:
+def _entropies(xp: ModuleType, device: Any, n: Any, scores: Scores) -> Any:
     """E H of shape (rows, 1) for n of shape (rows, 1, 1)."""
-    nodes, weights, upward = _on(xp, place, n.dtype, _panel_quadrature())
-    y, speed = _thresholds(xp, place, n, scores, nodes)
+    nodes, weights, upward = _to_library(xp, device, n.dtype, _panel_quadrature())
+    y, speed = _thresholds(xp, device, n, scores, nodes)
     flat = xp.reshape(y, (y.shape[0], 1, -1))
-    w, b = (xp.reshape(x, y.shape) * speed for x in _inner(xp, place, xp.log(n), scores, flat))
+    w, b = (
+        xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, device, xp.log(n), scores, flat)
+    )
 
-    # 1 − L: from a node to the end of its panel, and over the panels above.
+    # 1 − L is the integral from a node to the end of its panel, plus those over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
     above = xp.sum(mass, axis=-2, keepdims=True) - xp.cumulative_sum(mass, axis=-2)
     rest = clip(xp, product(xp, w, upward) + above, max=1 - float(xp.finfo(n.dtype).eps))
     weight = n * xp.exp((n - 1) * xp.log1p(-rest)) * weights
 
-    # The integral of the density n Lⁿ⁻¹ W is 1, up to the error of the quadrature.
-    whole = xp.sum(weight * w, axis=(-2, -1))
-    return (-xp.sum(weight * b, axis=(-2, -1)) / whole)[:, None]
+    # The integral of the density n Lⁿ⁻¹ W is 1. Dividing by it removes part of the quadrature error.
+    total_mass = xp.sum(weight * w, axis=(-2, -1))
+    return (-xp.sum(weight * b, axis=(-2, -1)) / total_mass)[:, None]
 
 
-def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
+def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
     """The nodes y of all panels, from low to high, and dy/dnode; (rows, panels, nodes)."""
     turn, floor, grade = scores.turn, scores.floor, scores.grade
     dense = grade + 1 / _NATS
 
-    # Levels η of the odds between panels: uniform in a coordinate that is steeper between the knots.
+    # The levels η between panels are uniform in a coordinate, steeper between `turn` and `floor`.
     first = xp.log(xp.expm1(_LOWEST / n)) + _ALLOWANCE
     last = -xp.log(n) - _HIGHEST
     first, last = (x / _NATS + grade * xp.minimum(xp.maximum(x, -turn), floor) for x in (first, last))
-    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=place)[None, :, None] / _PANELS
+    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=device)[None, :, None] / _PANELS
     at = first + (last - first) * steps
     eta = xp.minimum(xp.maximum(at / dense, -turn), floor)
     eta = eta + _NATS * (at - eta * dense)
@@ -237,7 +240,7 @@ def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array
     tau = xp.minimum(xp.abs(eta), xp.where(upper, turn, floor))
     u = scores.edge(tau)
     u = xp.where(upper, u, -u)
-    # Beyond the knots y itself moves on: by one for each nat above, as for equal scores below.
+    # Above `turn` y increases by one per nat. Below `floor` it decreases as it would for equal scores.
     beyond = xp.where(
         upper,
         clip(xp, -eta - turn, min=0.0) - math.log(math.log(2)),
@@ -249,7 +252,9 @@ def _thresholds(xp: ModuleType, place: Any, n: Any, scores: Scores, nodes: Array
     return score + beyond + step * nodes, slope * du + step
 
 
-def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tuple[Any, Any]:
+def _score_integrals(
+    xp: ModuleType, device: Any, log_n: Any, scores: Scores, y: Any
+) -> tuple[Any, Any]:
     """W and ∫ ρ (v + γ) h at each of the y (rows, 1, nodes)."""
 
     def excess(p: Any) -> tuple[Any, Any]:
@@ -276,10 +281,10 @@ def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tu
 
         reach.append(side * xp.exp(_bisect(xp, is_inside, far - _LOG_RANGE, far, 12)))
 
-    nodes, weights = _on(xp, place, y.dtype, _score_quadrature())
+    nodes, weights = _to_library(xp, device, y.dtype, _score_quadrature())
     length = reach[1] - reach[0]
     r = reach[0] + length * xp.matrix_transpose(nodes)
-    # Relative to the peak, so that the v of the nodes differ by what they should to all digits.
+    # v is computed relative to the peak, so that the differences between nodes are accurate.
     v = scores.score(peak) - y - scores.drop(peak, r)
     density = xp.exp(scores.log_density(peak + r) + v - xp.exp(clip(xp, v, max=_LARGE)))
     density = density * (length * xp.matrix_transpose(weights))
@@ -287,7 +292,7 @@ def _inner(xp: ModuleType, place: Any, log_n: Any, scores: Scores, y: Any) -> tu
 
 
 def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, times: int) -> Any:
-    """The end of where a condition holds from `low` on; `high` where it holds up to there."""
+    """The point between `low` and `high` up to which a condition holds."""
 
     def step(limits: Any, _: Block) -> tuple[Any, Any]:
         low, high = limits
@@ -299,14 +304,14 @@ def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, ti
     return scan_blocks(xp, step, (low, high), times, 1)[..., -1:, :]
 
 
-def _on(xp: ModuleType, place: Any, dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays in the library of the scores, of three axes as they are."""
-    return tuple(lift(xp.asarray(x, dtype=dtype, device=place), 3) for x in arrays)
+def _to_library(xp: ModuleType, device: Any, dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arrays in the library of the scores, with three axes."""
+    return tuple(lift(xp.asarray(x, dtype=dtype, device=device), 3) for x in arrays)
 
 
 @functools.cache
 def _panel_quadrature() -> tuple[Any, Any, Any]:
-    """Nodes and weights on (0, 1), and the matrix from values at nodes to integrals upwards of them."""
+    """Nodes and weights on (0, 1), and the matrix from values at nodes to their integrals up to 1."""
     import numpy as np
     from numpy.polynomial import legendre
 
@@ -319,7 +324,7 @@ def _panel_quadrature() -> tuple[Any, Any, Any]:
 
 @functools.cache
 def _score_quadrature() -> tuple[Any, Any]:
-    """Nodes and weights on (0, 1), drawn to both ends, where a density may be a power."""
+    """Nodes and weights on (0, 1), denser at both ends, where the density may behave like a power."""
     import numpy as np
 
     x, w = np.polynomial.legendre.leggauss(_SCORE_NODES)

@@ -1,14 +1,14 @@
-"""Special functions of the theory, apart from what attention needs: their tables are made at import."""
+"""Special functions of the theory. Attention does not import them: their tables are made at import."""
 
 from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
 
-from isentropic._namespace import Array, device
+from isentropic._namespace import Array, common_device
 from isentropic._numerics import align, lift, product
 
-# How far an argument or an order is raised, to where its asymptotic series holds to 1e-12.
+# An argument or an order is raised by so much. There its asymptotic series is accurate to 1e-12.
 _SHIFT = 16
 _DEBYE_TERMS = 10
 
@@ -18,7 +18,7 @@ def log_gamma_step(xp: ModuleType, x: Array) -> Array:
     z = x + (_SHIFT - 0.25)
     r = 1 / (z * z)
     series = xp.log(z) / 2 + r * (1 / 64 - r * (5 / 2048 - r * 61 / 49152))
-    below = sum(align(x[..., None], xp.arange(_SHIFT, dtype=x.dtype, device=device(x=x))))
+    below = sum(align(x[..., None], xp.arange(_SHIFT, dtype=x.dtype, device=common_device(x=x))))
     return series - xp.sum(xp.log1p(0.5 / below), axis=-1)
 
 
@@ -30,18 +30,18 @@ def digamma_gap(xp: ModuleType, m: Array) -> Array:
     a, b = 1 / (y * y), 1 / (x * x)
     series = 1 / 12 - (a + b) / 120 + (a * a + a * b + b * b) / 252 - (a + b) * (a * a + b * b) / 240
     tail = m * (x + y) * a * b * series + m / (2 * x * y) - xp.log1p(-m / x)
-    j = lift(xp.arange(1, _SHIFT + 1, dtype=m.dtype, device=device(m=m)), m.ndim + 1)
+    j = lift(xp.arange(1, _SHIFT + 1, dtype=m.dtype, device=common_device(m=m)), m.ndim + 1)
     return tail + m * xp.sum(1 / ((j - m[..., None]) * j), axis=-1)
 
 
 def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, ...]:
     """(log M, A, KL, κ(1 − A)) of the density ∝ e^{κ cos θ} on the unit sphere, κ ≥ 0, d ≥ 2.
 
-    M is the mean of e^{κ cos θ} over the sphere in d dimensions, A that of cos θ under the density,
-    and KL the divergence from the uniform density, κA − log M. With ν = d/2 − 1 they come from I_ν(κ)
-    and I_{ν+1}(κ). Debye's expansion, uniform in κ, gives them at an order higher by `_SHIFT`, from
-    where the recurrence leads down. No term cancels another, for small κ or for large, so that
-    the accuracy is that of the dtype, relative.
+    M is the mean of e^{κ cos θ} over the unit sphere in d dimensions. A is the mean of cos θ under the
+    density. KL is the divergence from the uniform density, κA − log M. All follow from I_ν(κ) and
+    I_{ν+1}(κ) with ν = d/2 − 1. Debye's expansion, uniform in κ, gives them at an order that is higher
+    by `_SHIFT`, and the recurrence leads down to ν. No terms cancel for any κ, so that the relative
+    accuracy is that of the dtype.
     """
     nu: Any = d / 2 + (_SHIFT - 1.0)
     z = kappa / nu
@@ -68,11 +68,11 @@ def von_mises_fisher(xp: ModuleType, d: Array, kappa: Array) -> tuple[Array, ...
 
 def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
     """Σ D'_k(p)/νᵏ and Σ (D_k(1) − D_k(p))/νᵏ/(1 − p), from k = 1 on; see `_debye_polynomials`."""
-    place = device(p=p)
-    slopes, rises = (xp.asarray(c, dtype=p.dtype, device=place) for c in _DEBYE)
-    exponents = xp.arange(slopes.shape[0], dtype=p.dtype, device=place)
+    device = common_device(p=p)
+    slopes, rises = (xp.asarray(c, dtype=p.dtype, device=device) for c in _DEBYE)
+    exponents = xp.arange(slopes.shape[0], dtype=p.dtype, device=device)
     powers = p[..., None] ** lift(exponents, p.ndim + 1)
-    exponents = -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=place)
+    exponents = -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=device)
     orders = nu[..., None] ** lift(exponents, nu.ndim + 1)
     return (
         xp.sum(product(xp, powers, slopes) * orders, axis=-1),
@@ -88,7 +88,7 @@ def _debye_polynomials() -> tuple[list[list[float]], list[list[float]]]:
 
         G_{k+1} = ½ [p²(1 − p²) G_k]' + ½ p²(1 − p²) Σ_{i+j=k} G_i G_j,     G_1 = (1 − 5p²)/8.
     """
-    size = 3 * _DEBYE_TERMS + 1  # one more than the last has, for what is differentiated
+    size = 3 * _DEBYE_TERMS + 1  # one more than the last polynomial has: one is lost to the derivative
 
     def times(a: list[float], b: list[float]) -> list[float]:
         return [sum(a[i] * b[k - i] for i in range(k + 1)) for k in range(size)]
@@ -98,8 +98,8 @@ def _debye_polynomials() -> tuple[list[list[float]], list[list[float]]]:
 
     slopes, weight = [padded(1 / 8, 0, -5 / 8)], padded(0, 0, 1 / 2, 0, -1 / 2)
     for k in range(1, _DEBYE_TERMS):
-        whole = times(weight, slopes[-1])
-        following = padded(*[i * c for i, c in enumerate(whole)][1:])
+        weighted = times(weight, slopes[-1])
+        following = padded(*[i * c for i, c in enumerate(weighted)][1:])
         for i in range(k - 1):
             pair = times(weight, times(slopes[i], slopes[k - 2 - i]))
             following = [a + b for a, b in zip(following, pair, strict=True)]

@@ -1,7 +1,7 @@
-"""Threads for work of NumPy in blocks, each with NumPy's BLAS held to one thread.
+"""Threads for blocks of NumPy work, with NumPy's BLAS limited to one thread meanwhile.
 
-Every call has a pool of its own, so that none waits for another, that nothing is left behind by an
-interrupt, and that a forked process finds none of it.
+Every call makes a pool of its own. So no call waits for another one, an interrupt leaves no threads
+behind, and a forked process inherits no pool.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _Item = TypeVar("_Item")
 
 
 def run(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
-    """``function(item)`` for all items, on as many threads as the process has cores to use."""
+    """Call ``function(item)`` for all items, on one thread per core that the process may use."""
     if len(items) < 2 or n_threads() == 1:
         return _in_turn(function, items)
-    with _blas.held() as share:
+    with _blas.limited() as share:
         if share == 1:
             return _in_turn(function, items)
-        from concurrent.futures import ThreadPoolExecutor  # which takes a while, with its logging
+        from concurrent.futures import ThreadPoolExecutor  # a slow import, as it imports logging
 
         with ThreadPoolExecutor(min(share, len(items))) as pool:
-            # Each in the context of the caller, where NumPy's errstate is.
+            # Threads run in copies of the caller's context, which holds NumPy's errstate.
             futures = [pool.submit(copy_context().run, function, item) for item in items]
             try:
                 for future in futures:
@@ -43,71 +43,71 @@ def _in_turn(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:
 
 
 def n_threads() -> int:
-    """The cores that the process may use, or the threads that its BLAS may if those are fewer."""
-    return _blas.threads if _blas.is_held else _available()
+    """The number of cores that the process may use, or of its BLAS threads if those are fewer."""
+    return _blas.threads if _blas.is_limited else _available()
 
 
 def _available() -> int:
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     libraries = [library.num_threads for library in _controller().lib_controllers]
-    return max(1, min(len(own), max(libraries, default=len(own))))
+    return max(1, min(len(cores), max(libraries, default=len(cores))))
 
 
 @functools.cache
 def _controller() -> Any:
-    import numpy as np  # noqa: F401  (its BLAS has to be there to be found)
+    import numpy as np  # noqa: F401  (threadpoolctl finds only a BLAS that is loaded)
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas")
 
 
 class _Blas:
-    """The limit of the BLAS, which belongs to the process: only the one who has set it may lift it."""
+    """The thread limit of the BLAS, global to the process. Only the call that set it may lift it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.calls = 0
         self.threads = 1
-        self.is_held = False
+        self.is_limited = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[int]:
-        """Gives the threads that fall to this call, or 1 where another call holds the limit."""
-        former: list[tuple[Any, int]] = []
-        is_counted = False
-        # All within the `try`: an interrupt may come after any step, the first limit among them.
+    def limited(self) -> Iterator[int]:
+        """Limit the BLAS to one thread, and yield the number of threads that this call may use."""
+        previous_limits: list[tuple[Any, int]] = []
+        is_registered = False
+        # Every step is inside the `try`, as an interrupt may come between any two of them.
         try:
             with self.lock:
-                if not self.is_held:
+                if not self.is_limited:
                     self.threads = _available()
-                    former += [(x, x.num_threads) for x in _controller().lib_controllers]
-                    for library, _ in former:
+                    previous_limits += [(x, x.num_threads) for x in _controller().lib_controllers]
+                    for library, _ in previous_limits:
                         library.set_num_threads(1)
-                    # It lets one thread of the process change it, and ignores the others.
-                    self.is_held = _available() == 1
+                    # A BLAS may ignore limits from all but one thread, so the limit is read back.
+                    self.is_limited = _available() == 1
                 self.calls += 1
-                is_counted = True
-                share = max(1, self.threads // self.calls) if self.is_held else 1
+                is_registered = True
+                share = max(1, self.threads // self.calls) if self.is_limited else 1
             yield share
         finally:
             with self.lock:
-                self.calls -= is_counted
-                for library, n in former:
+                self.calls -= is_registered
+                for library, n in previous_limits:
                     library.set_num_threads(n)
-                    self.is_held = False
+                    self.is_limited = False
 
 
 _blas = _Blas()
 
 
-def _forget() -> None:
-    """For a forked process, whose parent may have been in the middle of a call."""
+def _reset_after_fork() -> None:
+    """Lift the limit in a forked process, whose parent may have been in the middle of a call."""
     global _blas
-    if _blas.is_held:
+    if _blas.is_limited:
         for library in _controller().lib_controllers:
             library.set_num_threads(_blas.threads)
     _blas = _Blas()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)

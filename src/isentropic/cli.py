@@ -21,10 +21,10 @@ from typing import Any
 
 import isentropic
 from isentropic import laws as laws_module
-from isentropic._checks import extra_of
+from isentropic._checks import requires_extra
 
 try:
-    with extra_of(__name__):
+    with requires_extra(__name__):
         import click
 except ModuleNotFoundError as error:
     raise SystemExit(str(error)) from None
@@ -279,7 +279,7 @@ def _check_outputs(plot: Path | None, *others: Path) -> None:
             raise click.ClickException(f"{path} cannot be written")
     if plot is None:
         return
-    with _without_traceback(), extra_of("isentropic.plots"):
+    with _without_traceback(), requires_extra("isentropic.plots"):
         figure = importlib.import_module("matplotlib.figure").Figure()
     formats = figure.canvas.get_supported_filetypes()
     if plot.suffix[1:] not in formats:

@@ -1,7 +1,7 @@
-"""Masks that say which keys a query sees, without an L×S array.
+"""Masks: which keys a query sees, without an L×S array.
 
-A mask is a small immutable value, combined with ``&`` and ``|``, also with boolean arrays (the mask
-first: not every library's arrays leave the operator to their right side):
+A mask is a small immutable value. ``&`` and ``|`` combine masks with masks and with boolean arrays.
+Write the mask first, as the operators of some libraries' arrays do not accept a mask on their right:
 
 >>> from isentropic import masks
 >>> import numpy as np
@@ -9,11 +9,12 @@ first: not every library's arrays leave the operator to their right side):
 >>> sliding.visible_count(5, 5)
 array([1, 2, 3, 3, 3])
 
-Positions: query i of L stands at ``i + offset`` among the keys 0 … S − 1. The default offset,
-``S − L``, aligns the ends: the last query stands at the last key, as when decoding with a cache.
+Positions: query i of L has the position ``i + offset`` among the keys 0 … S − 1. The default offset,
+``S − L``, aligns the ends: the last query has the position of the
+last key, as in decoding with a cache.
 
-Arrays in a mask (offsets, lengths, ids) range over the batch and head axes ``...`` of the attention:
-one length per sequence of a query of shape (B, H, L, E) has the shape (B, 1).
+Arrays in a mask (offsets, lengths, ids) have the batch and head axes ``...`` of the attention. For a
+query of shape (B, H, L, E), an array with one length per sequence has the shape (B, 1).
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ from isentropic._loops import (
     BLOCKS,
     Block,
     fold,
+    is_known_true,
     is_readable,
-    is_seen,
     larger,
     map_blocks,
     smaller,
     take,
 )
-from isentropic._namespace import Array, default_dtype, device, namespace
+from isentropic._namespace import Array, common_device, default_dtype, namespace
 from isentropic._numerics import align, clip, lift
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
-# Beyond any number of keys; offset, window and position together stay within int32.
-_FARTHEST = 2**29
+# More than any number of keys. The sum of offset, window and position stays within int32.
+_MAX_POSITION = 2**29
 _Interval = tuple[Array, Array]
 Span = tuple[Any, Any]
 
 
 class Mask(ABC):
-    """Which of S keys each of L queries sees. Made by the functions of this module.
+    """The keys, of S, that each of L queries sees. The functions of this module make masks.
 
     Examples
     --------
@@ -68,66 +69,67 @@ class Mask(ABC):
     (True, array([1, 2, 3, 3, 3]))
     """
 
-    __array_ufunc__ = None  # NumPy arrays leave `array & mask` to the mask
+    __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
 
     @property
     @abstractmethod
     def arrays(self) -> tuple[Array, ...]:
         """The arrays that the mask holds."""
 
-    def signature(self, of_array: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """All of the mask but the contents of its arrays."""
-        return (type(self), *(_signature(x, of_array) for x in vars(self).values()))
+    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The properties of the mask, except for the values of its arrays."""
+        return (type(self), *(_signature(x, array_signature) for x in vars(self).values()))
 
     def counts(self, frame: Frame) -> range | None:
-        """`visible_count` where it follows from numbers alone, and rises by 1 from query to query."""
+        """`visible_count` if numbers alone determine it and it grows by 1 from query to query."""
         return None
 
     @abstractmethod
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         """Refuse arrays that do not fit attention of the shape ``batch + (n_queries, n_keys)``.
 
-        Without a batch shape any will do.
+        A `batch` of None stands for any shape.
         """
 
     @abstractmethod
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
-        """The boolean array, broadcastable to (..., rows, columns), of one tile."""
+        """The boolean array of one tile, broadcastable to (..., rows, columns)."""
 
     def interval(self, frame: Frame, rows: Block) -> _Interval | None:
-        """(first, end) of the visible keys of each row, (..., rows), where they are contiguous."""
+        """The range (first, end) of the visible keys of each row, (..., rows), if it is one."""
         return None
 
     def reach(self, frame: Frame, rows: Block) -> Span:
-        """(first, end): no row of the block sees a key outside, as far as numbers alone tell.
+        """A range (first, end) outside of which no row of the block sees a key.
 
-        Like `core` not cut to the keys there are. Traced under JAX where the block is.
+        It depends on numbers in the mask, not on arrays, and may extend beyond the keys. Under JAX it
+        is traced if the block is.
         """
         return 0, frame.n_keys
 
-    def core(self, frame: Frame, rows: Block) -> Span:
-        """(first, end): every row of the block sees all keys between, as far as numbers alone tell."""
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        """A range (first, end) of keys that every row of the block sees. Like `reach` otherwise."""
         return 0, 0
 
     @abstractmethod
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
-        """The mask of one element of the batch and head axes, its arrays as those of NumPy."""
+        """The mask of one element of the batch and head axes, with NumPy arrays."""
 
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:
-        """How many keys each query sees.
+        """The number of keys that each query sees.
 
         Parameters
         ----------
         n_queries, n_keys : int
             L and S.
         like : array, optional
-            An array whose library and device the result takes. The default is that of the arrays
-            in the mask, or NumPy where there are none.
+            An array whose library and device the result gets. The default is the library of the arrays
+            in the mask, or NumPy if there are none.
 
         Returns
         -------
         array of integers, broadcastable to (..., L)
-            Values from 0 to S.
+            Counts from 0 to S.
 
         Examples
         --------
@@ -143,11 +145,11 @@ class Mask(ABC):
         if like is None:
             like = self.arrays[0] if self.arrays else np.empty(0)
         group = ("mask", self.arrays)
-        frame = Frame(namespace(group, like=like), device(group, like=like), n_queries, n_keys)
+        frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
         return self.count(frame)
 
     def count(self, frame: Frame) -> Array:
-        """`visible_count` where library and device are known. Needs O(L) memory."""
+        """`visible_count` for a given library and device. Takes O(L) memory."""
         xp, n_queries, n_keys = frame.xp, frame.n_queries, frame.n_keys
         interval = self.interval(frame, (0, n_queries))
         if interval is not None:
@@ -157,8 +159,8 @@ class Mask(ABC):
         if n_queries == 0 or n_keys == 0:
             return xp.zeros((n_queries,), dtype=frame.index_dtype, device=frame.device)
 
-        block_size = n_keys if frame.whole else BLOCKS.counted
-        row_size = n_queries if frame.whole else BLOCKS.counted
+        block_size = n_keys if frame.is_compiling else BLOCKS.count_tile
+        row_size = n_queries if frame.is_compiling else BLOCKS.count_tile
 
         def count_rows(rows: Block) -> tuple[Array]:
             def count_tile(columns: Block) -> Array:
@@ -183,10 +185,10 @@ class Mask(ABC):
         )
 
     def __and__(self, other: Mask | Array) -> Mask:
-        return _Both(self, as_mask(other))
+        return _And(self, as_mask(other))
 
     def __or__(self, other: Mask | Array) -> Mask:
-        return _Either(self, as_mask(other))
+        return _Or(self, as_mask(other))
 
     __rand__ = __and__
     __ror__ = __or__
@@ -194,16 +196,16 @@ class Mask(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Where a mask is laid out: library, device, the numbers of queries and keys.
+    """The library, the device and the numbers of queries and keys for which a mask is evaluated.
 
-    `whole` asks for loops of one step (lengths may be symbolic).
+    If `is_compiling`, lengths may be symbolic, and one block covers all queries and keys.
     """
 
     xp: ModuleType
     device: Any
     n_queries: int
     n_keys: int
-    whole: bool = False
+    is_compiling: bool = False
 
     @property
     def index_dtype(self) -> Any:
@@ -214,7 +216,7 @@ class Frame:
         return self.xp.arange(size, dtype=self.index_dtype, device=self.device) + start
 
     def index(self, x: Any) -> Any:
-        """Integers per batch and head, (...), with an axis for the queries."""
+        """Integers per batch and head, (...), with a new last axis for the queries."""
         return self.xp.astype(x, self.index_dtype)[..., None]
 
 
@@ -233,7 +235,7 @@ def causal(offset: int | Array | None = None) -> Mask:
     Parameters
     ----------
     offset : int or array of int over the batch and head axes, optional
-        Position of query 0 among the keys. The default S − L lets the last query see every key;
+        The position of query 0 among the keys. With the default, S − L, the last query sees every key.
         0 is the top-left alignment of `torch.nn.functional.scaled_dot_product_attention`.
 
     Returns
@@ -243,7 +245,7 @@ def causal(offset: int | Array | None = None) -> Mask:
     Raises
     ------
     TypeError, ValueError
-        For an `offset` that is not an integer or an array of integers, or is out of range.
+        If `offset` is not an integer or an array of integers, or is out of range.
 
     Examples
     --------
@@ -270,9 +272,9 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     Parameters
     ----------
     left, right : int ≥ 0 or None
-        How many keys before and after its own position a query sees; None sets no bound.
+        The number of keys that a query sees before and after its own position. None is no bound.
     offset : int or array of int over the batch and head axes, optional
-        Position of query 0 among the keys; S − L by default.
+        The position of query 0 among the keys; S − L by default.
 
     Returns
     -------
@@ -281,7 +283,7 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     Raises
     ------
     TypeError, ValueError
-        For a `left` or `right` that is not an integer of at least 0, or an `offset` as in `causal`.
+        If `left` or `right` is not an integer of at least 0, and as in `causal` for `offset`.
 
     Examples
     --------
@@ -292,19 +294,21 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     for name, x in (("left", left), ("right", right)):
         if x is not None:
             check_count(name, x, least=0)
-    left, right = (None if x is None else min(plain_integer(x), 2 * _FARTHEST) for x in (left, right))
+    left, right = (
+        None if x is None else min(plain_integer(x), 2 * _MAX_POSITION) for x in (left, right)
+    )
     return _Band(left, right, _integers("offset", offset, optional=True))
 
 
 def padding(lengths: int | Array, *, side: str = "right") -> Mask:
-    """Only the first (or the last) `lengths` keys are visible: the rest is padding.
+    """A query sees only the first (or the last) `lengths` keys: the rest is padding.
 
     Parameters
     ----------
     lengths : int or array of int over the batch and head axes
-        Number of keys that are not padding, at least 0; more than S are all.
+        The number of keys that are not padding, at least 0. Numbers above S count as S.
     side : {"right", "left"}
-        Where the padding is.
+        The side on which the padding is.
 
     Returns
     -------
@@ -313,9 +317,9 @@ def padding(lengths: int | Array, *, side: str = "right") -> Mask:
     Raises
     ------
     TypeError
-        For `lengths` that are not integers.
+        If `lengths` is not an integer or an array of integers.
     ValueError
-        For negative lengths, where they can be read, or an unknown side.
+        If a length is negative and can be read, or if `side` is unknown.
 
     Examples
     --------
@@ -330,14 +334,14 @@ def padding(lengths: int | Array, *, side: str = "right") -> Mask:
 
 
 def segments(ids: Array, query_ids: Array | None = None) -> Mask:
-    """A query sees the keys of its own segment: several sequences packed into one.
+    """A query sees the keys of its own segment, for several sequences packed into one.
 
     Parameters
     ----------
     ids : array of int (..., S)
         The segment of each key; segments need not be contiguous.
     query_ids : array of int (..., L), optional
-        The segment of each query. By default queries are the last L of the S positions.
+        The segment of each query. By default the queries are the last L of the S positions.
 
     Returns
     -------
@@ -346,9 +350,9 @@ def segments(ids: Array, query_ids: Array | None = None) -> Mask:
     Raises
     ------
     TypeError
-        For what is not an array of integers.
+        If an argument is not an array of integers.
     ValueError
-        For arrays without dimensions.
+        If an array is 0-d.
 
     Examples
     --------
@@ -377,11 +381,11 @@ def as_mask(x: Any, name: str = "mask") -> Mask:
     if not xp.isdtype(x.dtype, "bool"):
         must = "be boolean (True = attend; numbers to add to the logits are a `bias`) or a Mask"
         raise type_error(name, must, x.dtype)
-    return _Explicit(x)
+    return _Dense(x)
 
 
 def is_causal_alone(mask: Mask, n_queries: int, n_keys: int) -> bool:
-    """Whether each of as many queries as keys sees those up to its own, and that is all."""
+    """Whether the mask is the plain causal one for as many queries as keys."""
     if not isinstance(mask, _Band) or mask.left is not None or mask.right != 0:
         return False
     return n_queries == n_keys and not mask.arrays and mask.offset in (None, 0)
@@ -399,7 +403,7 @@ class _Contiguous(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Band(_Contiguous):
-    """What `causal` and `window` make: from so many keys left of the query to so many right of it."""
+    """The mask of `causal` and `window`: `left` keys before the query to `right` keys after it."""
 
     left: int | None
     right: int | None
@@ -424,11 +428,11 @@ class _Band(_Contiguous):
     def reach(self, frame: Frame, rows: Block) -> Span:
         return self._between(frame, rows, 0, rows[1] - 1, super().reach(frame, rows))
 
-    def core(self, frame: Frame, rows: Block) -> Span:
-        return self._between(frame, rows, rows[1] - 1, 0, super().core(frame, rows))
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        return self._between(frame, rows, rows[1] - 1, 0, super().fully_visible(frame, rows))
 
     def _between(self, frame: Frame, rows: Block, left_row: int, right_row: int, unknown: Span) -> Span:
-        """From the first key of one row to the end of another."""
+        """The range from the first key of one row to the end of another; `unknown` if arrays decide."""
         if self.arrays:
             return unknown
         position = rows[0] + (frame.n_keys - frame.n_queries if self.offset is None else self.offset)
@@ -437,7 +441,7 @@ class _Band(_Contiguous):
         return first, end
 
     def counts(self, frame: Frame) -> range | None:
-        if self.arrays or frame.whole or self.left is not None or self.right is None:
+        if self.arrays or frame.is_compiling or self.left is not None or self.right is None:
             return None
         offset = frame.n_keys - frame.n_queries if self.offset is None else self.offset
         first = offset + self.right + 1
@@ -459,7 +463,7 @@ class _Band(_Contiguous):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Padding(_Contiguous):
-    """What `padding` makes."""
+    """The mask of `padding`."""
 
     lengths: int | Array
     side: str
@@ -485,8 +489,8 @@ class _Padding(_Contiguous):
             return frame.n_keys - self.lengths, frame.n_keys
         return 0, self.lengths
 
-    def core(self, frame: Frame, rows: Block) -> Span:
-        return super().core(frame, rows) if self.arrays else self.reach(frame, rows)
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        return super().fully_visible(frame, rows) if self.arrays else self.reach(frame, rows)
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         zero, lengths = frame.positions(rows) * 0, self.lengths
@@ -500,7 +504,7 @@ class _Padding(_Contiguous):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Segments(Mask):
-    """What `segments` makes."""
+    """The mask of `segments`."""
 
     ids: Array
     query_ids: Array | None
@@ -533,17 +537,17 @@ class _Segments(Mask):
         queries = self.query_ids
         if queries is None:
             queries = self.ids[..., frame.n_keys - frame.n_queries :]
-        of_rows, of_columns = (
+        row_ids, column_ids = (
             take(queries, rows, -1)[..., None],
             take(self.ids, columns, -1)[..., None, :],
         )
-        of_rows, of_columns = align(of_rows, of_columns)
-        return of_rows == of_columns
+        row_ids, column_ids = align(row_ids, column_ids)
+        return row_ids == column_ids
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Explicit(Mask):
-    """A boolean array."""
+class _Dense(Mask):
+    """The mask of a boolean array."""
 
     visible: Array
 
@@ -558,7 +562,7 @@ class _Explicit(Mask):
         _check_fits("mask", self.visible.shape, batch, n_queries, n_keys)
 
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
-        return _Explicit(_element(self.visible, batch, index, 2))
+        return _Dense(_element(self.visible, batch, index, 2))
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         x = self.visible
@@ -567,7 +571,7 @@ class _Explicit(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Mask):
-    """Two masks in one."""
+    """A combination of two masks."""
 
     first: Mask
     second: Mask
@@ -584,7 +588,7 @@ class _Pair(Mask):
         return type(self)(self.first.element(batch, index), self.second.element(batch, index))
 
 
-class _Both(_Pair):
+class _And(_Pair):
     def __repr__(self) -> str:
         return f"{self.first} & {self.second}"
 
@@ -599,13 +603,15 @@ class _Both(_Pair):
         return frame.xp.maximum(*align(a[0], b[0])), frame.xp.minimum(*align(a[1], b[1]))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
-        return _common(frame, self.first.reach(frame, rows), self.second.reach(frame, rows))
+        return _intersection(frame, self.first.reach(frame, rows), self.second.reach(frame, rows))
 
-    def core(self, frame: Frame, rows: Block) -> Span:
-        return _common(frame, self.first.core(frame, rows), self.second.core(frame, rows))
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        return _intersection(
+            frame, self.first.fully_visible(frame, rows), self.second.fully_visible(frame, rows)
+        )
 
 
-class _Either(_Pair):
+class _Or(_Pair):
     def __repr__(self) -> str:
         return f"({self.first} | {self.second})"
 
@@ -618,14 +624,14 @@ class _Either(_Pair):
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
 
 
-def _signature(x: Any, of_array: Callable[[Any], Any]) -> Any:
+def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
     if isinstance(x, Mask):
-        return x.signature(of_array)
-    return of_array(x) if is_array(x) else x
+        return x.signature(array_signature)
+    return array_signature(x) if is_array(x) else x
 
 
 def _call(name: str, *arguments: Any, **options: Any) -> str:
-    """The call that makes a mask, for its `repr`."""
+    """The call that makes a mask, as text for its `repr`."""
     given = [f"{key}={_shown(x)}" for key, x in options.items() if x is not None]
     return f"{name}({', '.join([*map(_shown, arguments), *given])})"
 
@@ -634,12 +640,12 @@ def _shown(x: Any) -> str:
     return f"<array {tuple(x.shape)}>" if is_array(x) else repr(x)
 
 
-def _common(frame: Frame, a: Span, b: Span) -> Span:
+def _intersection(frame: Frame, a: Span, b: Span) -> Span:
     return larger(frame.xp, a[0], b[0]), smaller(frame.xp, a[1], b[1])
 
 
 def _element(x: Any, batch: tuple[int, ...], index: tuple[int, ...], n_last: int = 0) -> Any:
-    """The part of an array over the batch axes and `n_last` others, in NumPy; a number as int."""
+    """One batch element of an array that has `n_last` further axes, as a NumPy array or an int."""
     import numpy as np
 
     if x is None or isinstance(x, int):
@@ -651,14 +657,17 @@ def _element(x: Any, batch: tuple[int, ...], index: tuple[int, ...], n_last: int
 
 
 def _check_fits(name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int) -> None:
-    own = shape[: max(len(shape) - len(last), 0)]
-    check_broadcastable(name, shape, (*(own if batch is None else batch), *last))
+    leading = shape[: max(len(shape) - len(last), 0)]
+    check_broadcastable(name, shape, (*(leading if batch is None else batch), *last))
 
 
 def _check_per_sequence(
     name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int
 ) -> None:
-    """Refuse also what would go to the heads by its place, where one per sequence may be meant."""
+    """Refuse arrays that do not fit, or that lack batch axes.
+
+    An array of shape (B,) would broadcast to the heads, where one number per sequence may be meant.
+    """
     _check_fits(name, shape, batch, *last)
     if batch is not None and 0 < len(shape) - len(last) < len(batch):
         one = ", ".join(["B", *["1"] * (len(batch) - 1), *map(str, last)])
@@ -667,13 +676,13 @@ def _check_per_sequence(
 
 
 def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
-    """An int, or an array of an integer dtype, or None where `optional`."""
+    """Check and return an int or an array of an integer dtype, or None if `optional`."""
     if x is None and optional:
         return None
     if is_integer(x):
         if name == "lengths":
             check_count(name, x, least=0)
-        if not -_FARTHEST <= x <= _FARTHEST:
+        if not -_MAX_POSITION <= x <= _MAX_POSITION:
             raise value_error(name, "be within 2**29 of 0", x)
         return plain_integer(x)
     if not hasattr(x, "dtype") or not namespace(**{name: x}).isdtype(x.dtype, "integral"):
@@ -682,6 +691,6 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
             got = f"{got}: an array that is True for the keys to attend to is itself a `mask`"
         raise type_error(name, "be an integer or an array of an integer dtype", got)
     xp = namespace(**{name: x})
-    if name == "lengths" and is_readable(xp, x) and is_seen(xp, xp.any(x < 0)):
+    if name == "lengths" and is_readable(xp, x) and is_known_true(xp, xp.any(x < 0)):
         raise value_error(name, "be at least 0", "an array with negative numbers")
     return x

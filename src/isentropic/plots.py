@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from isentropic._checks import extra_of, type_error, value_error
+from isentropic._checks import requires_extra, type_error, value_error
 from isentropic._entropy import entropy as entropy_of
 from isentropic._namespace import Array, to_numpy
 from isentropic.drift import DriftReport
@@ -302,7 +302,7 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
 def _axes(ax: Axes | None, height: float = 4) -> Axes:
     if ax is not None:
         return ax
-    with extra_of(__name__):
+    with requires_extra(__name__):
         import matplotlib.pyplot as plt
 
     return plt.figure(figsize=(6.4, height), layout="constrained").subplots()

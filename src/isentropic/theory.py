@@ -28,7 +28,7 @@ from typing import Any
 
 from isentropic._checks import check_choice, check_real, common_shape, is_array, type_error, value_error
 from isentropic._loops import scan_blocks
-from isentropic._namespace import default_dtype, device, namespace
+from isentropic._namespace import common_device, default_dtype, namespace
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly
 from isentropic._scores import GaussianScores, SphereScores, mean_entropy
 from isentropic._special import digamma_gap, von_mises_fisher
@@ -761,7 +761,7 @@ def _result_kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
         import array_api_compat.numpy as xp
 
         return xp, "cpu", xp.float64
-    xp, place = namespace(**arrays), device(**arrays)
+    xp, place = namespace(**arrays), common_device(**arrays)
     for name, x in arrays.items():
         if not xp.isdtype(x.dtype, ("integral", "real floating")):
             raise type_error(name, "have an integer or floating-point dtype", x.dtype)

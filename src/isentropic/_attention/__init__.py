@@ -1,1 +1,1 @@
-"""Attention: its public functions, the plan of a call, and the backends that compute it."""
+"""Attention: the public functions, the plan of a call, and the backends that compute it."""

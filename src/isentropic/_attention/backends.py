@@ -1,6 +1,6 @@
-"""The backends of attention: what computes a call, in the order in which they are asked.
+"""The backends of attention, in the order in which they are tried.
 
-The generic pass is the last of them. Each of the others gives its values and gradients, faster.
+The generic pass is the last one. Every other backend computes the same values and gradients faster.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from isentropic._namespace import Array
 
 
 class Backend(NamedTuple):
-    """What computes attention.
+    """An implementation of attention.
 
-    ``why_not(plan, order, is_named)`` tells why it does not compute a call; None says that it does. The
-    order is that of the entropy, or None for the output alone. A backend that the caller has named also
-    computes what another one computes faster.
+    ``why_not(plan, order, is_named)`` returns the reason why the backend does not compute a call, or
+    None if it does. `order` is the entropy order, or None if only the output is needed. A backend that
+    the caller names (`is_named`) also accepts calls that another one computes faster.
     """
 
     name: str
     why_not: Callable[[Plan, float | None, bool], str | None]
     output: Callable[[Plan, Operands], Array]
-    # The flag asks for a state relative to its maximum. Without it any other number will do.
+    # The flag requires a state relative to the maximum. Otherwise any other reference will do.
     state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
 
 
@@ -35,7 +35,9 @@ def _generic_output(plan: Plan, operands: Operands) -> Array:
     return output_of_columns(plan.xp, Tiles.of(plan, operands).state(None))
 
 
-def _generic_state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
+def _generic_state(
+    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
+) -> AttentionState:
     return Tiles.of(plan, operands).state(order)
 
 
@@ -49,8 +51,8 @@ BACKENDS = (
 
 
 def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Array:
-    """The attention output, (..., L, Ev)."""
-    return _chosen_for(plan, implementation, None).output(plan, operands)
+    """The attention output (..., L, Ev), computed by the first suitable backend."""
+    return _backend_for(plan, implementation, None).output(plan, operands)
 
 
 def state_of(
@@ -59,40 +61,40 @@ def state_of(
     implementation: str | None,
     order: float = 1.0,
     *,
-    maximum: bool = False,
+    relative_to_maximum: bool = False,
 ) -> AttentionState:
-    """The state with the moment of an order, in columns.
+    """The state in columns, with the moment of an order, computed by the first suitable backend.
 
-    Relative to the `maximum`, or to any other number.
+    The sums are relative to the maximum of the logits if asked, and otherwise to any reference.
     """
-    state = _chosen_for(plan, implementation, order).state
+    state = _backend_for(plan, implementation, order).state
     assert state is not None
-    return state(plan, operands, order, maximum)
+    return state(plan, operands, order, relative_to_maximum)
 
 
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
-    """Why each backend does not compute the call, in order; None where it could."""
+    """The reason why each backend does not compute the call, in their order; None if it can."""
     is_named = implementation is not None
     return {
         backend.name: _why_not(backend, plan, order, is_named)
-        if _is_asked(backend, implementation)
+        if _is_requested(backend, implementation)
         else "`implementation` asks for another"
         for backend in BACKENDS
     }
 
 
-def _chosen_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
-    # torch.compile does not look into caches, and its plans are not used again.
-    choose = chosen.__wrapped__ if plan.frame.whole else chosen
+def _backend_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
+    # torch.compile does not trace through lru_cache, and its plans are not used again.
+    choose = choose_backend.__wrapped__ if plan.frame.is_compiling else choose_backend
     return choose(plan, implementation, order)
 
 
 @functools.lru_cache(maxsize=1024)
-def chosen(plan: Plan, implementation: str | None, order: float | None) -> Backend:
-    """The first backend that computes the call."""
+def choose_backend(plan: Plan, implementation: str | None, order: float | None) -> Backend:
+    """The first backend that can compute the call."""
     why = []
     for backend in BACKENDS:
-        if _is_asked(backend, implementation):
+        if _is_requested(backend, implementation):
             reason = _why_not(backend, plan, order, implementation is not None)
             if reason is None:
                 return backend
@@ -101,7 +103,7 @@ def chosen(plan: Plan, implementation: str | None, order: float | None) -> Backe
     raise value_error("implementation", must, repr(implementation))
 
 
-def _is_asked(backend: Backend, implementation: str | None) -> bool:
+def _is_requested(backend: Backend, implementation: str | None) -> bool:
     if implementation == "native":
         return backend.name != "generic"
     return implementation in (None, backend.name)

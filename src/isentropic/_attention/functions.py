@@ -35,12 +35,12 @@ from isentropic._entropy import (
     normalized_entropy,
     partition,
 )
-from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
+from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, quietly
 from isentropic.laws._formulas import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
-# What PyTorch, JAX and transformers call the arguments of attention.
+# The names of the arguments of attention in PyTorch, JAX and transformers.
 NAMES = {
     "attn_mask": "mask", "attention_mask": "mask", "key_padding_mask": "mask", "attn_bias": "bias",
     "scaling": "scale", "causal": "is_causal", "logits_soft_cap": "softcap", "dropout_p": None,
@@ -51,7 +51,7 @@ _R = TypeVar("_R")
 
 
 def quietly_named(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`quietly`, for functions with the arguments of attention."""
+    """Decorate a function that has the arguments of attention by `quietly`."""
     return quietly(function, NAMES)
 
 
@@ -73,8 +73,8 @@ def attention(
 ) -> ArrayT:
     """Scaled dot-product attention whose scale follows a law of the number of visible keys.
 
-    With ``law=None`` equivalent to `torch.nn.functional.scaled_dot_product_attention` (whose causal
-    mask is aligned differently where L ≠ S).
+    With ``law=None`` equivalent to `torch.nn.functional.scaled_dot_product_attention`, except that its
+    causal mask is aligned differently for L ≠ S.
 
     Parameters
     ----------
@@ -83,56 +83,57 @@ def attention(
     value : array (..., S, Ev)
         Floating-point arrays of one library and device; the axes ``...`` broadcast.
     mask : boolean array or Mask, optional
-        Which keys each query sees: True = attend, broadcastable to (..., L, S); or a mask of
-        `isentropic.masks`, which never becomes an L×S array.
+        The keys that each query sees: a boolean array broadcastable to (..., L, S), where True means
+        attend, or a mask of `isentropic.masks`, which never becomes an L×S array.
     bias : array, optional
-        Added to the logits; broadcastable to (..., L, S). −∞ hides a key from the softmax, but only
-        a `mask` hides it from the count n.
+        Added to the logits; broadcastable to (..., L, S). A bias of −∞ removes a key from the softmax,
+        but not from the count n. Only a `mask` does both.
     is_causal : bool
-        Also apply ``masks.causal()``, aligned bottom-right: the last query sees every key. ::
+        Also apply ``masks.causal()``. It is aligned bottom-right: the last query sees every key. ::
 
             L = 2, S = 4     keys 0 1 2 3
             query 0               ■ ■ ■ ·
             query 1               ■ ■ ■ ■
 
     scale : float, optional
-        The scale at which the law is 1; ``1/√E`` by default.
+        The scale of the logits where the law is 1; ``1/√E`` by default.
     law : Law or None, default ``LogLength(512)``
-        Factor on the scale as a function of n; None for the standard attention.
+        The factor on the scale as a function of n. None is standard attention.
     n_keys : int or array broadcastable to (..., L), optional
-        The n of the law, instead of the number of keys that each query sees.
+        The n of the law. The default is the number of keys that each query sees.
     softcap : float > 0, optional
         c in ``c · tanh(logit / c)``, applied before the bias.
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
     implementation : {None, "generic", "native", "sdpa", "numpy", "jax", "torch"}
-        Which code computes it. None chooses the fastest that can. "generic" is the pass over tiles
-        that is the same for all libraries, "native" any other. The rest are names of backends, as in
-        `attention_backends`. It is an error where what is asked for cannot compute the call.
+        The backend that computes the call. None chooses the fastest one that can. "generic" is the pass
+        over tiles that is the same for all libraries, and "native" is any other backend. The other
+        names are listed in `attention_backends`. A backend that cannot compute the call is an error.
 
     Returns
     -------
     array (..., L, Ev)
-        In the dtype to which the inputs promote; half precision is accumulated in float32. A query
-        that sees no key gives 0.
+        The output, in the dtype to which the inputs promote. Half precision is accumulated in float32.
+        The output of a query that sees no key is 0.
 
     Raises
     ------
     TypeError
-        For arrays that are not of floats, a mask that is neither boolean nor a Mask, mixed libraries.
+        If an array is not of floats, if `mask` is neither a boolean array nor a Mask, or if the arrays
+        belong to different libraries.
     ValueError
-        For shapes that do not fit, mixed devices, or values out of range.
+        If shapes do not fit, if the arrays are on different devices, or if a value is out of range.
 
     Notes
     -----
-    ``softmax(law(n) · scale · QKᵀ) V``, taken tile by tile: memory is O(L), not O(L·S), also of
-    gradients (under ``torch.compile`` only where PyTorch's own kernel computes it). n is counted
-    per query from mask, causality and window together, so that decoding with a cache equals prefill
-    and padding does not count.
+    The output is ``softmax(law(n) · scale · QKᵀ) V``, computed tile by tile. The memory is O(L), not
+    O(L·S), also for gradients. (Under ``torch.compile`` this holds only where PyTorch's own kernel
+    computes the call.) n is counted for each query from mask, causality and window together. So
+    decoding with a cache equals prefill, and padding does not count.
 
-    Keys and values that a query does not see have no effect on it, even where they hold NaN or
-    infinities; where it does see such a key or value, and there is a mask, all of its output is NaN.
-    Logits beyond the range of the dtype make it NaN, without a warning.
+    Keys and values that a query does not see have no effect on its output, even if they are NaN or
+    infinite. If there is a mask and the query sees such a key or value, all of its output is NaN.
+    Logits beyond the range of the dtype make the output NaN, without a warning.
 
     References
     ----------
@@ -175,23 +176,24 @@ def attention_state(
     implementation: str | None = None,
     block_size: int | None = None,
 ) -> AttentionState:
-    """Output, log-normalizer and entropy of attention in one pass, in a form that can be merged.
+    """Output, log-normalizer and entropy of attention in one pass, as a state that can be merged.
 
     Parameters
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
     value : array (..., S, Ev), optional
-        Without values the state has no output.
+        The values. Without them the state has no output.
     mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
-        As in `attention`. States of key blocks that are to be merged need the total as `n_keys`.
+        As in `attention`. States of key blocks that are to be merged need the total number of keys as
+        `n_keys`.
     block_size : int, optional
-        How many keys a tile holds.
+        The number of keys of a tile.
 
     Returns
     -------
     AttentionState
-        Of float32, or float64 where the inputs are.
+        Its arrays are float32, or float64 for float64 inputs.
 
     Raises
     ------
@@ -219,7 +221,7 @@ def attention_state(
         seen = lengths if n_keys is None else visible_lengths(plan, operands.mask)
         shape = (*plan.batch, plan.n_queries)
         n_seen, n = (plan.xp.broadcast_to(x, shape) for x in (seen, lengths))
-    state = as_rows(state_of(plan, operands, implementation, maximum=True))
+    state = as_rows(state_of(plan, operands, implementation, relative_to_maximum=True))
     return state._replace(n_seen=n_seen, n_keys=n)
 
 
@@ -248,10 +250,10 @@ def attention_entropy(
     query : array (..., L, E)
     key : array (..., S, E)
     order : float in [0, ∞], default 1
-        0 the logarithm of the number of keys of positive weight, 1 Shannon, 2 collision, ∞
-        min-entropy. A Python number.
+        A Python number: 0 is the logarithm of the number of keys of positive weight, 1 Shannon, 2
+        collision, ∞ min-entropy.
     family : {"renyi", "tsallis"}
-        Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both are Shannon's.
+        Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both equal Shannon's.
     normalized : bool
         Divide by the entropy of the uniform distribution over the n keys of the law (log n for
         Rényi's); 0 where n ≤ 1.
@@ -261,17 +263,18 @@ def attention_entropy(
     Returns
     -------
     array (..., L)
-        Nats, in [0, log n] for Rényi's, or in [0, 1] where normalized; of float32, or float64 where the
-        inputs are. 0 for a query that sees no key.
+        The entropies in nats. Rényi's lie in [0, log n], normalized ones in [0, 1]. The dtype is
+        float32, or float64 for float64 inputs. 0 for a query that sees no key.
 
     Raises
     ------
     TypeError, ValueError
-        As in `attention`; also for a negative or NaN order.
+        As in `attention`, and if `order` is negative or NaN.
 
     Notes
     -----
-    Exact, from sums over keys relative to the maximum: see `entropy_from_logits` for the formula.
+    The entropy is exact. It is computed from sums over keys relative to the maximum; see
+    `entropy_from_logits` for the formula.
 
     Examples
     --------
@@ -312,7 +315,7 @@ def attention_weights(
     softcap: float | None = None,
     enable_gqa: bool = False,
 ) -> ArrayT:
-    """The attention weights as an L×S array: for looking at.
+    """The attention weights as an L×S array, for inspection.
 
     Parameters
     ----------
@@ -324,7 +327,8 @@ def attention_weights(
     Returns
     -------
     array (..., L, S)
-        Rows sum to 1; 0 for a query that sees no key.
+        The weights, in [0, 1], in the dtype to which the inputs promote. Rows sum to 1. The row of a
+        query that sees no key is 0.
 
     Raises
     ------
@@ -366,7 +370,7 @@ def attention_information(
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """How much the choice of the query tells about the key attended to: I(Q;K).
+    """The mutual information I(Q;K) of the query and the key that it attends to.
 
     Parameters
     ----------
@@ -378,8 +382,8 @@ def attention_information(
     Returns
     -------
     array (...)
-        Nats, in [0, log min(L, S)], of float32, or float64 where the inputs are: 0 where all queries
-        attend alike. Queries that see no key do not take part.
+        The information in nats, in [0, log min(L, S)]; 0 if all queries have the same weights. Queries
+        that see no key are ignored. The dtype is float32, or float64 for float64 inputs.
 
     Raises
     ------
@@ -388,9 +392,9 @@ def attention_information(
 
     Notes
     -----
-    ``H(mean of the rows) − mean of H(row)``, the Jensen–Shannon information of the rows of the
-    attention matrix, that is, the mutual information for a query drawn uniformly. Two passes over
-    the tiles; the weights are not formed.
+    The formula is ``H(mean of the rows) − mean of H(row)``, the Jensen–Shannon divergence of the rows
+    of the attention matrix. It equals the mutual information if the query is drawn uniformly. The
+    computation takes two passes over the tiles and does not form the weights.
 
     Examples
     --------
@@ -434,7 +438,7 @@ def attention_backends(
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> dict[str, str]:
-    """Which code computes a call, and why the others do not. Nothing is computed.
+    """The backend that computes a call, and why the others do not. Nothing is computed.
 
     Parameters
     ----------
@@ -442,24 +446,25 @@ def attention_backends(
     key : array (..., S, E)
     value : array (..., S, Ev), optional
     order : float in [0, ∞], optional
-        Ask about `attention_entropy` of this order, or for 1 about `attention_state` too. By default
-        about `attention` where there are values, and else about the order 1.
+        Report on `attention_entropy` of this order; the report for order 1 also holds for
+        `attention_state`. The default is to report on `attention` if there are values, and otherwise
+        on order 1.
     mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
         As in `attention`.
 
     Returns
     -------
     dict of str
-        For each backend, in the order in which they are asked: ``"runs"`` for the one that computes the
-        call, or why it does not. The backends are *sdpa*, PyTorch's
-        ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the host; *jax*,
-        ``jax.nn.dot_product_attention``; *torch*, the generic pass with gradients that take the tiles
-        again; *generic*, the pass over tiles that is the same for all libraries.
+        An entry for each backend, in the order in which they are tried: ``"runs"`` for the one that
+        computes the call, and for the others the reason why they do not. The backends are *sdpa*,
+        PyTorch's ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the
+        host; *jax*, ``jax.nn.dot_product_attention``; *torch*, the generic pass, whose gradient
+        computes the tiles again; *generic*, the pass over tiles that is the same for all libraries.
 
     Raises
     ------
     TypeError, ValueError
-        As in `attention`; also for a negative or NaN order.
+        As in `attention`, and if `order` is negative or NaN.
 
     Examples
     --------
@@ -477,40 +482,41 @@ def attention_backends(
         query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
         implementation,
     ))  # fmt: skip
-    asked = 1.0 if order is None and value is None else order
-    found: dict[str, str] = {}
-    for name, why in reasons(plan, implementation, asked).items():
-        is_taken = "runs" in found.values()
-        found[name] = why or ("another comes first" if is_taken else "runs")
-    return found
+    reported_order = 1.0 if order is None and value is None else order
+    report: dict[str, str] = {}
+    for name, why in reasons(plan, implementation, reported_order).items():
+        is_taken = "runs" in report.values()
+        report[name] = why or ("another comes first" if is_taken else "runs")
+    return report
 
 
 @quietly_named
 def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW) -> ArrayT:
-    """Queries multiplied by ``law(n)``: brings a law to any attention kernel.
+    """Queries multiplied by ``law(n)``, to use a law with any attention kernel.
 
     Parameters
     ----------
     query : array (..., L, E)
     n_keys : int or array broadcastable to (..., L)
-        How many keys each query sees.
+        The number of keys that each query sees.
     law : Law
 
     Returns
     -------
     array (..., L, E)
-        In the dtype of `query`.
+        The scaled queries, in the dtype of `query`.
 
     Raises
     ------
     TypeError, ValueError
-        For queries that are not of floats, other libraries or devices, shapes that do not broadcast.
+        If `query` is not an array of floats, if shapes do not broadcast, or if the arrays belong to
+        different libraries or devices.
 
     Notes
     -----
-    ``softmax((law(n) q) · k / √E)`` is the attention of the law. Where the kernel adds a bias, a
-    sink or a soft cap it makes a difference that the queries are scaled, and not the logits: this is
-    the order that `attention` has too.
+    ``softmax((law(n) q) · k / √E)`` is the attention of the law. Scaling the queries differs from
+    scaling the final logits if the kernel has a bias, a sink or a soft cap: these come after the law,
+    as they do in `attention`.
 
     Examples
     --------
@@ -522,10 +528,10 @@ def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW)
     check_law(law)
     arrays = {"query": query} | present(n_keys=array_or_none(n_keys))
     xp = namespace(("law", law.arrays), **arrays)
-    place = device(("law", law.arrays), **arrays)
+    device = common_device(("law", law.arrays), **arrays)
     check_floating(xp, query=query)
     check_ndim(2, query=query)
 
     dtype = accumulator(xp, query.dtype)
-    n = given_lengths(xp, place, dtype, n_keys, query.shape[:-1])
+    n = given_lengths(xp, device, dtype, n_keys, query.shape[:-1])
     return xp.astype(xp.astype(query, dtype) * factor(xp, law, n, query.shape[:-1]), query.dtype)

@@ -1,4 +1,4 @@
-"""The generic pass: tile, logits, weights, state, merge. What every backend has to equal."""
+"""The generic pass: tile, logits, weights, state, merge. Every backend must give the same results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import check_axis, common_shape, plain_integer, type_error, value_error
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
-from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_seen, map_blocks, take
-from isentropic._namespace import Array, device, equal_by_value, is_numpy, namespace, present
+from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_known_true, map_blocks, take
+from isentropic._namespace import Array, common_device, equal_by_value, is_numpy, namespace, present
 from isentropic._numerics import align, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
 from isentropic.masks import Mask
 
 
 @equal_by_value
 class AttentionState(NamedTuple):
-    """What attention over some keys needs to remember of them: enough for output and entropy.
+    """Sums of attention over a set of keys, from which output and entropy follow.
 
-    With logits s, m = max s and x = s − m, for each query:
+    For each query, with logits s, m = max s and x = s − m:
 
     Attributes
     ----------
@@ -36,18 +36,18 @@ class AttentionState(NamedTuple):
     weighted_score : array (..., L) or None
         Σ eˣ x, at most 0.
     n_seen : array (..., L) or None
-        How many keys the query sees among those of the state.
+        The number of keys of the state that the query sees.
     n_keys : array (..., L) or None
-        The n that the law was given. Like `n_seen`, None where there is no law that depends on it, or
-        where the state was made by hand: then `merge_states` cannot tell whether they agree.
+        The n of the law. Both `n_keys` and `n_seen` are None if no law depends on n, or if the state
+        was made by hand. `merge_states` then cannot check that they agree.
 
     Notes
     -----
-    Being a NamedTuple it is a pytree in JAX and PyTorch. Half-precision inputs give float32 states.
-    `merge_states` combines states of disjoint sets of keys, and so does ``+``. See `attention_state`.
+    A state is a NamedTuple, hence a pytree in JAX and PyTorch. Half-precision inputs give float32
+    states. `merge_states` and ``+`` combine states of disjoint sets of keys. See `attention_state`.
 
-    A state weighs nothing where its maximum is −∞ or its normalizer 0, whatever its other fields hold:
-    some kernels report a log-sum-exp of −∞, and no zeros, for keys that are all hidden.
+    A query has no weight in a state if its maximum is −∞ or its normalizer 0, whatever the other
+    fields hold. Some kernels return a log-sum-exp of −∞, but no zeros, if all keys are hidden.
 
     Examples
     --------
@@ -72,7 +72,7 @@ class AttentionState(NamedTuple):
         return merge_states(self, other)
 
     def output(self) -> Any:
-        """The attention output Σ p v, (..., L, Ev); 0 where no key is seen.
+        """The attention output Σ p v, (..., L, Ev); 0 for a query that sees no key.
 
         Returns
         -------
@@ -85,11 +85,11 @@ class AttentionState(NamedTuple):
         """
         if self.weighted_value is None:
             raise value_error("value", "be given to `attention_state` for an output", None)
-        xp, state = namespace(state=self.normalizer), _without_hidden(self)
+        xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
         return divide_or_zero(xp, state.weighted_value, state.normalizer[..., None])
 
     def log_normalizer(self) -> Any:
-        """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ where no key is seen.
+        """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ for a query that sees no key.
 
         Returns
         -------
@@ -100,7 +100,7 @@ class AttentionState(NamedTuple):
         return xp.where(_sees_nothing(self), -math.inf, finite)
 
     def entropy(self) -> Any:
-        """The Shannon entropy of the attention weights in nats, (..., L); 0 where no key is seen.
+        """The Shannon entropy of the attention weights in nats, (..., L); 0 if a query sees no key.
 
         Returns
         -------
@@ -108,7 +108,7 @@ class AttentionState(NamedTuple):
         """
         if self.weighted_score is None:
             raise value_error("weighted_score", "be an array for an entropy", None)
-        xp, state = namespace(state=self.normalizer), _without_hidden(self)
+        xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
         return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
 
 
@@ -117,16 +117,16 @@ def merge_states(
 ) -> AttentionState:
     """The state of the union of disjoint sets of keys.
 
-    Associative and commutative; a state of no keys, (−∞, 0, 0, 0), is its identity. So keys may be
-    split over loop steps, cache pages, threads, devices or hosts.
+    The merge is associative and commutative. Its identity is the state of no keys, (−∞, 0, 0, 0). So
+    keys can be split over loop steps, cache pages, threads, devices or hosts.
 
     Parameters
     ----------
     *states : AttentionState
-        Two or more, or one list of them; of the same queries, with broadcastable shapes.
+        Two or more states, or one list of them, for the same queries and with broadcastable shapes.
     axis : int, optional
-        For one state whose fields are those of several, stacked: the axis of `maximum` along which
-        they are, not the last, which is that of the queries.
+        For one state whose fields are stacked fields of several states: the axis of `maximum` along
+        which they are stacked. It cannot be the last axis, which is that of the queries.
 
     Returns
     -------
@@ -135,26 +135,28 @@ def merge_states(
     Raises
     ------
     TypeError
-        Without states, for a single state without `axis`, for other things than states, or for arrays
-        of several libraries.
+        If there are no states, if there is a single state and no `axis`, if an argument is not a state,
+        or if the arrays belong to several libraries.
     ValueError
-        If some states have values and others have none, or for arrays of several devices.
+        If some states have values and others have none, or if the arrays are on several devices.
 
     Warns
     -----
     UserWarning
-        Where the laws of the states were given different numbers of keys, or fewer than the states
-        hold together: then some state lacks ``n_keys``, or its mask shows keys that it should hide.
-        Nothing is checked where the numbers cannot be read: inside a trace, on a GPU.
+        If the laws of the states were given different numbers of keys, or fewer keys than the states
+        hold together. Then ``n_keys`` is missing in a call of `attention_state`, or a mask shows keys
+        that it should hide. The check needs numbers that can be read: there is none inside a trace or
+        on a GPU.
 
     Notes
     -----
-    The law counts keys: give the number that the query sees in all as ``n_keys`` to each
-    `attention_state` whose result is to be merged. A causal mask counts positions from the first key
-    of the block: for a block that begins at the key b it is ``masks.causal(offset - b)``.
+    The law counts the keys of one call. So give the total number of keys that a query sees as
+    ``n_keys`` to each `attention_state` whose result is to be merged. A causal mask counts positions
+    from the first key of the block. For a block that begins at key b it is
+    ``masks.causal(offset - b)``.
 
-    An attention sink, a logit σ that takes weight and has no value, is one more state:
-    ``AttentionState(σ, 1, 0, 0)`` in arrays of the shapes of the others.
+    An attention sink is a logit σ that takes weight and has no value. It is one more state,
+    ``AttentionState(σ, 1, 0, 0)``, in arrays of the shapes of the other states.
 
     References
     ----------
@@ -170,7 +172,7 @@ def merge_states(
     >>> bool(np.allclose(merge_states(*halves).output(), attention_state(q, k, v).output()))
     True
     """
-    states = _members(states, axis)
+    states = _states_to_merge(states, axis)
     for state in states:
         if not isinstance(state, AttentionState):
             raise type_error("states", "be one or more AttentionState", type(state).__name__)
@@ -182,14 +184,14 @@ def merge_states(
         **{f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
     )
     xp = namespace(**arrays)
-    device(**arrays)
+    common_device(**arrays)
     for i, state in enumerate(states):
-        for name, x, ours in (
+        for name, x, expected in (
             ("normalizer", state.normalizer, states[0].normalizer),
             ("weighted_value", state.weighted_value, states[0].weighted_value),
         ):
-            if x is not None and ours is not None and x.shape[-1] != ours.shape[-1]:
-                must = f"have the last dimension of the others, {ours.shape[-1]}"
+            if x is not None and expected is not None and x.shape[-1] != expected.shape[-1]:
+                must = f"have the last dimension of the others, {expected.shape[-1]}"
                 raise value_error(f"states[{i}].{name}", must, x.shape[-1])
     common_shape(**{f"states[{i}].normalizer": s.normalizer.shape[:-1] for i, s in enumerate(states)})
 
@@ -201,14 +203,16 @@ def merge_states(
 def _merged(xp: ModuleType, states: tuple[AttentionState, ...]) -> AttentionState:
     ndim = max(state.normalizer.ndim for state in states) + 1
     columns = [
-        AttentionState(*(x if x is None else lift(x, ndim) for x in as_columns(_without_hidden(state))))
+        AttentionState(
+            *(x if x is None else lift(x, ndim) for x in as_columns(_with_empty_zeroed(state)))
+        )
         for state in states
     ]
     return as_rows(reduce(lambda a, b: merge_columns(xp, a, b, 1.0), columns))
 
 
-def _members(states: tuple[Any, ...], axis: int | None) -> tuple[AttentionState, ...]:
-    """The states to merge, however they were given."""
+def _states_to_merge(states: tuple[Any, ...], axis: int | None) -> tuple[AttentionState, ...]:
+    """The states to merge: the arguments, the members of one list, or the parts of a stacked state."""
     if len(states) == 1 and isinstance(states[0], AttentionState):
         if axis is None:
             must = "be two or more AttentionState, a list of them, or one with the `axis` of several"
@@ -236,9 +240,9 @@ def _sees_nothing(state: AttentionState) -> Any:
     return (state.normalizer == 0) | (state.maximum == -math.inf)
 
 
-def _without_hidden(state: AttentionState) -> AttentionState:
-    """The state with zeros where it weighs nothing."""
-    if 0 in state.normalizer.shape:  # of which `where` in JAX forgets over which mesh axes it varies
+def _with_empty_zeroed(state: AttentionState) -> AttentionState:
+    """The state with zeros where it has no weight."""
+    if 0 in state.normalizer.shape:  # JAX's `where` drops the varying mesh axes of empty arrays
         return state
     xp, empty = namespace(state=state.normalizer), _sees_nothing(state)
 
@@ -253,19 +257,19 @@ def _without_hidden(state: AttentionState) -> AttentionState:
 
 
 def _merged_counts(xp: ModuleType, states: tuple[AttentionState, ...]) -> tuple[Any, Any]:
-    """The counts of keys of the union; warns where they contradict one another."""
+    """The key counts of the union. Warns if the counts of the states contradict each other."""
     if any(state.n_seen is None or state.n_keys is None for state in states):
         return None, None
     n_seen = reduce(lambda a, b: sum(align(a, b)), (state.n_seen for state in states))
     n_keys = reduce(lambda a, b: xp.maximum(*align(a, b)), (state.n_keys for state in states))
     for state in states:
-        # A state of no keys has no weight that the law could have changed.
-        own, seen, n = align(state.n_keys, state.n_seen, n_keys)
-        if is_seen(xp, xp.any((own != n) & (seen > 0))):
+        # The law has no effect on a state of no keys.
+        state_n, seen, n = align(state.n_keys, state.n_seen, n_keys)
+        if is_known_true(xp, xp.any((state_n != n) & (seen > 0))):
             _warn_of_counts("The laws of the states were given different numbers of keys")
             break
     else:
-        if is_seen(xp, xp.any(n_seen > n_keys)):
+        if is_known_true(xp, xp.any(n_seen > n_keys)):
             _warn_of_counts("The states hold more keys than their laws were given")
     return n_seen, n_keys
 
@@ -285,7 +289,7 @@ def _warn_of_counts(what: str) -> None:
 def tile_state(
     xp: ModuleType, logits: Array, value: Any, order: float | None, maximum: Array | None = None
 ) -> AttentionState:
-    """The state of the keys of one tile: logits (..., L, S), and `value` a function of the weights."""
+    """The state of a tile with logits (..., L, S). `value` is a function of the weights, or None."""
     maximum, weight, normalizer, moment = partition(xp, logits, order, maximum)
     weighted_value = None if value is None else value(weight)
     return AttentionState(maximum, normalizer, weighted_value, moment)
@@ -301,7 +305,7 @@ def empty_state(
 
 
 def output_of_columns(xp: ModuleType, state: AttentionState) -> Array:
-    """The attention output, 0 where no key is seen."""
+    """The attention output; 0 for a query that sees no key."""
     assert state.weighted_value is not None
     return divide_or_zero(xp, state.weighted_value, state.normalizer)
 
@@ -313,7 +317,7 @@ def merge_columns(
     reference = replace_infinite_minimum(xp, maximum)
     normalizer, value, moment = 0.0, 0.0, 0.0
     for state in (a, b):
-        # A state of no keys has nothing to shift; its maximum is −∞.
+        # A state of no keys has the maximum −∞ and needs no shift.
         shift = xp.where(state.maximum == -math.inf, 0.0, state.maximum - reference)
         weight = xp.exp(shift)
         normalizer = normalizer + weight * state.normalizer
@@ -356,7 +360,7 @@ class Tiles:
 
     plan: Plan
     operands: Operands
-    query: Array  # scaled, in the dtype of the sums
+    query: Array  # scaled by the law and the scale, in the dtype of the computation
 
     @classmethod
     def of(cls, plan: Plan, operands: Operands) -> Tiles:
@@ -367,21 +371,22 @@ class Tiles:
         self,
         order: float | None,
         logits: Callable[[Block, Block], Array] | None = None,
-        n_numbers: int = 1,
+        numbers_per_logit: int = 1,
     ) -> AttentionState:
-        """The state over all keys, its fields kept as columns (..., L, 1).
+        """The state over all keys, with its fields as columns (..., L, 1).
 
-        Of other `logits` where they are given, with how many numbers it takes to compute one.
+        `logits` computes the logits of a tile in place of the method; one logit then takes
+        `numbers_per_logit` numbers in memory.
         """
-        plan, of_tile = self.plan, self.logits if logits is None else logits
+        plan, tile_logits = self.plan, self.logits if logits is None else logits
         shape = (*plan.batch, plan.n_queries)
         if plan.n_keys == 0:
             kind = {"dtype": plan.compute, "device": plan.device}
             return empty_state(plan.xp, shape, plan.n_values, order, **kind)
-        row_size, column_size = tile_shape(plan, n_numbers)
+        row_size, column_size = tile_shape(plan, numbers_per_logit)
 
         def tile(rows: Block, columns: Block) -> AttentionState:
-            return self.tile_state(of_tile(rows, columns), columns, order)
+            return self.tile_state(tile_logits(rows, columns), columns, order)
 
         def over_keys(rows: Block) -> AttentionState:
             return fold(
@@ -394,7 +399,7 @@ class Tiles:
             )
 
         fields = map_blocks(plan.xp, over_keys, plan.n_queries, row_size, in_threads=True)
-        return AttentionState(*[widened(plan.xp, x, shape) for x in fields])
+        return AttentionState(*[with_batch_axes(plan.xp, x, shape) for x in fields])
 
     def logits(self, rows: Block, columns: Block) -> Array:
         """The logits of one tile, −∞ where a key is hidden."""
@@ -408,7 +413,7 @@ class Tiles:
     def tile_state(
         self, logits: Array, columns: Block, order: float | None, maximum: Array | None = None
     ) -> AttentionState:
-        """The state of a tile's keys, relative to their own maximum or a given one."""
+        """The state of the keys of a tile, relative to their own maximum or to a given one."""
         xp = self.plan.xp
         value: Any = self.operands.value
 
@@ -440,17 +445,17 @@ class Tiles:
 
     def _reach(self, rows: Block) -> Any:
         mask, frame = self.operands.mask, self.plan.frame
-        return None if mask is None or frame.whole else mask.reach(frame, rows)
+        return None if mask is None or frame.is_compiling else mask.reach(frame, rows)
 
 
-def tile_shape(plan: Plan, n_numbers: int = 1) -> tuple[int, int]:
-    """The queries and the keys of a tile, of whose logits each takes some numbers to compute."""
-    if plan.frame.whole and plan.block_size is None:
+def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
+    """The numbers of queries and of keys of a tile."""
+    if plan.frame.is_compiling and plan.block_size is None:
         return plan.n_queries, plan.n_keys
-    width, size = max(n_numbers, 1), BLOCKS.tile
-    if is_numpy(plan.xp):  # each thread has several
+    width, size = max(numbers_per_logit, 1), BLOCKS.tile
+    if is_numpy(plan.xp):  # each thread holds several arrays of the size of a tile
         size = BLOCKS.tile // 4
-    elif is_gpu(plan.xp, plan.device):  # which needs much work at a time
+    elif is_gpu(plan.xp, plan.device):  # small tiles leave a GPU idle
         size = BLOCKS.tile * 32
     columns = plain_integer(plan.block_size or max(BLOCKS.columns // width, 1))
     rows = size // max(math.prod(plan.batch) * min(columns, plan.n_keys) * width, 1)
@@ -458,47 +463,47 @@ def tile_shape(plan: Plan, n_numbers: int = 1) -> tuple[int, int]:
 
 
 def reach(plan: Plan, mask: Mask | None, rows: Block) -> Block:
-    """The block of the keys that some query of a block of rows sees; one key at least.
+    """A block of keys that covers all keys that any query of a block of rows sees.
 
-    All keys where the rows are traced.
+    It has at least one key. It covers all keys if the rows are traced.
     """
-    if mask is None or plan.frame.whole or not isinstance(rows[0], int):
+    if mask is None or plan.frame.is_compiling or not isinstance(rows[0], int):
         return 0, plan.n_keys
     first, end = clip_reach(mask.reach(plan.frame, rows), plan.n_keys)
     return first, end - first
 
 
 def add_bias_and_mask(plan: Plan, operands: Operands, s: Any, rows: Block, columns: Block) -> Array:
-    """`s` with the bias of a tile, NaN where a row is not finite, and −∞ where a key is hidden."""
+    """`s` plus the bias of a tile; NaN for nonfinite rows of queries and keys; −∞ for hidden keys."""
     xp = plan.xp
     if operands.bias is not None or operands.nonfinite is not None:
-        s = s + _shift(plan, operands, rows, columns)
+        s = s + _added_to_logits(plan, operands, rows, columns)
     if operands.mask is None:
         return s
     visible = lift(operands.mask.block(plan.frame, rows, columns), plan.ndim)
     return xp.where(visible, s, -math.inf)
 
 
-def _shift(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Array:
-    shift: Any = 0.0
+def _added_to_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Array:
+    added: Any = 0.0
     if operands.bias is not None:
-        shift = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)
+        added = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)
     if operands.nonfinite is not None:
-        of_queries, of_keys = operands.nonfinite
-        shift = shift + (take(of_queries, rows, -2) + take(of_keys, columns, -1))
-    return shift
+        query_nan, key_nan = operands.nonfinite
+        added = added + (take(query_nan, rows, -2) + take(key_nan, columns, -1))
+    return added
 
 
 def causal_nan(plan: Plan, operands: Operands) -> Array:
-    """NaN for queries that see a row that is not finite under plain causality, (..., L, 1), else 0."""
+    """NaN for queries that see a nonfinite row under a plain causal mask, else 0; (..., L, 1)."""
     assert operands.nonfinite is not None
-    of_queries, of_keys = operands.nonfinite
-    # Not `cumulative_sum`: torch.compile warns about array_api_compat's.
-    return of_queries + plan.xp.cumsum(of_keys[..., 0, :], -1)[..., None]
+    query_nan, key_nan = operands.nonfinite
+    # Not `cumulative_sum` of array_api_compat, for which torch.compile warns.
+    return query_nan + plan.xp.cumsum(key_nan[..., 0, :], -1)[..., None]
 
 
 def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
-    """``a @ b`` where axis −3 of `b` may divide that of `a`: neighbouring heads share one product."""
+    """``a @ b``, where axis −3 of `b` may divide that of `a`: the heads of a group share a product."""
     if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
         return a @ b
     *batch, heads, rows, inner = a.shape
@@ -507,8 +512,8 @@ def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
     return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))
 
 
-def widened(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
-    """`x` with the batch axes of all arguments; itself where it has them (a view is read-only)."""
+def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
+    """`x` broadcast to the batch axes of all arguments, or `x` itself, as views are read-only."""
     if x is None or x.shape[:-1] == shape:
         return x
     return xp.broadcast_to(x, (*shape, x.shape[-1]))

@@ -1,4 +1,4 @@
-"""Attention of JAX's arrays by its own kernel."""
+"""The backend that calls JAX's own kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from isentropic._namespace import Array, is_jax
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
-    """Why ``jax.nn.dot_product_attention`` does not compute a call."""
+    """The reason why ``jax.nn.dot_product_attention`` does not compute a call, or None."""
     if not is_jax(plan.xp):
         return "the arrays are not JAX's"
     if order is not None:
@@ -40,7 +40,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     if not isinstance(scale, float):
         query, scale = Tiles.of(plan, operands).query, 1.0
     arrays = [
-        xp.swapaxes(four_axes(plan, xp.astype(x, plan.dtype), whole=True), 1, 2)
+        xp.swapaxes(four_axes(plan, xp.astype(x, plan.dtype), expand=True), 1, 2)
         for x in (query, operands.key, operands.values)
     ]
     kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"

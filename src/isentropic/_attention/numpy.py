@@ -1,12 +1,12 @@
-"""The tile pass for NumPy, in which exp is the only elementwise pass over a tile.
+"""The tile pass for NumPy. Its only elementwise operation on a tile is exp.
 
-The exponents are relative to a bound of each row, b = ‖q‖ · max‖k‖ ≥ max q·k, instead of its
-maximum. Its subtraction is done by the product itself, as one more column: −b on the queries and 1
-on the keys. So is the sum over a row, by a column of 1 on the values. What is left of a tile is
-product, exp, product. Rows whose sum comes out too small to be exact relative to the bound are done
-again relative to their maximum, which takes one more product.
+The exponents of a row are relative to a bound b = ‖q‖ · max‖k‖ ≥ max q·k instead of the maximum. The
+product of queries and keys subtracts b by one more column: −b on the queries and 1 on the keys. The
+product with the values computes the sums of the rows by a column of 1 on the values. So a tile takes
+a product, an exp and a product. A row whose sum relative to the bound is too small to be accurate is
+computed again relative to its maximum, which takes one more product.
 
-The blocks of rows of all batch elements go over threads.
+Threads compute the blocks of rows of all batch elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-from isentropic._attention.generic import AttentionState, grouped_matmul, widened
+from isentropic._attention.generic import AttentionState, grouped_matmul, with_batch_axes
 from isentropic._attention.plan import Operands, Plan
 from isentropic._entropy import partition
 from isentropic._loops import BLOCKS, Block, keep_freed_memory, take
@@ -25,22 +25,22 @@ from isentropic._namespace import Array
 from isentropic._threads import run
 from isentropic.masks import Mask
 
-# A sum relative to the bound is exact from here on: less is lost in it by underflow (single weights
-# below 1e-38 in float32) than by rounding, for up to 10^10 keys.
-_SMALLEST = 1e-20
-# What the subtraction of the bound may add to an exponent.
-_ERROR = 1e-3
+# A sum relative to the bound is accurate from here on: for up to 10^10 keys it loses less to underflow
+# (of weights below 1e-38 in float32) than to rounding.
+_MIN_SUM = 1e-20
+# The largest rounding error in an exponent from the subtraction of the bound.
+_MAX_EXPONENT_ERROR = 1e-3
 
 Index = tuple[int, ...]
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
-    """Why NumPy does not compute a call."""
+    """The reason why the NumPy pass does not compute a call, or None."""
     if plan.has_bias or plan.softcap is not None:
         return "it has no bias and no soft cap"
     if plan.block_size is not None:
         return "it chooses the sizes of its tiles"
-    if not is_named and plan.frame.whole:
+    if not is_named and plan.frame.is_compiling:
         return "torch.compile traces the call"
     if not plan.is_on_host:
         return "some array is on another device, traced or differentiated"
@@ -54,41 +54,47 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
 
 
 def _is_small(plan: Plan) -> bool:
-    """Whether all logits are computed at once."""
-    return plan.n_queries * plan.n_keys * math.prod(plan.batch) <= BLOCKS.numpy_most_at_once
+    """Whether there are so few logits that they are computed at once, without tiles."""
+    return plan.n_queries * plan.n_keys * math.prod(plan.batch) <= BLOCKS.numpy_untiled_logits
 
 
 def _is_large(plan: Plan) -> bool:
-    """Whether there is enough to do for a pass that makes copies and threads, and goes by elements."""
-    if BLOCKS.numpy_least == 0:
+    """Whether the call is large enough to repay copies, threads and a loop over batch elements."""
+    if BLOCKS.numpy_min_logits == 0:
         return True
     size = plan.n_queries * plan.n_keys
     return (
-        plan.n_queries >= 128 and size >= 2**16 and size * math.prod(plan.batch) >= BLOCKS.numpy_least
+        plan.n_queries >= 128
+        and size >= 2**16
+        and size * math.prod(plan.batch) >= BLOCKS.numpy_min_logits
     )
 
 
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""
     if _is_small(plan):
-        return _back(plan, _output_at_once(plan, operands))
-    return _back(plan, _Pass(*_on_host(plan, operands), divide=True).state().weighted_value)
+        return _to_library(plan, _output_at_once(plan, operands))
+    return _to_library(plan, _Pass(*_as_numpy(plan, operands), divide=True).state().weighted_value)
 
 
-def state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
-    """The state with the moment of an order, as columns.
+def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
+    """The state in columns, with the moment of an order.
 
-    Without `maximum` relative to a bound of it, where there are many logits.
+    Unless `relative_to_maximum`, the sums of large calls are relative to a bound of the maximum.
     """
     if _is_small(plan):
         fields = _state_at_once(plan, operands, order)
     else:
-        fields = _Pass(*_on_host(plan, operands), maximum=maximum, score=True).state()
-    return fields if plan.library == "numpy" else AttentionState(*(_back(plan, x) for x in fields))
+        fields = _Pass(
+            *_as_numpy(plan, operands), relative_to_maximum=relative_to_maximum, score=True
+        ).state()
+    if plan.library == "numpy":
+        return fields
+    return AttentionState(*(_to_library(plan, x) for x in fields))
 
 
 def _logits_at_once(plan: Plan, operands: Operands) -> Any:
-    """All logits, −∞ where a key is hidden; and the values."""
+    """Return all logits, −∞ where a key is hidden, and the values."""
     import numpy as np
 
     query, key, value, multiplier = cast(
@@ -96,14 +102,16 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
     )
     if plan.library != "numpy":
         dtype = np.float64 if plan.compute == plan.xp.float64 else np.float32
-        query, key, value, multiplier = (_view(plan, x, dtype) for x in (query, key, value, multiplier))
+        query, key, value, multiplier = (
+            _numpy_view(plan, x, dtype) for x in (query, key, value, multiplier)
+        )
     elif plan.dtype != plan.compute:
         query, key = query.astype(plan.compute), key.astype(plan.compute)
         value = None if value is None else value.astype(plan.compute)
     s = _product(query * multiplier, key.swapaxes(-1, -2))
     if operands.nonfinite is not None:
-        of_queries, of_keys = operands.nonfinite
-        s = s + (np.asarray(of_queries) + np.asarray(of_keys))
+        query_nan, key_nan = operands.nonfinite
+        s = s + (np.asarray(query_nan) + np.asarray(key_nan))
     if plan.is_plain_causal:
         positions = np.arange(plan.n_keys)
         np.copyto(s, -math.inf, where=positions > positions[:, None])
@@ -119,7 +127,7 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
 
     s, value = _logits_at_once(plan, operands)
     maximum = np.maximum.reduce(s, axis=-1, keepdims=True)
-    # A row that sees nothing has weights e^{−∞} = 0.
+    # The weights of a row that sees no key are e^{−∞} = 0.
     np.subtract(s, np.maximum(maximum, np.finfo(s.dtype).min), out=s)
     np.exp(s, out=s)
     normalizer = np.add.reduce(s, axis=-1, keepdims=True)
@@ -137,11 +145,11 @@ def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionSta
     weighted = None if value is None else _product(weight, value)
     shape = (*plan.batch, plan.n_queries)
     fields: tuple[Any, ...] = (maximum, normalizer, weighted, moment)
-    return AttentionState(*(widened(np, x, shape) for x in fields))
+    return AttentionState(*(with_batch_axes(np, x, shape) for x in fields))
 
 
 def _product(a: Any, b: Any) -> Any:
-    """``a @ b``, heads of `b` grouped."""
+    """``a @ b`` where the heads of `b` may be grouped."""
     if a.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
         return a @ b
     import numpy as np
@@ -149,15 +157,15 @@ def _product(a: Any, b: Any) -> Any:
     return grouped_matmul(np, a, b)
 
 
-def _on_host(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """The same call in arrays of NumPy, in the same memory where the dtype is that of the sums."""
+def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
+    """The same call with NumPy arrays. They share memory if the dtype is that of the computation."""
     if plan.library == "numpy":
         return plan, operands
     np: Any = importlib.import_module("array_api_compat.numpy")
     dtype = np.float64 if plan.compute == plan.xp.float64 else np.float32
 
     def view(x: Any) -> Any:
-        return _view(plan, x, dtype)
+        return _numpy_view(plan, x, dtype)
 
     query, key, value, _, mask, multiplier, _, nonfinite = operands
     rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
@@ -166,8 +174,8 @@ def _on_host(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     return replace(plan, frame=frame, dtype=dtype, compute=dtype), Operands(*views)
 
 
-def _view(plan: Plan, x: Any, dtype: Any) -> Any:
-    """An array of the call in NumPy, in the same memory where the dtype is that of the sums."""
+def _numpy_view(plan: Plan, x: Any, dtype: Any) -> Any:
+    """An operand as a NumPy array. It shares memory if the dtype is that of the computation."""
     import numpy as np
 
     if x is None or isinstance(x, float):
@@ -175,38 +183,38 @@ def _view(plan: Plan, x: Any, dtype: Any) -> Any:
     return np.asarray(x.detach().to(plan.compute) if plan.library == "torch" else x, dtype=dtype)
 
 
-def _back(plan: Plan, x: Any) -> Any:
-    """A result in the library of the call."""
+def _to_library(plan: Plan, x: Any) -> Any:
+    """A NumPy result as an array of the library of the call."""
     xp: Any = plan.xp
     return x if x is None or plan.library == "numpy" else xp.asarray(x, device=plan.device)
 
 
 @dataclass
 class _Keys:
-    """Keys and values of one batch element, with their columns of ones."""
+    """Copies of the keys and values of one batch element, with a column of ones each."""
 
     keys: Any  # (S, E + 1)
-    values: Any  # (S, Ev + 1), only the ones where there are no values
-    bound: Any  # of the norms of the keys
-    is_loose: bool = False
+    values: Any  # (S, Ev + 1); (S, 1) without values
+    bound: Any  # the largest norm of the keys
+    bound_is_loose: bool = False  # whether sums relative to the bound were too small for some row
 
 
 class _Sums(NamedTuple):
-    """Over the keys, with exponents x of each row."""
+    """Sums over the keys for each row, with exponents x."""
 
-    largest: Any  # x, where the maximum is asked for
+    largest: Any  # max x, if the state is to be relative to the maximum
     normalizer: Any  # Σ eˣ
     value: Any  # Σ eˣ v
-    moment: Any  # Σ eˣ x, where the score is asked for
+    moment: Any  # Σ eˣ x, if the score is needed
 
 
 @dataclass
 class _Pass:
     plan: Plan
     operands: Operands
-    maximum: bool = False
-    score: bool = False
-    divide: bool = False  # the values by the normalizer
+    relative_to_maximum: bool = False
+    score: bool = False  # compute the weighted score
+    divide: bool = False  # divide the weighted values by the normalizer
 
     def state(self) -> AttentionState:
         import numpy as np
@@ -222,38 +230,38 @@ class _Pass:
             np.empty((*shape, 1), dtype) if self.score else None,
         )
         width = plan.n_keys * (operands.query.shape[-1] + n_values + 2)
-        together = max(1, BLOCKS.numpy_copied // width)
+        elements_per_copy = max(1, BLOCKS.numpy_copied_numbers // width)
         elements = list(np.ndindex(*plan.batch))
         row_size = BLOCKS.numpy_rows
         rows = [(i, min(row_size, shape[-1] - i)) for i in range(0, shape[-1], row_size)]
         copies: dict[Any, _Keys] = {}
-        for i in range(0, len(elements), together):
-            part = elements[i : i + together]
-            # Elements that share keys and values (broadcast, or grouped heads) share the copy.
-            wanted = {self.own(index): index for index in part}
-            copies = {own: copies[own] for own in wanted if own in copies}
+        for i in range(0, len(elements), elements_per_copy):
+            part = elements[i : i + elements_per_copy]
+            # Batch elements with the same keys and values (broadcast axes, grouped heads) share a copy.
+            index_of = {self.copy_key(index): index for index in part}
+            copies = {copy_key: copies[copy_key] for copy_key in index_of if copy_key in copies}
 
-            def copy(own: Any, copies: Any = copies, wanted: Any = wanted) -> None:
-                copies[own] = self.copy(wanted[own])
+            def copy(copy_key: Any, copies: Any = copies, index_of: Any = index_of) -> None:
+                copies[copy_key] = self.copy(index_of[copy_key])
 
-            run(copy, [own for own in wanted if own not in copies])
+            run(copy, [copy_key for copy_key in index_of if copy_key not in copies])
 
             def block(item: tuple[Index, Block], copies: dict[Any, _Keys] = copies) -> None:
                 index, (start, size) = item
-                fields = self.block(index, (start, size), copies[self.own(index)])
-                for whole, field in zip(result, fields, strict=True):
-                    if whole is not None:
-                        whole[index][start : start + size] = field
+                fields = self.block(index, (start, size), copies[self.copy_key(index)])
+                for array, field in zip(result, fields, strict=True):
+                    if array is not None:
+                        array[index][start : start + size] = field
 
             run(block, [(index, r) for index in part for r in rows])
         return result if operands.value is not None else result._replace(weighted_value=None)
 
-    def own(self, index: Index) -> Any:
-        """Which keys and values the queries of a batch element meet."""
+    def copy_key(self, index: Index) -> Any:
+        """A key that is equal for batch elements with the same keys and values."""
         plan, operands = self.plan, self.operands
         arrays = [operands.key] if operands.value is None else [operands.key, operands.value]
-        whose = tuple(_element_of(x, plan.batch, index) for x in arrays)
-        return whose if operands.nonfinite is None else index
+        positions = tuple(_element_of(x, plan.batch, index) for x in arrays)
+        return positions if operands.nonfinite is None else index
 
     def copy(self, index: Index) -> _Keys:
         import numpy as np
@@ -287,20 +295,22 @@ class _Pass:
         q[:, :-1] = query
 
         bound = _norms(query) * keys.bound
-        # Large ones cannot be subtracted in the product without an error in the exponents.
-        is_loose = keys.is_loose or not np.max(bound) * np.finfo(q.dtype).eps < _ERROR
-        if not is_loose:
+        # The product cannot subtract a large bound without a large rounding error in the exponents.
+        bound_is_loose = (
+            keys.bound_is_loose or not np.max(bound) * np.finfo(q.dtype).eps < _MAX_EXPONENT_ERROR
+        )
+        if not bound_is_loose:
             q[:, -1] = nan_rows - bound
             sums = self.sums(size, self.tiles(mask, rows, q, keys.keys), keys.values)
-            if np.all(sums.normalizer >= _SMALLEST):
+            if np.all(sums.normalizer >= _MIN_SUM):
                 return self.state_of(sums, bound)
         q[:, -1] = nan_rows
         maximum = np.full(size, -math.inf, q.dtype)
         for _, s in self.tiles(mask, rows, q, keys.keys):
             np.maximum(maximum, np.max(s, axis=-1), out=maximum)
         is_empty = maximum <= np.finfo(q.dtype).min
-        if not is_loose:
-            keys.is_loose = bool(np.any(~is_empty & ~(sums.normalizer >= _SMALLEST)))
+        if not bound_is_loose:
+            keys.bound_is_loose = bool(np.any(~is_empty & ~(sums.normalizer >= _MIN_SUM)))
         maximum[is_empty] = 0.0
 
         def exponents() -> Iterator[tuple[Block, Any]]:
@@ -318,22 +328,24 @@ class _Pass:
         return query * _broadcast(plan, take(operands.multiplier, rows, -2))[index]
 
     def tiles(self, mask: Mask | None, rows: Block, q: Any, keys: Any) -> Iterator[tuple[Block, Any]]:
-        """The key blocks that some query sees, and ``q @ keys`` where it does, else the lowest number.
+        """Yield the key blocks that some query sees, with ``q @ keys``, the lowest number if hidden.
 
-        That is not −∞, whose product with its weight 0 is NaN.
+        The lowest number replaces −∞, whose product with the weight 0 would be NaN.
         """
         import numpy as np
 
         frame = self.plan.frame
         first, end = (0, frame.n_keys) if mask is None else mask.reach(frame, rows)
-        core = (0, frame.n_keys) if mask is None else mask.core(frame, rows)
+        fully_visible = (0, frame.n_keys) if mask is None else mask.fully_visible(frame, rows)
         first, end = max(first, 0), min(end, frame.n_keys)
         column_size = BLOCKS.numpy_columns
         buffer = np.empty(rows[1] * column_size, q.dtype)
         for start in range(first, end, column_size):
             columns = (start, min(column_size, end - start))
             visible = None
-            if mask is not None and not (core[0] <= start and start + columns[1] <= core[1]):
+            if mask is not None and not (
+                fully_visible[0] <= start and start + columns[1] <= fully_visible[1]
+            ):
                 visible = cast(Any, mask.block(frame, rows, columns))
                 if not visible.any():
                     continue
@@ -353,26 +365,26 @@ class _Pass:
         moment = np.zeros(size, dtype)
         buffer = np.empty(size * BLOCKS.numpy_columns, dtype) if self.score else None
         for (start, width), s in tiles:
-            if self.maximum:
+            if self.relative_to_maximum:
                 np.maximum(largest, np.max(s, axis=-1), out=largest)
             p = s if buffer is None else buffer[: size * width].reshape(size, width)
             np.exp(s, out=p)
             if buffer is not None:
-                # Where keys are infinite an exponent can be −∞.
+                # Infinite keys can make an exponent −∞, whose product with the weight 0 is NaN.
                 moment += np.vecdot(p, np.maximum(s, np.finfo(dtype).min, out=s))
             total += np.matmul(p, values[start : start + width], out=part)
         return _Sums(largest, total[:, -1], total[:, :-1], moment)
 
     def state_of(self, sums: _Sums, reference: Any) -> AttentionState:
-        """The state, as columns, from sums relative to the `reference`."""
+        """The state in columns, from sums relative to the `reference`."""
         import numpy as np
 
         largest, normalizer, value, moment = sums
         is_empty = normalizer == 0
-        value[is_empty] = 0.0  # also where a value is infinite
+        value[is_empty] = 0.0  # 0 · ∞ of an infinite value is NaN
         if self.divide:
             value /= np.where(is_empty, 1.0, normalizer)[:, None]
-        if self.maximum:
+        if self.relative_to_maximum:
             largest[is_empty] = 0.0
             factor = np.exp(-largest)
             moment = np.minimum(factor * (moment - largest * normalizer), 0.0)
@@ -381,7 +393,7 @@ class _Pass:
             reference = np.where(np.isposinf(reference), reference, reference + largest)
             reference[is_empty] = -math.inf
         elif self.score:
-            # Relative to the log-normalizer the moment is minus the entropy, which is not below 0.
+            # Relative to the log-normalizer the moment is minus the entropy, which is at least 0.
             total = np.where(is_empty, 1.0, normalizer)
             moment = np.minimum(moment / total - np.log(total), 0.0)
             value /= total[:, None]
@@ -391,21 +403,21 @@ class _Pass:
 
 
 def _norms(x: Any) -> Any:
-    """The lengths of rows."""
+    """The Euclidean norms of the rows."""
     import numpy as np
 
     return np.sqrt(np.vecdot(x, x))
 
 
 def _broadcast(plan: Plan, x: Any) -> Any:
-    """`x` (..., rows, columns) with the batch and head axes of all arguments, as a view."""
+    """A view of `x` (..., rows, columns) with the batch and head axes of all arguments."""
     import numpy as np
 
     return np.broadcast_to(x, (*plan.batch, *x.shape[-2:]))
 
 
 def _element_of(x: Any, batch: Index, index: Index) -> Index:
-    """Where in the batch axes of `x`, which broadcast or are grouped heads, an element is."""
+    """The index of a batch element in `x`, whose batch axes may broadcast or be grouped heads."""
     shape = x.shape[:-2]
     pairs = zip(shape, batch[len(batch) - len(shape) :], index[len(batch) - len(shape) :], strict=True)
-    return tuple(i * own // whole for own, whole, i in pairs)
+    return tuple(i * size // full_size for size, full_size, i in pairs)

@@ -1,4 +1,4 @@
-"""The checked arguments of a call: a plan, made from their signature, and operands, the arrays."""
+"""The checked arguments of a call: its plan, a function of their signature, and its operand arrays."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._loops import (
+    is_compiling,
     is_differentiated,
+    is_known_true,
     is_readable,
-    is_seen,
     is_transformed,
-    traces_lengths,
     within_transformation,
 )
 from isentropic._namespace import (
     Array,
     accumulator,
-    device,
+    common_device,
     is_numpy,
     is_torch_array,
     library_of,
@@ -49,17 +49,17 @@ from isentropic._numerics import lift
 from isentropic.laws._formulas import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
-# What a caller may ask for: a backend by its name, or any but the generic one.
+# The accepted values of `implementation`. "native" is any backend but the generic one.
 IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
 _CAUSAL = causal()
-# Plans that are kept: a training loop has a few, a generation one for each length.
-_MOST = 512
+# The number of cached plans. A training loop needs a few; text generation needs one for each length.
+_MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
 _lock = Lock()
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call, as they came."""
+    """The arguments of one call, unchecked."""
 
     query: Array
     key: Array
@@ -74,41 +74,41 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     implementation: str | None = None
     block_size: int | None = None
-    are_products: bool = True  # whether the scores are products of queries and keys
+    are_products: bool = True  # whether the scores are inner products of queries and keys
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What follows from the signature of a call: shapes, dtypes, devices, options, law, kind of mask.
+    """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 
-    It holds no arrays. Plans are kept, so two calls of one signature have the same plan, and plans are
-    compared by identity.
+    A plan holds no arrays. Plans are cached: two calls with the same signature share a plan. So plans
+    are compared by identity.
     """
 
     frame: Frame
-    dtype: Any  # of the result
-    compute: Any  # the dtype to compute in
+    dtype: Any  # the dtype of the result
+    compute: Any  # the dtype of the computation
     batch: tuple[int, ...]  # the axes ``...``
     head_dim: int
-    n_values: int | None  # the value size, None without values
+    n_values: int | None  # the value size; None without values
     scale: float
-    multiplier: float | None  # of the queries, None where it depends on arrays or on the mask
+    multiplier: float | None  # the factor on the queries; None if it depends on arrays or on the mask
     has_law: bool
     softcap: float | None
     has_bias: bool
     has_mask: bool
-    is_plain_causal: bool  # no mask but the causal one, and as many queries as keys
+    is_plain_causal: bool  # whether the mask is the causal one, with as many queries as keys
     block_size: int | None
-    is_on_host: bool  # whether NumPy can compute with all arrays: in memory, with no gradients wanted
-    is_differentiated: bool  # whether PyTorch records the call
+    is_on_host: bool  # whether NumPy can compute with all arrays: on the host, without gradients
+    is_differentiated: bool  # whether PyTorch records the call for a gradient
     is_bias_differentiated: bool
-    is_transformed: bool  # by torch.func, or in forward mode
-    is_readable: bool  # whether the numbers of queries, keys and values can be read
-    is_aligned: bool  # whether queries, keys, values and bias have as many axes as the result
-    counts: range | None  # of the keys that each query sees, where it is known
-    # Those of the frame, and of the batch.
+    is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
+    is_readable: bool  # whether the values of query, key and value can be read
+    is_aligned: bool  # whether query, key, value and bias have as many axes as the result
+    counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
+    # Copied or derived from `frame` and `batch`.
     xp: ModuleType = field(init=False)
-    library: str = field(init=False)  # of the arrays: "numpy", "torch", "jax", …
+    library: str = field(init=False)  # "numpy", "torch", "jax", …
     device: Any = field(init=False)
     n_queries: int = field(init=False)
     n_keys: int = field(init=False)
@@ -121,22 +121,25 @@ class Plan:
         object.__setattr__(self, "ndim", len(self.batch) + 2)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        """What is returned where there is nothing to attend to."""
+        """Zeros of the shape (*batch, *shape): the result if there is nothing to attend to."""
         dtype = self.dtype if dtype is None else dtype
         return self.xp.zeros((*self.batch, *shape), dtype=dtype, device=self.device)
 
 
 class Operands(NamedTuple):
-    """The arrays of one call, with as many axes as the result. Rows that are not finite are 0."""
+    """The arrays of one call, with as many axes as the result.
+
+    Under a mask nonfinite numbers in them are replaced by 0.
+    """
 
     query: Array
     key: Array
     value: Array | None
     bias: Array | None
     mask: Mask | None
-    multiplier: float | Array  # of the queries, as (..., L, 1)
-    lengths: Array | None  # the n of the law, (..., L), where it is not one number
-    nonfinite: tuple[Array, Array] | None  # see `_without_nonfinite`
+    multiplier: float | Array  # the factor on the queries, (..., L, 1)
+    lengths: Array | None  # the n of the law, (..., L); None if it is the same for all queries
+    nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
 
     @property
     def values(self) -> Array:
@@ -145,47 +148,47 @@ class Operands(NamedTuple):
 
 
 def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
-    """The plan and the operands of a call, all of whose arguments are checked."""
-    signature, known = _signature(arguments), None
+    """Check the arguments of a call, and return its plan and its operands."""
+    signature, cached = _signature(arguments), None
     try:
-        # torch.compile compiles again where a dictionary that it has seen changes.
-        known = None if signature is None else _plans.get(signature)
-    except TypeError:  # what cannot be hashed: arrays as options, or lengths that are symbolic
+        # torch.compile would compile again whenever a dictionary that it has read changes.
+        cached = None if signature is None else _plans.get(signature)
+    except TypeError:  # something cannot be hashed: an array as an option, or a symbolic length
         signature = None
-    plan = _plan(arguments) if known is None else known
-    operands = _operands(plan, arguments, is_known=known is not None)
-    if known is None and signature is not None:  # and nothing of it was refused
-        _keep(signature, plan)
+    plan = _plan(arguments) if cached is None else cached
+    operands = _operands(plan, arguments, is_cached=cached is not None)
+    if cached is None and signature is not None:  # and no check has failed
+        _cache_plan(signature, plan)
     if plan.is_on_host and plan.library == "jax" and not _are_on_host(plan, operands):
         return replace(plan, is_on_host=False), operands
     return plan, operands
 
 
-def _keep(signature: Any, plan: Plan) -> None:
+def _cache_plan(signature: Any, plan: Plan) -> None:
     with _lock:
-        if len(_plans) >= _MOST:
+        if len(_plans) >= _MAX_PLANS:
             del _plans[next(iter(_plans))]
         _plans[signature] = plan
 
 
 def _are_on_host(plan: Plan, operands: Operands) -> bool:
-    """Whether what was made of arrays that can be read can be read too: not inside a trace of JAX."""
-    made = (operands.query, operands.key, operands.multiplier)
-    return all(isinstance(x, float) or is_readable(plan.xp, x) for x in made)
+    """Whether the operands can be read. Inside a JAX trace they cannot, even if the arguments can."""
+    computed = (operands.query, operands.key, operands.multiplier)
+    return all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed)
 
 
 def _signature(a: Arguments) -> Any:
-    """What the plan of a call depends on; None for calls whose plans are not kept."""
+    """All that the plan of a call depends on; None for calls whose plans are not cached."""
     law = a.law
-    if law is not None and not isinstance(law, Law):  # which is refused
+    if law is not None and not isinstance(law, Law):  # the checks will refuse it
         return None
     torch = sys.modules.get("torch")
-    recorded = False
+    is_recording = False
     if torch is not None:
-        # Symbolic lengths and the levels of transformations belong to their trace alone.
+        # Symbolic lengths and levels of transformations are valid in one trace only.
         if torch.compiler.is_compiling() or within_transformation():
             return None
-        recorded = torch.is_grad_enabled()
+        is_recording = torch.is_grad_enabled()
     options = (
         a.is_causal,
         a.scale,
@@ -197,7 +200,7 @@ def _signature(a: Arguments) -> Any:
     )
     try:
         return (
-            recorded,
+            is_recording,
             _signature_of(a.query),
             _signature_of(a.key),
             None if a.value is None else _signature_of(a.value),
@@ -207,14 +210,14 @@ def _signature(a: Arguments) -> Any:
             _signature_of(a.n_keys) if hasattr(a.n_keys, "ndim") else a.n_keys,
             type(a.n_keys),
             options,
-            tuple(map(type, options)),  # True and 1 are equal, and one of them is refused
+            tuple(map(type, options)),  # True equals 1, but only one of them is valid
         )
-    except AttributeError:  # something that is not an array, which is refused
+    except AttributeError:  # an argument is not an array; the checks will refuse it
         return None
 
 
 def _signature_of(x: Any) -> tuple[Any, ...]:
-    """All of an array or a mask but contents; an AttributeError for what is neither."""
+    """The properties of an array or a mask, except for values. AttributeError for other objects."""
     if isinstance(x, Mask):
         return x.signature(_signature_of)
     kind = type(x)
@@ -222,21 +225,21 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
         return kind, x.shape, x.dtype
     if is_torch_array(x):
         return kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad
-    # JAX promotes numbers that it has made arrays of (weak types) otherwise.
+    # JAX has other promotion rules for arrays that it has made from Python numbers (weak types).
     return kind, x.shape, x.dtype, array_api_compat.device(x), getattr(x, "weak_type", None)
 
 
 def _plan(a: Arguments) -> Plan:
-    """The plan of a call: a pure function of its signature."""
+    """The plan of a call. It is a pure function of the signature."""
     check_flag(is_causal=a.is_causal, enable_gqa=a.enable_gqa)
     mask = _mask(a)
     check_law(a.law, optional=True)
-    of_mask, of_law = (() if x is None else x.arrays for x in (mask, a.law))
+    mask_arrays, law_arrays = (() if x is None else x.arrays for x in (mask, a.law))
     arrays = {"query": a.query, "key": a.key} | present(value=a.value)
     optional = present(bias=a.bias, n_keys=array_or_none(a.n_keys))
-    groups = (("mask", of_mask), ("law", of_law))
+    groups = (("mask", mask_arrays), ("law", law_arrays))
     xp = namespace(*groups, **arrays, **optional)
-    place = "cpu" if is_numpy(xp) else device(*groups, **arrays, **optional)
+    device = "cpu" if is_numpy(xp) else common_device(*groups, **arrays, **optional)
 
     check_floating(xp, **arrays, **present(bias=a.bias))
     batch = _check_shapes(a, arrays)
@@ -247,17 +250,17 @@ def _plan(a: Arguments) -> Plan:
         check_broadcastable("bias", a.bias.shape, (*batch, n_queries, n_keys))
     _check_options(a)
 
-    frame = Frame(xp, place, n_queries, n_keys, whole=traces_lengths(xp))
+    frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp))
     dtype = promoted(xp, *arrays.values())
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
     n = _common_length(frame, mask, a.n_keys)
     multiplier = None
-    if n is not None and not of_law:
+    if n is not None and not law_arrays:
         multiplier = scale * (1.0 if a.law is None else a.law(n))
     elif a.law is None and a.n_keys is None:
         multiplier = scale
-    all_arrays = [*arrays.values(), *optional.values(), *of_mask, *of_law]
-    wanted = [is_differentiated(xp, x) for x in all_arrays]
+    all_arrays = [*arrays.values(), *optional.values(), *mask_arrays, *law_arrays]
+    recorded = [is_differentiated(xp, x) for x in all_arrays]
     return Plan(
         frame=frame,
         dtype=dtype,
@@ -273,8 +276,8 @@ def _plan(a: Arguments) -> Plan:
         has_mask=mask is not None,
         is_plain_causal=mask is not None and is_causal_alone(mask, n_queries, n_keys),
         block_size=a.block_size,
-        is_on_host=not any(wanted) and all(is_readable(xp, x) for x in all_arrays),
-        is_differentiated=any(wanted),
+        is_on_host=not any(recorded) and all(is_readable(xp, x) for x in all_arrays),
+        is_differentiated=any(recorded),
         is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
         is_transformed=any(is_transformed(xp, x) for x in all_arrays),
         is_readable=all(is_readable(xp, x) for x in arrays.values()),
@@ -286,14 +289,14 @@ def _plan(a: Arguments) -> Plan:
 
 
 def _mask(a: Arguments) -> Mask | None:
-    """The mask of a call, causality in it."""
+    """The mask of a call, including `is_causal`."""
     if a.mask is None:
         return _CAUSAL if a.is_causal else None
     return as_mask(a.mask) & _CAUSAL if a.is_causal else as_mask(a.mask)
 
 
 def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
-    """The shape of the axes ``...``, with the heads of the query where they are grouped."""
+    """Check the shapes, and return that of the axes ``...``, with the heads of the query."""
     check_ndim(3 if a.enable_gqa else 2, **arrays)
     if a.are_products and a.key.shape[-1] != a.query.shape[-1]:
         must = f"have the last dimension of `query`, {a.query.shape[-1]}"
@@ -320,7 +323,7 @@ def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
 
 
 def _has_fewer_heads(groups: tuple[int, ...], heads: tuple[int, ...]) -> bool:
-    """Whether shapes that do not broadcast are those of grouped heads."""
+    """Whether shapes that do not broadcast could be those of grouped heads."""
     return bool(groups and heads) and 1 < groups[-1] < heads[-1] and heads[-1] % groups[-1] == 0
 
 
@@ -337,8 +340,8 @@ def _check_options(a: Arguments) -> None:
         check_count("block_size", a.block_size)
 
 
-def _operands(plan: Plan, a: Arguments, *, is_known: bool) -> Operands:
-    """The operands of a call; of a known plan the law has been checked before."""
+def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
+    """The operands of a call. If the plan was cached, the law has already been checked."""
     mask = None if a.mask is None and not a.is_causal else _mask(a)
     query, key, value, bias = arrays = cast(Any, (a.query, a.key, a.value, a.bias))
     if not plan.is_aligned:
@@ -352,8 +355,8 @@ def _operands(plan: Plan, a: Arguments, *, is_known: bool) -> Operands:
         lengths = visible_lengths(plan, mask, a.n_keys)
         multiplier = plan.scale
         if a.law is not None:
-            if is_known:
-                factors = a.law.at_lengths(plan.xp, lengths)[..., None]
+            if is_cached:
+                factors = a.law.evaluate_checked(plan.xp, lengths)[..., None]
             else:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
@@ -363,55 +366,57 @@ def _operands(plan: Plan, a: Arguments, *, is_known: bool) -> Operands:
 def _without_nonfinite(
     plan: Plan, query: Array, key: Array, value: Array | None
 ) -> tuple[Array, Array, Array | None, tuple[Array, Array] | None]:
-    """Arrays with 0 for NaN and ∞, and what to add to the logits to make up for it.
+    """Replace NaN and ∞ by 0 in the arrays, and return what to add to the logits in exchange.
 
-    A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So rows that
-    are not finite leave the products, and put NaN on the logits of those who see them instead.
+    A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So nonfinite
+    numbers are replaced by 0 in the products. Instead NaN is added to the logits of the queries that
+    see a nonfinite row.
     """
     xp = plan.xp
-    if _are_seen_finite(plan, query, key, value):
+    if _are_known_finite(plan, query, key, value):
         return query, key, value, None
     zero = xp.zeros((1,), dtype=plan.compute, device=plan.device)
     finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
-    sound_keys = xp.all(finite_key, axis=-1)
+    key_is_finite = xp.all(finite_key, axis=-1)
     if value is not None:
         finite_value = xp.isfinite(value)
-        sound_keys = sound_keys & xp.all(finite_value, axis=-1)
+        key_is_finite = key_is_finite & xp.all(finite_value, axis=-1)
         value = xp.where(finite_value, value, 0.0)
 
-    of_queries = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, math.nan)
-    of_keys = xp.where(sound_keys, zero, math.nan)[..., None, :]
-    if of_keys.ndim > 2 and query.ndim > 2 and query.shape[-3] > of_keys.shape[-3] > 1:
-        of_keys = xp.repeat(of_keys, query.shape[-3] // of_keys.shape[-3], axis=-3)
+    query_nan = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, math.nan)
+    key_nan = xp.where(key_is_finite, zero, math.nan)[..., None, :]
+    if key_nan.ndim > 2 and query.ndim > 2 and query.shape[-3] > key_nan.shape[-3] > 1:
+        key_nan = xp.repeat(key_nan, query.shape[-3] // key_nan.shape[-3], axis=-3)
     query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
-    return query, key, value, (of_queries, of_keys)
+    return query, key, value, (query_nan, key_nan)
 
 
-def _are_seen_finite(plan: Plan, *arrays: Any) -> bool:
-    """Whether it can be read that all numbers are finite."""
-    return plan.is_readable and all(x is None or _is_seen_finite(plan, x) for x in arrays)
+def _are_known_finite(plan: Plan, *arrays: Any) -> bool:
+    """Whether all numbers are known to be finite. False if the values cannot be read."""
+    return plan.is_readable and all(x is None or _is_known_finite(plan, x) for x in arrays)
 
 
-def _is_seen_finite(plan: Plan, x: Any) -> bool:
+def _is_known_finite(plan: Plan, x: Any) -> bool:
     xp = plan.xp
-    if plan.library == "jax":  # inside whose traces nothing that is computed can be read
-        return is_seen(xp, xp.all(xp.isfinite(x)))
-    # A finite sum has finite terms, and is quicker than a look at each. A sum may also overflow.
+    if plan.library == "jax":  # inside a JAX trace no result can be read
+        return is_known_true(xp, xp.all(xp.isfinite(x)))
+    # If the sum is finite, all terms are, and one sum is faster than a test of each number. The sum of
+    # finite numbers may overflow. Then each number is tested.
     return math.isfinite(x.sum().item()) or bool(xp.all(xp.isfinite(x)))
 
 
-def four_axes(plan: Plan, x: Any, *, whole: bool = False) -> Any:
-    """`x` (..., rows, columns) as (batch, heads, rows, columns).
+def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:
+    """Reshape `x` (..., rows, columns) to (batch, heads, rows, columns).
 
-    With `whole` no axis is left to broadcast, but grouped heads stay grouped.
+    `expand` broadcasts all batch axes to their full size. Grouped heads stay grouped.
     """
-    batch, own = plan.batch, tuple(x.shape[:-2])
-    if len(batch) <= 2 and not whole:
+    batch, batch_axes = plan.batch, tuple(x.shape[:-2])
+    if len(batch) <= 2 and not expand:
         return x if x.ndim == 4 else x[(None,) * (4 - x.ndim) + (...,)]
-    heads = own[-1] if own else 1
-    if whole and batch and heads == 1:
+    heads = batch_axes[-1] if batch_axes else 1
+    if expand and batch and heads == 1:
         heads = batch[-1]
-    if own != (*batch[:-1], heads):
+    if batch_axes != (*batch[:-1], heads):
         x = plan.xp.broadcast_to(x, (*batch[:-1], heads, *x.shape[-2:]))
     if len(batch) == 1:
         return x[None]
@@ -419,35 +424,35 @@ def four_axes(plan: Plan, x: Any, *, whole: bool = False) -> Any:
 
 
 def array_or_none(n_keys: Any) -> Array | None:
-    # Floating scalars of NumPy are arrays too: its reductions give them where others give 0-d arrays.
+    # NumPy scalars count as arrays: NumPy's reductions return them instead of 0-d arrays.
     return None if is_integer(n_keys) or not hasattr(n_keys, "ndim") else n_keys
 
 
 def _common_length(frame: Frame, mask: Mask | None, n_keys: Any) -> int | None:
-    """How many keys each query sees, where that is one number, and not symbolic."""
+    """The n of the law if it is the same for all queries and not symbolic, else None."""
     if array_or_none(n_keys) is not None or (n_keys is None and mask is not None):
         return None
     n = frame.n_keys if n_keys is None else _check_length(n_keys)
-    return None if frame.whole else n
+    return None if frame.is_compiling else n
 
 
 def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
-    """How many keys each query sees, or another n that was given, as floats.
+    """The number of keys that each query sees, or the given `n_keys`, as floats.
 
-    Broadcastable to (..., L), with as many axes.
+    The array has as many axes as (..., L) and broadcasts to it.
     """
     if n_keys is None and mask is not None:
-        known = plan.counts
-        if known is None:
+        counts = plan.counts
+        if counts is None:
             return lift(plan.xp.astype(mask.count(plan.frame), plan.compute), plan.ndim - 1)
-        counts = plan.xp.arange(known.start, known.stop, dtype=plan.compute, device=plan.device)
-        return counts[(None,) * (plan.ndim - 2) + (...,)]
+        lengths = plan.xp.arange(counts.start, counts.stop, dtype=plan.compute, device=plan.device)
+        return lengths[(None,) * (plan.ndim - 2) + (...,)]
     n = plan.n_keys if n_keys is None else n_keys
     return given_lengths(plan.xp, plan.device, plan.compute, n, (*plan.batch, plan.n_queries))
 
 
 def lengths_of_law(plan: Plan, operands: Operands, n_keys: Any) -> Array:
-    """The n of the law where `n_keys` was given to it, (..., L) but for broadcasting."""
+    """The n of the law, broadcastable to (..., L)."""
     return (
         visible_lengths(plan, operands.mask, n_keys) if operands.lengths is None else operands.lengths
     )
@@ -456,13 +461,13 @@ def lengths_of_law(plan: Plan, operands: Operands, n_keys: Any) -> Array:
 def given_lengths(
     xp: ModuleType, device: Any, dtype: Any, n_keys: Any, shape: tuple[int, ...]
 ) -> Array:
-    """`n_keys` as floats broadcastable to `shape`, with as many axes."""
+    """`n_keys` as floats, with as many axes as `shape` and broadcastable to it."""
     if array_or_none(n_keys) is None:
         return xp.full((1,) * len(shape), _check_length(n_keys), dtype=dtype, device=device)
     if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
         raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
     check_broadcastable("n_keys", n_keys.shape, shape)
-    if is_readable(xp, n_keys) and is_seen(xp, xp.any(~(n_keys >= 0))):
+    if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n_keys >= 0))):
         raise value_error("n_keys", "be at least 0", "an array with numbers that are not")
     return lift(xp.astype(n_keys, dtype), len(shape))
 
@@ -478,7 +483,7 @@ def _check_length(n_keys: Any) -> int:
 
 
 def factor(xp: ModuleType, law: Law, n: Array, shape: tuple[int, ...]) -> Array:
-    """``law(n)`` with a last axis for the features, its shape checked."""
-    of_query = xp.astype(law(n), n.dtype)
-    check_broadcastable("law", of_query.shape, shape)
-    return of_query[..., None]
+    """``law(n)`` with a last axis of length 1 for the features. Its shape is checked."""
+    factors = xp.astype(law(n), n.dtype)
+    check_broadcastable("law", factors.shape, shape)
+    return factors[..., None]

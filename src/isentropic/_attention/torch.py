@@ -1,4 +1,4 @@
-"""Attention of PyTorch's tensors: its own kernel for outputs, and gradients without L×S."""
+"""The backends for PyTorch: its own kernel for outputs, and gradients without L×S arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRANSFORMED = "some array is within a transformation of torch.func, or has a fo
 
 
 def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
-    """Why PyTorch's own kernel does not compute a call."""
+    """The reason why PyTorch's own kernel does not compute a call, or None."""
     if not is_torch(plan.xp):
         return "the arrays are not PyTorch's"
     if order is not None:
@@ -34,47 +34,47 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "it has no soft cap"
     if plan.is_bias_differentiated:
         return "it would form the gradient of the bias as an L×S array"
-    if plan.frame.whole:
+    if plan.frame.is_compiling:
         return None
-    # Forward-mode derivatives and the transformations of torch.func need the generic operations.
+    # The kernel does not support forward-mode derivatives and transformations of torch.func.
     if plan.is_transformed:
         return _TRANSFORMED
     if plan.head_dim == 0 or plan.n_values == 0:
         return "queries or values have no features"
     if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
         return None
-    # Of PyTorch's kernels, the one that forms the weights is not better than the generic pass.
+    # PyTorch's "math" kernel forms the weights and is not better than the generic pass.
     return "PyTorch would form the weights" if _would_form_weights(plan) else None
 
 
 def _would_form_weights(plan: Plan) -> bool:
-    """What PyTorch says of tensors like those of the call, whose contents do not matter."""
+    """Whether PyTorch would choose its "math" kernel for tensors like those of the call."""
     import torch
 
     width = max(plan.head_dim, plan.n_values or 0)
     kind = {"dtype": plan.dtype, "device": plan.device, "requires_grad": plan.is_differentiated}
     batch = (math.prod(plan.batch[:-1]), plan.batch[-1] if plan.batch else 1)
     query = torch.empty((*batch, plan.n_queries, width), **kind)
-    if type(query) is not torch.Tensor:  # without data, about which it cannot be asked
+    if type(query) is not torch.Tensor:  # a fake tensor: PyTorch cannot choose a kernel for it
         return False
     key = torch.empty((*batch, plan.n_keys, width), **kind)
     return bool(torch._fused_sdp_choice(query, key, key, None, 0.0, False, scale=1.0) == 0)
 
 
 def sdpa_output(plan: Plan, operands: Operands) -> Array:
-    """The attention output, (..., L, Ev), of PyTorch's own kernel."""
+    """The attention output (..., L, Ev) by PyTorch's own kernel."""
     from torch.nn.functional import scaled_dot_product_attention
 
     xp, mask = plan.xp, operands.mask
     query, key, value, scale = _torch_arrays(plan, operands)
     is_grouped = query.shape[1] != key.shape[1]
-    # Not the comparison itself, which under torch.compile is symbolic.
+    # `is_grouped` itself may be symbolic under torch.compile, and the kernel needs a bool.
     kind: dict[str, Any] = {"scale": scale, "enable_gqa": True if is_grouped else False}  # noqa: SIM210
 
     def attend(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> Any:
         return scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **kind)
 
-    # The kernel for the CPU takes a row of NaN logits for one that sees no key.
+    # The CPU kernel treats a row of NaN logits like one that sees no key.
     if mask is None and operands.bias is None:
         out = _with_nan(plan, attend(query, key, value), query, key)
     elif operands.bias is None and plan.is_plain_causal:
@@ -84,8 +84,8 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
     else:
         zero = xp.zeros((), dtype=plan.compute, device=plan.device)
 
-        def of_rows(rows: Block) -> tuple[Array]:
-            # Keys out of reach of the whole block do not take part.
+        def attend_rows(rows: Block) -> tuple[Array]:
+            # Keys that no query of the block sees are left out.
             columns = reach(plan, mask, rows)
             added = add_bias_and_mask(plan, operands, zero, rows, columns)
             added = four_axes(plan, xp.astype(added, value.dtype))
@@ -97,7 +97,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
                 out = xp.where(xp.any(xp.isnan(added), axis=-1, keepdims=True), math.nan, out)
             return (out,)
 
-        (out,) = map_blocks(xp, of_rows, plan.n_queries, _rows_of_masks(plan, operands))
+        (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
     out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
     n_values = operands.values.shape[-1]
     return out if out.shape[-1] == n_values else out[..., :n_values]
@@ -112,12 +112,13 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
         query, scale = Tiles.of(plan, operands).query, 1.0
     value = operands.values
     width = max(query.shape[-1], value.shape[-1])
-    # On a GPU half precision is what the kernels are for.
+    # On a GPU the fused kernels are made for half precision.
     dtype = plan.compute if plan.device.type == "cpu" else plan.dtype
     arrays = []
     for array in (query, operands.key, value):
-        x: Any = four_axes(plan, array if array.dtype == dtype else xp.astype(array, dtype), whole=True)
-        # Zeros add nothing to a product of widths that differ. The rows have to be contiguous.
+        x: Any = array if array.dtype == dtype else xp.astype(array, dtype)
+        x = four_axes(plan, x, expand=True)
+        # The kernel needs equal widths and contiguous rows. Padding by zeros does not change products.
         x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
         arrays.append(x if x.stride(-1) == 1 else x.contiguous())
     q, k, v = arrays
@@ -125,7 +126,7 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
 
 
 def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
-    """NaN where the queries, or any of the keys, are NaN."""
+    """The output with NaN for queries that are NaN, and for all queries if some key is NaN."""
     xp = plan.xp
     if plan.device.type != "cpu":
         return out
@@ -133,26 +134,26 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         total = query.sum() + key.sum()
         if total == total:
             return out
-    of_keys = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
-    if of_keys.shape[1] != query.shape[1]:
-        of_keys = xp.repeat(of_keys, query.shape[1] // of_keys.shape[1], axis=1)
-    is_nan = xp.isnan(xp.sum(query, axis=-1, keepdims=True)) | of_keys
+    key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
+    if key_is_nan.shape[1] != query.shape[1]:
+        key_is_nan = xp.repeat(key_is_nan, query.shape[1] // key_is_nan.shape[1], axis=1)
+    is_nan = xp.isnan(xp.sum(query, axis=-1, keepdims=True)) | key_is_nan
     return xp.where(is_nan, math.nan, out)
 
 
 def _rows_of_masks(plan: Plan, operands: Operands) -> int:
-    if plan.frame.whole:
+    if plan.frame.is_compiling:
         return plan.n_queries
-    alike = operands.bias is None and (operands.mask is None or not operands.mask.arrays)
-    elements = 1 if alike else max(1, math.prod(plan.batch))
-    return max(16, BLOCKS.masked // (elements * plan.n_keys))
+    is_same_for_all = operands.bias is None and (operands.mask is None or not operands.mask.arrays)
+    elements = 1 if is_same_for_all else max(1, math.prod(plan.batch))
+    return max(16, BLOCKS.sdpa_mask_logits // (elements * plan.n_keys))
 
 
 def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None:
-    """Why the pass that takes the tiles again for gradients does not compute a call."""
+    """The reason why the pass with recomputed tiles does not compute a call, or None."""
     if not is_torch(plan.xp):
         return "the arrays are not PyTorch's"
-    if plan.frame.whole:
+    if plan.frame.is_compiling:
         return "torch.compile traces the call"
     if not plan.is_differentiated:
         return "no gradient is asked for"
@@ -165,12 +166,14 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
 
 
 def tiles_output(plan: Plan, operands: Operands) -> Array:
-    """The attention output, (..., L, Ev), whose gradient takes the tiles again."""
+    """The attention output (..., L, Ev). Its gradient computes the tiles again."""
     return output_of_columns(plan.xp, _state(plan, operands, None))
 
 
-def tiles_state(plan: Plan, operands: Operands, order: float, maximum: bool) -> AttentionState:
-    """The state, in columns, whose gradient takes the tiles again instead of keeping them."""
+def tiles_state(
+    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
+) -> AttentionState:
+    """The state in columns. Its gradient computes the tiles again instead of storing them."""
     return _state(plan, operands, order)
 
 
@@ -178,9 +181,10 @@ def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionStat
     tiles = Tiles.of(plan, operands)
     given = dict(zip(_INPUTS, (tiles.query, operands.key, operands.value, operands.bias), strict=True))
     inputs = {name: x for name, x in given.items() if x is not None}
-    # Without the arrays of the inputs, which PyTorch keeps, and with them their gradients' history.
-    others = _with(tiles, dict.fromkeys(_INPUTS))
-    fields = iter(_recomputed().apply(others, order, tuple(inputs), *inputs.values()))
+    # PyTorch saves the inputs. The object that it stores beside them must not hold them too, as that
+    # would keep their autograd graph alive.
+    tiles_without_inputs = _with(tiles, dict.fromkeys(_INPUTS))
+    fields = iter(_recomputed().apply(tiles_without_inputs, order, tuple(inputs), *inputs.values()))
     return AttentionState(
         next(fields),
         next(fields),
@@ -210,7 +214,7 @@ def _recomputed() -> Any:
             tiles, order, names = ctx.call
             inputs, fields = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
             tiles = _with(tiles, zip(names, inputs, strict=True))
-            if torch.is_grad_enabled():  # a derivative of this gradient is wanted: keep all
+            if torch.is_grad_enabled():  # for a second derivative PyTorch must record all tiles
                 fields = [x for x in tiles.state(order) if x is not None]
                 grads = torch.autograd.grad(
                     fields, inputs, upstream, create_graph=True, allow_unused=True
@@ -223,7 +227,7 @@ def _recomputed() -> Any:
 
 
 def _with(tiles: Tiles, arrays: Any) -> Tiles:
-    """The tiles with other inputs."""
+    """The tiles with other input arrays."""
     changes = dict(arrays)
     query = changes.pop("query", tiles.query)
     return replace(tiles, query=query, operands=tiles.operands._replace(**changes))
@@ -236,27 +240,27 @@ def _input(tiles: Tiles, name: str) -> Any:
 def _gradients(
     tiles: Tiles, order: float | None, names: tuple[str, ...], fields: Any, upstream: Any
 ) -> list[Any]:
-    """Of the inputs, from those of the fields of the state: tile by tile."""
+    """The gradients of the inputs from those of the fields of the state, tile by tile."""
     import torch
 
     plan, xp = tiles.plan, tiles.plan.xp
     row_size, column_size = tile_shape(plan)
     totals = [torch.zeros_like(_input(tiles, name), dtype=plan.compute) for name in names]
     for rows in blocks(0, plan.n_queries, row_size):
-        of_fields = [take(x, rows, -2) for x in upstream]
+        field_grads = [take(x, rows, -2) for x in upstream]
         state = [take(x, rows, -2) for x in fields]
         maximum = state[0]
-        of_maximum = _gradient_of_maximum(tiles, order, state, of_fields)
+        maximum_grad = _gradient_of_maximum(tiles, order, state, field_grads)
         is_done = xp.zeros_like(maximum, dtype=xp.bool)
         first, size = reach(plan, tiles.operands.mask, rows)
         for columns in blocks(first, first + size, column_size):
-            where: dict[str, tuple[Block, Block | None]] = {
+            blocks_of: dict[str, tuple[Block, Block | None]] = {
                 "query": (rows, None), "key": (columns, None), "value": (columns, None),
                 "bias": (rows, columns),
             }  # fmt: skip
-            parts = [_cut(_input(tiles, n), *where[n]).detach().requires_grad_() for n in names]
+            parts = [_tile_of(_input(tiles, n), *blocks_of[n]).detach().requires_grad_() for n in names]
             with torch.enable_grad():
-                # Blocks that are all there: `take` leaves them as they are.
+                # `parts` are single blocks, which `take` returns unchanged.
                 tile = _with(tiles, zip(names, parts, strict=True))
                 logits = tile.logits(rows, columns)
                 outputs = [xp.max(logits, axis=-1, keepdims=True)]
@@ -264,24 +268,24 @@ def _gradients(
                     x for x in tile.tile_state(logits, columns, order, maximum)[1:] if x is not None
                 ]
                 outputs = [x.expand((*plan.batch, *x.shape[-2:])) for x in outputs]
-            # Of several equal maxima the first tile's take the gradient.
+            # If several tiles contain the maximum, the first one takes its gradient.
             is_here = (outputs[0].detach() == maximum) & ~is_done
             is_done = is_done | is_here
-            given = [xp.where(is_here, of_maximum, 0.0), *of_fields[1:]]
-            grads = torch.autograd.grad(outputs, parts, given, allow_unused=True)
+            output_grads = [xp.where(is_here, maximum_grad, 0.0), *field_grads[1:]]
+            grads = torch.autograd.grad(outputs, parts, output_grads, allow_unused=True)
             for name, total, grad in zip(names, totals, grads, strict=True):
                 if grad is not None:
-                    _cut(total, *where[name]).add_(grad)
+                    _tile_of(total, *blocks_of[name]).add_(grad)
     return [total.to(_input(tiles, name).dtype) for name, total in zip(names, totals, strict=True)]
 
 
-def _cut(x: Any, rows: Block, columns: Block | None) -> Any:
+def _tile_of(x: Any, rows: Block, columns: Block | None) -> Any:
     part = take(x, rows, -2)
     return part if columns is None else take(part, columns, -1)
 
 
 def _gradient_of_maximum(tiles: Tiles, order: float | None, state: Any, upstream: Any) -> Any:
-    """The gradient by the maximum, to which all sums of the state are relative."""
+    """The gradient with respect to the maximum, to which all sums of the state are relative."""
     import torch
 
     shift = torch.zeros_like(state[0], requires_grad=True)

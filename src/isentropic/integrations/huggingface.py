@@ -25,8 +25,8 @@ from isentropic._attention.generic import AttentionState, merge_states
 from isentropic._checks import (
     check_choice,
     check_real,
-    extra_of,
     is_integer,
+    requires_extra,
     type_error,
     value_error,
 )
@@ -35,7 +35,7 @@ from isentropic.drift import FACTORS, DriftReport, Recorder
 from isentropic.laws._formulas import AffineLog, Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
-with extra_of(__name__):
+with requires_extra(__name__):
     import torch
     from torch.nn.functional import scaled_dot_product_attention
     from tqdm import tqdm

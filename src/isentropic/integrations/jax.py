@@ -6,13 +6,13 @@ import contextlib
 from typing import Any
 
 from isentropic._attention.functions import attention, attention_weights
-from isentropic._checks import check_ndim, extra_of, value_error
+from isentropic._checks import check_ndim, requires_extra, value_error
 from isentropic._namespace import Array, ArrayT
 from isentropic.integrations._sharded import ring_attention, ring_attention_state
 from isentropic.laws._formulas import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
-with extra_of(__name__):
+with requires_extra(__name__):
     import jax
     import jax.numpy as jnp
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from isentropic._checks import check_choice, check_flag, check_real, counts, extra_of, value_error
-from isentropic._namespace import accumulator, device, namespace
+from isentropic._checks import check_choice, check_flag, check_real, counts, requires_extra, value_error
+from isentropic._namespace import accumulator, common_device, namespace
 from isentropic.jl._dimensions import min_dim
 from isentropic.jl._draws import draw_rows
 from isentropic.jl._maps import CountSketch, HadamardProjection, Projection
@@ -25,7 +25,7 @@ from isentropic.jl._projections import (
     sparse_scale,
 )
 
-with extra_of(__name__):
+with requires_extra(__name__):
     from scipy import sparse
     from sklearn.base import (
         BaseEstimator,
@@ -149,7 +149,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         if sparse.issparse(X):
             self._like = np.empty((0, 0), X.dtype)
         else:  # not a view of X, which would keep X in memory
-            self._like = namespace(X=X).empty((0, 0), dtype=X.dtype, device=device(X=X))
+            self._like = namespace(X=X).empty((0, 0), dtype=X.dtype, device=common_device(X=X))
         check_real("eps", self.eps)
         check_real("delta", self.delta)
         check_flag(
@@ -333,7 +333,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         d, dtype = self.n_features_in_, self._like.dtype
         if self._is_sparse:
             return sparse.eye_array(d, dtype=dtype, format="csr")
-        xp, place = namespace(X=self._like), device(X=self._like)
+        xp, place = namespace(X=self._like), common_device(X=self._like)
         return xp.eye(d, dtype=dtype, device=place)
 
     @property
@@ -361,7 +361,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         try:
             arrays = {"X": np.empty(0) if sparse.issparse(X) else X, "map": self._like}
             namespace(**arrays)
-            device(**arrays)
+            common_device(**arrays)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"Inputs passed to {type(self).__name__}.{method}() must use the same namespace and "

@@ -9,13 +9,13 @@ import math
 from typing import Any
 
 from isentropic._attention.functions import attention, attention_entropy, attention_weights
-from isentropic._checks import extra_of, is_array, type_error, value_error
+from isentropic._checks import is_array, requires_extra, type_error, value_error
 from isentropic._namespace import present
 from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
 from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
-with extra_of(__name__):
+with requires_extra(__name__):
     import torch
     from torch import Tensor
     from torch.nn.functional import dropout as drop

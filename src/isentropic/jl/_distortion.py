@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import BLOCKS, Block, map_blocks, take
-from isentropic._namespace import Array, accumulator, device, namespace, to_numpy
+from isentropic._namespace import Array, accumulator, common_device, namespace, to_numpy
 from isentropic._numerics import divide_or_zero, root_or_zero
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng
@@ -213,7 +213,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     A Gaussian map to 500 dimensions keeps them all within 0.319 with probability 99 %.
     """
     xp = namespace(x=x, y=y)
-    place = device(x=x, y=y)
+    place = common_device(x=x, y=y)
     check_floating(xp, x=x, y=y)
     for name, array in (("x", x), ("y", y)):
         if array.ndim != 2:

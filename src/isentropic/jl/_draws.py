@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from isentropic._checks import check_floating, is_integer, renamed, type_error, value_error
+from isentropic._checks import check_floating, is_integer, type_error, value_error, with_name_hints
 from isentropic._namespace import Array, accumulator, from_numpy, is_dask, namespace
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Functions that draw also accept the names that other libraries give to `rng`: `random_state` in
 # scikit-learn, `seed` in SciPy and `generator` in PyTorch.
-takes_rng = renamed(seed="rng", random_state="rng", generator="rng")
+takes_rng = with_name_hints(seed="rng", random_state="rng", generator="rng")
 
 # How many numbers are drawn at a time. In blocks, a float64 draw that is stored in a narrower dtype
 # does not need twice the memory.

@@ -14,7 +14,7 @@ from typing import Any
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
 from isentropic._loops import map_chunks, map_rows
-from isentropic._namespace import Array, ArrayT, accumulator, device, is_dask, namespace
+from isentropic._namespace import Array, ArrayT, accumulator, common_device, is_dask, namespace
 from isentropic._numerics import product
 
 # The order of each of Paley's matrices, and its prime q. With order 1, and times powers of two, these
@@ -71,7 +71,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     """
     check_choice("norm", norm, ("backward", "ortho", "forward"))
     sample = x._meta if is_dask(x) else x  # type: ignore[attr-defined]
-    xp, place = namespace(x=sample), device(x=sample)
+    xp, place = namespace(x=sample), common_device(x=sample)
     check_floating(xp, x=sample)
     check_axis(axis, x.ndim)
     axis = int(axis) % x.ndim

@@ -19,7 +19,7 @@ from isentropic._namespace import (
     Array,
     ArrayT,
     accumulator,
-    device,
+    common_device,
     equal_by_value,
     is_dask,
     leaves_of,
@@ -158,7 +158,9 @@ class HadamardProjection(NamedTuple):
         Its rows are orthogonal where `has_orthogonal_rows` is true.
         """
         xp, signs = _checked_namespace(self), self.signs[0]
-        return self.adjoint(xp.eye(self.n_components, dtype=signs.dtype, device=device(signs=signs)))
+        return self.adjoint(
+            xp.eye(self.n_components, dtype=signs.dtype, device=common_device(signs=signs))
+        )
 
     @property
     def has_orthogonal_rows(self) -> bool:
@@ -202,8 +204,8 @@ class HadamardProjection(NamedTuple):
         order, size = self._order, self._size
         # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
         scale = size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
-        place = device(signs=self.signs[0])
-        return size, hadamard_factors(xp, order, scale=scale, dtype=like.dtype, device=place)
+        device = common_device(signs=self.signs[0])
+        return size, hadamard_factors(xp, order, scale=scale, dtype=like.dtype, device=device)
 
     def _apply_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
         size, factors = self._round_factors(xp, rows)
@@ -226,7 +228,7 @@ class HadamardProjection(NamedTuple):
         factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
         d, k = self.n_features, self.n_components
         # The component that holds each of the D coordinates. `rows` is sorted, so bisection finds it.
-        coordinates = xp.arange(size, dtype=self.rows.dtype, device=device(rows=self.rows))
+        coordinates = xp.arange(size, dtype=self.rows.dtype, device=common_device(rows=self.rows))
         source = xp.searchsorted(self.rows, coordinates)
         source = xp.where(source < k, source, k - 1)
         kept = (xp.take(self.rows, source) == coordinates)[None, :, None]
@@ -234,7 +236,7 @@ class HadamardProjection(NamedTuple):
         def mix(block: Array) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), source, axis=1)
-            z = xp.where(kept, z, xp.zeros((), dtype=z.dtype, device=device(z=z)))
+            z = xp.where(kept, z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
             for i, signs in reversed(list(enumerate(self.signs))):
                 z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
                 z = xp.reshape(z, (lead, size, trail))
@@ -296,7 +298,7 @@ class CountSketch(NamedTuple):
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
         xp = _checked_namespace(self)
-        place = device(signs=self.signs)
+        place = common_device(signs=self.signs)
         return self.adjoint(xp.eye(self.n_components, dtype=self.signs.dtype, device=place))
 
     def _check(self) -> None:
@@ -381,5 +383,5 @@ def _pad(xp: ModuleType, z: Array, size: int) -> Array:
     lead, have, trail = z.shape
     if have == size:
         return z
-    zeros = xp.zeros((lead, size - have, trail), dtype=z.dtype, device=device(z=z))
+    zeros = xp.zeros((lead, size - have, trail), dtype=z.dtype, device=common_device(z=z))
     return xp.concat((z, zeros), axis=1)

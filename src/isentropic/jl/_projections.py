@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_real, counts, value_error
-from isentropic._namespace import Array, accumulator, device, namespace
+from isentropic._namespace import Array, accumulator, common_device, namespace
 from isentropic.jl._draws import (
     draw_matrix,
     generator_of,
@@ -431,5 +431,5 @@ def sparse_scale(n_components: int, density: float) -> float:
 def dense_map(weights: Array, scale: float) -> DenseProjection:
     """The map ``scale · weights x``; the scale becomes an array like `weights`."""
     xp = namespace(weights=weights)
-    dtype, place = accumulator(xp, weights.dtype), device(weights=weights)
+    dtype, place = accumulator(xp, weights.dtype), common_device(weights=weights)
     return DenseProjection(weights, xp.asarray(float(scale), dtype=dtype, device=place))

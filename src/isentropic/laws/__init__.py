@@ -1,12 +1,12 @@
 """Laws: how the scale of the logits depends on the number n of keys that a query sees.
 
-A law is a small immutable value that maps n to a dimensionless factor, which multiplies the scale of
-the attention (``1/√E`` by default). All logarithms are natural; ln n is computed in float32 or
-better, and n ≤ 1 counts as 1, so that ln n is never negative.
+A law is a small immutable value that maps n to a dimensionless factor. The factor multiplies the scale
+of the attention (``1/√E`` by default). All logarithms are natural, and are computed in float32 or
+better. n ≤ 1 counts as 1, so that ln n is never negative.
 
-Parameters are numbers or arrays (learnable, per head). Array parameters range over the batch and
-head axes: with n of shape (..., L) a parameter of shape (H,) gives a factor of shape (H, L). Those that
-depend on the query, with an axis for the queries too, are wrapped in `per_query`.
+Parameters are numbers or arrays (learnable, per head). Array parameters have the batch and head axes:
+for n of shape (..., L) a parameter of shape (H,) gives a factor of shape (H, L). A parameter that
+depends on the query also has an axis for the queries, and is wrapped in `per_query`.
 
 >>> from isentropic import laws
 >>> laws.LogLength(512)(512)

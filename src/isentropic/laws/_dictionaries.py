@@ -1,4 +1,4 @@
-"""Laws as dictionaries of plain values, as JSON and YAML hold them."""
+"""Conversion of laws to and from dictionaries of plain values, for JSON and YAML."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isentropic.laws._formulas import (
     check_numbers,
 )
 
-# What a dictionary may name, and the class it makes.
+# The names in dictionaries, and their classes.
 _KINDS: dict[str, type[Law]] = {
     "AffineLog": AffineLog,
     "Constant": Constant,
@@ -38,34 +38,35 @@ _KINDS: dict[str, type[Law]] = {
     "scaled": Scaled,
     "shifted": Shifted,
 }
-# Parameters that are sequences of numbers, or arrays.
+# Parameters that are sequences of numbers or arrays.
 _SEQUENCES = ("lengths", "factors")
-# A dictionary may come from anywhere; deeper nesting means nothing and would end in a RecursionError.
-_MOST_NESTED = 32
+# Dictionaries may come from untrusted sources, and deep nesting would end in a RecursionError.
+_MAX_DEPTH = 32
 
 
 def to_dict(law: Law) -> dict[str, Any]:
-    """A law as a dictionary of plain values, as JSON and YAML hold them.
+    """A law as a dictionary of plain values, for JSON and YAML.
 
     Parameters
     ----------
     law : Law
-        Arrays in it must be readable (not traced), and their numbers finite.
+        Its arrays must be readable (not traced) and finite.
 
     Returns
     -------
     dict
-        ``"law"`` names the class, or the function "scaled" or "shifted", whose law is under ``"of"``;
-        the parameters follow. Arrays are nested lists; that of `Knots` is ``{"array": [...]}`` where
-        it has one axis, as a list of numbers is one. `from_dict` makes the same law of it.
+        ``"law"`` is the name of the class, or "scaled" or "shifted"; the law that these two change is
+        under ``"of"``. The parameters follow. Arrays become nested lists. A one-dimensional array of
+        `Knots` becomes ``{"array": [...]}``, as a plain list stands for a sequence of numbers there.
+        `from_dict` makes an equal law from the dictionary.
 
     Raises
     ------
     TypeError
-        For what is not a law of this module, and for a parameter of `per_query`, which belongs to the
-        queries of one call.
+        If `law` is not a law of this module, or if it has a parameter made by `per_query`, which
+        belongs to the queries of one call.
     ValueError
-        For an array that is not finite.
+        If an array is not finite.
 
     Examples
     --------
@@ -74,14 +75,14 @@ def to_dict(law: Law) -> dict[str, Any]:
     {'law': 'LogLength', 'base': 512, 'minimum': None}
     """
     if isinstance(law, PerQuery):
-        raise _of_one_call("law")
+        raise _per_query_error("law")
     kind = next((name for name, kind in _KINDS.items() if type(law) is kind), None)
     if kind is None:
         raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
     data: dict[str, Any] = {"law": kind}
     for name, x in vars(law).items():
         if isinstance(x, PerQuery) and name != "law":
-            raise _of_one_call(name)
+            raise _per_query_error(name)
         if isinstance(x, Law):
             data["of"] = to_dict(x)
         elif is_array(x):
@@ -93,17 +94,17 @@ def to_dict(law: Law) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
-    """The law that a dictionary of `to_dict` describes.
+    """The law that a dictionary made by `to_dict` describes.
 
-    Nothing in the dictionary is executed or imported; what it may name is fixed.
+    Nothing in the dictionary is executed or imported. It can only name laws of this module.
 
     Parameters
     ----------
     data : dict
-        As `to_dict` gives it. Parameters that have a default may be left out.
+        A dictionary as `to_dict` returns it. Parameters that have a default may be omitted.
     like : array, optional
-        An array whose library, device and dtype the arrays in the law take. The default is NumPy's
-        float64.
+        An array whose library, device and dtype the arrays in the law get. By default they are NumPy
+        arrays of float64.
 
     Returns
     -------
@@ -112,8 +113,7 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
     Raises
     ------
     TypeError, ValueError
-        For a name that is not known, for parameters that are missing, that the law does not have or
-        that it does not take, naming them.
+        If the name is unknown, or if a parameter is missing, unknown or invalid. The message names it.
 
     Examples
     --------
@@ -124,15 +124,15 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
     if like is None:
         return _from_dict(data, depth=0)
     check_floating(namespace(like=like), like=like)
-    # Not at once, as the numbers are checked on the host.
+    # The law is made with NumPy arrays first, as the numbers are checked on the host.
     return _from_dict(data, depth=0)._with_arrays(lambda x: from_numpy(x, like))
 
 
 def _from_dict(data: Any, depth: int) -> Law:
     if not isinstance(data, dict):
         raise type_error("data", "be a dictionary that describes a law", type(data).__name__)
-    if depth > _MOST_NESTED:
-        raise value_error("data", f"be nested at most {_MOST_NESTED} deep", "more")
+    if depth > _MAX_DEPTH:
+        raise value_error("data", f"be nested at most {_MAX_DEPTH} deep", "more")
     if "law" not in data:
         raise value_error("data", "name a law under 'law'", f"the keys {_listed(data)}")
     check_choice("law", data["law"], tuple(_KINDS))
@@ -158,7 +158,7 @@ def _argument(name: str, x: Any, depth: int) -> Any:
     return _array(name, x) if isinstance(x, list) else x
 
 
-def _of_one_call(name: str) -> TypeError:
+def _per_query_error(name: str) -> TypeError:
     return type_error(name, "be one for all queries, to be saved", "`per_query`, of one call")
 
 

@@ -12,20 +12,20 @@ from types import ModuleType
 from typing import Any, Self, TypeAlias
 
 from isentropic._checks import (
+    bounds_message,
     check_ndim,
     check_real,
     common_shape,
     is_array,
     type_error,
     value_error,
-    within,
 )
 from isentropic._loops import is_readable
 from isentropic._namespace import (
     Array,
     accumulator,
+    common_device,
     default_dtype,
-    device,
     namespace,
     same_arrays,
     to_numpy,
@@ -40,23 +40,23 @@ Parameter: TypeAlias = "float | Array | PerQuery"
 class Law(ABC):
     """A function from the number of visible keys to a factor on the scale.
 
-    Call it with an integer (the result is a float) or with an array of lengths.
+    Call a law with an integer (the result is a float) or with an array of lengths.
 
-    Numbers out of the range of a parameter, or not finite, are refused when the law is made. Those in
-    arrays are too where they can be read at once: in the memory of the host, and outside of
-    transformations.
+    A law refuses parameters that are not finite or out of range when it is made. It checks arrays too
+    if their values can be read: in the memory of the host, and outside of transformations.
 
-    In JAX and PyTorch a law is a tree (a *pytree*). Its leaves are the arrays; the numbers belong to
-    its structure. So a law can be an argument of ``jax.jit``, ``jax.grad`` and ``jax.vmap``, of
-    functions of ``torch.func``, and a gradient by a law is a law of gradients.
+    In JAX and PyTorch a law is a *pytree*. Its leaves are the arrays; the numbers belong to its
+    structure. So a law can be an argument of ``jax.jit``, ``jax.grad``, ``jax.vmap`` and functions of
+    ``torch.func``. The gradient with respect to a law is a law whose arrays are the gradients.
 
-    Two laws are equal if they are of one class and have equal parameters. Arrays are equal if their
-    shapes and values are, whatever their library, device or dtype; an array is never equal to a number,
-    and NaN to nothing. To compare arrays whose values cannot be read, as within ``jax.jit``, raises a
-    `TypeError`. Laws of numbers can be hashed, laws with arrays cannot.
+    Two laws are equal if they have the same class and equal parameters. Two arrays are equal if their
+    shapes and values are equal, whatever their library, device or dtype. An array never equals a
+    number, and NaN equals nothing. Comparing arrays whose values cannot be read, as within
+    ``jax.jit``, raises a `TypeError`. Laws of numbers are hashable; laws with arrays are not.
 
-    A law of your own is a subclass, a frozen dataclass, that defines `evaluate`. Fields that are
-    arrays, of shape () or (H,), are its parameters. `scaled` multiplies it by a factor of each query.
+    To define a law, make a subclass that is a frozen dataclass and defines `evaluate`. Its fields are
+    the parameters: numbers, or arrays of shape () or (H,). `scaled` multiplies a law by a factor that
+    may depend on the query.
 
     Examples
     --------
@@ -79,8 +79,8 @@ class Law(ABC):
     1.0
     """
 
-    # The names of the children of what a tree was made into: its leaves may be anything.
-    # The signature is kept where there are no arrays, which can change their device and their flags.
+    # `_children`: the names of the children of an unflattened tree, whose leaves may be any objects.
+    # `_signature`: the cached signature, for laws without arrays. Arrays can change device and flags.
     __slots__ = ("_children", "_signature")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -90,11 +90,11 @@ class Law(ABC):
     def __call__(self, n: Any) -> Any:
         parameters = self.arrays
         if is_array(n):
-            xp, place = namespace(("law", parameters), n=n), device(("law", parameters), n=n)
+            xp, device = namespace(("law", parameters), n=n), common_device(("law", parameters), n=n)
             if not xp.isdtype(n.dtype, ("integral", "real floating")):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
             floating = xp.isdtype(n.dtype, "real floating")
-            dtype = n.dtype if floating else default_dtype(xp, "real floating", place)
+            dtype = n.dtype if floating else default_dtype(xp, "real floating", device)
             n = self._aligned(xp.astype(n, _compute_dtype(xp, dtype, parameters)))
             factor = self.evaluate(xp, n)
             if not is_array(factor):
@@ -108,9 +108,9 @@ class Law(ABC):
         except OverflowError:
             raise value_error("n", "be within the range of a float", n) from None
         if parameters:
-            xp, place = namespace(("law", parameters)), device(("law", parameters))
+            xp, device = namespace(("law", parameters)), common_device(("law", parameters))
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
-            return self.evaluate(xp, self._aligned(xp.full((), n, dtype=dtype, device=place)))
+            return self.evaluate(xp, self._aligned(xp.full((), n, dtype=dtype, device=device)))
         import numpy as np
 
         return float(self.evaluate(np, np.float64(n)))  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ class Law(ABC):
             raise TypeError(
                 f"{cls.__name__}, a law, must have no __slots__: its fields are its __dict__."
             )
-        # Those that a dataclass would get compare arrays as numbers.
+        # The methods that a dataclass generates fail for arrays.
         for method in (Law.__eq__, Law.__hash__):
             if method.__name__ not in vars(cls):
                 setattr(cls, method.__name__, method)
@@ -129,45 +129,45 @@ class Law(ABC):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        own, others = vars(self), vars(other)
-        return own.keys() == others.keys() and all(_is_same(own[name], others[name]) for name in own)
+        a, b = vars(self), vars(other)
+        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
 
     def __hash__(self) -> int:
-        if self.arrays:  # those of PyTorch would give a hash, another one for an equal law
+        if self.arrays:  # the hash of a tensor is its identity, so equal laws would have other hashes
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
         return hash((type(self), *vars(self).values()))
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # what is in slots could not be set again
+        return dict(vars(self))  # without the slots, as a frozen dataclass cannot be set again
 
     @property
     def arrays(self) -> tuple[Array, ...]:
         """The parameters that are arrays."""
         return tuple(x for _, x in self._named_arrays())
 
-    def signature(self, of_array: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """All of the law but the contents of its arrays."""
-        kept = getattr(self, "_signature", None)
-        if kept is not None:
-            return kept
-        parts = ((name, type(x), _signature(x, of_array)) for name, x in vars(self).items())
+    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The properties of the law, except for the values of its arrays."""
+        cached = getattr(self, "_signature", None)
+        if cached is not None:
+            return cached
+        parts = ((name, type(x), _signature(x, array_signature)) for name, x in vars(self).items())
         signature = (type(self), *parts)
         if not self.arrays:
             object.__setattr__(self, "_signature", signature)
         return signature
 
-    def at_lengths(self, xp: ModuleType, n: Array) -> Array:
-        """``law(n)`` in the dtype of `n`, for lengths (..., L) that the law has been checked with."""
-        own, is_kept = n, getattr(self, "_signature", None) is not None
-        if not is_kept and (parameters := self.arrays):
-            own = xp.astype(n, _compute_dtype(xp, n.dtype, parameters), copy=False)
-        return xp.astype(self.evaluate(xp, own), n.dtype, copy=False)
+    def evaluate_checked(self, xp: ModuleType, n: Array) -> Array:
+        """``law(n)`` in the dtype of `n`, without checks, for lengths (..., L) that fit the law."""
+        lengths, has_no_arrays = n, getattr(self, "_signature", None) is not None
+        if not has_no_arrays and (parameters := self.arrays):
+            lengths = xp.astype(n, _compute_dtype(xp, n.dtype, parameters), copy=False)
+        return xp.astype(self.evaluate(xp, lengths), n.dtype, copy=False)
 
     def _named_arrays(self) -> list[tuple[str, Array]]:
         found = []
         for name, x in vars(self).items():
             if isinstance(x, PerQuery):
-                x = x.value  # by the name of the parameter
+                x = x.value  # listed under the name of the parameter
             if isinstance(x, Law):
                 found += x._named_arrays()
             elif x is not None and is_array(x):
@@ -184,7 +184,7 @@ class Law(ABC):
         return replace(self, **changes)
 
     def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
-        """Arrays and laws by their names, and all else, for `register_nodes`."""
+        """Return the children, arrays and laws with their names, and the rest; see `register_nodes`."""
         values = vars(self)
         names = getattr(self, "_children", None)
         if names is None:
@@ -194,7 +194,7 @@ class Law(ABC):
 
     @classmethod
     def _unflatten(cls, rest: Any, children: Iterable[Any]) -> Self:
-        # Past all checks: the leaves of trees may be tracers, booleans of a mask, axes or None.
+        # Without checks, as the leaves of a tree may also be tracers, booleans, axes or None.
         law = object.__new__(cls)
         names, values = rest
         for name, x in (dict(values) | dict(zip(names, children, strict=True))).items():
@@ -203,23 +203,23 @@ class Law(ABC):
         return law
 
     def _aligned(self, n: Array) -> Array:
-        """Lengths with as many axes as the factor will have; refuses shapes that do not broadcast."""
+        """The lengths with as many axes as the factor. Refuses shapes that do not broadcast."""
         shapes = self._named_shapes()
-        if n.ndim == 0 and any(of_queries for _, _, of_queries in shapes):
+        if n.ndim == 0 and any(has_query_axis for _, _, has_query_axis in shapes):
             n = n[None]  # one length for all queries
         last, common = (1,) if n.ndim else (), n.shape
-        for name, shape, of_queries in shapes:
-            # A single number broadcasts without axes.
-            own = shape if of_queries or not shape else (*shape, *last)
-            common = common_shape(**{"n": common, name: own})
+        for name, shape, has_query_axis in shapes:
+            # A 0-d parameter needs no axis for the queries.
+            full_shape = shape if has_query_axis or not shape else (*shape, *last)
+            common = common_shape(**{"n": common, name: full_shape})
         return lift(n, len(common)) if n.ndim else n
 
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        """The shape of each array over the axes of the factor, and whether its last axis is L."""
+        """The name and the shape of each array parameter, and whether its last axis is L."""
         found: list[tuple[str, tuple[int, ...], bool]] = []
         for name, x in vars(self).items():
             if isinstance(x, PerQuery):
-                # One number is left of it where `vmap` runs over the queries.
+                # Under `vmap` over the queries the value is 0-d.
                 found.append((name, tuple(x.value.shape), x.value.ndim > 0))
             elif isinstance(x, Law):
                 found += x._named_shapes()
@@ -234,13 +234,14 @@ class Law(ABC):
         Parameters
         ----------
         xp : module
-            The array namespace of `n`; NumPy for a number.
+            The array namespace of `n`. It is NumPy if the law is called with a number.
         n : array (..., L)
             Lengths as floats; 0 for a query that sees no key.
 
         Returns
         -------
-        array broadcastable to (..., L), in the dtype of `n`
+        array broadcastable to (..., L)
+            The factors, in the dtype of `n`.
         """
 
 
@@ -266,7 +267,7 @@ class Constant(Law):
 
 @dataclass(frozen=True, eq=False)
 class LogLength(Law):
-    """``ln n / ln base``: Su's law, which holds the entropy of focused attention nearly constant.
+    """``ln n / ln base``: Su's law, which keeps the entropy of focused attention nearly constant.
 
     Parameters
     ----------
@@ -300,7 +301,7 @@ class LogLength(Law):
 
 @dataclass(frozen=True, eq=False)
 class SqrtLogLength(Law):
-    """``√(ln n / ln base)``: the growth that holds the entropy of Gaussian scores as n → ∞.
+    """``√(ln n / ln base)``: keeps the entropy of Gaussian scores constant as n → ∞.
 
     Parameters
     ----------
@@ -311,7 +312,7 @@ class SqrtLogLength(Law):
 
     References
     ----------
-    Jin et al. 2023, arXiv 2306.08645 (for diffusion models at other resolutions).
+    Jin et al. 2023, arXiv 2306.08645, for diffusion models at other resolutions than in training.
 
     Examples
     --------
@@ -336,7 +337,7 @@ class SqrtLogLength(Law):
 
 @dataclass(frozen=True, eq=False)
 class AffineLog(Law):
-    """``slope · ln n + intercept``: SSMax, Chiang–Cholak (slope 1), heads calibrated one by one.
+    """``slope · ln n + intercept``: the form of SSMax, of Chiang–Cholak and of calibrated heads.
 
     Parameters
     ----------
@@ -378,8 +379,8 @@ class AffineLog(Law):
 class PowerLog(Law):
     """``offset + coefficient · (ln n)^exponent``, where n ≤ 2 counts as 2.
 
-    So the power is finite at every exponent. What it is for a single key does not matter: that key has
-    all the weight.
+    The lower bound keeps the power finite at every exponent. The factor for n = 1 has no effect, as a
+    single key has all the weight.
 
     Parameters
     ----------
@@ -387,7 +388,7 @@ class PowerLog(Law):
 
     References
     ----------
-    Vasylenko et al. 2025, arXiv 2506.16640, with coefficients and exponents that depend on the query.
+    Vasylenko et al. 2025, arXiv 2506.16640. There coefficient and exponent depend on the query.
 
     Examples
     --------
@@ -412,7 +413,7 @@ class PowerLog(Law):
 
 @dataclass(frozen=True, eq=False)
 class StepLog(Law):
-    """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 up to the period, then rising in steps (Llama 4).
+    """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 for n < period, then growing in steps (Llama 4).
 
     Parameters
     ----------
@@ -440,7 +441,7 @@ class StepLog(Law):
 
 @dataclass(frozen=True, eq=False)
 class Power(Law):
-    """``(n / base)^exponent``: the growth that holds the entropy of keys on a sphere of few dimensions.
+    """``(n / base)^exponent``: keeps the entropy constant for keys on a sphere of few dimensions.
 
     Parameters
     ----------
@@ -452,9 +453,10 @@ class Power(Law):
 
     Notes
     -----
-    Among n keys that are uniform on a sphere of d dimensions, the distance to the nearest falls like
-    ``n^(−1/(d−1))``, and the gaps between the highest scores fall like its square. So the factor that
-    holds the entropy tends to ``n^(2/(d−1))``; `isentropic.theory.invariant_factor` computes it.
+    Among n keys that are uniform on the unit sphere in d dimensions, the distance to the nearest key
+    decreases like ``n^(−1/(d−1))``, and the gaps between the highest scores decrease like its square.
+    So the factor that keeps the entropy constant grows like ``n^(2/(d−1))``.
+    `isentropic.theory.invariant_factor` computes it.
 
     ``laws.shifted(laws.Power(exponent, period), period)`` is ``(1 + n / period)^exponent``.
 
@@ -519,24 +521,24 @@ class InfoScale(Law):
 
 @dataclass(frozen=True, eq=False)
 class Knots(Law):
-    """Given factors at given lengths, and between them lines in ln n.
+    """Interpolation between given factors at given lengths, linear in ln n.
 
     Parameters
     ----------
     lengths : sequence of K ≥ 2 numbers ≥ 1, increasing
         The lengths n_1, …, n_K of the knots.
     factors : sequence of K numbers, or array (..., K)
-        The factors f_1, …, f_K at these lengths. An array has one row per head, and may learn.
+        The factors f_1, …, f_K at these lengths. An array has one row per head and can be learned.
     minimum : float, optional
         The smallest factor.
 
     Raises
     ------
     TypeError
-        For lengths or factors that are not real numbers.
+        If lengths or factors are not real numbers.
     ValueError
-        For fewer than two lengths, for lengths that do not increase or are below 1, for another
-        number of factors than of lengths, and for numbers that are not finite.
+        If there are fewer than two lengths, if they do not increase or are below 1, if there are not as
+        many factors as lengths, or if a number is not finite.
 
     See Also
     --------
@@ -549,13 +551,14 @@ class Knots(Law):
 
         f(n) = f_i + (f_{i+1} − f_i) · ln(n / n_i) / ln(n_{i+1} / n_i),
 
-    and exactly f_i at n_i. Below the first knot and above the last one, the line of the outermost two
-    knots goes on. So two knots make the `AffineLog` through them. `numpy.interp` would hold the
-    outermost factors instead, and the entropy would grow again above the last knot. Repeat a
-    factor to hold it: ``Knots((512, 4096, 4097), (1.0, 1.4, 1.4))`` is 1.4 from 4096 on.
+    and exactly f_i at n_i. Below the first and above the last knot, the line through the two outermost
+    knots is extended. So two knots make the `AffineLog` through them. `numpy.interp` would keep the
+    outermost factor constant instead, and the entropy would grow again above the last knot. Repeat a
+    factor to keep it constant: ``Knots((512, 4096, 4097), (1.0, 1.4, 1.4))`` is 1.4 from 4096 on.
 
-    Factors that hold the entropy are smooth in ln n. With knots at every doubling of the length, the
-    error of the interpolation is ``(ln 2)²/8 ≈ 0.06`` times their second derivative by ln n, at most.
+    The factors that keep the entropy constant are smooth functions of ln n. With knots at every
+    doubling of the length, the error of the interpolation is at most ``(ln 2)²/8 ≈ 0.06`` times their
+    second derivative with respect to ln n.
 
     Examples
     --------
@@ -598,12 +601,12 @@ class Knots(Law):
         n = xp.where(n < 1.0, 1.0, n)
         result: Any = None
         for i, length in enumerate(lengths):
-            # The line on from knot i. That above the last knot has the slope of the segment before it.
+            # The line from knot i upwards. Above the last knot it has the slope of the last segment.
             left = min(i, last - 1)
-            # ln(b / a) > 0 also where b / a rounds to 1.
+            # log1p is positive also if the ratio of the lengths rounds to 1.
             width = math.log1p((lengths[left + 1] - lengths[left]) / lengths[left])
             rise = factors[left + 1] - factors[left]
-            # ln(n / length) is 0 at the knot, whose factor is then exact.
+            # ln(n / length) is exactly 0 at the knot, so that the factor there is exact.
             line = factors[i] + xp.log(n / length) * (1 / width) * rise
             result = line if result is None else xp.where(n < length, result, line)
         return _at_least(xp, result, self.minimum)
@@ -612,13 +615,13 @@ class Knots(Law):
         return self.factors[..., i] if is_array(self.factors) else self.factors[i]  # type: ignore[call-overload]
 
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        # Without the axis of the knots.
+        # The last axis of `factors` is that of the knots, which the factor does not have.
         return [(name, shape[:-1], False) for name, shape, _ in super()._named_shapes()]
 
 
 @dataclass(frozen=True, eq=False)
 class PerQuery(Constant):
-    """What `per_query` makes: as a law, a constant of each query."""
+    """The parameter that `per_query` makes. As a law it is a constant for each query."""
 
     value: Array
 
@@ -640,7 +643,7 @@ class PerQuery(Constant):
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Law):
-    """What `scaled` makes."""
+    """The law that `scaled` makes."""
 
     law: Law
     factor: Parameter
@@ -658,7 +661,7 @@ class Scaled(Law):
 
 @dataclass(frozen=True, eq=False)
 class Shifted(Law):
-    """What `shifted` makes."""
+    """The law that `shifted` makes."""
 
     law: Law
     shift: float
@@ -677,46 +680,47 @@ class Shifted(Law):
 def per_query(value: Array) -> PerQuery:
     """A parameter of a law with one number for each query, such as a function of the query.
 
-    An array parameter has the axes of batch and heads, ``...``, and each of its numbers holds for all L
-    queries. An array that is wrapped by this function has the axis of the queries too. So a law may
+    A plain array parameter has the batch and head axes, ``...``, and each of its numbers applies to all
+    L queries. An array that is wrapped by this function also has the axis of the queries. So a law can
     depend on n and on the query.
 
     Parameters
     ----------
     value : array (..., L)
         The axes ``...`` and L are those of the queries (..., L, E), up to broadcasting. With grouped
-        heads they are the heads of the queries.
+        heads, the heads are those of the queries.
 
     Returns
     -------
     PerQuery
-        Taken wherever a parameter may be an array, as in ``AffineLog(slope, per_query(x))``,
-        ``Constant(per_query(x))`` and ``scaled(law, per_query(x))``; not by `Knots`. In JAX and
-        PyTorch it is a tree, whose leaf is the array.
+        A parameter that all laws but `Knots` accept in place of an array, as in
+        ``AffineLog(slope, per_query(x))``, ``Constant(per_query(x))`` and
+        ``scaled(law, per_query(x))``. In JAX and PyTorch it is a pytree whose leaf is the array.
 
     Raises
     ------
     TypeError
-        For a `value` that is not an array of floats.
+        If `value` is not an array of floats.
     ValueError
-        For a `value` without axes, or with numbers that are not finite.
+        If `value` is 0-d or has numbers that are not finite.
 
     Notes
     -----
-    The law belongs to the queries of one call: make it where they are. `to_dict` refuses it. A law with
-    such a parameter gives factors (..., L), also when it is called with a number.
+    A law with such a parameter belongs to the queries of one call, so make it for each call. `to_dict`
+    refuses it. Its factors have the shape (..., L), also if it is called with a number.
 
     With h a learned function of each query, (..., L), the factors of these papers are:
 
     - *ASEntmax*, ``δ + β (ln(n + 1))^γ`` with β = softplus(h₁) and γ = 2 tanh(h₂):
-      ``shifted(PowerLog(δ, per_query(β), per_query(γ)), 1)``. The paper has its weights by α-entmax,
-      and this library by a softmax.
+      ``shifted(PowerLog(δ, per_query(β), per_query(γ)), 1)``. The paper computes weights by α-entmax,
+      this library by a softmax.
     - *Selective Self-Attention*, ``1 + tanh(h) + σ(α) ln n``:
-      ``AffineLog(σ(α), per_query(1 + tanh(h)))``. The paper scales the values likewise.
-    - *QASSMax*, ``g(ln n) · (1 + tanh(h))`` with a learned g of each head:
-      ``scaled(Constant(g(ln N)), per_query(1 + tanh(h)))``, where N counts all keys, as in the paper.
-      A subclass of `Law` in place of `Constant` computes g of the keys that each query sees. A variant
-      of the paper has factors for each feature, (..., L, E): multiply the query by these.
+      ``AffineLog(σ(α), per_query(1 + tanh(h)))``. The paper scales the values in the same way.
+    - *QASSMax*, ``g(ln n) · (1 + tanh(h))`` with a learned g for each head:
+      ``scaled(Constant(g(ln N)), per_query(1 + tanh(h)))``, where N is the number of all keys, as in
+      the paper. To compute g for the number of keys that each query sees, use a subclass of `Law` in
+      place of `Constant`. A variant in the paper has one factor per feature, (..., L, E): multiply the
+      query by these factors.
 
     References
     ----------
@@ -739,7 +743,7 @@ def per_query(value: Array) -> PerQuery:
 
 
 def scaled(law: Law, factor: Parameter) -> Law:
-    """``factor · law(n)``: a temperature τ is the factor 1/τ, a layer's α the factor α.
+    """``factor · law(n)``. A temperature τ is the factor 1/τ.
 
     Parameters
     ----------
@@ -753,9 +757,9 @@ def scaled(law: Law, factor: Parameter) -> Law:
     Raises
     ------
     TypeError
-        For a `law` that is not a law, or a `factor` that is not a real number or an array of floats.
+        If `law` is not a law, or if `factor` is neither a real number nor an array of floats.
     ValueError
-        For a `factor` that is not finite.
+        If `factor` is not finite.
 
     Examples
     --------
@@ -767,7 +771,7 @@ def scaled(law: Law, factor: Parameter) -> Law:
 
 
 def shifted(law: Law, shift: float) -> Law:
-    """``law(n + shift)``: for rules that count one key more or less.
+    """``law(n + shift)``, for rules that count one key more or less.
 
     Parameters
     ----------
@@ -781,9 +785,9 @@ def shifted(law: Law, shift: float) -> Law:
     Raises
     ------
     TypeError
-        For a `law` that is not a law, or a `shift` that is not a real number.
+        If `law` is not a law, or if `shift` is not a real number.
     ValueError
-        For a `shift` that is not finite.
+        If `shift` is not finite.
 
     Examples
     --------
@@ -807,14 +811,15 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     Returns
     -------
     AffineLog
-        With slope κ/√d.
+        The law with slope κ/√d.
 
     Raises
     ------
     TypeError
-        For parameters that are not real numbers, or a `kappa` that is not an array of floats either.
+        If `head_dim` is not a real number, or if `kappa` is neither a real number nor an array of
+        floats.
     ValueError
-        For a `head_dim` that is not above 0, or a `kappa` that is not finite.
+        If `head_dim` is not above 0, or if `kappa` is not finite.
 
     Examples
     --------
@@ -829,33 +834,33 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     return AffineLog(PerQuery(kappa.value / root) if isinstance(kappa, PerQuery) else kappa / root)
 
 
-def _signature(x: Any, of_array: Callable[[Any], Any]) -> Any:
+def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
     if isinstance(x, Law):
-        return x.signature(of_array)
-    return of_array(x) if is_array(x) else x
+        return x.signature(array_signature)
+    return array_signature(x) if is_array(x) else x
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    if a is b:  # tracers too, which cannot be read
+    if a is b:  # also for tracers, whose values cannot be read
         return True
     if not (is_array(a) and is_array(b)):
         return not (is_array(a) or is_array(b)) and a == b
-    if tuple(a.shape) != tuple(b.shape):  # which tracers have too
+    if tuple(a.shape) != tuple(b.shape):  # the shapes of tracers can be read
         return False
     try:
         return same_arrays(a, b)
-    except (AttributeError, BufferError, RuntimeError, TypeError):  # each library's own
+    except (AttributeError, BufferError, RuntimeError, TypeError):  # libraries raise different errors
         must = "have arrays that can be read, to be compared"
         raise type_error("law", must, type(a).__name__) from None
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
-    """Float32, or float64 where the lengths or a parameter are."""
+    """Float32, or float64 if the lengths or a parameter are float64."""
     return accumulator(xp, xp.result_type(dtype, *(x.dtype for x in parameters)))
 
 
 def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
-    """A parameter over the axes of the lengths ``(..., L)``, in their dtype."""
+    """A parameter with axes that broadcast against the lengths ``(..., L)``, in their dtype."""
     if isinstance(x, (int, float)):
         return float(x)  # a NumPy float64 would promote float32 lengths
     if isinstance(x, PerQuery):
@@ -871,7 +876,7 @@ def _log_length(xp: ModuleType, n: Array, least: float = 1.0) -> Array:
 
 
 def _log(xp: ModuleType, x: Any) -> Any:
-    """The logarithm of a parameter, which `_over_queries` has brought out of half precision."""
+    """The logarithm of a parameter. `_over_queries` has already converted half precision."""
     return math.log(x) if isinstance(x, float) else xp.log(x)
 
 
@@ -897,19 +902,19 @@ def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
 
 
 def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
-    """Refuse what `check_real` refuses, in an array on the host."""
-    # The minimum is NaN where a number is.
+    """Apply the checks of `check_real` to a NumPy array."""
+    # If any number is NaN, so is the minimum.
     if numbers.min() > above and numbers.max() < math.inf:
         return
     import numpy as np
 
-    place = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
-    where = f" at {place}" if place else ""
-    raise value_error(name, within(above), f"{numbers[place]}{where}")
+    index = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
+    where = f" at {index}" if index else ""
+    raise value_error(name, bounds_message(above), f"{numbers[index]}{where}")
 
 
 def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple[float, ...]:
-    """Finite numbers of a sequence, or of an array on the host."""
+    """Check and return the finite numbers of a sequence or of an array on the host."""
     if is_array(x):
         xp = namespace(**{name: x})
         if not is_readable(xp, x):
@@ -929,7 +934,7 @@ def _check_minimum(minimum: Any) -> None:
 
 
 def check_law(law: Any, *, optional: bool = False) -> None:
-    """Refuse what is not a law, and None unless it is `optional` (the standard attention)."""
+    """Refuse everything but a law, and None unless `optional` (None is standard attention)."""
     if not isinstance(law, Law) and not (optional and law is None):
         must = "be a law of isentropic.laws" + " or None" * optional
         got = type(law).__name__
@@ -940,9 +945,9 @@ def check_law(law: Any, *, optional: bool = False) -> None:
         elif any(kind.__name__ == "LawModule" for kind in type(law).__mro__):
             got += "; call it: `law()`"
         elif callable(law):
-            got += " (a function is none: subclass `laws.Law`)"
+            got += " (a function is not a law: subclass `laws.Law`)"
         raise type_error("law", must, got)
 
 
-# The law of attention where none is named.
+# The default law of attention.
 DEFAULT_LAW = LogLength(512)

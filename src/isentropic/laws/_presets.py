@@ -1,4 +1,4 @@
-"""The rules of models and papers: one table, with the source of each."""
+"""The laws of models and papers: a table with the source of each rule."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Rule(NamedTuple):
     """A row of the table in the documentation of `preset`, and the function that makes the law."""
 
     make: Callable[..., Law]
-    formula: str  # or the rule of another name that it is
-    counts: str
-    below: str  # what the factor is below the length L of the training
+    formula: str  # or "as" another rule
+    counts: str  # what n counts
+    below: str  # the factor below the training length L
     source: str
 
 
@@ -204,17 +204,17 @@ def preset(name: str, **parameters: Any) -> Law:
 
     {table}
 
-    What n counts, and what to pass:
+    The column *n counts* says what to pass as `n_keys`:
 
-    - *keys*: those that the query sees. Attention counts them by itself.
-    - *positions*: the position of the query, from 0, plus 1, whatever is hidden from it. Padding has
-      no positions.
-    - *slots*: likewise, but padding before the query counts.
-    - *length*: all of the sequence.
+    - *keys*: the keys that the query sees. Attention counts them itself; nothing has to be passed.
+    - *positions*: the position of the query, counted from 0, plus 1. Hidden keys count too. Padding
+      has no positions.
+    - *slots*: like positions, but padding before the query counts.
+    - *length*: all keys of the sequence.
 
-    Under a causal mask without padding the first three are one number. Under a window a query sees
+    Under a causal mask without padding the first three numbers are equal. Under a window a query sees
     fewer keys than its position says. So rules of positions, slots or a length need that number as
-    `n_keys`, such as ``n_keys=positions + 1``; for positions in models of transformers it is
+    `n_keys`, for example ``n_keys=positions + 1``. For positions in models of transformers use
     ``huggingface.use(model, law, count="positions")``.
 
     Parameters
@@ -232,23 +232,23 @@ def preset(name: str, **parameters: Any) -> Law:
     Raises
     ------
     ValueError
-        For an unknown name.
+        If the name is unknown.
     TypeError
-        For parameters that the rule does not have or that are missing.
+        If a parameter is missing, or if the rule does not have it.
 
     Notes
     -----
-    The law *asentmax-constant* is not the ASEntmax of the paper, but what its code calls "learn": β and
-    γ are numbers of each head. In ASEntmax they depend on the query, β = softplus(·) and
-    γ = 2 tanh(·) of its hidden state: pass them wrapped in `per_query`. Both have weights by α-entmax,
-    and not by a softmax. γ may be negative.
+    The law *asentmax-constant* is not the ASEntmax of the paper, but the variant that its code calls
+    "learn": β and γ are constants of each head. In ASEntmax they depend on the hidden state of the
+    query, β = softplus(·) and γ = 2 tanh(·): pass them wrapped in `per_query`. Both compute weights by
+    α-entmax and not by a softmax. γ may be negative.
 
-    The factors of *yarn* and *longrope* act on the rotated dimensions alone in their models, as a
-    factor on cosine and sine, whose square this is.
+    In their models the factors of *yarn* and *longrope* act only on the rotated dimensions, as a
+    factor on cosine and sine. The law is the square of that factor.
 
     References
     ----------
-    Where each rule is written down. Those of transformers are tested against its code.
+    The source of each rule. The rules of transformers are tested against its code.
 
     {sources}
 
@@ -284,7 +284,7 @@ def _indented(lines: list[str]) -> str:
     return "\n    ".join(lines)
 
 
-if preset.__doc__:  # which `python -OO` leaves out
+if preset.__doc__:  # `python -OO` strips docstrings
     preset.__doc__ = preset.__doc__.replace("{table}", _indented(_rows())).replace(
         "{sources}", _indented([f"- {name}: {rule.source}" for name, rule in _RULES.items()])
     )

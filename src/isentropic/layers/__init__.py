@@ -1,4 +1,4 @@
-"""What is built around attention: heads, scores by a network, random features, rotary positions."""
+"""Layers around attention: heads, additive scores, random features and rotary positions."""
 
 from isentropic.layers._additive import additive_attention
 from isentropic.layers._linear import (

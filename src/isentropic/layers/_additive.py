@@ -1,4 +1,4 @@
-"""Attention whose scores are those of a small network."""
+"""Attention whose scores come from a small network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from isentropic._attention.generic import Tiles, add_bias_and_mask, output_of_co
 from isentropic._attention.plan import Arguments, prepare
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
-from isentropic._namespace import Array, ArrayT, device, namespace
+from isentropic._namespace import Array, ArrayT, common_device, namespace
 from isentropic._numerics import lift
 from isentropic.masks import Mask
 
@@ -23,7 +23,7 @@ def additive_attention(
     *,
     mask: Array | Mask | None = None,
 ) -> ArrayT:
-    """Attention by a small network instead of a product: ``vᵀ tanh(q W_q + k W_k)``.
+    """Attention with the scores ``vᵀ tanh(q W_q + k W_k)`` of a small network.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def additive_attention(
     Returns
     -------
     array (..., L, Ev)
-        0 for a query that sees no key.
+        The output, in the dtype to which query, key and value promote. 0 for a query that sees no key.
 
     Raises
     ------
@@ -48,7 +48,8 @@ def additive_attention(
 
     Notes
     -----
-    Needs O(L·S·A) time and a tile of it in memory. There is no scale, hence no law.
+    The time is O(L·S·A). The memory holds a tile of these L·S·A numbers. There is no scale, hence no
+    law.
 
     References
     ----------
@@ -66,7 +67,7 @@ def additive_attention(
     weights = {"w_q": w_q, "w_k": w_k, "v": v}
     arrays = {"query": query, "key": key, "value": value}
     xp = namespace(**arrays, **weights)
-    device(**arrays, **weights)
+    common_device(**arrays, **weights)
     check_floating(xp, **weights)
     check_ndim(2, **arrays)
     for name, x, w in (("w_q", query, w_q), ("w_k", key, w_k)):
@@ -90,5 +91,5 @@ def additive_attention(
         scores = xp.sum(xp.tanh(q + k) * lift(v, q.ndim), axis=-1)
         return add_bias_and_mask(plan, operands, scores, rows, columns)
 
-    state = Tiles.of(plan, operands).state(None, logits, n_numbers=hidden)
+    state = Tiles.of(plan, operands).state(None, logits, numbers_per_logit=hidden)
     return xp.astype(output_of_columns(xp, state), plan.dtype)

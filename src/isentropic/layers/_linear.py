@@ -1,13 +1,14 @@
-"""Positive random features of the softmax kernel, and attention in linear time with them.
+"""Positive random features of the softmax kernel, and attention with them in linear time.
 
-With ω normal, E[exp(ω·x − ‖x‖²/2) exp(ω·y − ‖y‖²/2)] = exp(x·y). Averaged over m features this turns
-attention into two attentions that never form L×S: with y the keys and x the queries,
+For standard normal ω, E[exp(ω·x − ‖x‖²/2) exp(ω·y − ‖y‖²/2)] = exp(x·y). The average over m features
+replaces attention by two attentions that never form an L×S array: with keys y and queries x,
 
     Σ_j e^{x·y_j} v_j ≈ e^{−‖x‖²/2}/m · Σ_r e^{ω_r·x} Σ_j e^{ω_r·y_j − ‖y_j‖²/2} v_j,
 
-first the features attend to the keys, with the bias −‖y‖²/2, then the queries attend to the features,
-with the log-normalizers of the first as bias. Both are the stable pass over tiles, so that nothing
-overflows, no shift of the keys leaks through causality, and no constant added to exp biases it.
+First the features attend to the keys, with the bias −‖y‖²/2. Then the queries attend to the features,
+with the log-normalizers of the first attention as bias. Both are the stable pass over tiles. So nothing
+overflows, no maximum over later keys violates causality, and exp needs no additive constant, which
+would bias the estimate.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import BLOCKS, Block, map_blocks, scan_blocks, take, traces_lengths
+from isentropic._loops import BLOCKS, Block, is_compiling, map_blocks, scan_blocks, take
 from isentropic._namespace import (
     Array,
     ArrayT,
     accumulator,
-    device,
+    common_device,
     equal_by_value,
     namespace,
     namespace_with_drawn,
@@ -57,19 +58,17 @@ from isentropic.jl._draws import draw_matrix, generator_of, place_draw, random_o
 from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
-# Queries and keys whose products are formed at a time under causality; and rows of an error.
-
 
 @equal_by_value
 class PositiveFeatures(NamedTuple):
     """Random features φ with E[φ(x)·φ(y)] = exp(x·y), all positive.
 
-    Made by `positive_features`, which says what is known of their error.
+    `positive_features` makes them, and its documentation gives their error.
 
     Attributes
     ----------
     weights : array (..., m, d)
-        The directions ω; of each head its own, where there are axes before.
+        The directions ω. The axes ``...``, if any, give each head directions of its own.
 
     Examples
     --------
@@ -96,7 +95,7 @@ class PositiveFeatures(NamedTuple):
 
     @quietly
     def __call__(self, x: ArrayT) -> ArrayT:
-        """``exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m), which overflows for long x."""
+        """The features ``exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m). They may overflow for large x."""
         xp = namespace_with_drawn(("features", (self.weights,)), x=x)
         check_floating(xp, x=x)
         check_ndim(1, x=x)
@@ -117,9 +116,10 @@ class LinearAttentionError(NamedTuple):
     Attributes
     ----------
     measured : array (..., L)
-        Root mean square over the keys of estimate/exact − 1, for the given draw of the features.
+        The root mean square of estimate/exact − 1 over the keys, for the given features.
     predicted : array (..., L)
-        The root of its expectation over independent features; an upper bound for orthogonal ones.
+        The root of the expectation of its square over independent features. For orthogonal features it
+        is an upper bound.
 
     Examples
     --------
@@ -153,8 +153,8 @@ def positive_features(
     n_components : int ≥ 1
         The number m of features.
     orthogonal : bool
-        Directions orthogonal in blocks of d, of the lengths of normal vectors: as unbiased as
-        independent ones, and of less variance.
+        Make the directions orthogonal within blocks of d, with the lengths of normal vectors. The
+        estimate is unbiased, as with independent directions, and has less variance.
     rng, like
         As for `isentropic.jl.gaussian_projection`.
 
@@ -165,18 +165,17 @@ def positive_features(
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
-        floats.
+        If a size is not an integer, if `rng` has another type, or if `like` is not an array of floats.
     ValueError
-        For sizes out of range.
+        If a size is out of range.
 
     Notes
     -----
-    ``φ(x) = m^{−1/2} exp(ω·x − ‖x‖²/2)``. Without the norm term φ(x)·φ(y) estimates
-    :math:`e^{\|x+y\|^2/2}`. The relative variance of the estimate, for independent features, is
-    :math:`(e^{\|x+y\|^2} - 1)/m`, so the m that is needed grows **exponentially** with the squared
-    norms and not at all with the number of keys; that m = O(log n) features suffice is false.
-    `linear_attention_error` reports both.
+    The features are ``φ(x) = m^{−1/2} exp(ω·x − ‖x‖²/2)``. Without the norm term φ(x)·φ(y) would
+    estimate :math:`e^{\|x+y\|^2/2}`. For independent features the relative variance of the estimate is
+    :math:`(e^{\|x+y\|^2} - 1)/m`. So the required m grows **exponentially** with the squared norms, and
+    does not depend on the number of keys. It is not true that m = O(log n) features suffice.
+    `linear_attention_error` reports the measured and the predicted error.
 
     References
     ----------
@@ -219,7 +218,7 @@ def linear_attention(
 ) -> ArrayT:
     """Softmax attention estimated by random features, in time and memory linear in L and S.
 
-    Tends to `attention` of the same arguments as the number m of features grows.
+    The result converges to `attention` of the same arguments as the number m of features grows.
 
     Parameters
     ----------
@@ -228,32 +227,32 @@ def linear_attention(
     value : array (..., S, Ev)
         Floating-point arrays of one library and device; the axes ``...`` broadcast.
     features : PositiveFeatures
-        For vectors of E features. Draw them once, outside of transformations.
+        Features for vectors of E numbers. Draw them once, outside of transformations.
     is_causal : bool
-        The last query sees every key, as in `attention`.
+        Apply the causal mask of `attention`: the last query sees every key.
     scale : float > 0, optional
-        ``1/√E`` by default.
+        The scale of the logits where the law is 1; ``1/√E`` by default.
     law : Law or None
-        How the scale follows the number of visible keys; None is the standard attention.
+        The factor on the scale as a function of n. None is standard attention.
     n_keys : int or array broadcastable to (..., L), optional
-        Numbers of keys for the law, instead of the visible ones.
+        The n of the law. The default is the number of keys that each query sees.
 
     Returns
     -------
     array (..., L, Ev)
-        In the result dtype of the inputs. 0 for a query that sees nothing.
+        The estimate, in the dtype to which the inputs promote. 0 for a query that sees no key.
 
     Raises
     ------
     TypeError, ValueError
-        As `attention`, and for features of another library, device or dimension.
+        As in `attention`, and if the features have another library, device or dimension.
 
     Notes
     -----
-    See `positive_features` for the error, which grows with the norms: with x and y the queries and
-    keys times the root of the scale, and queries times the law, it is large where ‖x + y‖² exceeds
-    log m. Measure it by `linear_attention_error`. O((L + S) m (E + Ev)) operations; causal ones add
-    O(L m) for each of the keys in a chunk of 128.
+    The error grows with the norms; see `positive_features`. Let y be the keys times the root of the
+    scale, and x the queries times the root of the scale and the law. The error is large where
+    ‖x + y‖² exceeds log m. `linear_attention_error` measures it. The computation takes
+    O((L + S) m (E + Ev)) operations. Causality adds O(L m) for each of the keys in a chunk of 128.
 
     References
     ----------
@@ -281,24 +280,27 @@ def linear_attention(
         out = output_of_columns(xp, _attend_features(queries, weights, sums))
         return xp.astype(out, plan.dtype, copy=False)
 
-    # The first keys are seen by all queries, or the first queries see no key; the others pair up.
-    before, blind = total - paired, n_queries - paired
+    # If S > L, all queries see the first S − L keys. If L > S, the first L − S queries see no key.
+    # The remaining queries and keys form pairs.
+    before, n_blind = total - paired, n_queries - paired
     sums = _attend(weights, keys[..., :before, :], value[..., :before, :], bias[..., :before])
 
     def step(sums: AttentionState, rows: Block) -> tuple[AttentionState, Array]:
         start, size = rows
-        x, columns = take(queries[..., blind:, :], rows, -2), (start + before, size)
+        x, columns = take(queries[..., n_blind:, :], rows, -2), (start + before, size)
         y, v, b = take(keys, columns, -2), take(value, columns, -2), take(bias, columns, -1)
         seen = merge_columns(
             xp, _attend_features(x, weights, sums), _attend_chunk(xp, x, y, v, b, weights), None
         )
         return merge_columns(xp, sums, _attend(weights, y, v, b), None), output_of_columns(xp, seen)
 
-    # In one piece where lengths are symbolic.
-    chunk = paired if traces_lengths(xp) else BLOCKS.chunk
+    # One chunk covers all pairs if lengths may be symbolic.
+    chunk = paired if is_compiling(xp) else BLOCKS.chunk
     out = scan_blocks(xp, step, sums, paired, chunk)
-    if blind:
-        nothing = xp.zeros((*out.shape[:-2], blind, out.shape[-1]), dtype=out.dtype, device=plan.device)
+    if n_blind:
+        nothing = xp.zeros(
+            (*out.shape[:-2], n_blind, out.shape[-1]), dtype=out.dtype, device=plan.device
+        )
         out = xp.concat((nothing, out), axis=-2)
     return xp.astype(out, plan.dtype, copy=False)
 
@@ -314,7 +316,7 @@ def linear_attention_error(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
 ) -> LinearAttentionError:
-    r"""How far the kernel of `linear_attention` is from the exact one, measured and predicted.
+    r"""The error of the kernel that `linear_attention` estimates, measured and predicted.
 
     Parameters
     ----------
@@ -324,9 +326,9 @@ def linear_attention_error(
     Returns
     -------
     LinearAttentionError
-        Of two arrays (..., L) in float32 or better: the root mean square over the visible keys of the
-        relative error, and of the root of its variance :math:`(e^{\|x+y\|^2} - 1)/m`. 0 for a query
-        that sees nothing.
+        Two arrays (..., L) in float32 or better, both root mean squares over the visible keys: of the
+        relative error, and of its standard deviation, whose square is
+        :math:`(e^{\|x+y\|^2} - 1)/m`. 0 for a query that sees no key.
 
     Raises
     ------
@@ -335,9 +337,10 @@ def linear_attention_error(
 
     Notes
     -----
-    Takes O(L S m) operations, a block of queries at a time. The heavy upper tail of the estimates
-    makes the measured error fall below the predicted one, but for rare draws far above, where
-    ‖x + y‖² exceeds log m: then the estimates are useless, and the measured error is close to 1.
+    The computation takes O(L S m) operations, a block of queries at a time. The estimates have a heavy
+    upper tail where ‖x + y‖² exceeds log m. There the measured error is mostly below the predicted one,
+    and far above it for rare draws. The estimates are then useless, and the measured error is close
+    to 1.
 
     Examples
     --------
@@ -361,7 +364,7 @@ def linear_attention_error(
         z = take(x, rows, -2)
         exact = z @ xp.matrix_transpose(y)
         estimate = _log_kernel(xp, z, y, norms, weights) + _norm_term(xp, z) - math.log(m)
-        # ‖x + y‖² from the halves of the squared norms.
+        # ‖x + y‖² = 2 (x·y + ‖x‖²/2 + ‖y‖²/2), and `_norm_term` is −‖·‖²/2.
         square = 2 * (exact - _norm_term(xp, z) - xp.matrix_transpose(norms))
         square = clip(xp, square, min=0.0)
         log_error = 2 * log_or(xp, xp.abs(xp.expm1(estimate - exact)), -math.inf)
@@ -386,7 +389,7 @@ def _prepare(
     law: Law | None,
     n_keys: int | Array | None,
 ) -> tuple[Plan, Array, Array, Array]:
-    """The checked plan; queries and keys whose products are the logits; and the directions."""
+    """Return the plan, queries and keys whose products are the logits, and the directions."""
     if not isinstance(features, PositiveFeatures):
         raise type_error("features", "be PositiveFeatures", type(features).__name__)
     check_flag(is_causal=is_causal)
@@ -395,10 +398,10 @@ def _prepare(
         check_real("scale", scale, above=0)
     plan, operands = prepare(Arguments(query, key, value, scale=1.0))
     namespace_with_drawn(("features", (features.weights,)), query=query)
-    of_law = ("law", () if law is None else law.arrays)
+    law_group = ("law", () if law is None else law.arrays)
     others = {"query": query} | present(n_keys=array_or_none(n_keys))
-    xp = namespace(of_law, **others)
-    device(of_law, **others)
+    xp = namespace(law_group, **others)
+    common_device(law_group, **others)
     check_floating(xp, features=features.weights)
     check_ndim(2, features=features.weights)
     if features.n_features != query.shape[-1]:
@@ -406,7 +409,7 @@ def _prepare(
         raise value_error("features", must, features.n_features)
 
     x, dtype = xp.astype(operands.query, plan.compute, copy=False), plan.compute
-    # Half of the scale on each side: the error of the features grows with both norms.
+    # Queries and keys get the root of the scale each, as the error grows with both norms.
     root = (1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)) ** 0.5
     x, y = x * root, xp.astype(operands.key, dtype, copy=False) * root
     if law is not None or n_keys is not None:
@@ -423,12 +426,12 @@ def _norm_term(xp: ModuleType, x: Array) -> Array:
 
 
 def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> AttentionState:
-    """The state, in columns, of plain attention with the logits ``queries · keys + bias``."""
+    """The state in columns of plain attention with the logits ``queries · keys + bias``."""
     return Tiles.of(*prepare(Arguments(queries, keys, value, bias=bias, scale=1.0))).state(None)
 
 
 def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:
-    """The state of queries over all keys whose sums the features hold."""
+    """The state of the queries over all keys that `sums`, the state of the features, contains."""
     xp = namespace(queries=queries)
     return _attend(
         queries, weights, output_of_columns(xp, sums), xp.matrix_transpose(sums.log_normalizer())
@@ -438,20 +441,21 @@ def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> At
 def _attend_chunk(
     xp: ModuleType, x: Array, y: Array, value: Array, bias: Array, weights: Array
 ) -> AttentionState:
-    """The state of queries over their own chunk of keys: each sees those up to its own."""
-    # A key to come has weight 0, but 0 · NaN is NaN in the products: those who see it get it here.
+    """The state of the queries of a chunk over the keys of the same chunk, with the causal mask."""
+    # A later key has weight 0, but 0 · NaN is NaN in the products. So nonfinite numbers are replaced by
+    # 0 there, and NaN is added to the logits of the queries that see the key.
     value = xp.astype(value, x.dtype, copy=False)
     finite = (xp.isfinite(y), xp.isfinite(value))
-    of_key, of_value = align(*(xp.all(x, axis=-1) for x in finite))
-    sound = of_key & of_value
+    key_is_finite, value_is_finite = align(*(xp.all(x, axis=-1) for x in finite))
+    is_finite = key_is_finite & value_is_finite
     y, value = xp.where(finite[0], y, 0.0), xp.where(finite[1], value, 0.0)
     bias = xp.where(xp.isfinite(bias), bias, 0.0)
-    nan_of_keys = xp.where(sound, xp.zeros((), dtype=x.dtype, device=device(x=x)), math.nan)[
+    key_nan = xp.where(is_finite, xp.zeros((), dtype=x.dtype, device=common_device(x=x)), math.nan)[
         ..., None, :
     ]
 
-    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + nan_of_keys
-    index = xp.arange(x.shape[-2], device=device(x=x))
+    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + key_nan
+    index = xp.arange(x.shape[-2], device=common_device(x=x))
     s = xp.where(lift(index[:, None] >= index[None, :], s.ndim), s, -math.inf)
     return tile_state(xp, s, lambda weight: weight @ value, None)
 
@@ -460,9 +464,9 @@ def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, weights: Array)
     """Log Σ_r exp(ω_r·x + ω_r·y + bias), (..., L, S), without overflow."""
     directions = xp.matrix_transpose(weights)
     a, b = x @ directions, y @ directions + bias
-    of_x, of_y = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
-    kernel = xp.exp(a - of_x) @ xp.matrix_transpose(xp.exp(b - of_y))
-    return log_or(xp, kernel, -math.inf) + of_x + xp.matrix_transpose(of_y)
+    x_max, y_max = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
+    kernel = xp.exp(a - x_max) @ xp.matrix_transpose(xp.exp(b - y_max))
+    return log_or(xp, kernel, -math.inf) + x_max + xp.matrix_transpose(y_max)
 
 
 def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""Attention in several heads, with the projections around it."""
+"""Multi-head attention, with its projections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isentropic._checks import (
     plain_integer,
     value_error,
 )
-from isentropic._namespace import Array, ArrayT, device, namespace, present
+from isentropic._namespace import Array, ArrayT, common_device, namespace, present
 from isentropic._numerics import lift
 from isentropic.laws._formulas import DEFAULT_LAW, Law
 from isentropic.masks import Mask
@@ -46,7 +46,7 @@ def multi_head_attention(
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> ArrayT:
-    """Attention in `num_heads` subspaces: project, attend in each head, join, project.
+    """Multi-head attention: project, attend in each head, concatenate the heads, project.
 
     Parameters
     ----------
@@ -57,22 +57,24 @@ def multi_head_attention(
     w_k : array (Dk, G · E)
     w_v : array (Dv, G · Ev)
     w_o : array (num_heads · Ev, Do)
-        Projections, multiplied from the right. G = `num_heads`, or with `enable_gqa` a divisor of it.
+        Projections, multiplied from the right. G is `num_heads`, or with `enable_gqa` a divisor of it.
     num_heads : int ≥ 1
+        The number of heads H.
     b_q, b_k, b_v, b_o : arrays, optional
-        Added after each projection; as long as its result.
+        Biases of the projections, of the length of their results.
     mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
-        As in `attention`, where the heads are the last of the axes ``...``: a mask per sequence has
-        the shape (B, 1, L, S), an `n_keys` per sequence (B, 1, L), a law per head parameters (H,).
+        As in `attention`. The heads are the last of the axes ``...``: a mask per sequence has the shape
+        (B, 1, L, S), an `n_keys` per sequence (B, 1, L), and the parameters of a law per head (H,).
 
     Returns
     -------
     array (..., L, Do)
+        The projected outputs of the heads.
 
     Raises
     ------
     TypeError, ValueError
-        As in `attention`; also where the widths of the projections do not divide into the heads.
+        As in `attention`, and if the widths of the projections are not divisible by the heads.
 
     References
     ----------
@@ -89,10 +91,10 @@ def multi_head_attention(
     """
     inputs = {"query": query, "key": key, "value": value}
     weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o}
-    shifts = present(b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o)
-    xp = namespace(**inputs, **weights, **shifts)
-    device(**inputs, **weights, **shifts)
-    check_floating(xp, **inputs, **weights, **shifts)
+    biases = present(b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o)
+    xp = namespace(**inputs, **weights, **biases)
+    common_device(**inputs, **weights, **biases)
+    check_floating(xp, **inputs, **weights, **biases)
     check_ndim(2, **inputs, **weights)
     check_count("num_heads", num_heads)
     check_flag(is_causal=is_causal, enable_gqa=enable_gqa)
@@ -109,7 +111,7 @@ def multi_head_attention(
         raise value_error("w_k", must, w_k.shape[-1])
     if w_o.ndim != 2 or w_o.shape[0] != num_heads * value_dim:
         raise value_error("w_o", f"have the shape ({num_heads * value_dim}, ...)", w_o.shape)
-    for name, b in shifts.items():
+    for name, b in biases.items():
         width = weights[name.replace("b", "w")].shape[-1]
         if b.shape != (width,):
             raise value_error(name, f"have the shape ({width},)", b.shape)
@@ -136,7 +138,7 @@ def _divided(name: str, width: int, parts: int) -> int:
 
 
 def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: bool = False) -> Any:
-    """``x w + b``. Where rows may be hidden, those that are not finite do not reach w's gradient."""
+    """``x w + b``. If `masked`, nonfinite rows do not affect the gradient of w: they may be hidden."""
     dtype = xp.result_type(x, w)
     x = xp.astype(x, dtype)
     finite = xp.isfinite(x) if masked else None

@@ -13,7 +13,7 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._namespace import Array, ArrayT, accumulator, device, namespace, present
+from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
 from isentropic._numerics import align
 
 
@@ -26,37 +26,37 @@ def rotary(
 ) -> ArrayT:
     """Rotate pairs of features by an angle that grows with the position.
 
-    The product of a query at position i and a key at position j, both rotated, depends on the
-    positions through i − j alone.
+    After rotation, the product of a query at position i and a key at position j depends on the
+    positions only through i − j.
 
     Parameters
     ----------
     x : array (..., L, E)
-        Queries or keys; E even.
+        Queries or keys. E must be even.
     positions : array broadcastable to (..., L), optional
-        Integers or floats; 0 … L − 1 by default.
+        Integers or floats; 0, …, L − 1 by default.
     base : float > 1
         The slowest pair turns about 1/base radian per position.
     interleaved : bool
-        Which features form pair i of E/2: False, features i and i + E/2 (Llama, GPT-NeoX); True,
-        features 2i and 2i + 1 (RoFormer, GPT-J).
+        The features that form pair i, of E/2 pairs. False: features i and i + E/2 (Llama, GPT-NeoX).
+        True: features 2i and 2i + 1 (RoFormer, GPT-J).
 
     Returns
     -------
     array (..., L, E)
-        In the dtype of `x`; computed in float32 or better.
+        The rotated vectors, in the dtype of `x`. They are computed in float32 or better.
 
     Raises
     ------
     TypeError
-        For an `x` that is not a floating-point array, or positions of another library.
+        If `x` is not a floating-point array, or if `positions` belongs to another library.
     ValueError
-        For an odd E, positions that do not broadcast, or a base that is not above 1.
+        If E is odd, if `positions` does not broadcast, or if `base` is not above 1.
 
     Notes
     -----
-    Pair i at position m turns by the angle ``m · base^(−2i/E)``. In float32 angles near m carry a
-    rounding error of about 6e-8 · m radian.
+    At position m, pair i is rotated by the angle ``m · base^(−2i/E)`` in radians. In float32, an angle
+    near m has a rounding error of about 6e-8 · m radians.
 
     References
     ----------
@@ -71,7 +71,7 @@ def rotary(
     """
     arrays = {"x": x} | present(positions=positions)
     xp = namespace(**arrays)
-    place = device(**arrays)
+    device = common_device(**arrays)
     check_floating(xp, x=x)
     check_ndim(2, x=x)
     check_real("base", base, above=1)
@@ -86,10 +86,10 @@ def rotary(
 
     dtype = accumulator(xp, x.dtype)
     half = size // 2
-    pair = xp.arange(half, dtype=dtype, device=place)
+    pair = xp.arange(half, dtype=dtype, device=device)
     frequency = xp.exp(pair * (-2.0 * math.log(base) / max(size, 1)))
     if positions is None:
-        positions = xp.arange(length, dtype=dtype, device=place)
+        positions = xp.arange(length, dtype=dtype, device=device)
     _, frequency, positions = align(x, frequency, xp.astype(positions, dtype)[..., None])
     angle = positions * frequency
     cos, sin = xp.cos(angle), xp.sin(angle)
