@@ -651,7 +651,7 @@ class TestErrors:
             TypeError, match=r"attention.. has no argument `attn_mask`: here it is `mask`"
         ):
             it.attention(*arrays, attn_mask=a(3, 5, dtype="bool"))
-        with pytest.raises(TypeError, match="no argument `dropout_p`, nor another one for it"):
+        with pytest.raises(TypeError, match="no argument `dropout_p`, and no equivalent"):
             it.attention(*arrays, dropout_p=0.1)
         with pytest.raises(TypeError, match="no argument `scaling`: here it is `scale`"):
             it.attention_entropy(*arrays[:2], scaling=0.1)

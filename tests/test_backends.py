@@ -138,9 +138,7 @@ class TestBackends:
         expected = it.attention(x, x, x, implementation="generic")
         for name in sorted(others):
             found = it.attention_backends(x, x, x, implementation=name)
-            assert found["generic"] == (
-                "runs" if name == "generic" else "`implementation` asks for another"
-            )
+            assert found["generic"] == ("runs" if name == "generic" else "`implementation` excludes it")
             if found[name] == "runs":
                 got = it.attention(x, x, x, implementation=name)
                 backend.assert_close(got, expected, rtol=1e-5, atol=1e-6)
@@ -155,7 +153,7 @@ class TestBackends:
         for order in (None, 1.0, 2.0):
             assert it.attention_backends(few, few, few, order=order)["numpy"] == "runs"
         why = it.attention_backends(many, many, order=2)["numpy"]
-        assert why == "it has no entropies but Shannon's of so many logits"
+        assert why == "for so many logits it computes only Shannon's entropy"
         why = it.attention_backends(few, many, many)["numpy"]
         assert why == "there are too few queries for it to be faster"
         assert it.attention_backends(many, many, many)["numpy"] == "runs"

@@ -24,7 +24,7 @@ class TestRenamed:
             TypeError, match=r"^double\(\) has no argument `other`: here it is `scale`\.$"
         ):
             double(1, other=3.0)
-        with pytest.raises(TypeError, match=r"has no argument `dropout`, nor another one for it\.$"):
+        with pytest.raises(TypeError, match=r"has no argument `dropout`, and no equivalent\.$"):
             double(1, dropout=0.1)
         for call, message in (
             (lambda: double(1, third=3.0), "unexpected keyword argument 'third'"),

@@ -236,7 +236,7 @@ class TestRangesOfArrays:
     @pytest.mark.parametrize("shape", [(0,), (1, 0)])
     def test_empty(self, backend, make, name, good, bad, shape):
         with pytest.raises(
-            ValueError, match=rf"`{name}` must have numbers in it, got the shape \({shape[0]},"
+            ValueError, match=rf"`{name}` must not be empty, got the shape \({shape[0]},"
         ):
             make(backend.array(np.zeros(shape), "float32"))
 
@@ -249,7 +249,7 @@ class TestRangesOfArrays:
             ),
             (
                 {"law": "LogLength", "base": [[]]},
-                r"`base` must have numbers in it, got the shape \(1, 0\)",
+                r"`base` must not be empty, got the shape \(1, 0\)",
             ),
         ):
             # Read on the host, wherever the arrays are to be.
@@ -1003,10 +1003,10 @@ class TestPerQuery:
             (lambda: laws.AffineLog(laws.per_query(np.ones((2, 3))))(np.ones((2, 4))), ValueError, r"`slope` must broadcast with \(2, 4\) .*, got \(2, 3\)"),
             (lambda: it.attention(*np.ones((3, 2, 5, 4)), law=laws.AffineLog(laws.per_query(np.ones(6)))), ValueError, r"`(slope|law)` must .*\(6,\)|\(1, 6\)"),
             (lambda: it.attention(*np.ones((3, 5, 4)), law=laws.AffineLog(laws.per_query(np.ones((2, 5))))), ValueError, r"`law` must have a shape broadcastable to \(5,\), got \(2, 5\)"),
-            (lambda: laws.to_dict(laws.AffineLog(1.0, laws.per_query(np.ones(2)))), TypeError, r"`intercept` must be one for all queries, to be saved, got `per_query`"),
-            (lambda: laws.to_dict(laws.scaled(laws.LogLength(), laws.per_query(np.ones(2)))), TypeError, r"`factor` must be one for all queries"),
-            (lambda: laws.to_dict(laws.per_query(np.ones(2))), TypeError, r"`law` must be one for all queries"),
-            (lambda: laws.to_dict(laws.scaled(laws.per_query(np.ones(2)), 2.0)), TypeError, r"`law` must be one for all queries"),
+            (lambda: laws.to_dict(laws.AffineLog(1.0, laws.per_query(np.ones(2)))), TypeError, r"`intercept` must not depend on the query, to be saved, got a `per_query`"),
+            (lambda: laws.to_dict(laws.scaled(laws.LogLength(), laws.per_query(np.ones(2)))), TypeError, r"`factor` must not depend on the query"),
+            (lambda: laws.to_dict(laws.per_query(np.ones(2))), TypeError, r"`law` must not depend on the query"),
+            (lambda: laws.to_dict(laws.scaled(laws.per_query(np.ones(2)), 2.0)), TypeError, r"`law` must not depend on the query"),
         ],
     )  # fmt: skip
     def test_arguments(self, make, error, message):

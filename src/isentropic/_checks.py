@@ -58,7 +58,7 @@ def refuse_names(function: str, given: Mapping[str, Any], names: Mapping[str, st
     for name in given:
         if name in names:
             own_name = names[name]
-            hint = f": here it is `{own_name}`" if own_name else ", nor another one for it"
+            hint = f": here it is `{own_name}`" if own_name else ", and no equivalent"
             raise TypeError(f"{function}() has no argument `{name}`{hint}.") from None
 
 
@@ -145,7 +145,7 @@ def check_order(order: Any) -> None:
 
 
 def is_array(x: Any) -> bool:
-    # Numbers come first: torch.compile supports no other test of a symbolic number.
+    # Numbers come first: torch.compile supports no other test for symbolic numbers.
     return not isinstance(x, (int, float, Real)) and hasattr(x, "ndim")
 
 

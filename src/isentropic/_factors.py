@@ -274,7 +274,7 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
         d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
         slope = variance * (1 / d + 1 / h)
-        slope = xp.where(slope > 1e-30, slope, 0.0)  # or the step overflows
+        slope = xp.where(slope > 1e-30, slope, 0.0)  # a smaller slope would make the step overflow
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
         new = u + newton
         # At the solution a step may leave the bounds by rounding alone.

@@ -29,7 +29,7 @@ class BlockSizes:
     count_tile: int = 1024  # queries and keys of a tile whose visible keys are counted
     cache_numbers: int = 2**18  # numbers that fit in a processor's cache, intermediates included
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
-    pairs: int = 2**19  # numbers of vectors whose distances are compared
+    pairs: int = 2**19  # numbers in the vectors whose distances are compared
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
     numpy_rows: int = 256  # a tile that fits in the second-level cache of a core, with its operands
     numpy_columns: int = 512
@@ -70,10 +70,10 @@ def fold(
         first, end, reach = 0, length, (first, end)
     if end - first <= block_size:
         return tile((first, end - first))
-    head, *others = blocks(first, end, block_size)
+    head, *tail = blocks(first, end, block_size)
     total = tile(head)
 
-    if _is_traced(xp, total) and len(others) > 1:
+    if _is_traced(xp, total) and len(tail) > 1:
         import jax
 
         @jax.checkpoint
@@ -88,7 +88,7 @@ def fold(
 
         return jax.lax.scan(step, total, xp.arange(sum(head), end, block_size))[0]
 
-    for block in others:
+    for block in tail:
         total = merge(total, tile(block))
     return total
 

@@ -36,7 +36,7 @@ def quietly(
     def quiet(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         torch = sys.modules.get("torch")
         try:
-            if torch is not None and torch.compiler.is_compiling():  # it cannot trace contexts
+            if torch is not None and torch.compiler.is_compiling():  # it cannot trace context variables
                 return function(*args, **kwargs)
             import numpy as np
 

@@ -214,8 +214,8 @@ def _entropies(xp: ModuleType, device: Any, n: Any, scores: Scores) -> Any:
     # 1 − L is the integral from a node to the end of its panel, plus those over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
     above = xp.sum(mass, axis=-2, keepdims=True) - xp.cumulative_sum(mass, axis=-2)
-    rest = clip(xp, product(xp, w, upward) + above, max=1 - float(xp.finfo(n.dtype).eps))
-    weight = n * xp.exp((n - 1) * xp.log1p(-rest)) * weights
+    upper_tail = clip(xp, product(xp, w, upward) + above, max=1 - float(xp.finfo(n.dtype).eps))
+    weight = n * xp.exp((n - 1) * xp.log1p(-upper_tail)) * weights
 
     # The integral of the density n Lⁿ⁻¹ W is 1. Dividing by it removes part of the quadrature error.
     total_mass = xp.sum(weight * w, axis=(-2, -1))

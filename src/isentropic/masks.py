@@ -96,7 +96,7 @@ class Mask(ABC):
         """The boolean array of one tile, broadcastable to (..., rows, columns)."""
 
     def interval(self, frame: Frame, rows: Block) -> _Interval | None:
-        """The range (first, end) of the visible keys of each row, (..., rows), if it is one."""
+        """The range (first, end) of visible keys of each row, (..., rows); None if it may have gaps."""
         return None
 
     def reach(self, frame: Frame, rows: Block) -> Span:

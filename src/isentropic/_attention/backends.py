@@ -65,7 +65,7 @@ def state_of(
 ) -> AttentionState:
     """The state in columns, with the moment of an order, computed by the first suitable backend.
 
-    The sums are relative to the maximum of the logits if asked, and otherwise to any reference.
+    The sums are relative to the maximum if `relative_to_maximum`, and otherwise to any reference.
     """
     state = _backend_for(plan, implementation, order).state
     assert state is not None
@@ -78,7 +78,7 @@ def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict
     return {
         backend.name: _why_not(backend, plan, order, is_named)
         if _is_requested(backend, implementation)
-        else "`implementation` asks for another"
+        else "`implementation` excludes it"
         for backend in BACKENDS
     }
 

@@ -486,7 +486,7 @@ def attention_backends(
     report: dict[str, str] = {}
     for name, why in reasons(plan, implementation, reported_order).items():
         is_taken = "runs" in report.values()
-        report[name] = why or ("another comes first" if is_taken else "runs")
+        report[name] = why or ("another backend comes first" if is_taken else "runs")
     return report
 
 

@@ -177,9 +177,9 @@ def merge_states(
         if not isinstance(state, AttentionState):
             raise type_error("states", "be one or more AttentionState", type(state).__name__)
     for field in ("weighted_value", "weighted_score"):
-        given = [getattr(state, field) is not None for state in states]
-        if any(given) and not all(given):
-            raise value_error("states", f"all have a {field} or all have none", given)
+        has_field = [getattr(state, field) is not None for state in states]
+        if any(has_field) and not all(has_field):
+            raise value_error("states", f"all have a {field} or all have none", has_field)
     arrays = present(
         **{f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
     )

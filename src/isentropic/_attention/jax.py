@@ -12,7 +12,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if not is_jax(plan.xp):
         return "the arrays are not JAX's"
     if order is not None:
-        return "it gives outputs alone"
+        return "it computes outputs only"
     if plan.softcap is not None or plan.has_bias:
         return "it has no soft cap, and a bias only as an L×S array"
     if plan.dtype == plan.xp.float64:
@@ -21,7 +21,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "it has no masks but the causal one"
     width = plan.head_dim
     if width == 0 or plan.n_values != width:
-        return "keys and values are not of one width above 0"
+        return "keys and values have different widths, or the width is 0"
     if is_named:
         return None
     import jax

@@ -47,7 +47,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if _is_small(plan):
         return None
     if order not in (None, 1.0):
-        return "it has no entropies but Shannon's of so many logits"
+        return "for so many logits it computes only Shannon's entropy"
     if not is_named and not _is_large(plan):
         return "there are too few queries for it to be faster"
     return None

@@ -468,7 +468,7 @@ def given_lengths(
         raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
     check_broadcastable("n_keys", n_keys.shape, shape)
     if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n_keys >= 0))):
-        raise value_error("n_keys", "be at least 0", "an array with numbers that are not")
+        raise value_error("n_keys", "be at least 0", "an array with negative numbers or NaN")
     return lift(xp.astype(n_keys, dtype), len(shape))
 
 

@@ -29,7 +29,7 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if not is_torch(plan.xp):
         return "the arrays are not PyTorch's"
     if order is not None:
-        return "it gives outputs alone"
+        return "it computes outputs only"
     if plan.softcap is not None:
         return "it has no soft cap"
     if plan.is_bias_differentiated:
@@ -156,7 +156,7 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
     if plan.frame.is_compiling:
         return "torch.compile traces the call"
     if not plan.is_differentiated:
-        return "no gradient is asked for"
+        return "no gradient is needed"
     rows, columns = tile_shape(plan)
     if plan.n_queries <= rows and plan.n_keys <= columns:
         return "there is a single tile, which PyTorch differentiates by itself"
@@ -179,8 +179,10 @@ def tiles_state(
 
 def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
     tiles = Tiles.of(plan, operands)
-    given = dict(zip(_INPUTS, (tiles.query, operands.key, operands.value, operands.bias), strict=True))
-    inputs = {name: x for name, x in given.items() if x is not None}
+    all_inputs = dict(
+        zip(_INPUTS, (tiles.query, operands.key, operands.value, operands.bias), strict=True)
+    )
+    inputs = {name: x for name, x in all_inputs.items() if x is not None}
     # PyTorch saves the inputs. The object that it stores beside them must not hold them too, as that
     # would keep their autograd graph alive.
     tiles_without_inputs = _with(tiles, dict.fromkeys(_INPUTS))

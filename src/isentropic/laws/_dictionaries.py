@@ -159,7 +159,7 @@ def _argument(name: str, x: Any, depth: int) -> Any:
 
 
 def _per_query_error(name: str) -> TypeError:
-    return type_error(name, "be one for all queries, to be saved", "`per_query`, of one call")
+    return type_error(name, "not depend on the query, to be saved", "a `per_query` parameter")
 
 
 def _plain(x: Any) -> int | float | None:
@@ -184,7 +184,7 @@ def _array(name: str, numbers: list[Any]) -> Any:
     try:
         array = np.asarray(numbers)
     except ValueError:  # ragged, or deeper than NumPy's arrays
-        raise value_error(name, "be nested lists of equal lengths", "others") from None
+        raise value_error(name, "be nested lists of equal lengths", "different lengths") from None
     if array.dtype.kind not in "fiu":
         raise type_error(name, "be lists of real numbers", f"{array.dtype} values")
     return array.astype(np.float64)

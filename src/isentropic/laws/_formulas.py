@@ -164,15 +164,15 @@ class Law(ABC):
         return xp.astype(self.evaluate(xp, lengths), n.dtype, copy=False)
 
     def _named_arrays(self) -> list[tuple[str, Array]]:
-        found = []
+        arrays = []
         for name, x in vars(self).items():
             if isinstance(x, PerQuery):
                 x = x.value  # listed under the name of the parameter
             if isinstance(x, Law):
-                found += x._named_arrays()
+                arrays += x._named_arrays()
             elif x is not None and is_array(x):
-                found.append((name, x))
-        return found
+                arrays.append((name, x))
+        return arrays
 
     def _with_arrays(self, change: Callable[[Array], Array]) -> Law:
         changes: dict[str, Any] = {}
@@ -184,19 +184,19 @@ class Law(ABC):
         return replace(self, **changes)
 
     def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
-        """Return the children, arrays and laws with their names, and the rest; see `register_nodes`."""
+        """The arrays and laws with their names, and the auxiliary data, for `register_nodes`."""
         values = vars(self)
         names = getattr(self, "_children", None)
         if names is None:
             names = tuple(name for name, x in values.items() if isinstance(x, Law) or is_array(x))
-        rest = tuple((name, None if name in names else x) for name, x in values.items())
-        return [(name, values[name]) for name in names], (names, rest)
+        numbers = tuple((name, None if name in names else x) for name, x in values.items())
+        return [(name, values[name]) for name in names], (names, numbers)
 
     @classmethod
-    def _unflatten(cls, rest: Any, children: Iterable[Any]) -> Self:
+    def _unflatten(cls, aux: Any, children: Iterable[Any]) -> Self:
         # Without checks, as the leaves of a tree may also be tracers, booleans, axes or None.
         law = object.__new__(cls)
-        names, values = rest
+        names, values = aux
         for name, x in (dict(values) | dict(zip(names, children, strict=True))).items():
             object.__setattr__(law, name, x)
         object.__setattr__(law, "_children", names)
@@ -216,16 +216,16 @@ class Law(ABC):
 
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """The name and the shape of each array parameter, and whether its last axis is L."""
-        found: list[tuple[str, tuple[int, ...], bool]] = []
+        shapes: list[tuple[str, tuple[int, ...], bool]] = []
         for name, x in vars(self).items():
             if isinstance(x, PerQuery):
                 # Under `vmap` over the queries the value is 0-d.
-                found.append((name, tuple(x.value.shape), x.value.ndim > 0))
+                shapes.append((name, tuple(x.value.shape), x.value.ndim > 0))
             elif isinstance(x, Law):
-                found += x._named_shapes()
+                shapes += x._named_shapes()
             elif x is not None and is_array(x):
-                found.append((name, tuple(x.shape), False))
-        return found
+                shapes.append((name, tuple(x.shape), False))
+        return shapes
 
     @abstractmethod
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
@@ -274,7 +274,7 @@ class LogLength(Law):
     base : float > 1, or array
         The length at which the factor is 1.
     minimum : float, optional
-        The smallest factor. 1 leaves lengths up to `base` as they are.
+        The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
 
     References
     ----------
@@ -449,7 +449,7 @@ class Power(Law):
     base : float > 0, or array
         The length at which the factor is 1.
     minimum : float, optional
-        The smallest factor. 1 leaves lengths up to `base` as they are.
+        The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
 
     Notes
     -----
@@ -892,7 +892,7 @@ def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
         if not xp.isdtype(x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
         if 0 in x.shape:
-            raise value_error(name, "have numbers in it", f"the shape {tuple(x.shape)}")
+            raise value_error(name, "not be empty", f"the shape {tuple(x.shape)}")
         if is_readable(xp, x):
             check_numbers(name, to_numpy(x), above)
     elif isinstance(x, Real):

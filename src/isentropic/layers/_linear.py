@@ -399,9 +399,9 @@ def _prepare(
     plan, operands = prepare(Arguments(query, key, value, scale=1.0))
     namespace_with_drawn(("features", (features.weights,)), query=query)
     law_group = ("law", () if law is None else law.arrays)
-    others = {"query": query} | present(n_keys=array_or_none(n_keys))
-    xp = namespace(law_group, **others)
-    common_device(law_group, **others)
+    call_arrays = {"query": query} | present(n_keys=array_or_none(n_keys))
+    xp = namespace(law_group, **call_arrays)
+    common_device(law_group, **call_arrays)
     check_floating(xp, features=features.weights)
     check_ndim(2, features=features.weights)
     if features.n_features != query.shape[-1]:
