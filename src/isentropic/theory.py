@@ -732,10 +732,10 @@ def _prepare(
             check_real(name, x, least=least)
             if x > most:
                 raise value_error(name, f"be at most {most:g}", x)
-    xp, place, dtype = _result_kind(arrays)
+    xp, device, dtype = _result_kind(arrays)
     shape = common_shape(**{name: x.shape for name, x in arrays.items()} or {"": ()})
 
-    float64 = "float64" in xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
+    float64 = "float64" in xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
     working = xp.float64 if float64 else xp.float32
     valid: Any = True
     values = []
@@ -743,7 +743,7 @@ def _prepare(
         if name in arrays:
             x = lift(xp.astype(x, working), len(shape))
         else:
-            x = xp.full((), float(x), dtype=working, device=place)
+            x = xp.full((), float(x), dtype=working, device=device)
         in_range = (x >= least) & (x <= most) & (xp.abs(x) < math.inf)
         valid = in_range & valid
         values.append(xp.where(in_range, x, max(least, 1.0)))
@@ -761,10 +761,10 @@ def _result_kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
         import array_api_compat.numpy as xp
 
         return xp, "cpu", xp.float64
-    xp, place = namespace(**arrays), common_device(**arrays)
+    xp, device = namespace(**arrays), common_device(**arrays)
     for name, x in arrays.items():
         if not xp.isdtype(x.dtype, ("integral", "real floating")):
             raise type_error(name, "have an integer or floating-point dtype", x.dtype)
     floating = [x.dtype for x in arrays.values() if xp.isdtype(x.dtype, "real floating")]
-    dtype = xp.result_type(*floating) if floating else default_dtype(xp, "real floating", place)
-    return xp, place, dtype
+    dtype = xp.result_type(*floating) if floating else default_dtype(xp, "real floating", device)
+    return xp, device, dtype

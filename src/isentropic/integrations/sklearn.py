@@ -333,8 +333,8 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         d, dtype = self.n_features_in_, self._like.dtype
         if self._is_sparse:
             return sparse.eye_array(d, dtype=dtype, format="csr")
-        xp, place = namespace(X=self._like), common_device(X=self._like)
-        return xp.eye(d, dtype=dtype, device=place)
+        xp, device = namespace(X=self._like), common_device(X=self._like)
+        return xp.eye(d, dtype=dtype, device=device)
 
     @property
     def _has_orthogonal_rows(self) -> bool:

@@ -213,7 +213,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     A Gaussian map to 500 dimensions keeps them all within 0.319 with probability 99 %.
     """
     xp = namespace(x=x, y=y)
-    place = common_device(x=x, y=y)
+    device = common_device(x=x, y=y)
     check_floating(xp, x=x, y=y)
     for name, array in (("x", x), ("y", y)):
         if array.ndim != 2:
@@ -229,7 +229,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
 
     n_pairs = n * (n - 1) // 2
     first, second = (
-        xp.asarray(index.astype("int32"), device=place)
+        xp.asarray(index.astype("int32"), device=device)
         for index in _sample_pairs(n_pairs, min(pairs, n_pairs), rng)
     )
     dtype = accumulator(xp, xp.result_type(x, y))

@@ -71,7 +71,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     """
     check_choice("norm", norm, ("backward", "ortho", "forward"))
     sample = x._meta if is_dask(x) else x  # type: ignore[attr-defined]
-    xp, place = namespace(x=sample), common_device(x=sample)
+    xp, device = namespace(x=sample), common_device(x=sample)
     check_floating(xp, x=sample)
     check_axis(axis, x.ndim)
     axis = int(axis) % x.ndim
@@ -85,7 +85,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     dtype = accumulator(xp, x.dtype)
     order = (1, n.bit_length() - 1)
     scale = {"backward": 1.0, "ortho": n**-0.5, "forward": 1.0 / n}[norm]
-    factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=place)
+    factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=device)
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
 
     def transform(rows: Array) -> Array:

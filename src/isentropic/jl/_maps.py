@@ -298,8 +298,8 @@ class CountSketch(NamedTuple):
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
         xp = _checked_namespace(self)
-        place = common_device(signs=self.signs)
-        return self.adjoint(xp.eye(self.n_components, dtype=self.signs.dtype, device=place))
+        device = common_device(signs=self.signs)
+        return self.adjoint(xp.eye(self.n_components, dtype=self.signs.dtype, device=device))
 
     def _check(self) -> None:
         check_shape("signs", self.signs, (None, None))

@@ -431,5 +431,5 @@ def sparse_scale(n_components: int, density: float) -> float:
 def dense_map(weights: Array, scale: float) -> DenseProjection:
     """The map ``scale · weights x``; the scale becomes an array like `weights`."""
     xp = namespace(weights=weights)
-    dtype, place = accumulator(xp, weights.dtype), common_device(weights=weights)
-    return DenseProjection(weights, xp.asarray(float(scale), dtype=dtype, device=place))
+    dtype, device = accumulator(xp, weights.dtype), common_device(weights=weights)
+    return DenseProjection(weights, xp.asarray(float(scale), dtype=dtype, device=device))

@@ -872,7 +872,7 @@ def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
 
 
 def _log_length(xp: ModuleType, n: Array, least: float = 1.0) -> Array:
-    return xp.log(clip(xp, n, min=least))
+    return xp.log(xp.where(n < least, least, n))
 
 
 def _log(xp: ModuleType, x: Any) -> Any:
