@@ -361,7 +361,7 @@ class TestNativeKernel:
         assert np.isnan(got[0, 4:]).all()
         assert np.isfinite(got[0, :4]).all()
 
-    def test_is_chosen_on_a_gpu_alone_and_for_half_precision(self, monkeypatch):
+    def test_is_chosen_on_a_gpu_alone_and_for_half_precision(self, monkeypatch, set_blocks):
         x = {
             dtype: jax.ShapeDtypeStruct((2, 64, 16), dtype)
             for dtype in ("float32", "float16", "bfloat16")
@@ -384,6 +384,7 @@ class TestNativeKernel:
 
         assert used("bfloat16") == []
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        set_blocks()  # which forgets the choices for the CPU
         assert used("bfloat16") == used("float16", is_causal=True) == ["cudnn"]
         assert used("float32") == []
         assert used("bfloat16", softcap=3.0) == []
