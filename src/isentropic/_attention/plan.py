@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field, replace
-from threading import Lock
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -55,7 +54,6 @@ _CAUSAL = causal()
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
 _MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
-_lock = Lock()
 
 
 class Arguments(NamedTuple):
@@ -158,17 +156,13 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     plan = _plan(arguments) if cached is None else cached
     operands = _operands(plan, arguments, is_cached=cached is not None)
     if cached is None and signature is not None:  # and no check has failed
-        _cache_plan(signature, plan)
+        # Each step is atomic, so that threads and forked processes need no lock.
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[signature] = plan
     if plan.is_on_host and plan.library == "jax" and not _are_on_host(plan, operands):
         return replace(plan, is_on_host=False), operands
     return plan, operands
-
-
-def _cache_plan(signature: Any, plan: Plan) -> None:
-    with _lock:
-        if len(_plans) >= _MAX_PLANS:
-            del _plans[next(iter(_plans))]
-        _plans[signature] = plan
 
 
 def _are_on_host(plan: Plan, operands: Operands) -> bool:
