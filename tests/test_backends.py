@@ -159,6 +159,17 @@ class TestBackends:
         assert it.attention_backends(many, many, many)["numpy"] == "runs"
 
 
+def test_several_dtypes_are_computed_in_the_widest(backend, rng):
+    if not backend.float64:
+        pytest.skip("there is no float64")
+    q, k, v = rng.normal(size=(3, 2, 5, 4)).astype("float32")
+    arrays = backend.array(q), backend.array(k), backend.array(v.astype("float64"))
+    expected = oracles.attention(q, k, v).output
+    for implementation in (None, "generic"):
+        got = it.attention(*arrays, law=None, implementation=implementation)
+        backend.assert_close(got, expected, rtol=1e-13, atol=1e-14)
+
+
 class TestBound:
     """Rows whose bound ‖q‖·max‖k‖ is far above their maximum are taken again."""
 

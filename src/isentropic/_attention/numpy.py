@@ -105,9 +105,12 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
         query, key, value, multiplier = (
             _numpy_view(plan, x, dtype) for x in (query, key, value, multiplier)
         )
-    elif plan.dtype != plan.compute:
-        query, key = query.astype(plan.compute), key.astype(plan.compute)
-        value = None if value is None else value.astype(plan.compute)
+    else:
+        # Arrays of several dtypes, half precision, or the byte order of another processor.
+        query, key, value = (
+            x if x is None or x.dtype == plan.compute else x.astype(plan.compute)
+            for x in (query, key, value)
+        )
     s = _product(query * multiplier, key.swapaxes(-1, -2))
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
