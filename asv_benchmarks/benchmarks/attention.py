@@ -23,6 +23,7 @@ CALLS = {
         lambda state: (state.output(), state.entropy())
     )(it.attention_state(q, k, v)),
     "entropy": lambda q, k, v: it.attention_entropy(q, k),
+    "state": it.attention_state,
     "entropy of order 2": lambda q, k, v: it.attention_entropy(q, k, order=2),
     "factor for 5 nats": lambda q, k, v: it.factor_for_attention_entropy(q, k, 5.0),
 }  # fmt: skip
@@ -153,7 +154,7 @@ class Gradients:
 class SmallCalls:
     """4 heads at n = 16, relative to the naive expression or to SDPA, with the same mask."""
 
-    params = (["numpy", "torch"], ["attention", "causal", "entropy"])
+    params = (["numpy", "torch"], ["attention", "causal", "entropy", "state"])
     param_names = ("backend", "call")
     unit = "ratio"
 
@@ -169,7 +170,7 @@ class SmallCalls:
 class Hops:
     """How hard a small call is to follow: calls in the package, files, and switches between files."""
 
-    params = (["numpy", "torch"], ["attention", "causal", "entropy"])
+    params = (["numpy", "torch"], ["attention", "causal", "entropy", "state"])
     param_names = ("backend", "call")
 
     def setup(self, backend, call):

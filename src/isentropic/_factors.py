@@ -30,6 +30,7 @@ from isentropic._checks import (
 from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
 from isentropic._loops import (
     Block,
+    compiled,
     is_differentiable,
     is_readable,
     iterate,
@@ -114,7 +115,7 @@ def factor_for_entropy(
     if s.shape[-1] == 0:
         factor = xp.ones_like(xp.sum(s, axis=-1, keepdims=True))
     else:
-        factor, slope = _solve(xp, without_gradient(xp, s), without_gradient(xp, targets))
+        factor, slope = compiled(xp, _solve, without_gradient(xp, s), without_gradient(xp, targets))
         if is_differentiable(xp, s, targets):
             hidden = s == -math.inf
             scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
@@ -194,8 +195,11 @@ def factor_for_attention_entropy(
     rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
 
     def solve_rows(rows: Block) -> tuple[Array, Array]:
-        return _solve(
-            xp, tiles.logits(rows, reach(plan, operands.mask, rows)), take(constant_targets, rows, -2)
+        return compiled(
+            xp,
+            _solve,
+            tiles.logits(rows, reach(plan, operands.mask, rows)),
+            take(constant_targets, rows, -2),
         )
 
     factor, slope = map_blocks(xp, solve_rows, plan.n_queries, rows_at_once, in_threads=True)

@@ -243,6 +243,21 @@ def without_gradient(xp: ModuleType, x: Any) -> Any:
     return x
 
 
+def compiled(xp: ModuleType, function: Callable[..., Any], *arrays: Array) -> Any:
+    """``function(xp, *arrays)``, which JAX compiles as one program.
+
+    Outside of `jax.jit` it would compile each operation by itself, which takes longer.
+    """
+    return _jitted(function)(*arrays) if is_jax(xp) else function(xp, *arrays)
+
+
+@functools.cache
+def _jitted(function: Callable[..., Any]) -> Any:
+    import jax
+
+    return jax.jit(functools.partial(function, jax.numpy))
+
+
 def map_rows(
     xp: ModuleType, function: Callable[[Array], Array], x: Array, row_size: int | None = None
 ) -> Array:
