@@ -233,7 +233,7 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     # No dtype covers both the scores that are nearest to the maximum and the farthest ones. Either the
     # target is above the entropy of the nearest scores, and they can count as equal to the maximum; or
     # only they have weight.
-    is_near = ~hidden & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _MAX_DISTANCE_RATIO))
+    is_near = (s != -math.inf) & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _MAX_DISTANCE_RATIO))
     n_near = xp.sum(xp.astype(is_near, s.dtype), axis=-1, keepdims=True)
     is_above_near = targets >= log_or(xp, n_near, 0.0) * (1 - 4 * eps)
     x = xp.where(is_near & is_above_near, 0.0, x)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock
 from types import ModuleType
 from typing import Any, cast
 
@@ -142,9 +141,11 @@ def _map_into_result(
     in_threads: bool,
 ) -> tuple[Any, ...]:
     """`map_blocks` for NumPy: each block is written into the result as soon as it is computed."""
+    import threading
+
     keep_freed_memory()
     results: list[tuple[Any, ...]] = []
-    lock = Lock()
+    lock = threading.Lock()
     length = sum(blocks[-1])
 
     def write(block: Block) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
+from _thread import allocate_lock  # `threading.Lock`, without the import of `threading`
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ class _Blas:
     """The thread limit of the BLAS, global to the process. Only the call that set it may lift it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = allocate_lock()
         self.calls = 0
         self.threads = 1
         self.is_limited = False

@@ -194,7 +194,7 @@ class Mask(ABC):
     __ror__ = __or__
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Frame:
     """The library, the device and the numbers of queries and keys for which a mask is evaluated.
 

@@ -354,7 +354,7 @@ def as_rows(state: AttentionState) -> AttentionState:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tiles:
     """The pass over the tiles of a call, the same for all libraries."""
 

@@ -75,7 +75,7 @@ class Arguments(NamedTuple):
     are_products: bool = True  # whether the scores are inner products of queries and keys
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 

@@ -36,7 +36,7 @@ from isentropic._pytrees import register_nodes
 Parameter: TypeAlias = "float | Array | PerQuery"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Law(ABC):
     """A function from the number of visible keys to a factor on the scale.
 
@@ -136,6 +136,10 @@ class Law(ABC):
         if self.arrays:  # the hash of a tensor is its identity, so equal laws would have other hashes
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
         return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        # As dataclasses have it. One function for all laws makes the import faster.
+        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in vars(self).items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))  # without the slots, as a frozen dataclass cannot be set again
@@ -245,7 +249,7 @@ class Law(ABC):
         """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Constant(Law):
     """The factor does not depend on n. ``Constant(1)`` is the standard attention.
 
@@ -265,7 +269,7 @@ class Constant(Law):
         return xp.ones_like(n) * _over_queries(xp, self.value, n)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LogLength(Law):
     """``ln n / ln base``: Su's law, which keeps the entropy of focused attention nearly constant.
 
@@ -299,7 +303,7 @@ class LogLength(Law):
         return _at_least(xp, factor, self.minimum)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SqrtLogLength(Law):
     """``√(ln n / ln base)``: keeps the entropy of Gaussian scores constant as n → ∞.
 
@@ -335,7 +339,7 @@ class SqrtLogLength(Law):
         return _at_least(xp, factor, self.minimum)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AffineLog(Law):
     """``slope · ln n + intercept``: the form of SSMax, of Chiang–Cholak and of calibrated heads.
 
@@ -375,7 +379,7 @@ class AffineLog(Law):
         return xp.maximum(factor, minimum) if is_array(minimum) else _at_least(xp, factor, minimum)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PowerLog(Law):
     """``offset + coefficient · (ln n)^exponent``, where n ≤ 2 counts as 2.
 
@@ -411,7 +415,7 @@ class PowerLog(Law):
         return _over_queries(xp, self.offset, n) + power * _over_queries(xp, self.coefficient, n)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StepLog(Law):
     """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 for n < period, then growing in steps (Llama 4).
 
@@ -439,7 +443,7 @@ class StepLog(Law):
         return xp.log1p(clip(xp, steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Power(Law):
     """``(n / base)^exponent``: keeps the entropy constant for keys on a sphere of few dimensions.
 
@@ -481,7 +485,7 @@ class Power(Law):
         return _at_least(xp, growth ** _over_queries(xp, self.exponent, n), self.minimum)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class InfoScale(Law):
     """``√((1 − n^(−2/d)) / (1 − base^(−2/d)))`` with the head size d.
 
@@ -519,7 +523,7 @@ class InfoScale(Law):
         return root / math.sqrt(-math.expm1(base * rate))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Knots(Law):
     """Interpolation between given factors at given lengths, linear in ln n.
 
@@ -619,7 +623,7 @@ class Knots(Law):
         return [(name, shape[:-1], False) for name, shape, _ in super()._named_shapes()]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PerQuery(Constant):
     """The parameter that `per_query` makes. As a law it is a constant for each query."""
 
@@ -641,7 +645,7 @@ class PerQuery(Constant):
         return [("value", tuple(self.value.shape), self.value.ndim > 0)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scaled(Law):
     """The law that `scaled` makes."""
 
@@ -659,7 +663,7 @@ class Scaled(Law):
         return self.law.evaluate(xp, n) * _over_queries(xp, self.factor, n)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shifted(Law):
     """The law that `shifted` makes."""
 
