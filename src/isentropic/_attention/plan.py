@@ -225,13 +225,47 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
 
 def _plan(a: Arguments) -> Plan:
     """The plan of a call. It is a pure function of the signature."""
+    mask, frame, batch = _checked(a)
+    xp = frame.xp
+    inputs = [x for x in (a.query, a.key, a.value) if x is not None]
+    others = [x for x in (a.bias, array_or_none(a.n_keys)) if x is not None]
+    arrays = [*inputs, *others, *_arrays_of(mask), *_arrays_of(a.law)]
+    recorded = [is_differentiated(xp, x) for x in arrays]
+    dtype = promoted(xp, *inputs)
+    scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
+    return Plan(
+        frame=frame,
+        dtype=dtype,
+        compute=accumulator(xp, dtype),
+        batch=batch,
+        head_dim=a.query.shape[-1],
+        n_values=None if a.value is None else a.value.shape[-1],
+        scale=scale,
+        multiplier=_common_multiplier(a, mask, frame, scale),
+        has_law=a.law is not None,
+        softcap=None if a.softcap is None else float(a.softcap),
+        has_bias=a.bias is not None,
+        has_mask=mask is not None,
+        is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
+        block_size=a.block_size,
+        is_on_host=not any(recorded) and all(is_readable(xp, x) for x in arrays),
+        is_differentiated=any(recorded),
+        is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
+        is_transformed=any(is_transformed(xp, x) for x in arrays),
+        is_readable=all(is_readable(xp, x) for x in inputs),
+        is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
+        counts=None if mask is None else mask.counts(frame),
+    )
+
+
+def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:
+    """Check the arguments, and return the mask, its frame, and the shape of the axes ``...``."""
     check_flag(is_causal=a.is_causal, enable_gqa=a.enable_gqa)
     mask = _mask(a)
     check_law(a.law, optional=True)
-    mask_arrays, law_arrays = (() if x is None else x.arrays for x in (mask, a.law))
     arrays = {"query": a.query, "key": a.key} | present(value=a.value)
     optional = present(bias=a.bias, n_keys=array_or_none(a.n_keys))
-    groups = (("mask", mask_arrays), ("law", law_arrays))
+    groups = (("mask", _arrays_of(mask)), ("law", _arrays_of(a.law)))
     xp = namespace(*groups, **arrays, **optional)
     device = "cpu" if is_numpy(xp) else common_device(*groups, **arrays, **optional)
 
@@ -243,43 +277,19 @@ def _plan(a: Arguments) -> Plan:
     if a.bias is not None:
         check_broadcastable("bias", a.bias.shape, (*batch, n_queries, n_keys))
     _check_options(a)
+    return mask, Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp)), batch
 
-    frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp))
-    dtype = promoted(xp, *arrays.values())
-    scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
+
+def _arrays_of(part: Mask | Law | None) -> tuple[Array, ...]:
+    return () if part is None else part.arrays
+
+
+def _common_multiplier(a: Arguments, mask: Mask | None, frame: Frame, scale: float) -> float | None:
+    """The factor on all queries, or None if it depends on arrays or on the mask."""
     n = _common_length(frame, mask, a.n_keys)
-    multiplier = None
-    if n is not None and not law_arrays:
-        multiplier = scale * (1.0 if a.law is None else a.law(n))
-    elif a.law is None and a.n_keys is None:
-        multiplier = scale
-    all_arrays = [*arrays.values(), *optional.values(), *mask_arrays, *law_arrays]
-    recorded = [is_differentiated(xp, x) for x in all_arrays]
-    return Plan(
-        frame=frame,
-        dtype=dtype,
-        compute=accumulator(xp, dtype),
-        batch=batch,
-        head_dim=a.query.shape[-1],
-        n_values=None if a.value is None else a.value.shape[-1],
-        scale=scale,
-        multiplier=multiplier,
-        has_law=a.law is not None,
-        softcap=None if a.softcap is None else float(a.softcap),
-        has_bias=a.bias is not None,
-        has_mask=mask is not None,
-        is_plain_causal=mask is not None and is_causal_alone(mask, n_queries, n_keys),
-        block_size=a.block_size,
-        is_on_host=not any(recorded) and all(is_readable(xp, x) for x in all_arrays),
-        is_differentiated=any(recorded),
-        is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
-        is_transformed=any(is_transformed(xp, x) for x in all_arrays),
-        is_readable=all(is_readable(xp, x) for x in arrays.values()),
-        is_aligned=all(
-            x is None or x.ndim == len(batch) + 2 for x in (a.query, a.key, a.value, a.bias)
-        ),
-        counts=None if mask is None else mask.counts(frame),
-    )
+    if n is not None and not _arrays_of(a.law):
+        return scale * (1.0 if a.law is None else a.law(n))
+    return scale if a.law is None and a.n_keys is None else None
 
 
 def _mask(a: Arguments) -> Mask | None:
