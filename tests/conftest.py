@@ -33,6 +33,8 @@ BACKENDS = [
     "jax:cuda",
     "cupy",
 ]
+# Those that run a test with all of its parameters.
+FULL = ("numpy", "strict", "torch", "cupy")
 MODULES = {
     "numpy": "numpy",
     "strict": "array_api_strict",
@@ -131,9 +133,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("host"):
             return chosen in (None, "numpy")
         # A mode changes how arrays are made and which operations they support, but not the formulas. So
-        # one set of parameters is enough, unless the parameters are functions.
+        # one set of parameters is enough, unless the parameters are functions. JAX counts as a mode too,
+        # because it compiles every operation anew for the shapes of other parameters.
         name = item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
-        if ":" not in name or item.get_closest_marker("every_mode"):
+        if not name or name in FULL or item.get_closest_marker("every_mode"):
             return True
         if name == "jax:x64" and not item.get_closest_marker("float64"):
             return False  # to save time: JAX compiles every operation again for the other width

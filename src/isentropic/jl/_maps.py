@@ -65,14 +65,14 @@ class DenseProjection(NamedTuple):
         """The dimension k of their images."""
         return self.weights.shape[0]
 
-    def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
+    def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
         return _along("x", x, axis, self, self._apply_rows)
 
-    def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
+    def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
         return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
 
@@ -141,14 +141,14 @@ class HadamardProjection(NamedTuple):
         """The dimension k of their images."""
         return self.rows.shape[0]
 
-    def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
+    def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
         return _along("x", x, axis, self, self._apply_rows)
 
-    def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
+    def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
         return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
 
@@ -284,14 +284,14 @@ class CountSketch(NamedTuple):
         """The dimension k of their images."""
         return self.features.shape[0]
 
-    def __call__(self, x: ArrayT, axis: int = -1) -> ArrayT:
+    def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
         return _along("x", x, axis, self, self._apply_rows)
 
-    def adjoint(self, y: ArrayT, axis: int = -1) -> ArrayT:
+    def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
         return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
 
