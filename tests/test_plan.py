@@ -167,3 +167,11 @@ def test_threads_share_them(monkeypatch, rng):
         thread.join()
     assert not failures
     assert len(plans._plans) <= 3 + len(threads)
+
+
+def test_queries_before_the_first_key_see_no_key(backend, rng):
+    q = backend.array(rng.normal(size=(5, 4)), "float32")
+    state = it.attention_state(q, q[:3, :], q[:3, :], mask=masks.causal())
+    assert backend.numpy(state.n_seen).tolist() == [0, 0, 1, 2, 3]
+    state = it.attention_state(q, q, q, mask=masks.causal(offset=2))
+    assert backend.numpy(state.n_seen).tolist() == [3, 4, 5, 5, 5]
