@@ -181,8 +181,8 @@ def test_laws_are_evaluated_in_the_wider_dtype_each_time(backend, rng):
     if not backend.float64:
         pytest.skip("there is no float64")
     q = backend.array(rng.normal(size=(1, 5, 4)), "float32")
-    # In float32 the factor, 1, would be lost in the difference of two numbers of 1.6e7.
-    law = laws.AffineLog(backend.array([1e7]), backend.array([1.0 - 1e7 * np.log(5.0)]))
+    # In float32 the factor, 1, would be lost in the difference of two numbers of 1.6e8.
+    law = laws.AffineLog(backend.array([1e8]), backend.array([1.0 - 1e8 * np.log(5.0)]))
     expected = it.attention(q, q, q, law=None)
     for _ in range(2):
         backend.assert_close(it.attention(q, q, q, law=law), expected, rtol=1e-5, atol=1e-6)
