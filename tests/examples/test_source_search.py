@@ -1,4 +1,4 @@
-"""The example of nearest neighbours, on few files."""
+"""The example of nearest neighbors, on few files."""
 
 import pytest
 
