@@ -415,6 +415,8 @@ def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:
     `expand` broadcasts all batch axes to their full size. Grouped heads stay grouped.
     """
     batch, batch_axes = plan.batch, tuple(x.shape[:-2])
+    if batch_axes == batch and len(batch) == 2:
+        return x
     if len(batch) <= 2 and not expand:
         return x if x.ndim == 4 else x[(None,) * (4 - x.ndim) + (...,)]
     heads = batch_axes[-1] if batch_axes else 1

@@ -18,7 +18,7 @@ from isentropic._attention.generic import (
 )
 from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._entropy import shift_moment
-from isentropic._loops import BLOCKS, Block, blocks, is_readable, map_blocks, take
+from isentropic._loops import BLOCKS, Block, blocks, map_blocks, take
 from isentropic._namespace import Array, is_torch
 
 _TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
@@ -98,7 +98,8 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
             return (out,)
 
         (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
-    out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
+    if out.shape[:-2] != plan.batch:
+        out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
     n_values = operands.values.shape[-1]
     return out if out.shape[-1] == n_values else out[..., :n_values]
 
@@ -130,10 +131,8 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
     xp = plan.xp
     if plan.device.type != "cpu":
         return out
-    if is_readable(xp, query):
-        total = query.sum() + key.sum()
-        if total == total:
-            return out
+    if plan.is_readable and not math.isnan(query.sum().item() + key.sum().item()):
+        return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
     if key_is_nan.shape[1] != query.shape[1]:
         key_is_nan = xp.repeat(key_is_nan, query.shape[1] // key_is_nan.shape[1], axis=1)
