@@ -186,3 +186,18 @@ def test_laws_are_evaluated_in_the_wider_dtype_each_time(backend, rng):
     expected = it.attention(q, q, q, law=None)
     for _ in range(2):
         backend.assert_close(it.attention(q, q, q, law=law), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.host
+def test_integers_of_numpy_are_numbers(rng):
+    q = rng.normal(size=(5, 4))
+    for n in (5, 5000):
+        for kind in (np.int64, np.int32, np.uint8 if n < 256 else np.uint16):
+            got = it.attention(q, q, q, n_keys=kind(n))
+            np.testing.assert_array_equal(got, it.attention(q, q, q, n_keys=n))
+    for n in (5.0, 5000.0):  # a NumPy float is an array
+        got = it.attention(q, q, q, n_keys=np.float64(n))
+        np.testing.assert_allclose(got, it.attention(q, q, q, n_keys=int(n)), rtol=1e-12)
+    for factor in (1.0, 3.0):
+        got = it.attention(q, q, q, law=laws.Constant(np.float64(factor)), scale=np.float32(0.5))
+        np.testing.assert_array_equal(got, it.attention(q, q, q, law=None, scale=0.5 * factor))

@@ -201,7 +201,8 @@ def _signature(a: Arguments) -> Any:
             None if a.bias is None else _signature_of(a.bias),
             None if a.mask is None else _signature_of(a.mask),
             None if law is None else law.signature(_signature_of),
-            _signature_of(a.n_keys) if hasattr(a.n_keys, "ndim") else a.n_keys,
+            # A NumPy integer has a shape and a dtype, but its value matters too.
+            a.n_keys if array_or_none(a.n_keys) is None else _signature_of(a.n_keys),
             type(a.n_keys),
             options,
             tuple(map(type, options)),  # True equals 1, but only one of them is valid
