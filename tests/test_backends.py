@@ -14,7 +14,13 @@ def small_blocks(set_blocks, request):
     """Kernels take all sizes: in blocks with ragged ends, or all logits at once."""
     set_blocks(numpy_untiled_logits=0 if request.param == "blocks" else 2**18)
     set_blocks(
-        numpy_min_logits=0, numpy_rows=4, numpy_columns=5, numpy_copied_numbers=300, sdpa_mask_logits=0
+        numpy_min_queries=0,
+        numpy_min_head_logits=0,
+        numpy_min_logits=0,
+        numpy_rows=4,
+        numpy_columns=5,
+        numpy_copied_numbers=300,
+        sdpa_mask_logits=0,
     )
 
 

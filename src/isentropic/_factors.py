@@ -14,13 +14,12 @@ bounds. The lower bound follows from D ≤ λ² R²/8 for scores of range R, as 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from isentropic._attention.backends import state_of
 from isentropic._attention.generic import Tiles, reach, tile_shape
-from isentropic._attention.plan import Arguments, prepare
+from isentropic._attention.plan import Arguments, plan_of, prepare
 from isentropic._checks import (
     check_broadcastable,
     check_floating,
@@ -32,7 +31,6 @@ from isentropic._loops import (
     Block,
     compiled,
     is_differentiable,
-    is_readable,
     iterate,
     map_blocks,
     take,
@@ -207,8 +205,7 @@ def factor_for_attention_entropy(
     if is_differentiable(xp, operands.query, operands.key, *mask_arrays, targets):
         scaled_operands = operands._replace(multiplier=factor * operands.multiplier)
         # A traced target gives a traced factor, with which NumPy cannot compute.
-        scaled_plan = replace(plan, is_on_host=plan.is_on_host and is_readable(xp, factor))
-        state = state_of(scaled_plan, scaled_operands, None)
+        state = state_of(plan_of(plan, scaled_operands), scaled_operands, None)
         factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), targets)
     return _rounded(xp, factor, plan.dtype)
 

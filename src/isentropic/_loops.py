@@ -33,7 +33,10 @@ class BlockSizes:
     numpy_rows: int = 256  # a tile that fits in the second-level cache of a core, with its operands
     numpy_columns: int = 512
     numpy_copied_numbers: int = 2**22  # numbers in the keys and values that are copied at once
-    numpy_min_logits: int = 2**20  # calls with fewer logits are not faster with copies and threads
+    # Calls with fewer queries, or fewer logits, are not faster with copies and threads.
+    numpy_min_queries: int = 128
+    numpy_min_head_logits: int = 2**16
+    numpy_min_logits: int = 2**20  # of all heads
     numpy_untiled_logits: int = 2**18  # calls with at most so many logits are faster without tiles
 
 

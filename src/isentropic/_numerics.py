@@ -121,3 +121,13 @@ def replace_infinite_minimum(xp: ModuleType, m: Array) -> Array:
 def product(xp: ModuleType, a: Array, b: Array) -> Array:
     """``a @ b`` in the full precision of the dtype. By default JAX rounds float32 to TF32 on a GPU."""
     return xp.matmul(a, b, precision="highest") if is_jax(xp) else xp.matmul(a, b)
+
+
+def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Any:
+    """``a @ b``, where axis −3 of `b` may divide that of `a`: the heads of a group share a product."""
+    if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
+        return a @ b
+    *batch, heads, rows, inner = a.shape
+    groups = b.shape[-3]
+    out = xp.reshape(a, (*batch, groups, heads // groups * rows, inner)) @ b
+    return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))

@@ -14,8 +14,16 @@ from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import check_axis, common_shape, plain_integer, type_error, value_error
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
 from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_known_true, map_blocks, take
-from isentropic._namespace import Array, common_device, equal_by_value, is_numpy, namespace, present
-from isentropic._numerics import align, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
+from isentropic._namespace import Array, common_device, equal_by_value, namespace, present
+from isentropic._numerics import (
+    align,
+    divide_or_zero,
+    grouped_matmul,
+    lift,
+    log_or,
+    quietly,
+    replace_infinite_minimum,
+)
 from isentropic.masks import Mask
 
 
@@ -453,7 +461,7 @@ def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
     if plan.frame.is_compiling and plan.block_size is None:
         return plan.n_queries, plan.n_keys
     width, size = max(numbers_per_logit, 1), BLOCKS.tile
-    if is_numpy(plan.xp):  # each thread holds several arrays of the size of a tile
+    if plan.library == "numpy":  # each thread holds several arrays of the size of a tile
         size = BLOCKS.tile // 4
     elif is_gpu(plan.xp, plan.device):  # small tiles leave a GPU idle
         size = BLOCKS.tile * 32
@@ -500,16 +508,6 @@ def causal_nan(plan: Plan, operands: Operands) -> Array:
     query_nan, key_nan = operands.nonfinite
     # Not `cumulative_sum` of array_api_compat, for which torch.compile warns.
     return query_nan + plan.xp.cumsum(key_nan[..., 0, :], -1)[..., None]
-
-
-def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Array:
-    """``a @ b``, where axis −3 of `b` may divide that of `a`: the heads of a group share a product."""
-    if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
-        return a @ b
-    *batch, heads, rows, inner = a.shape
-    groups = b.shape[-3]
-    out = xp.reshape(a, (*batch, groups, heads // groups * rows, inner)) @ b
-    return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))
 
 
 def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from isentropic._attention.generic import Tiles, causal_nan
 from isentropic._attention.plan import Operands, Plan, four_axes
-from isentropic._namespace import Array, is_jax
+from isentropic._namespace import Array
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why ``jax.nn.dot_product_attention`` does not compute a call, or None."""
-    if not is_jax(plan.xp):
+    if plan.library != "jax":
         return "the arrays are not JAX's"
     if order is not None:
         return "it computes outputs only"

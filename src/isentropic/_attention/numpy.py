@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-from isentropic._attention.generic import AttentionState, grouped_matmul, with_batch_axes
+from isentropic._attention.generic import AttentionState, with_batch_axes
 from isentropic._attention.plan import Operands, Plan
 from isentropic._entropy import partition
 from isentropic._loops import BLOCKS, Block, keep_freed_memory, take
 from isentropic._namespace import Array
+from isentropic._numerics import divide_or_zero, grouped_matmul
 from isentropic._threads import run
 from isentropic.masks import Mask
 
@@ -60,12 +61,10 @@ def _is_small(plan: Plan) -> bool:
 
 def _is_large(plan: Plan) -> bool:
     """Whether the call is large enough to repay copies, threads and a loop over batch elements."""
-    if BLOCKS.numpy_min_logits == 0:
-        return True
     size = plan.n_queries * plan.n_keys
     return (
-        plan.n_queries >= 128
-        and size >= 2**16
+        plan.n_queries >= BLOCKS.numpy_min_queries
+        and size >= BLOCKS.numpy_min_head_logits
         and size * math.prod(plan.batch) >= BLOCKS.numpy_min_logits
     )
 
@@ -97,21 +96,9 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
     """Return all logits, −∞ where a key is hidden, and the values."""
     import numpy as np
 
-    query, key, value, multiplier = cast(
-        Any, (operands.query, operands.key, operands.value, operands.multiplier)
-    )
-    if plan.library != "numpy":
-        dtype = np.float64 if plan.compute == plan.xp.float64 else np.float32
-        query, key, value, multiplier = (
-            _numpy_view(plan, x, dtype) for x in (query, key, value, multiplier)
-        )
-    else:
-        # Arrays of several dtypes, half precision, or the byte order of another processor.
-        query, key, value = (
-            x if x is None or x.dtype == plan.compute else x.astype(plan.compute)
-            for x in (query, key, value)
-        )
-    s = _product(query * multiplier, key.swapaxes(-1, -2))
+    views = (operands.query, operands.key, operands.value, operands.multiplier)
+    query, key, value, multiplier = (_numpy_view(plan, x) for x in views)
+    s = grouped_matmul(np, query * multiplier, key.swapaxes(-1, -2))
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
         s = s + (np.asarray(query_nan) + np.asarray(key_nan))
@@ -134,10 +121,10 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
     np.subtract(s, np.maximum(maximum, np.finfo(s.dtype).min), out=s)
     np.exp(s, out=s)
     normalizer = np.add.reduce(s, axis=-1, keepdims=True)
-    out = _product(s, value)
+    out = grouped_matmul(np, s, value)
     if normalizer.all():
         return np.divide(out, normalizer, out=out)
-    return np.where(normalizer == 0, 0.0, out / np.where(normalizer == 0, 1.0, normalizer))
+    return divide_or_zero(np, out, normalizer)
 
 
 def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionState:
@@ -145,19 +132,10 @@ def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionSta
 
     s, value = _logits_at_once(plan, operands)
     maximum, weight, normalizer, moment = partition(np, s, order)
-    weighted = None if value is None else _product(weight, value)
+    weighted = None if value is None else grouped_matmul(np, weight, value)
     shape = (*plan.batch, plan.n_queries)
     fields: tuple[Any, ...] = (maximum, normalizer, weighted, moment)
     return AttentionState(*(with_batch_axes(np, x, shape) for x in fields))
-
-
-def _product(a: Any, b: Any) -> Any:
-    """``a @ b`` where the heads of `b` may be grouped."""
-    if a.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
-        return a @ b
-    import numpy as np
-
-    return grouped_matmul(np, a, b)
 
 
 def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
@@ -165,10 +143,10 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     if plan.library == "numpy":
         return plan, operands
     np: Any = importlib.import_module("array_api_compat.numpy")
-    dtype = np.float64 if plan.compute == plan.xp.float64 else np.float32
+    dtype = _numpy_dtype(plan)
 
     def view(x: Any) -> Any:
-        return _numpy_view(plan, x, dtype)
+        return _numpy_view(plan, x)
 
     query, key, value, _, mask, multiplier, _, nonfinite = operands
     rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
@@ -177,13 +155,22 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     return replace(plan, frame=frame, dtype=dtype, compute=dtype), Operands(*views)
 
 
-def _numpy_view(plan: Plan, x: Any, dtype: Any) -> Any:
+def _numpy_dtype(plan: Plan) -> Any:
+    """The dtype of the computation, as one of NumPy."""
+    import numpy as np
+
+    return np.float64 if plan.compute == plan.xp.float64 else np.float32
+
+
+def _numpy_view(plan: Plan, x: Any) -> Any:
     """An operand as a NumPy array. It shares memory if the dtype is that of the computation."""
     import numpy as np
 
     if x is None or isinstance(x, float):
         return x
-    return np.asarray(x.detach().to(plan.compute) if plan.library == "torch" else x, dtype=dtype)
+    return np.asarray(
+        x.detach().to(plan.compute) if plan.library == "torch" else x, dtype=_numpy_dtype(plan)
+    )
 
 
 def _to_library(plan: Plan, x: Any) -> Any:

@@ -91,7 +91,6 @@ class Plan:
     n_values: int | None  # the value size; None without values
     scale: float
     multiplier: float | None  # the factor on the queries; None if it depends on arrays or on the mask
-    has_law: bool
     softcap: float | None
     has_bias: bool
     has_mask: bool
@@ -160,20 +159,23 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[signature] = plan
-    if plan.is_on_host and plan.library == "jax" and not _are_on_host(plan, operands):
-        return replace(plan, is_on_host=False), operands
-    return plan, operands
+    return (plan_of(plan, operands) if plan.library == "jax" else plan), operands
 
 
-def _are_on_host(plan: Plan, operands: Operands) -> bool:
-    """Whether the operands can be read. Inside a JAX trace they cannot, even if the arguments can."""
+def plan_of(plan: Plan, operands: Operands) -> Plan:
+    """The plan itself, or one without NumPy if the operands cannot be read.
+
+    Inside a JAX trace they cannot, even if the arguments can.
+    """
     computed = (operands.query, operands.key, operands.multiplier)
-    return all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed)
+    if not plan.is_on_host or all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed):
+        return plan
+    return replace(plan, is_on_host=False)
 
 
 def _signature(a: Arguments) -> Any:
     """All that the plan of a call depends on; None for calls whose plans are not cached."""
-    law = a.law
+    law, n_keys = a.law, a.n_keys
     if law is not None and not isinstance(law, Law):  # the checks will refuse it
         return None
     torch = sys.modules.get("torch")
@@ -202,8 +204,8 @@ def _signature(a: Arguments) -> Any:
             None if a.mask is None else _signature_of(a.mask),
             None if law is None else law.signature(_signature_of),
             # A NumPy integer has a shape and a dtype, but its value matters too.
-            a.n_keys if array_or_none(a.n_keys) is None else _signature_of(a.n_keys),
-            type(a.n_keys),
+            n_keys if n_keys is None or array_or_none(n_keys) is None else _signature_of(n_keys),
+            type(n_keys),
             options,
             tuple(map(type, options)),  # True equals 1, but only one of them is valid
         )
@@ -243,7 +245,6 @@ def _plan(a: Arguments) -> Plan:
         n_values=None if a.value is None else a.value.shape[-1],
         scale=scale,
         multiplier=_common_multiplier(a, mask, frame, scale),
-        has_law=a.law is not None,
         softcap=None if a.softcap is None else float(a.softcap),
         has_bias=a.bias is not None,
         has_mask=mask is not None,
@@ -347,7 +348,7 @@ def _check_options(a: Arguments) -> None:
 
 def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     """The operands of a call. If the plan was cached, the law has already been checked."""
-    mask = None if a.mask is None and not a.is_causal else _mask(a)
+    mask = _mask(a)
     query, key, value, bias = arrays = cast(Any, (a.query, a.key, a.value, a.bias))
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
@@ -419,7 +420,7 @@ def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:
     if batch_axes == batch and len(batch) == 2:
         return x
     if len(batch) <= 2 and not expand:
-        return x if x.ndim == 4 else x[(None,) * (4 - x.ndim) + (...,)]
+        return lift(x, 4)
     heads = batch_axes[-1] if batch_axes else 1
     if expand and batch and heads == 1:
         heads = batch[-1]
@@ -449,11 +450,12 @@ def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
     The array has as many axes as (..., L) and broadcasts to it.
     """
     if n_keys is None and mask is not None:
-        counts = plan.counts
+        xp, counts = plan.xp, plan.counts
         if counts is None:
-            return lift(plan.xp.astype(mask.count(plan.frame), plan.compute), plan.ndim - 1)
-        lengths = plan.xp.arange(counts.start, counts.stop, dtype=plan.compute, device=plan.device)
-        return lengths[(None,) * (plan.ndim - 2) + (...,)]
+            lengths = xp.astype(mask.count(plan.frame), plan.compute)
+        else:
+            lengths = xp.arange(counts.start, counts.stop, dtype=plan.compute, device=plan.device)
+        return lift(lengths, plan.ndim - 1)
     n = plan.n_keys if n_keys is None else n_keys
     return given_lengths(plan.xp, plan.device, plan.compute, n, (*plan.batch, plan.n_queries))
 

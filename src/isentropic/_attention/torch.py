@@ -19,14 +19,14 @@ from isentropic._attention.generic import (
 from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._entropy import shift_moment
 from isentropic._loops import BLOCKS, Block, blocks, map_blocks, take
-from isentropic._namespace import Array, is_torch
+from isentropic._namespace import Array
 
 _TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
 
 
 def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why PyTorch's own kernel does not compute a call, or None."""
-    if not is_torch(plan.xp):
+    if plan.library != "torch":
         return "the arrays are not PyTorch's"
     if order is not None:
         return "it computes outputs only"
@@ -150,7 +150,7 @@ def _rows_of_masks(plan: Plan, operands: Operands) -> int:
 
 def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the pass with recomputed tiles does not compute a call, or None."""
-    if not is_torch(plan.xp):
+    if plan.library != "torch":
         return "the arrays are not PyTorch's"
     if plan.frame.is_compiling:
         return "torch.compile traces the call"
