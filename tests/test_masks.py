@@ -1,5 +1,9 @@
 """Masks against dense arrays, block by block and counted."""
 
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
 import numpy as np
 import oracles
 import pytest
@@ -238,6 +242,17 @@ class TestErrors:
 def test_masks_are_neither_true_nor_false():
     with pytest.raises(TypeError, match="neither true nor false"):
         masks.causal() and masks.window(8)
+
+
+@pytest.mark.host
+def test_masks_do_not_change():
+    mask = masks.causal(2) & masks.padding(3)
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'first'"):
+        mask.first = masks.causal()
+    with pytest.raises(FrozenInstanceError, match="cannot delete field 'offset'"):
+        del mask.first.offset
+    for same in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
+        assert repr(same) == repr(mask)
 
 
 @pytest.mark.host

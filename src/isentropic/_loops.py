@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ from isentropic._namespace import Array, is_cupy, is_jax, is_numpy, is_torch
 from isentropic._threads import run
 
 
-@dataclass
 class BlockSizes:
     """How much is computed at a time. Results depend on these sizes only by rounding."""
 

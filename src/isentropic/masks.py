@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +48,7 @@ from isentropic._loops import (
 )
 from isentropic._namespace import Array, common_device, default_dtype, namespace
 from isentropic._numerics import align, clip, lift
+from isentropic._records import Record
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
@@ -58,7 +58,7 @@ _Interval = tuple[Array, Array]
 Span = tuple[Any, Any]
 
 
-class Mask(ABC):
+class Mask(Record, ABC):
     """The keys, of S, that each of L queries sees. The functions of this module make masks.
 
     Examples
@@ -194,8 +194,7 @@ class Mask(ABC):
     __ror__ = __or__
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Frame:
+class Frame(Record):
     """The library, the device and the numbers of queries and keys for which a mask is evaluated.
 
     If `is_compiling`, lengths may be symbolic, and one block covers all queries and keys.
@@ -401,7 +400,6 @@ class _Contiguous(Mask):
         return (lift(keys, first.ndim) >= first) & (lift(keys, end.ndim) < end)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Band(_Contiguous):
     """The mask of `causal` and `window`: `left` keys before the query to `right` keys after it."""
 
@@ -423,7 +421,7 @@ class _Band(_Contiguous):
             _check_per_sequence("offset", x.shape, batch)
 
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
-        return replace(self, offset=_element(self.offset, batch, index))
+        return self.replaced(offset=_element(self.offset, batch, index))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
         return self._between(frame, rows, 0, rows[1] - 1, super().reach(frame, rows))
@@ -461,7 +459,6 @@ class _Band(_Contiguous):
         return first, end
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Padding(_Contiguous):
     """The mask of `padding`."""
 
@@ -480,7 +477,7 @@ class _Padding(_Contiguous):
             _check_per_sequence("lengths", x.shape, batch)
 
     def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
-        return replace(self, lengths=_element(self.lengths, batch, index))
+        return self.replaced(lengths=_element(self.lengths, batch, index))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
         if not isinstance(self.lengths, int):
@@ -502,7 +499,6 @@ class _Padding(_Contiguous):
         return zero, lengths
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Segments(Mask):
     """The mask of `segments`."""
 
@@ -545,7 +541,6 @@ class _Segments(Mask):
         return row_ids == column_ids
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Dense(Mask):
     """The mask of a boolean array."""
 
@@ -569,7 +564,6 @@ class _Dense(Mask):
         return take(take(lift(x, 2), rows, -2), columns, -1)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Mask):
     """A combination of two masks."""
 

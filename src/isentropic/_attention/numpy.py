@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from isentropic._attention.generic import AttentionState, with_batch_axes
@@ -151,8 +151,10 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     query, key, value, _, mask, multiplier, _, nonfinite = operands
     rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
     views = (view(query), view(key), view(value), None, mask, view(multiplier), None, rows)
-    frame = replace(plan.frame, xp=np, device="cpu")
-    return replace(plan, frame=frame, dtype=dtype, compute=dtype), Operands(*views)
+    where: dict[str, Any] = {"xp": np, "device": "cpu"}
+    frame = plan.frame.replaced(**where)
+    numpy_plan = plan.replaced(frame=frame, **where, library="numpy", dtype=dtype, compute=dtype)
+    return numpy_plan, Operands(*views)
 
 
 def _numpy_dtype(plan: Plan) -> Any:
@@ -179,7 +181,7 @@ def _to_library(plan: Plan, x: Any) -> Any:
     return x if x is None or plan.library == "numpy" else xp.asarray(x, device=plan.device)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Keys:
     """Copies of the keys and values of one batch element, with a column of ones each."""
 
@@ -198,7 +200,7 @@ class _Sums(NamedTuple):
     moment: Any  # Σ eˣ x, if the score is needed
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Pass:
     plan: Plan
     operands: Operands

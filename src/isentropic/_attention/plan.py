@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -45,6 +44,7 @@ from isentropic._namespace import (
     promoted,
 )
 from isentropic._numerics import lift
+from isentropic._records import Record
 from isentropic.laws._formulas import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
@@ -75,8 +75,7 @@ class Arguments(NamedTuple):
     are_products: bool = True  # whether the scores are inner products of queries and keys
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(Record):
     """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 
     A plan holds no arrays. Plans are cached: two calls with the same signature share a plan. So plans
@@ -103,19 +102,13 @@ class Plan:
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
-    # Copied or derived from `frame` and `batch`.
-    xp: ModuleType = field(init=False)
-    library: str = field(init=False)  # "numpy", "torch", "jax", …
-    device: Any = field(init=False)
-    n_queries: int = field(init=False)
-    n_keys: int = field(init=False)
-    ndim: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in ("xp", "device", "n_queries", "n_keys"):
-            object.__setattr__(self, name, getattr(self.frame, name))
-        object.__setattr__(self, "library", library_of(self.frame.xp))
-        object.__setattr__(self, "ndim", len(self.batch) + 2)
+    # Those of `frame` and `batch`, for short.
+    xp: ModuleType
+    library: str  # "numpy", "torch", "jax", …
+    device: Any
+    n_queries: int
+    n_keys: int
+    ndim: int
 
     def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """Zeros of the shape (*batch, *shape): the result if there is nothing to attend to."""
@@ -170,7 +163,7 @@ def plan_of(plan: Plan, operands: Operands) -> Plan:
     computed = (operands.query, operands.key, operands.multiplier)
     if not plan.is_on_host or all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed):
         return plan
-    return replace(plan, is_on_host=False)
+    return plan.replaced(is_on_host=False)
 
 
 def _signature(a: Arguments) -> Any:
@@ -257,6 +250,12 @@ def _plan(a: Arguments) -> Plan:
         is_readable=all(is_readable(xp, x) for x in inputs),
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
         counts=None if mask is None else mask.counts(frame),
+        xp=xp,
+        library=library_of(xp),
+        device=frame.device,
+        n_queries=frame.n_queries,
+        n_keys=frame.n_keys,
+        ndim=len(batch) + 2,
     )
 
 

@@ -1,0 +1,37 @@
+"""Immutable objects with named fields."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any, Self, dataclass_transform
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+class Record:
+    """An object whose fields, those that its class annotates, do not change. Equality is identity.
+
+    A frozen dataclass does the same. But the code that it generates takes 0.3 to 1.4 ms per class,
+    whenever the package is imported.
+    """
+
+    _names: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._names = (*cls._names, *cls.__annotations__)
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        for name, x in zip(self._names, values, strict=False):
+            object.__setattr__(self, name, x)
+        for name, x in named.items():
+            object.__setattr__(self, name, x)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def replaced(self, **changes: Any) -> Self:
+        """A record with other values of some fields."""
+        return type(self)(**{name: getattr(self, name) for name in self._names} | changes)
