@@ -156,7 +156,8 @@ def attention(
         implementation,
     ))  # fmt: skip
 
-    return plan.xp.astype(output_of(plan, operands, implementation), plan.dtype, copy=False)
+    out: Any = output_of(plan, operands, implementation)
+    return out if out.dtype == plan.dtype else plan.xp.astype(out, plan.dtype)
 
 
 @quietly_named

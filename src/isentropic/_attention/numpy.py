@@ -21,7 +21,7 @@ from isentropic._attention.generic import AttentionState, with_batch_axes
 from isentropic._attention.plan import Operands, Plan
 from isentropic._entropy import partition
 from isentropic._loops import BLOCKS, Block, keep_freed_memory, take
-from isentropic._namespace import Array
+from isentropic._namespace import Array, numpy_dtype
 from isentropic._numerics import divide_or_zero, grouped_matmul
 from isentropic._threads import run
 from isentropic.masks import Mask
@@ -143,7 +143,7 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     if plan.library == "numpy":
         return plan, operands
     np: Any = importlib.import_module("array_api_compat.numpy")
-    dtype = _numpy_dtype(plan)
+    dtype = numpy_dtype(plan.xp, plan.compute)
 
     def view(x: Any) -> Any:
         return _numpy_view(plan, x)
@@ -157,13 +157,6 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     return numpy_plan, Operands(*views)
 
 
-def _numpy_dtype(plan: Plan) -> Any:
-    """The dtype of the computation, as one of NumPy."""
-    import numpy as np
-
-    return np.float64 if plan.compute == plan.xp.float64 else np.float32
-
-
 def _numpy_view(plan: Plan, x: Any) -> Any:
     """An operand as a NumPy array. It shares memory if the dtype is that of the computation."""
     import numpy as np
@@ -171,7 +164,8 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
     if x is None or isinstance(x, float):
         return x
     return np.asarray(
-        x.detach().to(plan.compute) if plan.library == "torch" else x, dtype=_numpy_dtype(plan)
+        x.detach().to(plan.compute) if plan.library == "torch" else x,
+        dtype=numpy_dtype(plan.xp, plan.compute),
     )
 
 

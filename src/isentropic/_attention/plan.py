@@ -37,9 +37,11 @@ from isentropic._namespace import (
     accumulator,
     common_device,
     is_numpy,
+    is_torch,
     is_torch_array,
     library_of,
     namespace,
+    numpy_dtype,
     present,
     promoted,
 )
@@ -54,6 +56,8 @@ _CAUSAL = causal()
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
 _MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
+# The most factors that a plan keeps. For more queries their computation takes a small part of the time.
+_MAX_FACTORS = 4096
 
 
 class Arguments(NamedTuple):
@@ -102,6 +106,7 @@ class Plan(Record):
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
+    factors: bytes | None  # the factors on the queries, (L, 1), if few numbers alone determine them
     # Those of `frame` and `batch`, for short.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
@@ -128,7 +133,7 @@ class Operands(NamedTuple):
     bias: Array | None
     mask: Mask | None
     multiplier: float | Array  # the factor on the queries, (..., L, 1)
-    lengths: Array | None  # the n of the law, (..., L); None if it is the same for all queries
+    lengths: Array | None  # the n of the law, (..., L); None if it follows from the plan
     nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
 
     @property
@@ -208,13 +213,13 @@ def _signature(a: Arguments) -> Any:
 
 def _signature_of(x: Any) -> tuple[Any, ...]:
     """The properties of an array or a mask, except for values. AttributeError for other objects."""
-    if isinstance(x, Mask):
-        return x.signature(_signature_of)
     kind = type(x)
     if kind.__module__ == "numpy":
         return kind, x.shape, x.dtype
     if is_torch_array(x):
         return kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad
+    if isinstance(x, Mask):
+        return x.signature(_signature_of)
     # JAX has other promotion rules for arrays that it has made from Python numbers (weak types).
     return kind, x.shape, x.dtype, array_api_compat.device(x), getattr(x, "weak_type", None)
 
@@ -227,12 +232,15 @@ def _plan(a: Arguments) -> Plan:
     others = [x for x in (a.bias, array_or_none(a.n_keys)) if x is not None]
     arrays = [*inputs, *others, *_arrays_of(mask), *_arrays_of(a.law)]
     recorded = [is_differentiated(xp, x) for x in arrays]
+    can_be_read = all(is_readable(xp, x) for x in inputs)
     dtype = promoted(xp, *inputs)
+    compute = accumulator(xp, dtype)
+    counts = None if mask is None else mask.counts(frame)
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
     return Plan(
         frame=frame,
         dtype=dtype,
-        compute=accumulator(xp, dtype),
+        compute=compute,
         batch=batch,
         head_dim=a.query.shape[-1],
         n_values=None if a.value is None else a.value.shape[-1],
@@ -247,9 +255,10 @@ def _plan(a: Arguments) -> Plan:
         is_differentiated=any(recorded),
         is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
         is_transformed=any(is_transformed(xp, x) for x in arrays),
-        is_readable=all(is_readable(xp, x) for x in inputs),
+        is_readable=can_be_read,
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
-        counts=None if mask is None else mask.counts(frame),
+        counts=counts,
+        factors=_factors_of_counts(a, counts, frame, compute, scale) if can_be_read else None,
         xp=xp,
         library=library_of(xp),
         device=frame.device,
@@ -291,6 +300,34 @@ def _common_multiplier(a: Arguments, mask: Mask | None, frame: Frame, scale: flo
     if n is not None and not _arrays_of(a.law):
         return scale * (1.0 if a.law is None else a.law(n))
     return scale if a.law is None and a.n_keys is None else None
+
+
+def _factors_of_counts(
+    a: Arguments, counts: range | None, frame: Frame, compute: Any, scale: float
+) -> bytes | None:
+    """The factors on the queries in memory, for NumPy and PyTorch; None if they depend on arrays."""
+    if counts is None or len(counts) > _MAX_FACTORS or a.law is None or a.n_keys is not None:
+        return None
+    if a.law.arrays or not (is_numpy(frame.xp) or is_torch(frame.xp)):
+        return None
+    import numpy as np
+
+    dtype = numpy_dtype(frame.xp, compute)
+    factors = a.law(np.arange(counts.start, counts.stop, dtype=dtype)) * scale
+    return factors.astype(dtype).tobytes() if factors.shape == (len(counts),) else None
+
+
+def _kept_factors(plan: Plan) -> Any:
+    """The factors of the plan, as an array of its own for each call."""
+    import numpy as np
+
+    assert plan.factors is not None
+    factors = np.frombuffer(plan.factors, numpy_dtype(plan.xp, plan.compute)).reshape(-1, 1)
+    if plan.library == "numpy":
+        return factors
+    import torch
+
+    return torch.from_numpy(factors.copy())
 
 
 def _mask(a: Arguments) -> Mask | None:
@@ -356,7 +393,9 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
-    if multiplier is None:
+    if plan.factors is not None:
+        multiplier = _kept_factors(plan)
+    elif multiplier is None:
         lengths = visible_lengths(plan, mask, a.n_keys)
         multiplier = plan.scale
         if a.law is not None:
@@ -396,18 +435,40 @@ def _without_nonfinite(
     return query, key, value, (query_nan, key_nan)
 
 
-def _are_known_finite(plan: Plan, *arrays: Any) -> bool:
+def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     """Whether all numbers are known to be finite. False if the values cannot be read."""
-    return plan.is_readable and all(x is None or _is_known_finite(plan, x) for x in arrays)
-
-
-def _is_known_finite(plan: Plan, x: Any) -> bool:
-    xp = plan.xp
+    if not plan.is_readable:
+        return False
+    xp, arrays = plan.xp, [x for x in (query, key, value) if x is not None]
     if plan.library == "jax":  # inside a JAX trace no result can be read
-        return is_known_true(xp, xp.all(xp.isfinite(x)))
-    # If the sum is finite, all terms are, and one sum is faster than a test of each number. The sum of
-    # finite numbers may overflow. Then each number is tested.
-    return math.isfinite(x.sum().item()) or bool(xp.all(xp.isfinite(x)))
+        return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
+    # One sum is faster than a test of each number. The sum of finite numbers may overflow.
+    return math.isfinite(sum_of(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
+
+
+def sum_of(plan: Plan, *arrays: Any) -> float:
+    """The sum of the numbers, or of their squares, of arrays of NumPy or PyTorch that can be read.
+
+    It is finite only if all numbers are, and NaN if any of them is. BLAS is the fastest to add squares.
+    """
+    import numpy as np
+
+    total = 0.0
+    for x in arrays:
+        view = _blas_operand(plan, x)
+        total += float(x.sum()) if view is None else float(np.vdot(view, view))
+    return total
+
+
+def _blas_operand(plan: Plan, x: Any) -> Any:
+    """A NumPy view of contiguous numbers that are in the dtype of the computation; None of others."""
+    if x.dtype != plan.compute:
+        return None
+    if plan.library == "numpy":
+        return x if x.flags.c_contiguous else None
+    if x.is_neg() or not x.is_contiguous():  # `is_neg`: PyTorch has not negated the numbers in memory
+        return None
+    return (x.detach() if x.requires_grad else x).numpy()
 
 
 def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:
@@ -415,9 +476,9 @@ def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:
 
     `expand` broadcasts all batch axes to their full size. Grouped heads stay grouped.
     """
-    batch, batch_axes = plan.batch, tuple(x.shape[:-2])
-    if batch_axes == batch and len(batch) == 2:
-        return x
+    batch, batch_axes = plan.batch, x.shape[:-2]
+    if batch_axes == batch and 1 <= len(batch) <= 2:
+        return x if len(batch) == 2 else x[None]
     if len(batch) <= 2 and not expand:
         return lift(x, 4)
     heads = batch_axes[-1] if batch_axes else 1

@@ -16,7 +16,7 @@ from isentropic._attention.generic import (
     reach,
     tile_shape,
 )
-from isentropic._attention.plan import Operands, Plan, four_axes
+from isentropic._attention.plan import Operands, Plan, four_axes, sum_of
 from isentropic._entropy import shift_moment
 from isentropic._loops import BLOCKS, Block, blocks, map_blocks, take
 from isentropic._namespace import Array
@@ -63,7 +63,7 @@ def _would_form_weights(plan: Plan) -> bool:
 
 def sdpa_output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev) by PyTorch's own kernel."""
-    from torch.nn.functional import scaled_dot_product_attention
+    import torch
 
     xp, mask = plan.xp, operands.mask
     query, key, value, scale = _torch_arrays(plan, operands)
@@ -72,7 +72,8 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
     kind: dict[str, Any] = {"scale": scale, "enable_gqa": True if is_grouped else False}  # noqa: SIM210
 
     def attend(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> Any:
-        return scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **kind)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(q, k, v, mask, is_causal=is_causal, **kind)
 
     # The CPU kernel treats a row of NaN logits like one that sees no key.
     if mask is None and operands.bias is None:
@@ -98,15 +99,16 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
             return (out,)
 
         (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
-    if out.shape[:-2] != plan.batch:
+    if len(plan.batch) == 1:
+        out = out[0]
+    elif len(plan.batch) != 2:
         out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
-    n_values = operands.values.shape[-1]
-    return out if out.shape[-1] == n_values else out[..., :n_values]
+    return out if out.shape[-1] == plan.n_values else out[..., : plan.n_values]
 
 
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
-    from torch.nn.functional import pad
+    import torch
 
     xp, query, scale = plan.xp, operands.query, operands.multiplier
     if not isinstance(scale, float):
@@ -120,7 +122,8 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
         x: Any = array if array.dtype == dtype else xp.astype(array, dtype)
         x = four_axes(plan, x, expand=True)
         # The kernel needs equal widths and contiguous rows. Padding by zeros does not change products.
-        x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        if x.shape[-1] < width:
+            x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
         arrays.append(x if x.stride(-1) == 1 else x.contiguous())
     q, k, v = arrays
     return q, k, v, scale
@@ -131,7 +134,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
     xp = plan.xp
     if plan.device.type != "cpu":
         return out
-    if plan.is_readable and not math.isnan(query.sum().item() + key.sum().item()):
+    if plan.is_readable and not math.isnan(sum_of(plan, query, key)):
         return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
     if key_is_nan.shape[1] != query.shape[1]:
