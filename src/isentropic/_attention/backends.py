@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from isentropic._attention import jax, numpy, torch
-from isentropic._attention.generic import AttentionState, Tiles, output_of_columns
+from isentropic._attention.generic import AttentionState, Tiles, as_rows, output_of_columns
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import value_error
+from isentropic._entropy import entropy_of_moments
 from isentropic._namespace import Array
 
 
@@ -29,6 +30,8 @@ class Backend(NamedTuple):
     output: Callable[[Plan, Operands], Array]
     # The flag requires a state relative to the maximum. Otherwise any other reference will do.
     state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
+    # Rényi's entropies, if they are not to be computed from the state.
+    entropy: Callable[[Plan, Operands, float], Array] | None = None
 
 
 def _generic_output(plan: Plan, operands: Operands) -> Array:
@@ -43,7 +46,7 @@ def _generic_state(
 
 BACKENDS = (
     Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
-    Backend("numpy", numpy.why_not, numpy.output, numpy.state),
+    Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.entropy),
     Backend("jax", jax.why_not, jax.output),
     Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
     Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
@@ -70,6 +73,15 @@ def state_of(
     state = _backend_for(plan, implementation, order).state
     assert state is not None
     return state(plan, operands, order, relative_to_maximum)
+
+
+def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order: float) -> Array:
+    """Rényi's entropies (..., L), computed by the first suitable backend."""
+    entropy = _backend_for(plan, implementation, order).entropy
+    if entropy is not None:
+        return entropy(plan, operands, order)
+    state = as_rows(state_of(plan, operands, implementation, order))
+    return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")
 
 
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from isentropic._attention.backends import output_of, reasons, state_of
+from isentropic._attention.backends import entropy_of, output_of, reasons, state_of
 from isentropic._attention.generic import AttentionState, Tiles, as_rows
 from isentropic._attention.plan import (
     Arguments,
@@ -31,7 +31,6 @@ from isentropic._entropy import (
     FAMILIES,
     convert_family,
     entropy,
-    entropy_of_moments,
     normalized_entropy,
     partition,
 )
@@ -219,9 +218,10 @@ def attention_state(
     n_seen, n = None, None
     if law is not None and not isinstance(law, Constant):
         lengths = lengths_of_law(plan, operands, n_keys)
-        seen = lengths if n_keys is None else visible_lengths(plan, operands.mask)
         shape = (*plan.batch, plan.n_queries)
-        n_seen, n = (plan.xp.broadcast_to(x, shape) for x in (seen, lengths))
+        n_seen = n = plan.xp.broadcast_to(lengths, shape)
+        if n_keys is not None:
+            n_seen = plan.xp.broadcast_to(visible_lengths(plan, operands.mask), shape)
     state = as_rows(state_of(plan, operands, implementation, relative_to_maximum=True))
     return state._replace(n_seen=n_seen, n_keys=n)
 
@@ -293,9 +293,7 @@ def attention_entropy(
     ))  # fmt: skip
     xp, order = plan.xp, float(order)
 
-    state = state_of(plan, operands, implementation, order)
-    assert state.weighted_score is not None
-    renyi = entropy_of_moments(xp, state.normalizer, state.weighted_score, order, "renyi")[..., 0]
+    renyi = entropy_of(plan, operands, implementation, order)
     if not normalized:
         return convert_family(xp, renyi, order, family)
     n = lengths_of_law(plan, operands, n_keys)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from isentropic._attention.generic import AttentionState, with_batch_axes
 from isentropic._attention.plan import Operands, Plan
-from isentropic._entropy import partition
+from isentropic._entropy import entropy_of_moments, partition
 from isentropic._loops import BLOCKS, Block, keep_freed_memory, take
 from isentropic._namespace import Array, numpy_dtype
 from isentropic._numerics import divide_or_zero, grouped_matmul
@@ -81,15 +81,28 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
 
     Unless `relative_to_maximum`, the sums of large calls are relative to a bound of the maximum.
     """
-    if _is_small(plan):
-        fields = _state_at_once(plan, operands, order)
-    else:
-        fields = _Pass(
-            *_as_numpy(plan, operands), relative_to_maximum=relative_to_maximum, score=True
-        ).state()
-    if plan.library == "numpy":
-        return fields
+    fields = _numpy_state(plan, operands, order, relative_to_maximum)
     return AttentionState(*(_to_library(plan, x) for x in fields))
+
+
+def entropy(plan: Plan, operands: Operands, order: float) -> Array:
+    """Rényi's entropies, (..., L)."""
+    import numpy as np
+
+    fields = _numpy_state(plan, operands, order, False)
+    z, moment = fields.normalizer[..., 0], fields.weighted_score[..., 0]
+    if order == 1 and z.all():
+        return _to_library(plan, np.log(z) - moment / z)
+    return _to_library(plan, entropy_of_moments(cast(Any, np), z, moment, order, "renyi"))
+
+
+def _numpy_state(
+    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
+) -> AttentionState:
+    if _is_small(plan):
+        return _state_at_once(plan, operands, order)
+    numpy_plan, operands = _as_numpy(plan, operands)
+    return _Pass(numpy_plan, operands, relative_to_maximum=relative_to_maximum, score=True).state()
 
 
 def _logits_at_once(plan: Plan, operands: Operands) -> Any:
@@ -131,11 +144,26 @@ def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionSta
     import numpy as np
 
     s, value = _logits_at_once(plan, operands)
-    maximum, weight, normalizer, moment = partition(np, s, order)
+    if order == 1:
+        maximum, weight, normalizer, moment = _shannon_partition(s)
+    else:
+        maximum, weight, normalizer, moment = partition(np, s, order)
     weighted = None if value is None else grouped_matmul(np, weight, value)
     shape = (*plan.batch, plan.n_queries)
     fields: tuple[Any, ...] = (maximum, normalizer, weighted, moment)
     return AttentionState(*(with_batch_axes(np, x, shape) for x in fields))
+
+
+def _shannon_partition(s: Any) -> tuple[Any, Any, Any, Any]:
+    """`partition` for the order 1, in the memory of the logits."""
+    import numpy as np
+
+    maximum, lowest = np.maximum.reduce(s, axis=-1, keepdims=True), np.finfo(s.dtype).min
+    x = np.subtract(s, np.maximum(maximum, lowest), out=s)
+    np.maximum(x, lowest, out=x)  # −∞ times its weight, 0, is NaN
+    weight = np.exp(x)
+    normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
+    return maximum, weight, normalizer, np.vecdot(weight, x)[..., None]
 
 
 def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
@@ -163,16 +191,20 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
 
     if x is None or isinstance(x, float):
         return x
-    return np.asarray(
-        x.detach().to(plan.compute) if plan.library == "torch" else x,
-        dtype=numpy_dtype(plan.xp, plan.compute),
-    )
+    if plan.library == "torch":
+        x = x.detach() if x.dtype == plan.compute else x.detach().to(plan.compute)
+        return x.resolve_neg().numpy()
+    return x if x.dtype == plan.compute else np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
 
 
 def _to_library(plan: Plan, x: Any) -> Any:
     """A NumPy result as an array of the library of the call."""
     xp: Any = plan.xp
-    return x if x is None or plan.library == "numpy" else xp.asarray(x, device=plan.device)
+    if x is None or plan.library == "numpy":
+        return x
+    if plan.library == "torch":
+        return xp.from_numpy(x if x.flags.writeable else x.copy())
+    return xp.asarray(x, device=plan.device)
 
 
 @dataclass(eq=False, repr=False)

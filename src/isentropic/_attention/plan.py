@@ -323,11 +323,7 @@ def _kept_factors(plan: Plan) -> Any:
 
     assert plan.factors is not None
     factors = np.frombuffer(plan.factors, numpy_dtype(plan.xp, plan.compute)).reshape(-1, 1)
-    if plan.library == "numpy":
-        return factors
-    import torch
-
-    return torch.from_numpy(factors.copy())
+    return factors if plan.library == "numpy" else plan.xp.from_numpy(factors.copy())
 
 
 def _mask(a: Arguments) -> Mask | None:
