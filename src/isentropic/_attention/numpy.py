@@ -91,7 +91,7 @@ def entropy(plan: Plan, operands: Operands, order: float) -> Array:
 
     fields = _numpy_state(plan, operands, order, False)
     z, moment = fields.normalizer[..., 0], fields.weighted_score[..., 0]
-    if order == 1 and z.all():
+    if order == 1 and np.count_nonzero(z) == z.size:
         return _to_library(plan, np.log(z) - moment / z)
     return _to_library(plan, entropy_of_moments(cast(Any, np), z, moment, order, "renyi"))
 
@@ -129,15 +129,13 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
     import numpy as np
 
     s, value = _logits_at_once(plan, operands)
-    maximum = np.maximum.reduce(s, axis=-1, keepdims=True)
     # The weights of a row that sees no key are e^{−∞} = 0.
-    np.subtract(s, np.maximum(maximum, np.finfo(s.dtype).min), out=s)
-    np.exp(s, out=s)
+    maximum = np.maximum.reduce(s, axis=-1, keepdims=True, initial=np.finfo(s.dtype).min)
+    np.exp(np.subtract(s, maximum, out=s), out=s)
     normalizer = np.add.reduce(s, axis=-1, keepdims=True)
-    out = grouped_matmul(np, s, value)
-    if normalizer.all():
-        return np.divide(out, normalizer, out=out)
-    return divide_or_zero(np, out, normalizer)
+    if np.count_nonzero(normalizer) == normalizer.size:
+        return grouped_matmul(np, np.divide(s, normalizer, out=s), value)
+    return divide_or_zero(np, grouped_matmul(np, s, value), normalizer)
 
 
 def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionState:

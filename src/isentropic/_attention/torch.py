@@ -113,26 +113,30 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     xp, query, scale = plan.xp, operands.query, operands.multiplier
     if not isinstance(scale, float):
         query, scale = Tiles.of(plan, operands).query, 1.0
-    value = operands.values
-    width = max(query.shape[-1], value.shape[-1])
+    width = max(plan.head_dim, plan.n_values or 0)
     # On a GPU the fused kernels are made for half precision.
     dtype = plan.compute if plan.device.type == "cpu" else plan.dtype
     arrays = []
-    for array in (query, operands.key, value):
+    for array in (query, operands.key, operands.values):
         x: Any = array if array.dtype == dtype else xp.astype(array, dtype)
         x = four_axes(plan, x, expand=True)
         # The kernel needs equal widths and contiguous rows. Padding by zeros does not change products.
         if x.shape[-1] < width:
             x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
-        arrays.append(x if x.stride(-1) == 1 else x.contiguous())
+        arrays.append(x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous())
     q, k, v = arrays
     return q, k, v, scale
 
 
 def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
     """The output with NaN for queries that are NaN, and for all queries if some key is NaN."""
+    import numpy as np
+
     xp = plan.xp
     if plan.device.type != "cpu":
+        return out
+    # The kernel gives 0 to a row without keys.
+    if plan.is_readable and np.count_nonzero(out.detach().numpy()[..., 0]) == math.prod(out.shape[:-1]):
         return out
     if plan.is_readable and not math.isnan(sum_of(plan, query, key)):
         return out
