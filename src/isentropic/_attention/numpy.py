@@ -192,7 +192,7 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
     if plan.library == "torch":
         x = x.detach() if x.dtype == plan.compute else x.detach().to(plan.compute)
         return x.resolve_neg().numpy()
-    return x if x.dtype == plan.compute else np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
+    return np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
 
 
 def _to_library(plan: Plan, x: Any) -> Any:

@@ -322,8 +322,9 @@ def _kept_factors(plan: Plan) -> Any:
     import numpy as np
 
     assert plan.factors is not None
-    factors = np.frombuffer(plan.factors, numpy_dtype(plan.xp, plan.compute)).reshape(-1, 1)
-    return factors if plan.library == "numpy" else plan.xp.from_numpy(factors.copy())
+    dtype = numpy_dtype(plan.xp, plan.compute)
+    factors = np.ndarray((plan.n_queries, 1), dtype, bytearray(plan.factors))
+    return factors if plan.library == "numpy" else plan.xp.from_numpy(factors)
 
 
 def _mask(a: Arguments) -> Mask | None:
@@ -449,22 +450,16 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
     """
     import numpy as np
 
-    total = 0.0
+    total, is_torch, dtype = 0.0, plan.library == "torch", plan.compute
     for x in arrays:
-        view = _blas_operand(plan, x)
-        total += float(x.sum()) if view is None else float(np.vdot(view, view))
+        is_contiguous = x.is_contiguous() if is_torch else x.flags.c_contiguous
+        # `is_neg`: PyTorch has not negated the numbers in memory yet.
+        if x.dtype != dtype or not is_contiguous or (is_torch and x.is_neg()):
+            total += x.sum().item()
+        else:
+            numbers = x.numpy(force=x.requires_grad) if is_torch else x
+            total += float(np.vdot(numbers, numbers))
     return total
-
-
-def _blas_operand(plan: Plan, x: Any) -> Any:
-    """A NumPy view of contiguous numbers that are in the dtype of the computation; None of others."""
-    if x.dtype != plan.compute:
-        return None
-    if plan.library == "numpy":
-        return x if x.flags.c_contiguous else None
-    if x.is_neg() or not x.is_contiguous():  # `is_neg`: PyTorch has not negated the numbers in memory
-        return None
-    return (x.detach() if x.requires_grad else x).numpy()
 
 
 def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:

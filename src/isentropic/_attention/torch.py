@@ -112,7 +112,7 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
 
     xp, query, scale = plan.xp, operands.query, operands.multiplier
     if not isinstance(scale, float):
-        query, scale = Tiles.of(plan, operands).query, 1.0
+        query, scale = xp.astype(query, plan.compute, copy=False) * scale, 1.0
     width = max(plan.head_dim, plan.n_values or 0)
     # On a GPU the fused kernels are made for half precision.
     dtype = plan.compute if plan.device.type == "cpu" else plan.dtype
