@@ -454,6 +454,18 @@ class TestEdges:
         assert np.isnan(out[0]).all()
         assert np.isfinite(out[1:]).all()
 
+    @pytest.mark.parametrize("n_keys", [1, 12, 300])
+    def test_visible_nan_in_all_rows_of_a_query(self, backend, rng, n_keys):
+        q, k, v = (x[0] for x in _data(rng, "float32", n_keys=n_keys))
+        q[0, 1] = np.nan
+        v[1, :, 0] = 0.0  # as the output of a kernel for a row that sees no key
+        out = backend.numpy(it.attention(*[backend.array(x) for x in (q, k, v)]))
+        is_nan = np.isnan(out).all(axis=-1)
+        assert is_nan[0, 1] and is_nan.sum() == 1
+        q[1, 1] = np.nan
+        out = backend.numpy(it.attention(*[backend.array(x) for x in (q, k, v)]))
+        assert np.isnan(out[1, 1]).all()
+
     @pytest.mark.parametrize("order", [20.0, 1e15, 1e16, 1e300, np.inf])
     def test_normalized_tsallis_entropy_of_large_orders(self, backend, order):
         # 1 − Σ pᵅ, as a share of 1 − n^{1−α}, where α − 1 divides both.

@@ -92,6 +92,58 @@ def test_contents_are_looked_at_each_time(backend, rng):
         backend.assert_close(got, same, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("most", [4096, 4])
+def test_kept_factors_are_those_of_the_law(backend, rng, monkeypatch, most):
+    if backend.library not in ("numpy", "torch"):
+        pytest.skip("no plan of this library keeps factors")
+    monkeypatch.setattr(plans, "_MAX_FACTORS", most)
+    q, k, v = (backend.array(rng.normal(size=(2, 5, 4)), "float32") for _ in range(3))
+    law = laws.scaled(laws.AffineLog(0.5, 1.0), 2.0)
+    plan, _ = prepare(Arguments(q, k, v, mask=masks.causal(), law=law))
+    assert (plan.factors is None) == (most < 5)
+    expected = [law(n) * 0.5 for n in range(1, 6)]
+    for _ in range(2):  # each call has an array of its own
+        _, operands = prepare(Arguments(q, k, v, mask=masks.causal(), law=law))
+        factors = operands.multiplier
+        np.testing.assert_allclose(np.ravel(backend.numpy(factors)), expected, rtol=1e-6)
+        factors *= 0.0
+    for given in ({"n_keys": 5}, {"law": laws.AffineLog(backend.array([0.5, 0.5]))}):
+        plan, _ = prepare(Arguments(q, k, v, mask=masks.causal(), **{"law": law, **given}))
+        assert plan.factors is None
+
+
+def test_calls_that_record_follow_calls_in_inference_mode(backend):
+    if backend.library != "torch":
+        pytest.skip("about PyTorch's modes")
+    import torch
+
+    q = torch.randn(2, 5, 4)
+    with torch.inference_mode():
+        expected = it.attention(q, q, q, is_causal=True)
+    with torch.no_grad():
+        torch.testing.assert_close(it.attention(q, q, q, is_causal=True), expected.clone())
+    q.requires_grad_()
+    it.attention(q, q, q, is_causal=True).sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_numbers_that_pytorch_has_not_negated_yet(backend, rng):
+    if backend.library != "torch":
+        pytest.skip("about PyTorch's lazy negation")
+    import torch
+
+    x = torch.complex(*torch.randn(2, 2, 5, 4)).conj().imag
+    assert x.is_neg()
+    for options in ({}, {"is_causal": True}):
+        torch.testing.assert_close(
+            it.attention(x, x, x, **options), it.attention(*[x.resolve_neg()] * 3, **options)
+        )
+        torch.testing.assert_close(
+            it.attention_entropy(x, x, **options),
+            it.attention_entropy(*[x.resolve_neg()] * 2, **options),
+        )
+
+
 def test_gradients_asked_for_later_are_given(backend):
     if backend.library != "torch":
         pytest.skip("about PyTorch's gradients")
