@@ -135,7 +135,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
     xp = plan.xp
     if plan.device.type != "cpu":
         return out
-    # The kernel gives 0 to a row without keys.
+    # The kernel gives 0 to a row that has no other logits than NaN. Any other NaN reaches its output.
     if plan.is_readable and np.count_nonzero(out.detach().numpy()[..., 0]) == math.prod(out.shape[:-1]):
         return out
     if plan.is_readable and not math.isnan(sum_of(plan, query, key)):
