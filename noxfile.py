@@ -64,6 +64,11 @@ QUICK_XLA = (
     "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false"
 )
+# JAX's persistent cache omits programs that are small or were compiled quickly, unless told otherwise.
+JAX_CACHE_EVERYTHING = (
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+)
 
 
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
@@ -93,27 +98,34 @@ def tests(session: nox.Session, backend: str) -> None:
     install(session, "test", backend, *PARTNERS.get(backend, []), model=True)
     if backend == "jax" and shutil.which("nvidia-smi"):
         session.install(*map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")))
-    session.run(
-        "pytest", f"--backend={backend}", "--cov", "--cov-report=", "--cov-fail-under=0",
-        *PROCESSES, *session.posargs,
-        env={
-            "COVERAGE_FILE": str(ROOT / f".coverage.{backend}"),
-            "COVERAGE_CORE": "ctrace",
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", QUICK_XLA),
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the processes share the memory of a GPU
-        },
-    )  # fmt: skip
-    if not session.posargs:  # arguments may select a part of the tests
-        session.notify("coverage")
+    run_tests(session, backend, *session.posargs)
+
+
+def run_tests(session: nox.Session, backend: str, *options: str, **environment: str) -> None:
+    # Two processes with two threads each would wait for each other's threads most of the time.
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", QUICK_XLA)
+    # Programs that were compiled in an earlier run are loaded, which halves the time of the JAX tests.
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(session.cache_dir / "xla")
+    environment |= dict.fromkeys(JAX_CACHE_EVERYTHING, "0")
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the memory of a GPU
+    session.run("pytest", f"--backend={backend}", *PROCESSES, *options, env=environment)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Coverage over the backends whose tests have run (after `tests`)."""
-    if not list(ROOT.glob(".coverage.*")):
-        session.skip("there is no coverage data: run `tests` first")
-    session.install(*(p for p in nox.project.dependency_groups(PYPROJECT, "test") if "coverage" in p))
-    session.run("coverage", "combine", "--keep", "--quiet")
+    """The test suite on all backends without a GPU, and which lines of the package it runs.
+
+    Not part of `tests`, because tracing of lines doubles the time of compilers written in Python.
+    """
+    backends = [backend for backend in BACKENDS if backend != "cupy"]
+    partners = [group for backend in backends for group in PARTNERS.get(backend, [])]
+    install(session, "test", "coverage", *backends, *partners, model=True)
+    session.run("coverage", "erase")
+    for backend in backends:
+        data = str(ROOT / f".coverage.{backend}")
+        run_tests(session, backend, "--cov", "--cov-report=", "--cov-fail-under=0", COVERAGE_FILE=data)
+    session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 
 
@@ -220,7 +232,7 @@ def doctests(session: nox.Session) -> None:
     """All examples in docstrings, in the README and in the guides. (The docs run the tutorial.)"""
     install(session, "test", "dask", "flax", "sklearn", "torch", "transformers")
     pages = ("README.md", "docs/index.md", "docs/how-to", "docs/explanation")
-    session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", *pages, "--no-cov")
+    session.run("pytest", "--doctest-modules", "src", "--doctest-glob=*.md", *pages)
 
 
 @nox.session
@@ -253,7 +265,26 @@ def experiments(session: nox.Session, experiment: str) -> None:
 
 
 BENCHMARKS = ROOT / "asv_benchmarks"
-MACHINE = f"{platform.machine()}-{os.cpu_count()}-cores"  # no host name
+
+
+def processor() -> str:
+    """The processor of this machine: its name, and family and model, as some names are vague."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor() or "unknown processor"
+    lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+    facts = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # of the first core
+    name = facts.get("model name", "unknown processor")
+    return f"{name} {facts['cpu family']}.{facts['model']}" if "cpu family" in facts else name
+
+
+def machine_name() -> str:
+    """The name of this machine in the history of the benchmarks. It contains no host name.
+
+    Times depend on the model of the processor, so each model is a machine of its own.
+    """
+    plain = processor().lower().replace("(r)", "").replace("(tm)", "").replace("processor", "")
+    return "-".join([platform.machine(), *plain.split(), str(os.cpu_count()), "cores"])
 
 
 @nox.session
@@ -276,26 +307,27 @@ def bench(session: nox.Session) -> None:
             *map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")),
         )
     if command == "check":
-        session.run("pytest", "tests/test_benchmarks.py", "--no-cov")
+        session.run("pytest", "tests/test_benchmarks.py")
         return
     pinned = pinned_asv_configuration()
     session.chdir(BENCHMARKS)
     pattern = [x for part in others for x in ("--bench", part)]
-    session.run("asv", "machine", "--machine", MACHINE, *hardware(), silent=True)
+    machine = machine_name()
+    session.run("asv", "machine", "--machine", machine, *hardware(), silent=True)
     if command in ("quick", "gpu"):
         pattern = ["--bench", "^gpu"] if command == "gpu" else pattern
         session.run(
             "asv", "run", "--python=same", "--quick", "--dry-run", "--show-stderr",
-            "--machine", MACHINE, *pattern,
+            "--machine", machine, *pattern,
         )  # fmt: skip
         return
     asv = ("asv", "--config", pinned)
     if command == "compare":
         base, *options = others or ["main"]
-        session.run(*asv, "continuous", "--machine", MACHINE, base, "HEAD", *options)
+        session.run(*asv, "continuous", "--machine", machine, base, "HEAD", *options)
     elif command == "record":
         session.run(
-            *asv, "run", "HEAD^!", "--machine", MACHINE, "--show-stderr", "-a", "rounds=1", *pattern
+            *asv, "run", "HEAD^!", "--machine", machine, "--show-stderr", "-a", "rounds=1", *pattern
         )
     elif command == "publish":
         session.run(*asv, "publish")
@@ -306,14 +338,10 @@ def bench(session: nox.Session) -> None:
 
 def hardware() -> list[str]:
     """Options of asv that describe the machine, without its name."""
-    model, size = "", ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
-        size = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     # asv stores only values that differ from those that it detects itself.
-    cpu = f"{model or platform.processor()}, {os.cpu_count()} cores"
-    return ["--os", platform.system(), "--cpu", cpu, "--ram", size]
+    cpu = f"{processor()}, {os.cpu_count()} cores"
+    return ["--os", platform.system(), "--cpu", cpu, "--ram", f"{memory / 1e9:.0f} GB"]
 
 
 def pinned_asv_configuration() -> str:

@@ -15,6 +15,17 @@ from isentropic import _threads
 
 pytestmark = pytest.mark.host
 
+LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@pytest.fixture(autouse=True)
+def _blas_of_several_threads():
+    """The environment may limit the BLAS to one thread for the other tests."""
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(os.cpu_count(), user_api="blas"):
+        yield
+
 
 @pytest.fixture
 def four_threads(monkeypatch):
@@ -156,7 +167,9 @@ def test_fork_in_the_middle_of_a_call():
         _threads.run(work, range(4))
         print("done")
     """
+    environment = {name: value for name, value in os.environ.items() if name not in LIMITS}
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
     assert run.stdout == "done\n", run.stderr
