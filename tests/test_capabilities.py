@@ -95,8 +95,6 @@ class TestRows:
 @pytest.mark.parametrize("call", capabilities.that_run("libraries", cases.TRIED))
 @pytest.mark.every_mode
 def test_every_library_and_device(backend, call):
-    if backend.name == "jax:x64":
-        pytest.skip("the other width compiles everything again")
     if backend.library == "jax" and hasattr(it.theory, call) and row_of(call).jit.runs:
         pytest.skip("JAX compiles each step of the series: the whole is tried under jit")
     arrays = {name: backend.array(x) for name, x in cases.inputs("float32").items()}

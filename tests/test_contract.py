@@ -36,6 +36,7 @@ class TestEveryFunction:
             backend.assert_close(got, expected, rtol=2e-4, atol=2e-5)
 
     @pytest.mark.every_mode
+    @pytest.mark.float64
     def test_float64(self, backend, name):
         if not backend.float64:
             pytest.skip("no float64 here")

@@ -59,6 +59,12 @@ class TestEveryFunction:
             # The cases draw their numbers in float64 and round them: inputs differ by 6e-8.
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
+    @_every("jit")
+    def test_float32_stays_float32_where_float64_is_the_default(self, name, x64):
+        arrays, discrete = _split("float32")
+        for x in jax.tree.leaves(jax.eval_shape(cases.CASES[name], arrays | discrete)):
+            assert x.dtype == jnp.float32 or not jnp.issubdtype(x.dtype, jnp.floating)
+
     @_every("jax_vmap")
     def test_each_array_is_traced_alone(self, name):
         # Inside a trace the result of any operation is traced, also of arrays that are not.

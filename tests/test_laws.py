@@ -841,6 +841,7 @@ class TestPerQuery:
         backend.assert_close(got, inputs[0] * factor[..., None], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.every_mode
+    @pytest.mark.float64
     @pytest.mark.parametrize("rule", RULES_OF_QUERIES)
     def test_gradients(self, backend, rule):
         if backend.library not in ("torch", "jax") or not backend.float64:
@@ -1023,6 +1024,7 @@ class TestGradients:
     """By the lengths and by the parameters, where a logarithm is 0 too."""
 
     @pytest.mark.every_mode
+    @pytest.mark.float64
     @pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES)
     def test_finite_and_right(self, backend, make, name, good, bad):
         if backend.library not in ("torch", "jax") or not backend.float64:

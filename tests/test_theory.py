@@ -622,6 +622,7 @@ def on(backend, call):
 
 class TestArrays:
     @pytest.mark.every_mode
+    @pytest.mark.float64
     @pytest.mark.parametrize("name", CALLS)
     def test_values(self, backend, name):
         n, x = np.asarray([2, 64, 4096]), np.asarray([[1.25], [4.0]])
