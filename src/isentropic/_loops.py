@@ -331,6 +331,8 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
 
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
             return False
+        if torch._C._functorch.is_legacy_batchedtensor(x):  # batched gradients of torch.autograd
+            return False
         return x.device.type == "cpu" and not is_transformed(xp, x)
     if is_jax(xp):
         import jax

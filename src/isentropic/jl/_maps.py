@@ -23,6 +23,7 @@ from isentropic._namespace import (
     common_device,
     equal_by_value,
     is_dask,
+    is_torch,
     leaves_of,
     namespace,
     namespace_with_drawn,
@@ -404,4 +405,5 @@ def _pad(xp: ModuleType, z: Array, size: int) -> Array:
     if have == size:
         return z
     zeros = xp.zeros((lead, size - have, trail), dtype=z.dtype, device=common_device(z=z))
-    return xp.concat((z, zeros), axis=1)
+    # Batched gradients of `torch.autograd` support `cat`, but not its alias `concat`.
+    return xp.cat((z, zeros), 1) if is_torch(xp) else xp.concat((z, zeros), axis=1)
