@@ -184,12 +184,13 @@ def _apply_in_turn(xp: Any, factors: list[Array], rows: Array, trail: int) -> Ar
 def _times_transposed(xp: ModuleType, rows: Array, factor: Array) -> Array:
     """``rows @ factor.T``, as a batch of small products with NumPy."""
     factor = xp.permute_dims(factor, (1, 0))
-    count, f = rows.shape
-    part = math.gcd(count, 128)
-    if is_numpy(xp) and part >= 16:
+    if is_numpy(xp):
         # OpenBLAS does not copy the operands of small products if both are in row-major order.
-        rows = xp.reshape(rows, (count // part, part, f))
-        factor = xp.reshape(xp.reshape(factor, (f * f,)), (f, f))
+        count, f = rows.shape
+        part = math.gcd(count, 128)
+        if part >= 16:
+            rows = xp.reshape(rows, (count // part, part, f))
+            factor = xp.reshape(xp.reshape(factor, (f * f,)), (f, f))
     return product(xp, rows, factor)
 
 
