@@ -256,4 +256,13 @@ def set_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
 @pytest.fixture
 def tiny_tiles(set_blocks: Callable[..., None]) -> None:
     """Make blocks so small that every test has several of them, with ragged ends."""
-    set_blocks(tile=0, rows=3, columns=4, count_tile=4, chunk=3, cache_numbers=40, pairs=40)
+    set_blocks(
+        tile=0,
+        rows=3,
+        columns=4,
+        count_tile=4,
+        chunk=3,
+        cache_numbers=40,
+        jax_cache_numbers=40,
+        pairs=40,
+    )

@@ -24,7 +24,8 @@ class BlockSizes:
     tile: int = 2**20  # logits of a tile over all batch and head axes; bounds the memory of a call
     rows: int = 16  # the fewest queries of a tile; products of fewer rows are slow
     count_tile: int = 1024  # queries and keys of a tile whose visible keys are counted
-    cache_numbers: int = 2**18  # numbers that fit in a processor's cache, intermediates included
+    cache_numbers: int = 2**17  # numbers that fit in a processor's cache, intermediates included
+    jax_cache_numbers: int = 2**15  # likewise for JAX, whose intermediates are more
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers in the vectors whose distances are compared
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
@@ -269,12 +270,11 @@ def map_rows(
     `row_size` is the number of intermediates that `function` makes of a row.
     """
     rows = x.shape[-2]
-    block = (
-        max(1, BLOCKS.cache_numbers // max(1, row_size or x.shape[-1]))
-        if _blocks_are_faster(xp, x)
-        else rows
-    )
-    return map_blocks(xp, lambda b: (function(take(x, b, -2)),), rows, block)[0]
+    if not _blocks_are_faster(xp, x):
+        return function(x)
+    numbers = BLOCKS.jax_cache_numbers if is_jax(xp) else BLOCKS.cache_numbers
+    block = max(1, numbers // max(1, row_size or x.shape[-1]))
+    return map_blocks(xp, lambda b: (function(take(x, b, -2)),), rows, block, in_threads=True)[0]
 
 
 def map_chunks(x: Any, function: Callable[[Any], Any], axis: int, size: int) -> Any:
@@ -328,6 +328,8 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
         import torch
 
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+            return False
+        if torch._C._functorch.is_legacy_batchedtensor(x):  # batched gradients of torch.autograd
             return False
         return x.device.type == "cpu" and not is_transformed(xp, x)
     if is_jax(xp):

@@ -22,9 +22,17 @@ class TestTransform:
             got, expected.astype(got.dtype.__str__().rpartition(".")[2]), rtol=1e-5, atol=tolerance
         )
 
-    @pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
-    def test_axis(self, backend, axis, rng, tiny_tiles):
-        x = rng.normal(size=(8, 16, 4))
+    @pytest.mark.parametrize(
+        ("shape", "axis"),
+        [
+            *(((8, 16, 4), axis) for axis in (0, 1, 2, -1, -3)),
+            *(((256, 1, 3), axis) for axis in (0, 1)),
+            ((2, 128, 3), 1),
+            ((5, 1, 1024), -1),
+        ],
+    )
+    def test_axis(self, backend, shape, axis, rng, tiny_tiles):
+        x = rng.normal(size=shape)
         n = x.shape[axis]
         expected = np.moveaxis(np.moveaxis(x, axis, -1) @ scipy.linalg.hadamard(n) * n**-0.5, -1, axis)
         backend.assert_close(
@@ -98,6 +106,7 @@ class TestMemory:
         import tracemalloc
 
         x = np.ones((512, 4096), np.float32)
+        it.jl.hadamard_transform(x)  # the first call imports the threads
         tracemalloc.start()
         try:
             it.jl.hadamard_transform(x)

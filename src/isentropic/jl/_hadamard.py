@@ -8,19 +8,23 @@ matrix products are dense.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
-from isentropic._loops import map_chunks, map_rows
-from isentropic._namespace import Array, ArrayT, accumulator, common_device, is_dask, namespace
+from isentropic._linear import LinearMap, apply_to_rows
+from isentropic._loops import is_gpu, map_chunks
+from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
 from isentropic._numerics import product
 
 # The order of each of Paley's matrices, and its prime q. With order 1, and times powers of two, these
 # are all orders here. For n ≥ 17 the least order that is at least n is at most 18 % above n.
 _PRIMES = {12: 11, 20: 19, 28: 13, 36: 17, 44: 43, 60: 59}
 _FACTOR_BITS = 5  # log₂ of the order of a factor
+_MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
 
 # An order as (base, doublings): base · 2^doublings.
 Order = tuple[int, int]
@@ -71,7 +75,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     """
     check_choice("norm", norm, ("backward", "ortho", "forward"))
     sample = x._meta if is_dask(x) else x  # type: ignore[attr-defined]
-    xp, device = namespace(x=sample), common_device(x=sample)
+    xp = namespace(x=sample)
     check_floating(xp, x=sample)
     check_axis(axis, x.ndim)
     axis = int(axis) % x.ndim
@@ -82,18 +86,19 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     if is_dask(x):
         return map_chunks(x, lambda part: hadamard_transform(part, axis=axis, norm=norm), axis, n)
 
-    dtype = accumulator(xp, x.dtype)
-    order = (1, n.bit_length() - 1)
     scale = {"backward": 1.0, "ortho": n**-0.5, "forward": 1.0 / n}[norm]
-    factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=device)
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    # Sylvester's matrix is symmetric, so the transform is its own adjoint.
+    transform = functools.partial(_sylvester_rows, (1, n.bit_length() - 1), scale, trail)
+    linear = LinearMap(transform, transform, row_size=n * trail if n > _MAX_DENSE else None)
+    return xp.reshape(apply_to_rows(xp, linear, xp.reshape(x, (lead, n * trail))), x.shape)
 
-    def transform(rows: Array) -> Array:
-        return xp.astype(
-            apply_kronecker(xp, factors, xp.astype(rows, dtype, copy=False), trail), x.dtype, copy=False
-        )
 
-    return xp.reshape(map_rows(xp, transform, xp.reshape(x, (lead, n * trail))), x.shape)
+def _sylvester_rows(
+    order: Order, scale: float, trail: int, xp: ModuleType, arrays: Any, dtype: Any, device: Any
+) -> Callable[[Array], Array]:
+    factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=device)
+    return lambda rows: apply_kronecker(xp, factors, rows, trail)
 
 
 def hadamard_order(n: int) -> Order:
@@ -106,15 +111,41 @@ def hadamard_factors(
     xp: ModuleType, order: Order, *, scale: float, dtype: Any, device: Any
 ) -> list[Array]:
     """Matrices whose Kronecker product is `scale` times the Hadamard matrix with entries ±1."""
-    base, doublings = order
-    bits = math.log2(base) + doublings
-    count = max(1, math.ceil(bits / _FACTOR_BITS))
-    base_doublings = min(doublings, max(0, round(bits / count - math.log2(base))))
-    parts = [(base, base_doublings)]
-    rest, count = doublings - base_doublings, max(1, count - 1)
-    if rest:
-        parts += [(1, rest // count + (i < rest % count)) for i in range(count)]
+    if is_numpy(xp):
+        return _numpy_factors(order, scale, dtype)
+    return _factors(xp, order, scale, dtype, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _numpy_factors(order: Order, scale: float, dtype: Any) -> list[Array]:
+    import numpy as np
+
+    factors: list[Any] = _factors(np, order, scale, dtype, None)
+    for factor in factors:
+        factor.flags.writeable = False
+    return factors
+
+
+def _factors(xp: ModuleType, order: Order, scale: float, dtype: Any, device: Any) -> list[Array]:
+    parts = _factor_orders(order)
     return [_matrix(xp, part, dtype, device) * scale ** (1 / len(parts)) for part in parts]
+
+
+def _factor_orders(order: Order) -> list[Order]:
+    """Split an order into those of factors. The last one is applied first, and is the largest.
+
+    The others act along an axis that is not the last one, where smaller factors are faster.
+    """
+    base, doublings = order
+    if base << doublings <= _MAX_DENSE:
+        return [order]
+    bits = math.log2(base) + doublings
+    count = math.ceil(bits / _FACTOR_BITS)
+    last = min(doublings, _FACTOR_BITS)
+    rest = doublings - last
+    first = min(rest, max(0, round((bits - last) / (count - 1) - math.log2(base))))
+    middle = [(rest - first + i) // (count - 2) for i in range(count - 2)]
+    return [(base, first), *((1, part) for part in middle if part), (1, last)]
 
 
 def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: int) -> Array:
@@ -123,14 +154,44 @@ def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: in
     size = shape[0] * shape[1]
     if size == 0:
         return rows
+    if is_jax(xp) and not is_gpu(xp, None):
+        return _apply_in_turn(xp, factors, rows, trail)
     for factor in reversed(factors):
         f = factor.shape[0]
         if trail == 1:
-            rows = product(xp, xp.reshape(rows, (size // f, f)), xp.permute_dims(factor, (1, 0)))
+            rows = _times_transposed(xp, xp.reshape(rows, (size // f, f)), factor)
         else:
             rows = product(xp, factor, xp.reshape(rows, (size // (f * trail), f, trail)))
         trail = trail * f
     return xp.reshape(rows, shape)
+
+
+def _apply_in_turn(xp: Any, factors: list[Array], rows: Array, trail: int) -> Array:
+    """`apply_kronecker` for JAX on a CPU, where a product of two matrices is faster than a batch.
+
+    Each product moves the axis that it maps from the end to the front.
+    """
+    shape = rows.shape
+    size, n = shape[0] * shape[1], shape[1] // trail
+    z = xp.permute_dims(xp.reshape(rows, (shape[0], n, trail)), (0, 2, 1))
+    for factor in reversed(factors):
+        f = factor.shape[0]
+        z = xp.tensordot(factor, xp.reshape(z, (size // f, f)), axes=(1, 1), precision="highest")
+    z = xp.reshape(z, (n, shape[0], trail))
+    return xp.reshape(xp.permute_dims(z, (1, 0, 2)), shape)
+
+
+def _times_transposed(xp: ModuleType, rows: Array, factor: Array) -> Array:
+    """``rows @ factor.T``, as a batch of small products with NumPy."""
+    factor = xp.permute_dims(factor, (1, 0))
+    if is_numpy(xp):
+        # OpenBLAS does not copy the operands of small products if both are in row-major order.
+        count, f = rows.shape
+        part = math.gcd(count, 128)
+        if part >= 16:
+            rows = xp.reshape(rows, (count // part, part, f))
+            factor = xp.reshape(xp.reshape(factor, (f * f,)), (f, f))
+    return product(xp, rows, factor)
 
 
 def _matrix(xp: ModuleType, order: Order, dtype: Any, device: Any) -> Array:

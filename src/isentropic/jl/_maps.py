@@ -2,19 +2,20 @@
 
 A map is an immutable tuple of arrays, and so a pytree in JAX and PyTorch. `_projections` draws maps.
 
-`_apply_rows` and `_apply_adjoint_rows` take a matrix (lead, size · trail). `size` is the length of the
-mapped axis, `lead` is the product of the axes before it, and `trail` of those after it.
+`_rows` and `_adjoint_rows` return a function of a matrix (lead, size · trail), which maps each row.
+`size` is the length of the mapped axis, `lead` is the product of the axes before it, and `trail` of
+those after it. `_row_size` is the number of intermediates of a row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from isentropic._checks import check_axis, check_floating, check_shape, type_error, value_error
-from isentropic._loops import map_chunks, map_rows
+from isentropic._linear import LinearMap, RowFunction, apply_to_rows
+from isentropic._loops import map_chunks
 from isentropic._namespace import (
     Array,
     ArrayT,
@@ -22,6 +23,7 @@ from isentropic._namespace import (
     common_device,
     equal_by_value,
     is_dask,
+    is_torch,
     leaves_of,
     namespace,
     namespace_with_drawn,
@@ -70,11 +72,11 @@ class DenseProjection(NamedTuple):
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self._apply_rows)
+        return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
+        return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
@@ -87,22 +89,27 @@ class DenseProjection(NamedTuple):
         check_shape("weights", self.weights, (None, None))
         check_shape("scale", self.scale, ())
 
-    def _apply_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
-        return self._multiply(xp, self.weights, rows, trail)
+    def _row_size(self, trail: int) -> int | None:
+        return None  # the map is a single product
 
-    def _apply_adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
-        return self._multiply(xp, xp.permute_dims(self.weights, (1, 0)), rows, trail)
+    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+        return self._multiply(xp, self.weights, dtype, trail)
 
-    def _multiply(self, xp: ModuleType, weights: Array, rows: Array, trail: int) -> Array:
-        weights = xp.astype(weights, rows.dtype, copy=False)
-        if trail == 1:
-            y = product(xp, rows, xp.permute_dims(weights, (1, 0)))
-        else:
-            out, size = weights.shape
-            lead = rows.shape[0]
+    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+        return self._multiply(xp, xp.permute_dims(self.weights, (1, 0)), dtype, trail)
+
+    def _multiply(self, xp: ModuleType, weights: Array, dtype: Any, trail: int) -> RowFunction:
+        weights = xp.astype(weights, dtype, copy=False)
+        scale = xp.astype(self.scale, dtype, copy=False)
+
+        def multiply(rows: Array) -> Array:
+            if trail == 1:
+                return product(xp, rows, xp.permute_dims(weights, (1, 0))) * scale
+            (out, size), lead = weights.shape, rows.shape[0]
             y = product(xp, weights, xp.reshape(rows, (lead, size, trail)))
-            y = xp.reshape(y, (lead, out * trail))
-        return y * xp.astype(self.scale, rows.dtype, copy=False)
+            return xp.reshape(y, (lead, out * trail)) * scale
+
+        return multiply
 
 
 @equal_by_value
@@ -146,11 +153,11 @@ class HadamardProjection(NamedTuple):
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self._apply_rows)
+        return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
+        return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map.
@@ -199,34 +206,36 @@ class HadamardProjection(NamedTuple):
         base, doublings = self._order
         return base << doublings
 
-    def _round_factors(self, xp: ModuleType, like: Array) -> tuple[int, list[Array]]:
-        """The order D, and the Kronecker factors of the scaled Hadamard matrix of one round."""
-        order, size = self._order, self._size
+    def _row_size(self, trail: int) -> int:
+        return self._size * trail
+
+    def _factors(self, xp: ModuleType, dtype: Any, device: Any) -> list[Array]:
+        """The Kronecker factors of the scaled Hadamard matrix of one round."""
+        size = self._size
         # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
         scale = size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
-        device = common_device(signs=self.signs[0])
-        return size, hadamard_factors(xp, order, scale=scale, dtype=like.dtype, device=device)
+        return hadamard_factors(xp, self._order, scale=scale, dtype=dtype, device=device)
 
-    def _apply_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
-        size, factors = self._round_factors(xp, rows)
-        d, k = self.n_features, self.n_components
+    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+        factors = self._factors(xp, dtype, device)
+        size, d, k = self._size, self.n_features, self.n_components
+        all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
 
         def mix(block: Array) -> Array:
             lead = block.shape[0]
-            for i, signs in enumerate(self.signs):
-                z = xp.reshape(block, (lead, size if i else d, trail))
-                z = z * xp.astype(signs, z.dtype, copy=False)[None, :, None]
+            for i, signs in enumerate(all_signs):
+                z = xp.reshape(block, (lead, size if i else d, trail)) * signs
                 z = z if i else _pad(xp, z, size)
                 block = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
             z = xp.take(xp.reshape(block, (lead, size, trail)), self.rows, axis=1)
             return xp.reshape(z, (lead, k * trail))
 
-        return map_rows(xp, mix, rows, size * trail)
+        return mix
 
-    def _apply_adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
-        size, factors = self._round_factors(xp, rows)
-        factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
-        d, k = self.n_features, self.n_components
+    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+        factors = [xp.permute_dims(f, (1, 0)) for f in self._factors(xp, dtype, device)]
+        size, d, k = self._size, self.n_features, self.n_components
+        all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
         # The component that holds each of the D coordinates. `rows` is sorted, so bisection finds it.
         coordinates = xp.arange(size, dtype=self.rows.dtype, device=common_device(rows=self.rows))
         source = xp.searchsorted(self.rows, coordinates)
@@ -236,15 +245,14 @@ class HadamardProjection(NamedTuple):
         def mix(block: Array) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), source, axis=1)
-            z = xp.where(kept, z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
-            for i, signs in reversed(list(enumerate(self.signs))):
+            z = xp.where(kept, z, xp.zeros((), dtype=dtype, device=common_device(z=z)))
+            for i, signs in reversed(list(enumerate(all_signs))):
                 z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
                 z = xp.reshape(z, (lead, size, trail))
-                z = z if i else z[:, :d, :]
-                z = z * xp.astype(signs, z.dtype, copy=False)[None, :, None]
+                z = (z if i else z[:, :d, :]) * signs
             return xp.reshape(z, (lead, d * trail))
 
-        return map_rows(xp, mix, rows, size * trail)
+        return mix
 
 
 @equal_by_value
@@ -289,11 +297,11 @@ class CountSketch(NamedTuple):
 
         The image has the dtype of `x`. A Dask array stays lazy.
         """
-        return _along("x", x, axis, self, self._apply_rows)
+        return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
-        return _along("y", y, axis, self, self._apply_adjoint_rows, adjoint=True)
+        return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map."""
@@ -306,9 +314,12 @@ class CountSketch(NamedTuple):
         check_shape("components", self.components, self.signs.shape)
         check_shape("features", self.features, (None, None))
 
-    def _apply_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+    def _row_size(self, trail: int) -> int:
+        return self.signs.shape[0] * self.signs.shape[1] * trail
+
+    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
         (s, d), (k, m) = self.signs.shape, self.features.shape
-        signs = xp.astype(self.signs, rows.dtype, copy=False) * s**-0.5
+        signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
         sources = xp.reshape(self.features, (k * m,))
 
         def sketch(block: Array) -> Array:
@@ -318,11 +329,11 @@ class CountSketch(NamedTuple):
             z = xp.reshape(xp.take(z, sources, axis=1), (lead, k, m, trail))
             return xp.reshape(xp.sum(z, axis=2), (lead, k * trail))
 
-        return map_rows(xp, sketch, rows, s * d * trail)
+        return sketch
 
-    def _apply_adjoint_rows(self, xp: ModuleType, rows: Array, trail: int) -> Array:
+    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
         (s, d), k = self.signs.shape, self.n_components
-        signs = xp.astype(self.signs, rows.dtype, copy=False) * s**-0.5
+        signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
         sources = xp.reshape(self.components, (s * d,))
 
         def spread(block: Array) -> Array:
@@ -331,7 +342,7 @@ class CountSketch(NamedTuple):
             z = xp.reshape(z, (lead, s, d, trail)) * signs[None, :, :, None]
             return xp.reshape(xp.sum(z, axis=1), (lead, d * trail))
 
-        return map_rows(xp, spread, rows, s * d * trail)
+        return spread
 
 
 Projection = DenseProjection | HadamardProjection | CountSketch
@@ -343,11 +354,10 @@ def _along(
     x: Array,
     axis: int,
     projection: Projection,
-    function: Callable[[ModuleType, Array, int], Array],
     *,
     adjoint: bool = False,
 ) -> Any:
-    """Apply `function`, a method of the projection that takes rows, along an axis of x."""
+    """Apply the projection, or its adjoint, along an axis of x."""
     lazy = is_dask(x)
     sample = x._meta if lazy else x  # type: ignore[attr-defined]
     xp = namespace_with_drawn(("projection", tuple(leaves_of(projection))), **{name: sample})
@@ -362,14 +372,25 @@ def _along(
         raise value_error(name, f"have {size} entries along axis {axis}", tuple(x.shape))
     if lazy:
         return map_chunks(
-            x, lambda part: _along(name, part, axis, projection, function, adjoint=adjoint), axis, out
+            x, lambda part: _along(name, part, axis, projection, adjoint=adjoint), axis, out
         )
 
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    rows = xp.astype(xp.reshape(x, (lead, size * trail)), accumulator(xp, x.dtype), copy=False)
-    y = function(xp, rows, trail)
-    y = xp.reshape(y, (*x.shape[:axis], out, *x.shape[axis + 1 :]))
-    return xp.astype(y, x.dtype, copy=False)
+    linear = _linear_map(projection, trail)
+    if adjoint:
+        linear = linear.adjoint()
+    y = apply_to_rows(xp, linear, xp.reshape(x, (lead, size * trail)))
+    return xp.reshape(y, (*x.shape[:axis], out, *x.shape[axis + 1 :]))
+
+
+def _linear_map(projection: Projection, trail: int) -> LinearMap:
+    def rows(xp: ModuleType, projection: Any, dtype: Any, device: Any) -> RowFunction:
+        return projection._rows(xp, dtype, device, trail)
+
+    def adjoint_rows(xp: ModuleType, projection: Any, dtype: Any, device: Any) -> RowFunction:
+        return projection._adjoint_rows(xp, dtype, device, trail)
+
+    return LinearMap(rows, adjoint_rows, projection, projection._row_size(trail))
 
 
 def _checked_namespace(projection: Projection) -> ModuleType:
@@ -384,4 +405,5 @@ def _pad(xp: ModuleType, z: Array, size: int) -> Array:
     if have == size:
         return z
     zeros = xp.zeros((lead, size - have, trail), dtype=z.dtype, device=common_device(z=z))
-    return xp.concat((z, zeros), axis=1)
+    # Batched gradients of `torch.autograd` support `cat`, but not its alias `concat`.
+    return xp.cat((z, zeros), 1) if is_torch(xp) else xp.concat((z, zeros), axis=1)
