@@ -54,8 +54,8 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
 
 
-# Most tests use one core, because their arrays are small and compilers use one core. The tests of a class
-# run in the same process, so that they share compiled functions.
+# Most tests use one core, because their arrays are small and compilers use one core. The tests of a
+# class run in the same process, so that they share compiled functions.
 PROCESSES = ["-n", "2", "--dist", "loadscope"]
 
 # Most of the time of the JAX tests is compilation. Without most of its optimizations, XLA takes 0.6 of

@@ -124,7 +124,7 @@ class TestBackends:
         x = backend.array(rng.normal(size=(16, 300, 8)), "float32")
         for values in (x, None):
             found = it.attention_backends(x, x, values, is_causal=True)
-            assert list(found) == ["sdpa", "numpy", "jax", "torch", "generic"]
+            assert list(found) == ["sdpa", "numpy", "jax", "torch", "xla", "generic"]
             assert list(found.values()).count("runs") == 1
             (name,) = [name for name, why in found.items() if why == "runs"]
             expected = {"numpy": "numpy", "torch": "sdpa" if values is not None else "numpy"}

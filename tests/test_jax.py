@@ -14,6 +14,7 @@ import pytest
 
 import isentropic as it
 from isentropic import laws, masks
+from isentropic._attention import jax as _jax
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -396,6 +397,89 @@ class TestNativeKernel:
         assert used("bfloat16", softcap=3.0) == []
         assert used("bfloat16", mask=masks.window(3)) == []
         assert used("bfloat16", implementation="generic") == []
+
+
+_HEAD_CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True, "law": laws.AffineLog(jnp.asarray([[0.2], [0.4]]))},
+    "grouped": {"enable_gqa": True, "mask": masks.window(3) & masks.padding(jnp.asarray([[5], [7]]))},
+    "bias": {"softcap": 2.0, "bias": jnp.linspace(-1, 1, 2 * 63).reshape(2, 1, 9, 7)},
+}  # fmt: skip
+
+
+class TestOneHeadAtATime:
+    """The pass for CPUs, with several tiles and ragged ends, against the generic pass."""
+
+    @pytest.fixture(autouse=True)
+    def _small_tiles(self, set_blocks):
+        set_blocks(jax_rows=4, jax_columns=3, jax_min_length=0)
+
+    @staticmethod
+    def _arrays(rng, dtype="float64", heads=2):
+        q = jnp.asarray(rng.normal(size=(2, 2, 9, 5)), dtype)
+        return q, *jnp.asarray(rng.normal(size=(2, 2, heads, 7, 5)), dtype)
+
+    @staticmethod
+    def _results(q, k, v, **options):
+        state = it.attention_state(q, k, v, **options)
+        entropies = [it.attention_entropy(q, k, order=order, **options) for order in (2, np.inf)]
+        parts = (*state[:4], state.output(), it.attention(q, k, v, **options), *entropies)
+        return [jnp.where(jnp.isfinite(x), x, 0.0) for x in parts]
+
+    @pytest.mark.parametrize("call", sorted(_HEAD_CALLS))
+    def test_values_and_gradients(self, rng, x64, call):
+        options = _HEAD_CALLS[call]
+        arrays = self._arrays(rng, heads=1 if "enable_gqa" in options else 2)
+
+        def loss(arrays, bias, implementation):
+            given = options if bias is None else options | {"bias": bias}
+            results = self._results(*arrays, **given, implementation=implementation)
+            return sum(jnp.sin(x * (i + 1)).sum() for i, x in enumerate(results)), results
+
+        of = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+        both = [of(arrays, options.get("bias"), i) for i in ("xla", "generic")]
+        for got, expected in zip(*map(jax.tree.leaves, both), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
+
+    def test_second_and_forward_derivatives_and_maps(self, rng, x64):
+        q, k, v = (x[0, 0] for x in self._arrays(rng))
+
+        def loss(q, implementation):
+            state = it.attention_state(q, k, v, is_causal=True, implementation=implementation)
+            return (state.output() ** 2).sum() + jnp.sin(state.maximum + state.entropy()).sum()
+
+        for transformed in (jax.hessian(loss), jax.jacrev(jax.jacrev(loss)), jax.jacfwd(loss)):
+            got, expected = (
+                jax.jit(transformed, static_argnums=1)(q[2:], i) for i in ("xla", "generic")
+            )
+            np.testing.assert_allclose(got, expected, rtol=1e-8, atol=1e-10)
+
+    def test_hidden_keys_and_empty_rows(self, rng, x64):
+        q, k, v = self._arrays(rng)
+        visible = jnp.ones((9, 7), bool).at[:, 2].set(False).at[4].set(False)
+
+        def loss(q, k, v, implementation):
+            results = self._results(q, k, v, mask=visible, implementation=implementation)
+            return sum(jnp.sum(x) for x in results)
+
+        of = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
+        clean = of(q, k, v, "generic")
+        poisoned = (
+            q.at[..., 4, :].set(jnp.nan),
+            k.at[..., 2, :].set(jnp.inf),
+            v.at[..., 2, :].set(jnp.nan),
+        )
+        for got, expected in zip(of(*poisoned, "xla"), clean, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
+
+    def test_is_chosen_for_long_calls_on_a_cpu(self, set_blocks, monkeypatch):
+        set_blocks(jax_min_length=8)
+        calls = []
+        original = _jax._state
+        monkeypatch.setattr(_jax, "_state", lambda *a, **k: calls.append(1) or original(*a, **k))
+        for n, expected in ((7, 0), (8, 1)):
+            jax.eval_shape(lambda q: it.attention(q, q, q), jax.ShapeDtypeStruct((2, n, 4), "float32"))
+            assert len(calls) == expected
 
 
 class TestLaws:

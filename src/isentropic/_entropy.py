@@ -59,7 +59,7 @@ _NEAR_ORDER_1 = 0.25
 # float32.
 _SAME_AS_ORDER_1 = 1e-20
 # Orders from here on count as infinite, to double precision. A product order · score could overflow.
-_INFINITE_ORDER = 1e16
+INFINITE_ORDER = 1e16
 _LOWEST_SCORE = -1e30
 # Weights between the reciprocal of this and this can be added and divided in float32.
 _SAFE_RANGE = 2.0**32
@@ -75,10 +75,11 @@ def partition(
     Logits of −∞ are ignored. A row of nothing but −∞ has the maximum −∞, and its sums are 0.
     The moment is None if `order` is None. A given `maximum` replaces that of the logits.
     """
+    is_constant = is_numpy(xp) or is_cupy(xp) or maximum is not None
     if maximum is None:
         maximum = xp.max(s, axis=-1, keepdims=True)
-    if is_numpy(xp) or is_cupy(xp):
-        # These libraries have no gradients that could become NaN, and e^{−∞} is 0.
+    if is_constant:
+        # The derivative of s − max, which is −∞ for hidden keys, does not become NaN, and e^{−∞} is 0.
         x = s - xp.maximum(maximum, xp.finfo(s.dtype).min)
         weight = xp.exp(x)
     else:
@@ -101,7 +102,7 @@ def _clipped_scores(xp: ModuleType, x: Array, order: float) -> Array:
 
 def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     """e^{order · x} for centered scores x ≤ 0 of weight eˣ."""
-    return weight if order >= _INFINITE_ORDER else xp.exp(_clipped_scores(xp, x, order) * order)
+    return weight if order >= INFINITE_ORDER else xp.exp(_clipped_scores(xp, x, order) * order)
 
 
 def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
@@ -133,7 +134,7 @@ def entropy_of_moments(
     """The entropy in nats; 0 where the normalizer is 0."""
     t = order - 1
     log_z = log_or(xp, normalizer, 0.0)
-    if order >= _INFINITE_ORDER:
+    if order >= INFINITE_ORDER:
         renyi = log_z
     elif abs(t) < _SAME_AS_ORDER_1:
         renyi = log_z - divide_or_zero(xp, moment, normalizer)
@@ -149,7 +150,7 @@ def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> A
     t = order - 1
     if family == "renyi" or abs(t) < _SAME_AS_ORDER_1:
         return renyi
-    if order >= _INFINITE_ORDER:
+    if order >= INFINITE_ORDER:
         return renyi * 0.0
     return -xp.expm1(renyi * -t) / t
 
@@ -164,7 +165,7 @@ def normalized_entropy(xp: ModuleType, renyi: Array, log_n: Array, order: float,
     t = order - 1
     if family == "renyi" or abs(t) < _SAME_AS_ORDER_1:
         return divide_or_zero(xp, renyi, log_n)
-    if order >= _INFINITE_ORDER:
+    if order >= INFINITE_ORDER:
         return xp.where(renyi > 0, 1.0, renyi * 0.0)
     return divide_or_zero(xp, xp.expm1(renyi * -t), xp.expm1(log_n * -t))
 

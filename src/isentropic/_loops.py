@@ -36,6 +36,9 @@ class BlockSizes:
     numpy_min_queries: int = 128
     numpy_min_head_logits: int = 2**16
     numpy_min_logits: int = 2**20  # of all heads
+    jax_rows: int = 512  # a tile of one head on a CPU
+    jax_columns: int = 512
+    jax_min_length: int = 256  # with fewer queries or keys all heads at once are faster
     numpy_untiled_logits: int = 2**18  # calls with at most so many logits are faster without tiles
 
 

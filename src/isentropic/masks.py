@@ -20,7 +20,7 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -111,9 +111,20 @@ class Mask(Record, ABC):
         """A range (first, end) of keys that every row of the block sees. Like `reach` otherwise."""
         return 0, 0
 
+    def with_arrays(self, arrays: Iterator[Array]) -> Mask:
+        """The mask with other arrays, which are taken in the order of `arrays`."""
+        changes = {
+            name: x.with_arrays(arrays) if isinstance(x, Mask) else next(arrays) if is_array(x) else x
+            for name, x in vars(self).items()
+        }
+        return self.replaced(**changes)
+
     @abstractmethod
-    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
-        """The mask of one element of the batch and head axes, with NumPy arrays."""
+    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
+        """The mask of one element of the batch and head axes.
+
+        It has NumPy arrays. If the index consists of arrays, the mask keeps those of their library.
+        """
 
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:
         """The number of keys that each query sees.
@@ -420,7 +431,7 @@ class _Band(_Contiguous):
         for x in self.arrays:
             _check_per_sequence("offset", x.shape, batch)
 
-    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         return self.replaced(offset=_element(self.offset, batch, index))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
@@ -476,7 +487,7 @@ class _Padding(_Contiguous):
         for x in self.arrays:
             _check_per_sequence("lengths", x.shape, batch)
 
-    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         return self.replaced(lengths=_element(self.lengths, batch, index))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
@@ -525,7 +536,7 @@ class _Segments(Mask):
                 raise value_error("query_ids", must, self.query_ids.shape)
             _check_per_sequence("query_ids", self.query_ids.shape, batch, n_queries)
 
-    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         ids, query_ids = (_element(x, batch, index, 1) for x in (self.ids, self.query_ids))
         return _Segments(ids, query_ids)
 
@@ -556,7 +567,7 @@ class _Dense(Mask):
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         _check_fits("mask", self.visible.shape, batch, n_queries, n_keys)
 
-    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         return _Dense(_element(self.visible, batch, index, 2))
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
@@ -578,7 +589,7 @@ class _Pair(Mask):
         self.first.check(batch, n_queries, n_keys)
         self.second.check(batch, n_queries, n_keys)
 
-    def element(self, batch: tuple[int, ...], index: tuple[int, ...]) -> Mask:
+    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         return type(self)(self.first.element(batch, index), self.second.element(batch, index))
 
 
@@ -638,16 +649,19 @@ def _intersection(frame: Frame, a: Span, b: Span) -> Span:
     return larger(frame.xp, a[0], b[0]), smaller(frame.xp, a[1], b[1])
 
 
-def _element(x: Any, batch: tuple[int, ...], index: tuple[int, ...], n_last: int = 0) -> Any:
-    """One batch element of an array that has `n_last` further axes, as a NumPy array or an int."""
+def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int = 0) -> Any:
+    """One batch element of an array that has `n_last` further axes, as a NumPy array or an int.
+
+    If the index consists of arrays, it is an array of their library.
+    """
     import numpy as np
 
     if x is None or isinstance(x, int):
         return x
-    x = np.asarray(x)
-    x = lift(x, n_last)
-    part = np.broadcast_to(x, (*batch, *x.shape[x.ndim - n_last :]))[index]
-    return part if n_last else int(part)
+    on_host = all(isinstance(i, int) for i in index)
+    x = lift(np.asarray(x) if on_host else x, len(batch) + n_last)
+    part = x[tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))]
+    return part if n_last or not on_host else int(part)
 
 
 def _check_fits(name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int) -> None:

@@ -49,6 +49,7 @@ BACKENDS = (
     Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.entropy),
     Backend("jax", jax.why_not, jax.output),
     Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
+    Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
     Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
 )
 

@@ -104,7 +104,7 @@ def attention(
         c in ``c · tanh(logit / c)``, applied before the bias.
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
-    implementation : {None, "generic", "native", "sdpa", "numpy", "jax", "torch"}
+    implementation : {None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla"}
         The backend that computes the call. None chooses the fastest one that can. "generic" is the pass
         over tiles that is the same for all libraries, and "native" is any other backend. The other
         names are listed in `attention_backends`. A backend that cannot compute the call is an error.
@@ -458,7 +458,8 @@ def attention_backends(
         computes the call, and for the others the reason why they do not. The backends are *sdpa*,
         PyTorch's ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the
         host; *jax*, ``jax.nn.dot_product_attention``; *torch*, the generic pass, whose gradient
-        computes the tiles again; *generic*, the pass over tiles that is the same for all libraries.
+        computes the tiles again; *xla*, the same tiles for JAX on a CPU, one head at a time; *generic*,
+        the pass over tiles that is the same for all libraries.
 
     Raises
     ------

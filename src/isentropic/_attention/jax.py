@@ -1,10 +1,27 @@
-"""The backend that calls JAX's own kernel."""
+"""The backends for JAX: its own kernel for outputs, and a pass over one head at a time for CPUs."""
 
 from __future__ import annotations
 
-from isentropic._attention.generic import Tiles, causal_nan
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from isentropic._attention.generic import (
+    AttentionState,
+    Tiles,
+    causal_nan,
+    empty_state,
+    merge_columns,
+    output_of_columns,
+)
 from isentropic._attention.plan import Operands, Plan, four_axes
+from isentropic._entropy import INFINITE_ORDER, shift_moment
+from isentropic._loops import BLOCKS, Block, is_gpu, take
 from isentropic._namespace import Array
+from isentropic._numerics import lift
+from isentropic.masks import Mask
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
@@ -50,3 +67,379 @@ def output(plan: Plan, operands: Operands) -> Array:
     out = xp.swapaxes(out, 1, 2)
     out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
     return out if operands.nonfinite is None else out + xp.astype(causal_nan(plan, operands), out.dtype)
+
+
+def why_not_heads(plan: Plan, order: float | None, is_named: bool) -> str | None:
+    """The reason why the pass over one head at a time does not compute a call, or None."""
+    if plan.library != "jax":
+        return "the arrays are not JAX's"
+    if plan.block_size is not None:
+        return "it chooses the sizes of its tiles"
+    if plan.n_queries == 0 or 0 in plan.batch:
+        return "there are no queries"
+    if is_named:
+        return None
+    if is_gpu(plan.xp, plan.device):
+        return "one head at a time leaves a GPU idle"
+    if min(plan.n_queries, plan.n_keys) < BLOCKS.jax_min_length:
+        return "there are too few queries or keys for it to be faster"
+    return None
+
+
+def heads_output(plan: Plan, operands: Operands) -> Array:
+    """The attention output (..., L, Ev), one head at a time."""
+    return output_of_columns(plan.xp, _state(plan, operands, None, with_largest=False))
+
+
+def heads_state(
+    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
+) -> AttentionState:
+    """The state in columns, one head at a time."""
+    # The entropy of infinite order is relative to the maximum too.
+    with_largest = relative_to_maximum or order >= INFINITE_ORDER
+    return _state(plan, operands, order, with_largest=with_largest)
+
+
+# Named arrays with the batch and head axes ``...``.
+_Arrays = dict[str, Any]
+# The axes of the queries and of the keys in them.
+_ROW_AXES = {"query": -2, "query_nan": -2, "bias": -2, "maximum": -2}
+_COLUMN_AXES = {"key": -2, "key_nan": -1, "bias": -1, "value": -2}
+
+
+def _state(
+    plan: Plan, operands: Operands, order: float | None, *, with_largest: bool
+) -> AttentionState:
+    """The state in columns. Its derivative takes a second pass over the tiles.
+
+    The sums of the second pass are relative to the maximum that the first pass has found, so that it
+    needs no other results of the first. It is linear in the tangents. JAX transposes it, which gives
+    the five products per tile of flash attention, and can differentiate it again.
+
+    Outputs, and entropies of finite orders, do not depend on what the sums are relative to, so that the
+    maximum can be a constant. It has a derivative if the keys of the largest logits are found, which
+    `with_largest` asks for.
+    """
+    import jax
+    import numpy as np
+
+    def heads(arrays: _Arrays, mask_arrays: tuple[Array, ...]) -> _Heads:
+        mask = operands.mask
+        return _Heads(
+            plan, arrays, mask if mask is None else mask.with_arrays(iter(mask_arrays)), order
+        )
+
+    @jax.custom_jvp
+    def state_and_keys(*call: Any) -> tuple[AttentionState, Any]:
+        return heads(*call).state(with_largest)
+
+    @state_and_keys.defjvp
+    def derivative(call: Any, tangents: Any) -> Any:
+        state, keys = state_and_keys(*call)
+        maximum = {"maximum": state.maximum}
+        _, tangent = jax.jvp(lambda a, m: heads(a | maximum, m).sums(), call, tangents)
+        if not with_largest:
+            return (state, None), (tangent, None)
+        _, shift = jax.jvp(
+            lambda a, m: heads(a | {"largest": keys}, m).logits_of_largest(), call, tangents
+        )
+        shift = plan.xp.where(state.maximum == -math.inf, 0.0, shift)
+        zero = plan.xp.zeros_like(shift)
+        _, of_shift = jax.jvp(partial(_shifted, plan, state, order), (zero,), (shift,))
+        tangent = jax.tree.map(lambda a, b: a + b, tangent, of_shift)
+        return (state, keys), (tangent, np.zeros(keys.shape, jax.dtypes.float0))
+
+    mask_arrays = () if operands.mask is None else operands.mask.arrays
+    return state_and_keys(_arrays_of(plan, operands), mask_arrays)[0]
+
+
+def _arrays_of(plan: Plan, operands: Operands) -> _Arrays:
+    """The arrays of a call in the dtype of the computation."""
+    xp = plan.xp
+    query_nan, key_nan = (None, None) if operands.nonfinite is None else operands.nonfinite
+    arrays = {
+        "query": Tiles.of(plan, operands).query,
+        "key": operands.key,
+        "value": operands.value,
+        "bias": operands.bias,
+        "query_nan": query_nan,
+        "key_nan": key_nan,
+    }
+    return {
+        name: lift(xp.astype(x, plan.compute), plan.ndim) for name, x in arrays.items() if x is not None
+    }
+
+
+def _shifted(plan: Plan, state: AttentionState, order: float | None, shift: Array) -> AttentionState:
+    """The same state relative to a maximum that is higher by `shift`."""
+    xp, (maximum, normalizer, value, moment, *_) = plan.xp, state
+    factor = xp.exp(-shift)
+    if moment is not None:
+        assert order is not None
+        moment = shift_moment(xp, moment, normalizer, -shift, order)
+    return AttentionState(
+        maximum + shift, factor * normalizer, None if value is None else factor * value, moment
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Heads:
+    """The passes over the tiles of all heads, or those over one head, whose arrays have two axes."""
+
+    plan: Plan
+    arrays: _Arrays
+    mask: Mask | None
+    order: float | None
+
+    def state(self, with_largest: bool) -> tuple[AttentionState, Any]:
+        """The state, and for each query the key of the largest logit."""
+        xp, order = self.plan.xp, self.order
+
+        def tile(tiles: Tiles, logits: Array, columns: Block) -> Any:
+            maximum = xp.max(logits, axis=-1, keepdims=True)
+            state = tiles.tile_state(logits, columns, order, maximum)
+            if not with_largest:
+                return state, None
+            keys = xp.where(logits == state.maximum, xp.arange(columns[1]) + columns[0], 0)
+            return state, xp.max(keys, axis=-1, keepdims=True)
+
+        def merge(a: Any, b: Any) -> Any:
+            is_higher = b[0].maximum > a[0].maximum
+            keys = xp.where(is_higher, b[1], a[1]) if with_largest else None
+            return merge_columns(xp, a[0], b[0], order), keys
+
+        def empty(n_rows: int) -> Any:
+            keys = xp.zeros((n_rows, 1), dtype=int) if with_largest else None
+            return self._empty(n_rows), keys
+
+        return self._over_heads(
+            lambda head: head._over_tiles(
+                lambda tiles, s, columns, _: tile(tiles, s, columns), merge, empty
+            )
+        )
+
+    def sums(self) -> AttentionState:
+        """The state whose sums are relative to the given `maximum`."""
+
+        def tile(tiles: Tiles, logits: Array, columns: Block, arrays: _Arrays) -> Any:
+            state = tiles.tile_state(logits, columns, self.order, arrays["maximum"])
+            return state._replace(maximum=None)
+
+        def add(a: Any, b: Any) -> Any:
+            return AttentionState(*(x if x is None else x + y for x, y in zip(a, b, strict=True)))
+
+        def empty(n_rows: int) -> Any:
+            return self._empty(n_rows)._replace(maximum=None)
+
+        sums = self._over_heads(lambda head: head._over_tiles(tile, add, empty))
+        return sums._replace(maximum=self.arrays["maximum"])
+
+    def logits_of_largest(self) -> Array:
+        """The logit of the key that is `largest`, for each query."""
+        xp, softcap = self.plan.xp, self.plan.softcap
+
+        def of_head(head: _Heads) -> Array:
+            query, key, keys = (head.arrays[name] for name in ("query", "key", "largest"))
+            s = xp.vecdot(query, key[keys[:, 0]])[:, None]
+            if softcap is not None:
+                s = xp.tanh(s / softcap) * softcap
+            if "bias" in head.arrays:
+                shape = (self.plan.n_queries, self.plan.n_keys)
+                bias = xp.broadcast_to(head.arrays["bias"], shape)
+                s = s + xp.take_along_axis(bias, keys, axis=-1)
+            return s
+
+        return self._over_heads(of_head)
+
+    def _over_heads(self, function: Callable[[_Heads], Any]) -> Any:
+        """``function(head)`` for each batch element and head, joined along their axes."""
+        import jax
+
+        xp, plan = self.plan.xp, self.plan
+        plan_of_head = plan.replaced(batch=(), ndim=2, dtype=plan.compute)
+        shape, arrays = _with_groups(xp, plan.batch, self.arrays)
+
+        def of_head(index: tuple[Any, ...], arrays: _Arrays) -> Any:
+            mask = self.mask
+            if mask is not None and plan.batch:
+                if len(shape) > len(plan.batch):
+                    index = (*index[:-2], index[-2] * shape[-1] + index[-1])
+                mask = mask.element(plan.batch, index)
+            return function(_Heads(plan_of_head, arrays, mask, self.order))
+
+        result = _over_axes(xp, of_head, shape, arrays)
+        return jax.tree.map(lambda x: xp.reshape(x, (*plan.batch, *x.shape[len(shape) :])), result)
+
+    def _over_tiles(
+        self,
+        tile: Callable[[Tiles, Array, Block, _Arrays], Any],
+        merge: Callable[[Any, Any], Any],
+        empty: Callable[[int], Any],
+    ) -> Any:
+        """``merge`` of ``tile(tiles, logits, columns, arrays)`` over the tiles of one head."""
+        plan, mask = self.plan, self.mask
+
+        def of_rows(rows: Block, arrays: _Arrays) -> Any:
+            def of_columns(columns: Block, arrays: _Arrays) -> Any:
+                tiles = _tiles(plan, arrays, mask)
+                return tile(tiles, tiles.logits(rows, columns), columns, arrays)
+
+            reach = None if mask is None else mask.reach(plan.frame, rows)
+            blocks = shared.joined(_Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size))
+            return _fold(plan.xp, of_columns, merge, empty(rows[1]), blocks, reach)
+
+        # The keys and values are split once for all rows, and the keys are transposed.
+        row_size, column_size = BLOCKS.jax_rows, BLOCKS.jax_columns
+        arrays = {name: x for name, x in self.arrays.items() if name not in _ROW_AXES}
+        shared = _Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size)
+        shared = shared.transposed(plan.xp, "key")
+        arrays = {name: x for name, x in self.arrays.items() if name in _ROW_AXES}
+        return _map(plan.xp, of_rows, _Blocks.of(plan.xp, arrays, _ROW_AXES, plan.n_queries, row_size))
+
+    def _empty(self, n_rows: int) -> AttentionState:
+        """The state of no keys. As `jax.shard_map` requires, it varies with all arrays."""
+        xp, dtype = self.plan.xp, self.plan.compute
+        arrays = [*self.arrays.values(), *(() if self.mask is None else self.mask.arrays)]
+        zero = sum(xp.zeros_like(x, shape=(1, 1), dtype=dtype) for x in arrays)
+        state = empty_state(xp, (n_rows,), self.plan.n_values, self.order, dtype=dtype)
+        return AttentionState(*(x if x is None else x + zero for x in state))
+
+
+def _tiles(plan: Plan, arrays: _Arrays, mask: Mask | None) -> Tiles:
+    """The generic pass over one tile, with its own arrays."""
+    key = plan.xp.matrix_transpose(arrays["key"])
+    nonfinite = (arrays["query_nan"], arrays["key_nan"]) if "key_nan" in arrays else None
+    query, value, bias = arrays["query"], arrays.get("value"), arrays.get("bias")
+    return Tiles(plan, Operands(query, key, value, bias, mask, 1.0, None, nonfinite), query)
+
+
+def _with_groups(xp: Any, batch: tuple[int, ...], arrays: _Arrays) -> tuple[tuple[int, ...], _Arrays]:
+    """Give grouped heads two axes: one for the groups, and one for the heads of a group."""
+    groups = arrays["key"].shape[-3] if batch else 1
+    if not batch or groups in (1, batch[-1]):
+        return batch, arrays
+
+    def split(x: Any) -> Any:
+        heads = x.shape[-3]
+        two = (groups, heads // groups) if heads > 1 else (1, 1)
+        return xp.reshape(x, (*x.shape[:-3], *two, *x.shape[-2:]))
+
+    shape = (*batch[:-1], groups, batch[-1] // groups)
+    return shape, {name: split(x) for name, x in arrays.items()}
+
+
+def _over_axes(
+    xp: Any,
+    function: Callable[[tuple[Any, ...], _Arrays], Any],
+    shape: tuple[int, ...],
+    arrays: _Arrays,
+    index: tuple[Any, ...] = (),
+) -> Any:
+    """``function(index, arrays of the element)`` over the first axes, one after another."""
+    import jax
+
+    if not shape:
+        return function(index, arrays)
+    size, *rest = shape
+    mapped = {name: x for name, x in arrays.items() if x.shape[0] == size}
+    same = {name: x[0] for name, x in arrays.items() if name not in mapped}
+
+    def at(i: Any, parts: _Arrays) -> Any:
+        return _over_axes(xp, function, tuple(rest), same | parts, (*index, i))
+
+    if size == 1:
+        only = at(xp.asarray(0), {name: x[0] for name, x in mapped.items()})
+        return jax.tree.map(lambda x: x[None], only)
+    return jax.lax.map(lambda item: at(*item), (xp.arange(size), mapped))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Blocks:
+    """Arrays that are split into blocks of one axis, of which a first one may be ragged.
+
+    A loop takes the blocks from stacked arrays. Slices at a traced position would have gradients of the
+    size of the whole array.
+    """
+
+    length: int
+    size: int
+    ragged: int  # the size of the first block; 0 if the others cover the axis
+    first: _Arrays
+    stacked: _Arrays  # with the other blocks along a new first axis
+    same: _Arrays  # those that are not split
+
+    @classmethod
+    def of(cls, xp: Any, arrays: _Arrays, axes: dict[str, int], length: int, size: int) -> _Blocks:
+        ragged = length % size
+        same = {name: x for name, x in arrays.items() if name not in axes or x.shape[axes[name]] == 1}
+        first, stacked = {}, {}
+        for name in arrays.keys() - same.keys():
+            x, axis = arrays[name], axes[name] % 2
+            first[name] = take(x, (0, ragged), axes[name])
+            x = take(x, (ragged, length - ragged), axes[name])
+            x = xp.reshape(x, (*x.shape[:axis], -1, size, *x.shape[axis + 1 :]))
+            stacked[name] = xp.moveaxis(x, axis, 0)
+        return cls(length, size, ragged, first, stacked, same)
+
+    def starts(self, xp: Any) -> Any:
+        return xp.arange(self.ragged, self.length, self.size)
+
+    def joined(self, other: _Blocks) -> _Blocks:
+        """The blocks of the arrays of both."""
+        parts = ((self.first, other.first), (self.stacked, other.stacked), (self.same, other.same))
+        return _Blocks(self.length, self.size, self.ragged, *(a | b for a, b in parts))
+
+    def transposed(self, xp: Any, name: str) -> _Blocks:
+        """The blocks with those of one array transposed."""
+        parts = (self.first, self.stacked, self.same)
+        return _Blocks(
+            self.length, self.size, self.ragged,
+            *(a | {name: xp.matrix_transpose(a[name])} if name in a else a for a in parts),
+        )  # fmt: skip
+
+
+def _map(xp: Any, function: Callable[[Block, _Arrays], Any], blocks: _Blocks) -> Any:
+    """``function(rows, arrays of the rows)`` over blocks of rows, joined along axis −2."""
+    import jax
+
+    def of_block(item: tuple[Any, _Arrays]) -> Any:
+        return function((item[0], blocks.size), blocks.same | item[1])
+
+    parts = []
+    if blocks.ragged:
+        parts.append(function((0, blocks.ragged), blocks.same | blocks.first))
+    if blocks.ragged < blocks.length:
+        others = jax.lax.map(of_block, (blocks.starts(xp), blocks.stacked))
+        parts.append(jax.tree.map(lambda x: xp.reshape(x, (-1, x.shape[-1])), others))
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: xp.concat(xs, axis=-2), *parts)
+
+
+def _fold(
+    xp: Any,
+    function: Callable[[Block, _Arrays], Any],
+    merge: Callable[[Any, Any], Any],
+    empty: Any,
+    blocks: _Blocks,
+    reach: tuple[Any, Any] | None,
+) -> Any:
+    """``merge`` of ``function(columns, arrays of the columns)`` over the blocks of keys in `reach`.
+
+    A reverse derivative computes the tiles again instead of storing them.
+    """
+    import jax
+
+    @partial(jax.checkpoint, prevent_cse=False, static_argnums=3)  # a loop keeps the two apart
+    def step(total: Any, start: Any, arrays: _Arrays, size: int) -> Any:
+        def merged(total: Any) -> Any:
+            return merge(total, function((start, size), blocks.same | arrays))
+
+        if reach is None:
+            return merged(total)
+        overlaps = (start < reach[1]) & (start + size > reach[0])
+        return jax.lax.cond(overlaps, merged, lambda total: total, total)
+
+    total = step(empty, 0, blocks.first, blocks.ragged) if blocks.ragged else empty
+    if blocks.ragged == blocks.length:
+        return total
+    items = (blocks.starts(xp), blocks.stacked)
+    return jax.lax.scan(lambda total, x: (step(total, *x, blocks.size), None), total, items)[0]

@@ -51,7 +51,7 @@ from isentropic.laws._formulas import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # The accepted values of `implementation`. "native" is any backend but the generic one.
-IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch")
+IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla")
 _CAUSAL = causal()
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
 _MAX_PLANS = 512
