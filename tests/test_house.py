@@ -18,6 +18,10 @@ WITHOUT_DEVICE = {
     "_loops.py:map_blocks": "indices of a JAX scan, within a trace",
     "_loops.py:scan_blocks": "indices of a JAX scan, within a trace",
     "_loops.py:write": "NumPy alone",
+    "jax.py:_over_axes": "indices of JAX loops, which go where the arrays are",
+    "jax.py:starts": "indices of JAX loops, which go where the arrays are",
+    "jax.py:tile": "indices within a JAX loop",
+    "jax.py:empty": "the start of a JAX loop",
     "_sharded.py:with_joint_type": "a constant within a JAX trace",
 }
 
