@@ -13,6 +13,8 @@ from isentropic import laws, masks
 
 torch = pytest.importorskip("torch")
 
+from isentropic._attention.backends import BACKENDS  # noqa: E402
+from isentropic._attention.plan import Arguments, prepare  # noqa: E402
 from isentropic.integrations.torch import LawModule  # noqa: E402
 
 ARRAYS = cases.inputs()
@@ -222,6 +224,54 @@ class TestTransformations:
             torch.testing.assert_close(
                 compiled(*arrays), expected, equal_nan=True, rtol=1e-4, atol=1e-5
             )
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"is_causal": True, "softcap": 2.0, "bias": torch.zeros(1, 9)},
+            {"mask": masks.window(3) & masks.padding(torch.tensor([[5], [8]]))},
+            {
+                "mask": masks.segments(torch.arange(9) // 2)
+                | torch.ones(9, 9, dtype=torch.bool).tril(-1)
+            },
+        ],
+    )
+    def test_operators(self, options):
+        from isentropic._attention import torch_operator
+
+        q = torch.randn(2, 4, 9, 4, requires_grad=True)
+        k, v = (torch.randn(2, 2, 9, 4, requires_grad=True) for _ in range(2))
+        plan, operands = prepare(Arguments(q, k, v, enable_gqa=True, **options))
+        call = torch_operator.call_of(plan, operands, 1.0)
+        call = call._replace(query=call.query.detach().requires_grad_())
+        operator = torch.ops.isentropic.attention_state.default
+        assert set(torch.library.opcheck(operator, tuple(call)).values()) == {"SUCCESS"}
+
+    def test_graphs_hold_no_array_of_all_logits(self):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        n, sizes = 96, []
+
+        def record(graph, inputs):
+            values = [node.meta.get("val") for node in graph.graph.nodes]
+            sizes.extend(x.numel() for x in cases.leaves(tuple(values)) if torch.is_tensor(x))
+            return make_boxed_func(graph)
+
+        def call(q, k, v):
+            state = it.attention_state(q, k, v, mask=masks.window(9) & masks.padding(90))
+            out = it.attention(q, k, v, mask=masks.window(9))
+            return (out + state.output()).sum() + state.entropy().sum()
+
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+        q, k, v = (torch.randn(n, 8, requires_grad=True) for _ in range(3))
+        got, want = (torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, call))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert 0 < max(sizes) < n * n // 4
+        torch.compiler.reset()
 
     def test_gradients_of_ten_lengths(self, compile_):
         compiled, counter = compile_(lambda *a: it.attention(*a, is_causal=True).sin().sum())
@@ -661,6 +711,16 @@ RECOMPUTED = {
 }  # fmt: skip
 
 
+GRADIENT_OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window and bias": {"mask": masks.window(1, 1), "bias": None},
+    "padding and softcap": {"mask": masks.padding(torch.tensor([[0], [4]])), "softcap": 1.5},
+    "array": {"mask": torch.tensor(np.random.default_rng(0).random((4, 5, 6)) < 0.5)},
+    "bias and softcap": {"softcap": 1.5, "bias": None, "law": None},
+}
+
+
 class TestRecomputedGradients:
     """States and entropies whose gradient takes the tiles again, against autograd through all tiles."""
 
@@ -715,6 +775,49 @@ class TestRecomputedGradients:
         out.sum().backward()
         assert torch.isfinite(q.grad).all()
         assert kept < 4 * n * 16 * 20  # L × S would be 4 · n · 2048
+
+    @pytest.mark.parametrize("order", [None, 0.0, 0.5, 0.9, 1.0, 1.1, 2.0, np.inf])
+    @pytest.mark.parametrize("options", GRADIENT_OPTIONS)
+    def test_every_field_order_and_option(self, rng, tiny_tiles, order, options):
+        """Gradients of fields, which depend on the maximum, and of an output, which does not."""
+        arrays = {
+            "query": (2, 4, 5, 3), "key": (2, 2, 6, 3), "value": (2, 2, 6, 2), "bias": (4, 1, 6)
+        }  # fmt: skip
+        options = GRADIENT_OPTIONS[options]
+        arrays = {
+            name: torch.asarray(rng.normal(size=shape)).requires_grad_()
+            for name, shape in arrays.items()
+            if name != "bias" or "bias" in options
+        }
+        gradients = []
+        for backend in (BACKENDS[-1], BACKENDS[-2]):
+            plan, operands = prepare(Arguments(**(options | arrays | {"enable_gqa": True})))
+            assert BACKENDS[-2].why_not(plan, order, False) is None
+            state = backend.state(plan, operands, order, True)
+            results = [torch.where(x.isfinite(), x, 0.0) for x in state if x is not None]
+            results.append(results[2] / torch.where(results[1] > 0, results[1], 1.0))
+            gradients.append(results)
+            for x in results[: len(results)]:
+                grads = torch.autograd.grad(
+                    x.sin().sum(), arrays.values(), retain_graph=True, materialize_grads=True
+                )
+                results.extend(grads)
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+    @pytest.mark.parametrize("options", GRADIENT_OPTIONS)
+    def test_finite_differences(self, rng, tiny_tiles, options):
+        options = GRADIENT_OPTIONS[options] | {"enable_gqa": True}
+        shapes = ((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 2), (4, 1, 6))
+        inputs = [torch.asarray(rng.normal(size=shape)).requires_grad_() for shape in shapes]
+
+        def function(q, k, v, bias):
+            given = options | ({"bias": bias} if "bias" in options else {})
+            state = it.attention_state(q, k, v, **given)
+            entropies = [it.attention_entropy(q, k, order=order, **given) for order in (0.5, 0.9, 2)]
+            return state.output(), state.entropy(), *entropies, 0.0 * bias
+
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
     def test_second_derivative_of_the_native_kernel_is_refused_by_pytorch(self, rng):
         q = torch.asarray(rng.normal(size=(5, 4))).requires_grad_()

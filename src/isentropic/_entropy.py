@@ -89,10 +89,10 @@ def partition(
     normalizer = xp.sum(weight, axis=-1, keepdims=True)
     if order is None:
         return maximum, weight, normalizer, None
-    summand = _summand(xp, x, weight, order)
+    terms = terms_of_moment(xp, x, weight, order)
     if order != 1 or not is_numpy(xp):  # where a weight of 0 has no part, nor a gradient to guard
-        summand = xp.where(s == -math.inf, 0.0, summand)
-    return maximum, weight, normalizer, xp.sum(summand, axis=-1, keepdims=True)
+        terms = xp.where(s == -math.inf, 0.0, terms)
+    return maximum, weight, normalizer, xp.sum(terms, axis=-1, keepdims=True)
 
 
 def _clipped_scores(xp: ModuleType, x: Array, order: float) -> Array:
@@ -105,7 +105,7 @@ def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     return weight if order >= INFINITE_ORDER else xp.exp(_clipped_scores(xp, x, order) * order)
 
 
-def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
+def terms_of_moment(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     """The terms of the moment for centered scores x ≤ 0 of weight eˣ."""
     t = order - 1
     if abs(t) >= _NEAR_ORDER_1:
@@ -119,13 +119,22 @@ def _summand(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     return xp.where(is_small, expm1_term, _power(xp, x, weight, order) - weight) / t
 
 
+def slope_of_moment(normalizer: Any, moment: Any, order: float) -> Any:
+    """The derivative of the moment with respect to a number that is added to all scores.
+
+    It is linear in normalizer and moment. So weights and terms give the derivatives of the terms.
+    """
+    slope = moment * (1.0 if order >= INFINITE_ORDER else order)
+    return slope if abs(order - 1) >= _NEAR_ORDER_1 else slope + normalizer
+
+
 def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array, order: float) -> Array:
     """The moment relative to a new maximum that is higher by −`shift` ≥ 0."""
     weight = xp.exp(shift)
     shifted = _power(xp, shift, weight, order) * moment
     if abs(order - 1) >= _NEAR_ORDER_1:
         return shifted
-    return shifted + _summand(xp, shift, weight, order) * normalizer
+    return shifted + terms_of_moment(xp, shift, weight, order) * normalizer
 
 
 def entropy_of_moments(

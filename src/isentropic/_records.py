@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from typing import Any, Self, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -14,14 +14,14 @@ class Record:
     whenever the package is imported.
     """
 
-    _names: tuple[str, ...] = ()
+    _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._names = (*cls._names, *cls.__annotations__)
+        cls._fields = (*cls._fields, *cls.__annotations__)
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        for name, x in zip(self._names, values, strict=False):
+        for name, x in zip(self._fields, values, strict=False):
             object.__setattr__(self, name, x)
         for name, x in named.items():
             object.__setattr__(self, name, x)
@@ -34,4 +34,4 @@ class Record:
 
     def replaced(self, **changes: Any) -> Self:
         """A record with other values of some fields."""
-        return type(self)(**{name: getattr(self, name) for name in self._names} | changes)
+        return type(self)(**{name: getattr(self, name) for name in self._fields} | changes)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from isentropic._checks import (
     check_broadcastable,
@@ -627,6 +627,53 @@ class _Or(_Pair):
     def reach(self, frame: Frame, rows: Block) -> Span:
         a, b = self.first.reach(frame, rows), self.second.reach(frame, rows)
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
+
+
+# The combinations and the masks that they combine, by the names in a description.
+_KINDS = {kind.__name__: kind for kind in (_And, _Or, _Band, _Padding, _Segments, _Dense)}
+
+
+class Description(NamedTuple):
+    """A mask in prefix notation, with placeholders for its numbers and arrays."""
+
+    words: str
+    numbers: list[int]
+    arrays: list[Array]
+
+
+def describe(mask: Mask | None) -> Description:
+    """The description of a mask, or of no mask, from which `from_description` makes it again."""
+    numbers: list[int] = []
+    arrays: list[Array] = []
+
+    def words(x: Any) -> list[str]:
+        if isinstance(x, Mask):
+            parts = [words(getattr(x, name)) for name in x._fields]
+            return [type(x).__name__, *(word for part in parts for word in part)]
+        if x is None or isinstance(x, str):
+            return [str(x)]
+        is_number = not is_array(x)
+        (numbers if is_number else arrays).append(x)
+        return ["number" if is_number else "array"]
+
+    return Description(" ".join(words(mask)), numbers, arrays)
+
+
+def from_description(description: Description) -> Mask | None:
+    """The mask of a description."""
+    words, numbers = iter(description.words.split()), iter(description.numbers)
+    arrays = iter(description.arrays)
+
+    def part() -> Any:
+        word = next(words)
+        kind = _KINDS.get(word)
+        if kind is not None:
+            return kind(*[part() for _ in kind._fields])
+        if word in ("number", "array"):
+            return next(numbers) if word == "number" else next(arrays)
+        return None if word == "None" else word
+
+    return part()
 
 
 def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:

@@ -126,8 +126,8 @@ def attention(
     Notes
     -----
     The output is ``softmax(law(n) · scale · QKᵀ) V``, computed tile by tile. The memory is O(L), not
-    O(L·S), also for gradients. (Under ``torch.compile`` this holds only where PyTorch's own kernel
-    computes the call.) n is counted for each query from mask, causality and window together. So
+    O(L·S), also for gradients. (On a GPU ``torch.compile`` forms masks other than the causal one, for
+    PyTorch's own kernel.) n is counted for each query from mask, causality and window together. So
     decoding with a cache equals prefill, and padding does not count.
 
     Keys and values that a query does not see have no effect on its output, even if they are NaN or
@@ -457,9 +457,9 @@ def attention_backends(
         An entry for each backend, in the order in which they are tried: ``"runs"`` for the one that
         computes the call, and for the others the reason why they do not. The backends are *sdpa*,
         PyTorch's ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the
-        host; *jax*, ``jax.nn.dot_product_attention``; *torch*, the generic pass, whose gradient
-        computes the tiles again; *xla*, the same tiles for JAX on a CPU, one head at a time; *generic*,
-        the pass over tiles that is the same for all libraries.
+        host; *jax*, ``jax.nn.dot_product_attention``; *torch*, the generic pass with operations in
+        place, whose gradient computes the tiles again; *xla*, the same tiles for JAX on a CPU, one head
+        at a time; *generic*, the pass over tiles that is the same for all libraries.
 
     Raises
     ------

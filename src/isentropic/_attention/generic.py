@@ -297,7 +297,10 @@ def _warn_of_counts(what: str) -> None:
 def tile_state(
     xp: ModuleType, logits: Array, value: Any, order: float | None, maximum: Array | None = None
 ) -> AttentionState:
-    """The state of a tile with logits (..., L, S). `value` is a function of the weights, or None."""
+    """The state of a tile with logits (..., L, S), relative to their maximum or to a given one.
+
+    `value` is a function of the weights, or None.
+    """
     maximum, weight, normalizer, moment = partition(xp, logits, order, maximum)
     weighted_value = None if value is None else value(weight)
     return AttentionState(maximum, normalizer, weighted_value, moment)
@@ -412,24 +415,30 @@ class Tiles:
     def logits(self, rows: Block, columns: Block) -> Array:
         """The logits of one tile, −∞ where a key is hidden."""
         xp, softcap = self.plan.xp, self.plan.softcap
-        keys = xp.astype(take(self.operands.key, columns, -2), self.plan.compute, copy=False)
-        s = grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
+        s = self.products(rows, columns)
         if softcap is not None:
             s = xp.tanh(s / softcap) * softcap
         return add_bias_and_mask(self.plan, self.operands, s, rows, columns)
 
-    def tile_state(
-        self, logits: Array, columns: Block, order: float | None, maximum: Array | None = None
-    ) -> AttentionState:
-        """The state of the keys of a tile, relative to their own maximum or to a given one."""
+    def products(self, rows: Block, columns: Block) -> Any:
+        """The inner products of the scaled queries and the keys of one tile."""
         xp = self.plan.xp
-        value: Any = self.operands.value
+        keys = xp.astype(take(self.operands.key, columns, -2), self.plan.compute, copy=False)
+        return grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
+
+    def tile_state(self, logits: Array, columns: Block, order: float | None) -> AttentionState:
+        """The state of the keys of a tile, relative to their own maximum."""
 
         def weigh(weight: Array) -> Array:
-            values = xp.astype(take(value, columns, -2), self.plan.compute, copy=False)
-            return grouped_matmul(xp, weight, values)
+            return self.weighted_value(weight, columns)
 
-        return tile_state(xp, logits, None if value is None else weigh, order, maximum)
+        return tile_state(self.plan.xp, logits, None if self.operands.value is None else weigh, order)
+
+    def weighted_value(self, weight: Array, columns: Block) -> Any:
+        """The sum of the values of a tile, each times its weight."""
+        xp = self.plan.xp
+        values = xp.astype(take(self.operands.values, columns, -2), self.plan.compute, copy=False)
+        return grouped_matmul(xp, weight, values)
 
     def column_sums(self, state: AttentionState) -> Array:
         """The sum of the attention weights over the queries, (..., S)."""
@@ -465,6 +474,8 @@ def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
         size = BLOCKS.tile // 4
     elif is_gpu(plan.xp, plan.device):  # small tiles leave a GPU idle
         size = BLOCKS.tile * 32
+    elif plan.library == "torch":  # a tile and what is computed from it then stay in the cache
+        size = BLOCKS.tile // 2
     columns = plain_integer(plan.block_size or max(BLOCKS.columns // width, 1))
     rows = size // max(math.prod(plan.batch) * min(columns, plan.n_keys) * width, 1)
     return max(rows, BLOCKS.rows), columns
@@ -483,23 +494,24 @@ def reach(plan: Plan, mask: Mask | None, rows: Block) -> Block:
 
 def add_bias_and_mask(plan: Plan, operands: Operands, s: Any, rows: Block, columns: Block) -> Array:
     """`s` plus the bias of a tile; NaN for nonfinite rows of queries and keys; −∞ for hidden keys."""
-    xp = plan.xp
-    if operands.bias is not None or operands.nonfinite is not None:
-        s = s + _added_to_logits(plan, operands, rows, columns)
+    s = add_bias(plan, operands, s, rows, columns)
     if operands.mask is None:
         return s
     visible = lift(operands.mask.block(plan.frame, rows, columns), plan.ndim)
-    return xp.where(visible, s, -math.inf)
+    return plan.xp.where(visible, s, -math.inf)
 
 
-def _added_to_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Array:
+def add_bias(plan: Plan, operands: Operands, s: Any, rows: Block, columns: Block) -> Any:
+    """`s` plus the bias of a tile, and NaN for nonfinite rows of queries and keys."""
+    if operands.bias is None and operands.nonfinite is None:
+        return s
     added: Any = 0.0
     if operands.bias is not None:
         added = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
         added = added + (take(query_nan, rows, -2) + take(key_nan, columns, -1))
-    return added
+    return s + added
 
 
 def causal_nan(plan: Plan, operands: Operands) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isentropic._attention.generic import (
@@ -17,8 +17,8 @@ from isentropic._attention.generic import (
     tile_shape,
 )
 from isentropic._attention.plan import Operands, Plan, four_axes, sum_of
-from isentropic._entropy import shift_moment
-from isentropic._loops import BLOCKS, Block, blocks, map_blocks, take
+from isentropic._attention.torch_gradients import backward, forward
+from isentropic._loops import BLOCKS, Block, map_blocks, take, within_transformation
 from isentropic._namespace import Array
 
 _TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
@@ -35,7 +35,8 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if plan.is_bias_differentiated:
         return "it would form the gradient of the bias as an L×S array"
     if plan.frame.is_compiling:
-        return None
+        forms_mask = plan.has_mask and not plan.is_plain_causal and plan.device.type == "cpu"
+        return "it would form the mask as an L×S array" if forms_mask else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
     if plan.is_transformed:
         return _TRANSFORMED
@@ -160,7 +161,7 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
     if plan.library != "torch":
         return "the arrays are not PyTorch's"
     if plan.frame.is_compiling:
-        return "torch.compile traces the call"
+        return _TRANSFORMED if within_transformation() else None
     if not plan.is_differentiated:
         return "no gradient is needed"
     rows, columns = tile_shape(plan)
@@ -184,24 +185,39 @@ def tiles_state(
 
 
 def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
+    if plan.frame.is_compiling:
+        from isentropic._attention import torch_operator
+
+        return torch_operator.state(plan, operands, order)
     tiles = Tiles.of(plan, operands)
-    all_inputs = dict(
-        zip(_INPUTS, (tiles.query, operands.key, operands.value, operands.bias), strict=True)
-    )
-    inputs = {name: x for name, x in all_inputs.items() if x is not None}
+    all_inputs = (tiles.query, operands.key, operands.value, operands.bias)
+    inputs = {name: x for name, x in zip(_INPUTS, all_inputs, strict=True) if x is not None}
     # PyTorch saves the inputs. The object that it stores beside them must not hold them too, as that
     # would keep their autograd graph alive.
-    tiles_without_inputs = _with(tiles, dict.fromkeys(_INPUTS))
-    fields = iter(_recomputed().apply(tiles_without_inputs, order, tuple(inputs), *inputs.values()))
-    return AttentionState(
-        next(fields),
-        next(fields),
-        None if operands.value is None else next(fields),
-        None if order is None else next(fields),
-    )
+    call = _Call(_with(tiles, dict.fromkeys(_INPUTS)), order, tuple(inputs))
+    return call.state(_recomputed().apply(call, *inputs.values()))
 
 
 _INPUTS = ("query", "key", "value", "bias")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """All that PyTorch need not know of a call whose gradient computes the tiles again."""
+
+    tiles: Tiles  # without inputs
+    order: float | None
+    names: tuple[str, ...]  # of the inputs
+
+    def with_inputs(self, inputs: Any) -> Tiles:
+        return _with(self.tiles, dict(zip(self.names, inputs, strict=True)))
+
+    def state(self, fields: Any) -> AttentionState:
+        """The state of the fields that there are: maximum, normalizer, and values and moment."""
+        rest = iter(fields)
+        maximum, normalizer = next(rest), next(rest)
+        value = next(rest) if "value" in self.names else None
+        return AttentionState(maximum, normalizer, value, None if self.order is None else next(rest))
 
 
 @functools.cache
@@ -210,98 +226,43 @@ def _recomputed() -> Any:
 
     class Recomputed(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, tiles: Tiles, order: Any, names: tuple[str, ...], *inputs: Any) -> Any:
-            state = _with(tiles, zip(names, inputs, strict=True)).state(order)
-            fields = [x for x in state if x is not None]
+        def forward(ctx: Any, call: _Call, *inputs: Any) -> Any:
+            fields = _fields(forward(call.with_inputs(inputs), call.order))
             ctx.save_for_backward(*inputs, *fields)
-            ctx.call = tiles, order, names
+            ctx.call = call
+            ctx.set_materialize_grads(False)
             return tuple(fields)
 
         @staticmethod
         def backward(ctx: Any, *upstream: Any) -> Any:
-            tiles, order, names = ctx.call
-            inputs, fields = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
-            tiles = _with(tiles, zip(names, inputs, strict=True))
+            call, n_inputs = ctx.call, len(ctx.call.names)
+            inputs, fields = ctx.saved_tensors[:n_inputs], ctx.saved_tensors[n_inputs:]
+            tiles = call.with_inputs(inputs)
             if torch.is_grad_enabled():  # for a second derivative PyTorch must record all tiles
-                fields = [x for x in tiles.state(order) if x is not None]
-                grads = torch.autograd.grad(
-                    fields, inputs, upstream, create_graph=True, allow_unused=True
-                )
-            else:
-                grads = _gradients(tiles, order, names, fields, upstream)
-            return None, None, None, *grads
+                return None, *_recorded_gradients(tiles, call.order, inputs, upstream)
+            wanted = [name for name, x in zip(call.names, inputs, strict=True) if x.requires_grad]
+            grads = backward(tiles, call.order, call.state(fields), call.state(upstream), wanted)
+            return None, *map(grads.get, call.names)
 
     return Recomputed
 
 
-def _with(tiles: Tiles, arrays: Any) -> Tiles:
-    """The tiles with other input arrays."""
-    changes = dict(arrays)
-    query = changes.pop("query", tiles.query)
-    return replace(tiles, query=query, operands=tiles.operands._replace(**changes))
-
-
-def _input(tiles: Tiles, name: str) -> Any:
-    return tiles.query if name == "query" else getattr(tiles.operands, name)
-
-
-def _gradients(
-    tiles: Tiles, order: float | None, names: tuple[str, ...], fields: Any, upstream: Any
-) -> list[Any]:
-    """The gradients of the inputs from those of the fields of the state, tile by tile."""
+def _recorded_gradients(tiles: Tiles, order: float | None, inputs: Any, upstream: Any) -> Any:
     import torch
 
-    plan, xp = tiles.plan, tiles.plan.xp
-    row_size, column_size = tile_shape(plan)
-    totals = [torch.zeros_like(_input(tiles, name), dtype=plan.compute) for name in names]
-    for rows in blocks(0, plan.n_queries, row_size):
-        field_grads = [take(x, rows, -2) for x in upstream]
-        state = [take(x, rows, -2) for x in fields]
-        maximum = state[0]
-        maximum_grad = _gradient_of_maximum(tiles, order, state, field_grads)
-        is_done = xp.zeros_like(maximum, dtype=xp.bool)
-        first, size = reach(plan, tiles.operands.mask, rows)
-        for columns in blocks(first, first + size, column_size):
-            blocks_of: dict[str, tuple[Block, Block | None]] = {
-                "query": (rows, None), "key": (columns, None), "value": (columns, None),
-                "bias": (rows, columns),
-            }  # fmt: skip
-            parts = [_tile_of(_input(tiles, n), *blocks_of[n]).detach().requires_grad_() for n in names]
-            with torch.enable_grad():
-                # `parts` are single blocks, which `take` returns unchanged.
-                tile = _with(tiles, zip(names, parts, strict=True))
-                logits = tile.logits(rows, columns)
-                outputs = [xp.max(logits, axis=-1, keepdims=True)]
-                outputs += [
-                    x for x in tile.tile_state(logits, columns, order, maximum)[1:] if x is not None
-                ]
-                outputs = [x.expand((*plan.batch, *x.shape[-2:])) for x in outputs]
-            # If several tiles contain the maximum, the first one takes its gradient.
-            is_here = (outputs[0].detach() == maximum) & ~is_done
-            is_done = is_done | is_here
-            output_grads = [xp.where(is_here, maximum_grad, 0.0), *field_grads[1:]]
-            grads = torch.autograd.grad(outputs, parts, output_grads, allow_unused=True)
-            for name, total, grad in zip(names, totals, grads, strict=True):
-                if grad is not None:
-                    _tile_of(total, *blocks_of[name]).add_(grad)
-    return [total.to(_input(tiles, name).dtype) for name, total in zip(names, totals, strict=True)]
+    pairs = zip(_fields(tiles.state(order)), upstream, strict=True)
+    fields, grads = zip(*[(x, g) for x, g in pairs if g is not None], strict=True)
+    wanted = [x for x in inputs if x.requires_grad]
+    found = iter(torch.autograd.grad(fields, wanted, grads, create_graph=True, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in inputs]
 
 
-def _tile_of(x: Any, rows: Block, columns: Block | None) -> Any:
-    part = take(x, rows, -2)
-    return part if columns is None else take(part, columns, -1)
+def _fields(state: AttentionState) -> list[Any]:
+    return [x for x in state if x is not None]
 
 
-def _gradient_of_maximum(tiles: Tiles, order: float | None, state: Any, upstream: Any) -> Any:
-    """The gradient with respect to the maximum, to which all sums of the state are relative."""
-    import torch
-
-    shift = torch.zeros_like(state[0], requires_grad=True)
-    with torch.enable_grad():
-        factor = torch.exp(-shift)
-        shifted = [state[0] + shift, factor * state[1]]
-        if tiles.operands.value is not None:
-            shifted.append(factor * state[2])
-        if order is not None:
-            shifted.append(shift_moment(tiles.plan.xp, state[-1], state[1], -shift, order))
-    return torch.autograd.grad(shifted, shift, upstream)[0]
+def _with(tiles: Tiles, arrays: dict[str, Any]) -> Tiles:
+    """The tiles with other inputs."""
+    query = arrays.get("query", tiles.query)
+    others = {name: x for name, x in arrays.items() if name != "query"}
+    return replace(tiles, query=query, operands=tiles.operands._replace(**others))

@@ -1,0 +1,159 @@
+"""Operators for compiled PyTorch: a state and its gradients are one node of the graph each.
+
+A traced loop would be unrolled for one length, so that the generic pass needs L×S memory there. These
+operators run the pass over tiles (`torch_gradients`) when the graph runs.
+
+This module imports PyTorch, and registers the operators when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isentropic._attention.generic import AttentionState, Tiles
+from isentropic._attention.plan import Arguments, Operands, Plan, prepare
+from isentropic._attention.torch_gradients import backward, forward
+from isentropic.masks import Description, describe, from_description
+
+_INPUTS = ("query", "key", "value", "bias")
+
+
+class Call(NamedTuple):
+    """The arguments of the operators. Masks and options have the types that operators accept."""
+
+    query: Tensor  # scaled, with all batch axes
+    key: Tensor
+    value: Tensor | None
+    bias: Tensor | None
+    nonfinite: Sequence[Tensor]
+    mask: str
+    mask_numbers: Sequence[int]
+    mask_arrays: Sequence[Tensor]
+    order: float | None
+    softcap: float | None
+    block_size: int | None
+
+    def tiles(self) -> Tiles:
+        mask = from_description(Description(self.mask, list(self.mask_numbers), list(self.mask_arrays)))
+        heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (self.query, self.key)]
+        arguments = Arguments(
+            self.query,
+            self.key,
+            self.value,
+            mask,
+            self.bias,
+            scale=1.0,
+            law=None,
+            softcap=self.softcap,
+            enable_gqa=heads[0] > heads[1] > 1,
+            block_size=self.block_size,
+        )
+        plan, operands = prepare(arguments)
+        if self.nonfinite:
+            operands = operands._replace(nonfinite=tuple(self.nonfinite))
+        return Tiles(plan, operands, self.query)
+
+    def state(self, fields: Sequence[Any]) -> AttentionState:
+        """The state of the fields that there are: maximum, normalizer, values and moment."""
+        rest = iter(fields)
+        maximum, normalizer = next(rest), next(rest)
+        value = None if self.value is None else next(rest)
+        return AttentionState(maximum, normalizer, value, None if self.order is None else next(rest))
+
+
+def state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
+    """The state in columns, as one node of the graph that is compiled."""
+    call = call_of(plan, operands, order)
+    return call.state(torch.ops.isentropic.attention_state(*call))
+
+
+def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
+    """The arguments of the operator for a call."""
+    query: Any = Tiles.of(plan, operands).query
+    query = query.expand(*plan.batch, *query.shape[-2:])
+    nonfinite = [] if operands.nonfinite is None else list(operands.nonfinite)
+    inputs = (query, operands.key, operands.value, operands.bias, nonfinite)
+    options = (order, plan.softcap, plan.block_size)
+    return Call._make((*inputs, *describe(operands.mask), *options))
+
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor[] nonfinite, "
+    "str mask, SymInt[] mask_numbers, Tensor[] mask_arrays, "
+    "float? order, float? softcap, SymInt? block_size"
+)
+
+
+@torch.library.custom_op(
+    "isentropic::attention_state", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
+)
+def _state(*arguments: Any) -> list[Tensor]:
+    call = Call(*arguments)
+    return [x.contiguous() for x in forward(call.tiles(), call.order) if x is not None]
+
+
+@_state.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    call = Call(*arguments)
+    column = (*call.query.shape[:-1], 1)
+    shapes = [column, column]
+    if call.value is not None:
+        shapes.append((*column[:-1], call.value.shape[-1]))
+    if call.order is not None:
+        shapes.append(column)
+    return [call.query.new_empty(shape) for shape in shapes]
+
+
+@torch.library.custom_op(
+    "isentropic::attention_gradients",
+    mutates_args=(),
+    schema=f"(Tensor[] fields, Tensor?[] upstream, bool[] wanted, {_ARGUMENTS}) -> Tensor[]",
+)
+def _gradients(
+    fields: list[Tensor], upstream: list[Tensor | None], wanted: list[bool], *arguments: Any
+) -> list[Tensor]:
+    call = Call(*arguments)
+    names = _names(wanted)
+    gradients = backward(call.tiles(), call.order, call.state(fields), call.state(upstream), names)
+    return [gradients[name].contiguous() for name in names]
+
+
+@_gradients.register_fake
+def _(fields: Any, upstream: Any, wanted: list[bool], *arguments: Any) -> list[Tensor]:
+    inputs = Call(*arguments)._asdict()
+    return [inputs[name].new_empty(inputs[name].shape) for name in _names(wanted)]
+
+
+def _names(wanted: Sequence[bool]) -> list[str]:
+    return [name for name, is_wanted in zip(_INPUTS, wanted, strict=True) if is_wanted]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    call = Call(*inputs)
+    ctx.set_materialize_grads(False)
+    # PyTorch must save the tensors. The call keeps the rest.
+    lists = (call[:4], call.nonfinite, call.mask_arrays, output)
+    ctx.save_for_backward(*(x for tensors in lists for x in tensors))
+    ctx.lengths = [len(tensors) for tensors in lists]
+    ctx.call = call._replace(query=None, key=None, value=None, bias=None, nonfinite=(), mask_arrays=())
+
+
+def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
+    saved = iter(ctx.saved_tensors)
+    inputs, nonfinite, mask_arrays, fields = ([next(saved) for _ in range(n)] for n in ctx.lengths)
+    call = ctx.call._replace(nonfinite=nonfinite, mask_arrays=mask_arrays)
+    call = call._replace(**dict(zip(_INPUTS, inputs, strict=True)))
+    wanted = list(ctx.needs_input_grad[: len(_INPUTS)])
+    found = iter(torch.ops.isentropic.attention_gradients(fields, upstream, wanted, *call))
+    gradients = [next(found) if is_wanted else None for is_wanted in wanted]
+    # PyTorch takes an empty list for one of tensors, and wants a gradient for each.
+    of_numbers: list[None] | None = None if call.mask_numbers else []
+    of_mask = None, of_numbers, [None] * len(mask_arrays)
+    return *gradients, [None] * len(nonfinite), *of_mask, None, None, None
+
+
+_state.register_autograd(_differentiate, setup_context=_save)
