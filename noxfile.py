@@ -51,7 +51,11 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 
 
 # The dependency groups that the tests of a backend need, in addition to the group with its name.
-PARTNERS = {"numpy": ["sklearn", "dask"], "torch": ["sklearn", "transformers"], "jax": ["flax"]}
+PARTNERS = {
+    "numpy": ["sklearn", "dask"],
+    "torch": ["sklearn", "transformers", "triton"],
+    "jax": ["flax"],
+}
 
 
 # Most tests use one core, because their arrays are small and compilers use one core. The tests of a
@@ -110,6 +114,16 @@ def run_tests(session: nox.Session, backend: str, *options: str, **environment: 
     environment |= dict.fromkeys(JAX_CACHE_EVERYTHING, "0")
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the memory of a GPU
     session.run("pytest", f"--backend={backend}", *PROCESSES, *options, env=environment)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Compile all Triton kernels for several GPUs, none of which is needed; arguments go to pytest."""
+    install(session, "test", "torch", "triton")
+    session.run(
+        "pytest", "--backend=torch", "tests/test_triton_compiler.py", *session.posargs,
+        env={"ISENTROPIC_ALL_KERNELS": "1"},
+    )  # fmt: skip
 
 
 @nox.session

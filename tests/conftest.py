@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ import pytest
 
 # scikit-learn accepts arrays of other libraries only if this is set when SciPy is imported.
 os.environ.setdefault("SCIPY_ARRAY_API", "1")
+
+# Without a GPU, Triton interprets its kernels if this is set when it is imported.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 BACKENDS = [
     "numpy",

@@ -124,7 +124,8 @@ class TestBackends:
         x = backend.array(rng.normal(size=(16, 300, 8)), "float32")
         for values in (x, None):
             found = it.attention_backends(x, x, values, is_causal=True)
-            assert list(found) == ["sdpa", "numpy", "jax", "torch", "xla", "generic"]
+            names = ["sdpa", "numpy", "jax", "torch", "xla", "triton", "pallas", "generic"]
+            assert list(found) == names
             assert list(found.values()).count("runs") == 1
             (name,) = [name for name, why in found.items() if why == "runs"]
             expected = {"numpy": "numpy", "torch": "sdpa" if values is not None else "numpy"}
@@ -290,6 +291,9 @@ class TestSkippedTiles:
             masks.causal(offset) & np.ones((1, n_keys), bool),
         ]
         for mask in everything:
+            interval = mask.interval(frame, (0, n_queries))
+            assert (interval is not None) == mask.is_contiguous
+            assert all((np.diff(x) >= 0).all() for x in interval or ())
             for start in range(n_queries):
                 for size in range(1, n_queries - start + 1):
                     rows = (start, size)

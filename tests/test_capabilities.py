@@ -178,6 +178,19 @@ class TestJAX:
     def test_jit_and_gradient(self, call):
         (self.gradient if row_of(call).gradient.runs else self.jit)(call)
 
+    @pytest.mark.parametrize("call", capabilities.that_run("jit", ONE_CALL))
+    def test_lowers_for_gpus_and_tpus(self, call):
+        """The devices need not be there. That it compiles and runs on them is not shown."""
+        import jax
+        from jax import export
+
+        arrays, (read, _) = self._arrays(), parts(call)
+        function = jax.jit(lambda some: leaves(CALLS[call](arrays | some)))
+        platforms = ("cuda", "tpu")
+        exported = export.export(function, platforms=platforms)({k: arrays[k] for k in read})
+        assert exported.platforms == platforms
+        assert len(exported.out_avals) == len(leaves(result_in_numpy(call)))
+
     @pytest.mark.parametrize("call", capabilities.that_run("jax_vmap", cases.TRIED))
     def test_vmap(self, call):
         self.jax_vmap(call)

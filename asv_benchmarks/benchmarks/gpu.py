@@ -64,6 +64,43 @@ class Gradient(Attention):
         return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=10)
 
 
+class Kernels:
+    """The opt-in kernels: relative to the kernel of the library, which computes the output alone."""
+
+    params = (["torch", "jax"], ["output", "state", "entropy"], [False, True])
+    param_names = ("backend", "result", "is_causal")
+    unit = "ratio"
+
+    def setup(self, backend, result, is_causal):
+        self.arrays = arrays(backend, 4096, 128, 128, dtype="bfloat16", device=gpu(backend))
+
+    def calls(self, backend, result, is_causal):
+        options = {
+            "is_causal": is_causal,
+            "implementation": {"torch": "triton", "jax": "pallas"}[backend],
+        }
+
+        def ours(q, k, v):
+            if result == "output":
+                return it.attention(q, k, v, **options)
+            if result == "entropy":
+                return it.attention_entropy(q, k, **options)
+            state = it.attention_state(q, k, v, **options)
+            return state.output(), state.entropy()
+
+        return ours, Attention().calls(backend, is_causal)[1]
+
+    def track_forward(self, backend, result, is_causal):
+        ours, theirs = (synchronized(backend, f) for f in self.calls(backend, result, is_causal))
+        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=20)
+
+    def track_gradient(self, backend, result, is_causal):
+        ours, theirs = self.calls(backend, result, is_causal)
+        ours = gradient(backend, ours, 2 if result == "entropy" else 3)  # entropies have no values
+        theirs = gradient(backend, theirs)
+        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=10)
+
+
 class Hadamard:
     """Time relative to a copy on the device."""
 

@@ -95,8 +95,16 @@ class Mask(Record, ABC):
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         """The boolean array of one tile, broadcastable to (..., rows, columns)."""
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the visible keys of each query have no gaps between them."""
+        return False
+
     def interval(self, frame: Frame, rows: Block) -> _Interval | None:
-        """The range (first, end) of visible keys of each row, (..., rows); None if it may have gaps."""
+        """The range (first, end) of visible keys of each row, (..., rows); None if it may have gaps.
+
+        Neither end decreases from row to row.
+        """
         return None
 
     def reach(self, frame: Frame, rows: Block) -> Span:
@@ -404,6 +412,10 @@ def is_causal_alone(mask: Mask, n_queries: int, n_keys: int) -> bool:
 class _Contiguous(Mask):
     """A mask that is fully described by its interval."""
 
+    @property
+    def is_contiguous(self) -> bool:
+        return True
+
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         first, end = self.interval(frame, rows)  # type: ignore[misc]
         keys = frame.positions(columns)
@@ -600,6 +612,10 @@ class _And(_Pair):
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         a, b = align(self.first.block(frame, rows, columns), self.second.block(frame, rows, columns))
         return a & b
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.first.is_contiguous and self.second.is_contiguous
 
     def interval(self, frame: Frame, rows: Block) -> _Interval | None:
         a, b = self.first.interval(frame, rows), self.second.interval(frame, rows)

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from isentropic._attention import jax, numpy, torch
+from isentropic._attention import jax, numpy, pallas, torch, triton
 from isentropic._attention.generic import AttentionState, Tiles, as_rows, output_of_columns
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import value_error
@@ -32,6 +32,7 @@ class Backend(NamedTuple):
     state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
     # Rényi's entropies, if they are not to be computed from the state.
     entropy: Callable[[Plan, Operands, float], Array] | None = None
+    is_opt_in: bool = False  # whether the backend computes only calls that name it
 
 
 def _generic_output(plan: Plan, operands: Operands) -> Array:
@@ -50,6 +51,8 @@ BACKENDS = (
     Backend("jax", jax.why_not, jax.output),
     Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
     Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
+    Backend("triton", triton.why_not, triton.output, triton.state, is_opt_in=True),
+    Backend("pallas", pallas.why_not, pallas.output, pallas.state, is_opt_in=True),
     Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
 )
 
@@ -91,7 +94,7 @@ def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict
     return {
         backend.name: _why_not(backend, plan, order, is_named)
         if _is_requested(backend, implementation)
-        else "`implementation` excludes it"
+        else _why_not_requested(backend, implementation)
         for backend in BACKENDS
     }
 
@@ -117,9 +120,17 @@ def choose_backend(plan: Plan, implementation: str | None, order: float | None) 
 
 
 def _is_requested(backend: Backend, implementation: str | None) -> bool:
+    if backend.is_opt_in:
+        return implementation == backend.name
     if implementation == "native":
         return backend.name != "generic"
     return implementation in (None, backend.name)
+
+
+def _why_not_requested(backend: Backend, implementation: str | None) -> str:
+    if backend.is_opt_in and implementation in (None, "native"):
+        return f"it runs only if `implementation` is {backend.name!r}"
+    return "`implementation` excludes it"
 
 
 def _why_not(backend: Backend, plan: Plan, order: float | None, is_named: bool) -> str | None:

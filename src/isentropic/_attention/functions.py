@@ -104,10 +104,11 @@ def attention(
         c in ``c · tanh(logit / c)``, applied before the bias.
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
-    implementation : {None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla"}
+    implementation : str, optional
         The backend that computes the call. None chooses the fastest one that can. "generic" is the pass
-        over tiles that is the same for all libraries, and "native" is any other backend. The other
-        names are listed in `attention_backends`. A backend that cannot compute the call is an error.
+        over tiles that is the same for all libraries, and "native" is any other backend that None can
+        choose. "triton" and "pallas", kernels for PyTorch and JAX on a GPU, run only if they are named.
+        `attention_backends` describes all of them. A backend that cannot compute the call is an error.
 
     Returns
     -------
@@ -458,8 +459,10 @@ def attention_backends(
         computes the call, and for the others the reason why they do not. The backends are *sdpa*,
         PyTorch's ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the
         host; *jax*, ``jax.nn.dot_product_attention``; *torch*, the generic pass with operations in
-        place, whose gradient computes the tiles again; *xla*, the same tiles for JAX on a CPU, one head
-        at a time; *generic*, the pass over tiles that is the same for all libraries.
+        place, whose gradient computes the tiles again; *xla*, the same tiles for JAX on a CPU, one
+        head at a time; *triton* and *pallas*, kernels of this library for PyTorch and JAX on a GPU,
+        which run only if `implementation` names them; *generic*, the pass over tiles that is the same
+        for all libraries.
 
     Raises
     ------

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import check_axis, common_shape, plain_integer, type_error, value_error
@@ -17,6 +17,7 @@ from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_known_
 from isentropic._namespace import Array, common_device, equal_by_value, namespace, present
 from isentropic._numerics import (
     align,
+    clip,
     divide_or_zero,
     grouped_matmul,
     lift,
@@ -520,6 +521,25 @@ def causal_nan(plan: Plan, operands: Operands) -> Array:
     query_nan, key_nan = operands.nonfinite
     # Not `cumulative_sum` of array_api_compat, for which torch.compile warns.
     return query_nan + plan.xp.cumsum(key_nan[..., 0, :], -1)[..., None]
+
+
+def interval_nan(plan: Plan, operands: Operands) -> Array:
+    """NaN for queries that see a nonfinite row under a mask without gaps, else 0; (..., L, 1)."""
+    assert operands.nonfinite is not None
+    assert operands.mask is not None
+    xp, query_nan, key_nan = plan.xp, *operands.nonfinite
+    first, end = (
+        xp.broadcast_to(clip(xp, x, min=0, max=plan.n_keys), (*plan.batch, plan.n_queries))
+        for x in cast(Any, operands.mask.interval(plan.frame, (0, plan.n_queries)))
+    )
+    # The number of nonfinite rows before each key, and in front of it that before the first key.
+    is_nan = xp.astype(xp.isnan(key_nan[..., 0, :]), first.dtype)
+    counts = xp.concat((is_nan[..., :1] * 0, xp.cumsum(is_nan, -1)), axis=-1)
+    counts = xp.broadcast_to(counts, (*plan.batch, plan.n_keys + 1))
+    before_end, before_first = (xp.take_along_axis(counts, x, axis=-1) for x in (end, first))
+    is_seen = (before_end > before_first) | xp.isnan(query_nan[..., 0])
+    zero = xp.zeros_like(query_nan[..., 0])
+    return xp.where(is_seen & (end > first), math.nan, zero)[..., None]
 
 
 def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:

@@ -51,7 +51,9 @@ from isentropic.laws._formulas import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # The accepted values of `implementation`. "native" is any backend but the generic one.
-IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla")
+IMPLEMENTATIONS = (
+    None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla", "triton", "pallas"
+)  # fmt: skip
 _CAUSAL = causal()
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
 _MAX_PLANS = 512
@@ -98,6 +100,7 @@ class Plan(Record):
     has_bias: bool
     has_mask: bool
     is_plain_causal: bool  # whether the mask is the causal one, with as many queries as keys
+    is_contiguous: bool  # whether the keys that a query sees have no gaps between them
     block_size: int | None
     is_on_host: bool  # whether NumPy can compute with all arrays: on the host, without gradients
     is_differentiated: bool  # whether PyTorch records the call for a gradient
@@ -250,6 +253,7 @@ def _plan(a: Arguments) -> Plan:
         has_bias=a.bias is not None,
         has_mask=mask is not None,
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
+        is_contiguous=mask is None or mask.is_contiguous,
         block_size=a.block_size,
         is_on_host=not any(recorded) and all(is_readable(xp, x) for x in arrays),
         is_differentiated=any(recorded),

@@ -1,0 +1,212 @@
+"""The backend of Triton kernels for PyTorch, which runs only if the caller names it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+from typing import Any
+
+from isentropic._attention import one_pass
+from isentropic._attention.generic import AttentionState
+from isentropic._attention.plan import Operands, Plan
+from isentropic._namespace import Array
+
+# For wider heads the kernels need more registers or shared memory than GPUs have.
+_MAX_FLOAT32_WIDTH = 128
+
+
+def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
+    """The reason why the Triton kernels do not compute a call, or None."""
+    if plan.library != "torch":
+        return "the arrays are not PyTorch's"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if plan.frame.is_compiling:
+        return "torch.compile traces the call"
+    if plan.is_transformed:
+        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        if plan.dtype == plan.xp.bfloat16:
+            return "the interpreter of Triton does not multiply matrices of bfloat16"
+    elif plan.device.type == "cpu":
+        return "the tensors are not on a GPU"
+    if plan.dtype.itemsize == 4 and max(plan.head_dim, plan.n_values or 0) > _MAX_FLOAT32_WIDTH:
+        return f"heads of float32 have more than {_MAX_FLOAT32_WIDTH} features"
+    return one_pass.why_not(plan, order)
+
+
+def output(plan: Plan, operands: Operands) -> Array:
+    """The attention output (..., L, Ev)."""
+    out, *_ = _results(plan, operands, has_moment=False)
+    return one_pass.finished_output(plan, operands, out)
+
+
+def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
+    """The state in columns."""
+    return one_pass.finished_state(plan, operands, *_results(plan, operands, has_moment=True))
+
+
+def _results(plan: Plan, operands: Operands, *, has_moment: bool) -> tuple[Any, Any, Any, Any]:
+    """Output, maximum, normalizer and moment.
+
+    The output is None without values. It is of float32 with a moment, and else of the result's dtype.
+    The moment is None if it is not asked for.
+    """
+    arrays = [
+        None if x is None else _with_contiguous_rows(one_pass.rows(plan, x))
+        for x in (operands.query, operands.key, operands.value)
+    ]
+    factor: Any = one_pass.factor(plan, operands)
+    interval: Any = one_pass.interval(plan, operands)
+    if interval is not None:
+        interval = tuple(x.contiguous() for x in interval)
+    dtype = plan.compute if has_moment else plan.dtype
+    return _attend().apply(*arrays, factor.contiguous(), interval, has_moment, dtype)
+
+
+def _with_contiguous_rows(x: Any) -> Any:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@functools.cache
+def _attend() -> Any:
+    import torch
+    from torch.autograd.function import once_differentiable
+
+    class Attend(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(
+            ctx: Any, query: Any, key: Any, value: Any, factor: Any, interval: Any, has_moment: bool,
+            out_dtype: Any,
+        ) -> Any:  # fmt: skip
+            inputs = (query, key, value, factor)
+            has_argmax = has_moment and any(ctx.needs_input_grad)
+            out, maximum, normalizer, moment, argmax = _forward(
+                *inputs, interval, has_moment, has_argmax, out_dtype
+            )
+            ctx.interval = interval
+            ctx.save_for_backward(*inputs, out, maximum, normalizer, moment, argmax)
+            return out, maximum, normalizer, moment
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *upstream: Any) -> Any:
+            return *_backward(ctx.saved_tensors, ctx.interval, upstream), None, None, None
+
+    return Attend
+
+
+def _forward(
+    query: Any, key: Any, value: Any, factor: Any, interval: Any, has_moment: bool, has_argmax: bool,
+    out_dtype: Any,
+) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
+    import torch
+
+    from isentropic._attention.triton_kernels import state_kernel
+
+    rows = query.shape[:-1]
+    out = None if value is None else query.new_empty((*rows, value.shape[-1]), dtype=out_dtype)
+    maximum, normalizer = torch.empty_like(factor), torch.empty_like(factor)
+    moment = torch.empty_like(factor) if has_moment else None
+    argmax = torch.empty_like(factor, dtype=torch.int32) if has_argmax else None
+    sizes = _sizes(state_kernel, query, value)
+    first, end = interval or (None, None)
+    # In one axis, as the others of a grid have at most 65535 programs.
+    grid = (rows[0] * rows[1] * -(-rows[2] // sizes.rows),)
+    with torch.cuda.device_of(query):
+        state_kernel[grid](
+            query, key, value, factor, first, end, out, maximum, normalizer, moment, argmax,
+            **_common(query, key, value, interval, sizes), HAS_MOMENT=has_moment, HAS_ARGMAX=has_argmax,
+        )  # fmt: skip
+    return out, maximum, normalizer, moment, argmax
+
+
+def _sizes(kernel: Any, query: Any, value: Any) -> Any:
+    from isentropic._attention.triton_kernels import configuration
+
+    width = max(query.shape[-1], 0 if value is None else value.shape[-1])
+    return configuration(kernel, width, query.itemsize, _is_amd())
+
+
+def _is_amd() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
+def _common(query: Any, key: Any, value: Any, interval: Any, sizes: Any) -> dict[str, Any]:
+    """The arguments that the kernels share."""
+    from isentropic._attention.triton_kernels import block_width, precision
+
+    names = ("batch", "head", "row")
+    strides = {
+        f"{array}_{name}": 0 if x is None else stride
+        for array, x in (("q", query), ("k", key), ("v", value))
+        for name, stride in zip(names, (query if x is None else x).stride(), strict=False)
+    }
+    width, n_values = query.shape[-1], 0 if value is None else value.shape[-1]
+    return strides | {
+        "heads": query.shape[1],
+        "group": query.shape[1] // key.shape[1],
+        "L": query.shape[2],
+        "S": key.shape[2],
+        "WIDTH": width,
+        "N_VALUES": n_values,
+        "BLOCK": block_width(width),
+        "VALUE_BLOCK": block_width(n_values),
+        "HAS_VALUE": value is not None,
+        "HAS_MASK": interval is not None,
+        "PRECISION": precision(_is_amd()),
+        "ROWS": sizes.rows,
+        "COLUMNS": sizes.columns,
+        "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def _backward(saved: Any, interval: Any, upstream: Any) -> tuple[Any, Any, Any, Any]:
+    """The gradients of query, key, value and factor."""
+    import array_api_compat.torch as xp
+    import torch
+
+    from isentropic._attention.triton_kernels import gradient_kernel
+
+    query, key, value, factor, out, maximum, normalizer, moment, argmax = saved
+    out_grad = None if out is None else upstream[0].to(query.dtype).contiguous()
+    inverse = torch.where(normalizer == 0, 0.0, 1 / normalizer)
+    constant, slope, rest = one_pass.gradient_terms(xp, out, normalizer, moment, upstream)
+    reference = torch.where(maximum == -math.inf, 0.0, maximum)
+    first, end = interval or (None, None)
+    sizes = _sizes(gradient_kernel, query, value)
+    low, high = (None, None) if interval is None else _reach(interval, key.shape[2], sizes.columns)
+
+    # Programs add to the gradient of the scaled query in turn, so it needs the accuracy.
+    dq = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    dk = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    dv = None if value is None else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    grid = (key.shape[0] * key.shape[1] * -(-key.shape[2] // sizes.columns),)
+    with torch.cuda.device_of(query):
+        gradient_kernel[grid](
+            query, key, value, out_grad, factor, first, end, low, high, reference, inverse, constant,
+            slope, rest, argmax, dq, dk, dv,
+            **_common(query, key, value, interval, sizes), HAS_MOMENT=slope is not None,
+        )  # fmt: skip
+    factor_grad = (dq * query).sum(-1, keepdim=True)
+    return (dq * factor).to(query.dtype), dk, dv, factor_grad
+
+
+def _reach(interval: Any, n_keys: int, size: int) -> tuple[Any, Any]:
+    """For each block of keys, the range (low, high) of the queries that see one of them.
+
+    Both ends of the intervals of `masks` do not decrease from query to query.
+    """
+    import torch
+
+    first, end = (x[..., 0] for x in interval)
+    start = torch.arange(0, n_keys, size, dtype=torch.int32, device=first.device)
+    start = start.expand(*first.shape[:-1], -1).contiguous()
+    low = torch.searchsorted(end, start, right=True, out_int32=True)
+    return low, torch.searchsorted(first, start + size, out_int32=True)

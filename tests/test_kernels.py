@@ -1,0 +1,275 @@
+"""The opt-in kernels, Triton's for PyTorch and Pallas' for JAX, against the generic pass and an oracle.
+
+Without a GPU they run in the interpreters of Triton and Pallas. These show that the values are right.
+That Triton's kernels compile is tested in `test_triton_compiler`, that Pallas' lower is tested here.
+"""
+
+import importlib.util
+import subprocess
+import sys
+
+import numpy as np
+import oracles
+import pytest
+
+import isentropic as it
+from isentropic import laws, masks
+
+KERNELS = {"torch": "triton", "jax": "pallas"}
+
+
+@pytest.fixture
+def kernel(backend):
+    """The name of the opt-in backend for the arrays of `backend`."""
+    name = KERNELS.get(backend.library)
+    if name is None:
+        pytest.skip("has no opt-in kernels")
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    x = backend.array(np.zeros((2, 2)), "float32")
+    why = it.attention_backends(x, x, x, implementation=name)[name]
+    if why == "the tensors are not on a GPU":
+        pytest.skip("on a machine with a GPU only tensors on it are tested")
+    assert why == "runs"
+    return name
+
+
+# JAX, which compiles for long, takes the first one alone.
+MASKS = {
+    "left padding": lambda a: {"mask": masks.causal() & masks.padding(a(np.asarray([[20], [40]])), side="left")},
+    "none": lambda a: {},
+    "causal": lambda a: {"is_causal": True},
+    "window": lambda a: {"mask": masks.window(20, 3)},
+    "offset": lambda a: {"mask": masks.causal(a(np.asarray([[-5], [30]])))},
+    "padding": lambda a: {"mask": masks.padding(a(np.asarray([[0], [35]])))},
+    "number": lambda a: {"mask": masks.causal() & masks.padding(33)},
+}  # fmt: skip
+
+
+def draw(rng, heads=2, key_heads=2, n_queries=44, n_keys=40, width=20, n_values=12):
+    """Queries, keys and values that need several blocks, with ragged ends."""
+    shapes = (heads, n_queries, width), (key_heads, n_keys, width), (key_heads, n_keys, n_values)
+    return [rng.normal(size=(2, *shape)) for shape in shapes]
+
+
+def outcomes(backend, implementation, arrays, slope, **options):
+    """Results of the three functions, and the gradients of a loss of all of them."""
+    xp, names = backend.xp, ("q", "k", "v", "slope")
+
+    def loss(q, k, v, slope):
+        given = options | {"law": laws.AffineLog(slope, 0.5), "implementation": implementation}
+        state = it.attention_state(q, k, v, **given)
+        results = {
+            "output": it.attention(q, k, v, **given),
+            "state output": state.output(),
+            "state entropy": state.entropy(),
+            "log normalizer": state.log_normalizer(),
+            "maximum": state.maximum,
+            "entropy": it.attention_entropy(q, k, **given),
+        }
+        finite = [xp.where(xp.isfinite(x), x, 0.0) for x in results.values()]
+        return sum(xp.sum(xp.sin(xp.astype(x, xp.float32) * 3)) for x in finite), results
+
+    parts = [backend.array(x) for x in (*arrays, slope)]
+    if backend.library == "torch":
+        total, results = loss(*(x.requires_grad_() for x in parts))
+        grads = xp.autograd.grad(total, parts)
+    else:
+        import jax
+
+        # XLA would compile for longer than this runs.
+        quick = {"xla_backend_optimization_level": 0}
+        of_loss = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+        grads, results = jax.jit(of_loss, compiler_options=quick)(*parts)
+    results |= {f"gradient of {x}": g for x, g in zip(names, grads, strict=True)}
+    return {name: backend.numpy(x) for name, x in results.items()}
+
+
+def assert_same(got, expected, tolerance):
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        size = np.abs(np.where(np.isfinite(expected[name]), expected[name], 0)).max()
+        np.testing.assert_allclose(
+            x, expected[name], atol=tolerance * max(size, 1), rtol=0, err_msg=name
+        )
+
+
+class TestAgainstGeneric:
+    @pytest.mark.parametrize("name", MASKS)
+    def test_values_and_gradients(self, backend, kernel, rng, name):
+        key_heads = 1 if name in ("left padding", "window", "offset") else 2
+        arrays = [x.astype("float32") for x in draw(rng, key_heads=key_heads)]
+        slope = np.asarray([0.4, 0.9], "float32")
+        options = MASKS[name](backend.array) | {"enable_gqa": True}
+        expected = outcomes(backend, "generic", arrays, slope, **options)
+        assert_same(outcomes(backend, kernel, arrays, slope, **options), expected, 1e-5)
+
+    def test_half_precision(self, backend, kernel, rng):
+        halves = [x.astype("float16") for x in draw(rng, n_queries=140)]
+        singles = [x.astype("float32") for x in halves]
+        slope = np.asarray([0.4, 0.9], "float32")
+        expected = outcomes(backend, "generic", singles, slope, is_causal=True)
+        got = outcomes(backend, kernel, halves, slope, is_causal=True)
+        assert got["output"].dtype == np.float16
+        assert got["state output"].dtype == np.float32
+        # The products round weights and gradients of logits to 11 bits.
+        assert_same(got, expected, 3e-3)
+
+    @pytest.mark.parametrize(
+        ("batch", "width", "n_values"), [((), 1, 17), ((3,), 64, 33), ((2, 1, 2), 5, 1)]
+    )
+    def test_shapes(self, backend, kernel, rng, batch, width, n_values):
+        q = backend.array(rng.normal(size=(*batch, 9, width)), "float32")
+        k, v = (
+            backend.array(rng.normal(size=(*batch[1:], 13, e)), "float32") for e in (width, n_values)
+        )
+        options = {"is_causal": True, "n_keys": backend.array(np.arange(9) + 2)}
+        expected = it.attention(q, k, v, implementation="generic", **options)
+        backend.assert_close(
+            it.attention(q, k, v, implementation=kernel, **options), expected, atol=1e-5
+        )
+
+    def test_memory_order(self, backend, kernel, rng):
+        if backend.library != "torch":
+            pytest.skip("has no strides")
+        q, k, v = (backend.array(x.swapaxes(1, 2).copy(), "float32").swapaxes(1, 2) for x in draw(rng))
+        expected = it.attention(q, k, v, implementation="generic")
+        backend.assert_close(it.attention(q, k, v, implementation=kernel), expected, atol=1e-5)
+        q, k = (x.swapaxes(-1, -2).contiguous().swapaxes(-1, -2) for x in (q, k))
+        backend.assert_close(it.attention(q, k, v, implementation=kernel), expected, atol=1e-5)
+
+    def test_state_with_a_sink(self, backend, kernel, rng):
+        q, k, v = (backend.array(x, "float32") for x in draw(rng))
+        merged = []
+        for implementation in ("generic", kernel):
+            state = it.attention_state(q, k, v, law=None, implementation=implementation)
+            zero = state.normalizer * 0
+            sink = it.AttentionState(zero + 1.5, zero + 1, state.weighted_value * 0, zero)
+            merged.append(it.merge_states(state, sink))
+        backend.assert_close(merged[1].output(), merged[0].output(), atol=1e-5)
+        backend.assert_close(merged[1].entropy(), merged[0].entropy(), atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("name", "poisoned", "poison"),
+        [
+            ("window", 1, np.nan),
+            ("none", 2, np.nan),
+            ("causal", 0, np.inf),
+            ("left padding", 2, np.inf),
+        ],
+    )
+    def test_what_is_seen_and_not_finite(self, backend, kernel, rng, name, poisoned, poison):
+        arrays = draw(rng)
+        arrays[poisoned][..., 25, 3] = poison
+        q, k, v = (backend.array(x, "float32") for x in arrays)
+        results = []
+        for implementation in ("generic", kernel):
+            options = MASKS[name](backend.array) | {"implementation": implementation}
+            state = it.attention_state(q, k, v, **options)
+            entropy = it.attention_entropy(q, k, **options)
+            output = it.attention(q, k, v, **options)
+            results.append((output, entropy, state.output(), state.entropy(), state.log_normalizer()))
+        for expected, got in zip(*results, strict=True):
+            np.testing.assert_allclose(backend.numpy(got), backend.numpy(expected), atol=1e-5)
+
+    @pytest.mark.parametrize("poisoned", [1, 2])
+    def test_what_is_hidden_and_not_finite(self, backend, kernel, rng, poisoned):
+        arrays = [x.astype("float32") for x in draw(rng)]
+        slope = np.asarray([0.4, 0.9], "float32")
+        options = {"mask": masks.padding(37) & masks.window(20)}
+        expected = outcomes(backend, "generic", arrays, slope, **options)
+        arrays[poisoned][..., 38:, :] = np.nan
+        got = outcomes(backend, kernel, arrays, slope, **options)
+        assert_same(got, expected, 1e-5)
+
+    def test_logits_of_a_large_offset(self, backend, kernel, rng):
+        # The moment and the entropy are centered, so that an offset of the logits costs no digits
+        # beyond those of the logits themselves.
+        q, k, _ = (x.astype("float32") for x in draw(rng))
+        q[..., 0], k[..., 0] = 16.0, 256.0
+        options = {"law": None, "scale": 1.0}
+        p = oracles.attention(q, k, scale=1.0).weights
+        h = it.attention_entropy(*map(backend.array, (q, k)), implementation=kernel, **options)
+        np.testing.assert_allclose(backend.numpy(h), oracles.entropy(p), atol=2e-2)
+
+
+class TestRefused:
+    def test_by_default_and_by_native(self, backend, kernel, rng):
+        q, k, v = (backend.array(x, "float32") for x in draw(rng))
+        for implementation in (None, "native"):
+            why = it.attention_backends(q, k, v, implementation=implementation)[kernel]
+            assert why == f"it runs only if `implementation` is {kernel!r}"
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({"softcap": 3.0}, "no soft cap"),
+            ({"mask": masks.window(2) | masks.padding(3)}, "gaps"),
+            ({"order": 2.0}, "Shannon's entropy"),
+        ],
+    )
+    def test_what_has_no_kernel(self, backend, kernel, rng, options, why):
+        q, k, v = (backend.array(x, "float32") for x in draw(rng))
+        assert why in it.attention_backends(q, k, v, implementation=kernel, **options)[kernel]
+
+    def test_float64(self, backend, kernel, rng):
+        if not backend.float64:
+            pytest.skip("there is no float64")
+        q, k, v = map(backend.array, draw(rng))
+        with pytest.raises(ValueError, match=f"{kernel}: it has no float64"):
+            it.attention(q, k, v, implementation=kernel)
+
+    def test_wide_heads(self, backend, kernel, rng):
+        for dtype, width, why in (("float16", 257, "1 to 256"), ("float32", 129, "more than 128")):
+            q, k, v = (backend.array(x, dtype) for x in draw(rng, width=width))
+            if kernel == "triton" or dtype == "float16":
+                with pytest.raises(ValueError, match=f"{why} features"):
+                    it.attention(q, k, v, implementation=kernel)
+
+    def test_without_triton(self, backend, monkeypatch):
+        if backend.library != "torch":
+            pytest.skip("needs no other package")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        x = backend.array(np.zeros((3, 7)), "float32")
+        with pytest.raises(ValueError, match="Triton is not installed: pip install triton"):
+            it.attention(x, x, x, implementation="triton")
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+    def test_calls_that_do_not_name_them_import_nothing(self, library):
+        pytest.importorskip(library)
+        program = (
+            f"import sys, {library} as xp, isentropic as it; before = set(sys.modules)\n"
+            "x = xp.zeros((3, 2)); it.attention(x, x, x); it.attention_backends(x, x, implementation='native')\n"
+            "found = [m for m in set(sys.modules) - before if 'triton' in m or 'pallas' in m]\n"
+            "assert not found, found\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_pallas_lowers(platform, request):
+    """For devices that need not be there, by the compilers that Pallas has for them."""
+    if request.config.getoption("--backend") not in (None, "jax"):
+        pytest.skip("belongs to the backend jax")
+    jax = pytest.importorskip("jax")
+    from jax import export
+
+    def results(q, k, v):
+        options = {"is_causal": True, "enable_gqa": True, "implementation": "pallas"}
+        state = it.attention_state(q, k, v, **options)
+        return it.attention(q, k, v, **options), state.output(), it.attention_entropy(q, k, **options)
+
+    def loss(*arrays):
+        return sum(x.astype("float32").sum() for x in results(*arrays))
+
+    # What JAX lowers Triton's kernels to may change from version to version.
+    checks = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    for function in (results, jax.grad(loss, argnums=(0, 1, 2))):
+        shapes = (2, 4, 70, 24), (2, 2, 40, 24), (2, 2, 40, 40)
+        arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+        exported = export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(
+            *arrays
+        )
+        name = {"cuda": "xla.gpu.triton", "tpu": "tpu_custom_call"}[platform]
+        assert exported.mlir_module().count(name) >= 3

@@ -1,0 +1,69 @@
+"""The Triton kernels, compiled to machine code for GPUs that need not be there.
+
+The interpreter of Triton, in which the other tests run, has none of the rules of the compiler.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# `nox -s kernels` compiles everything, which takes some minutes. A few kernels take seconds.
+FEW = [
+    "state_kernel-bfloat16-64-sm_80",
+    "gradient_kernel-bfloat16-64-sm_80",
+    "state_kernel-float32-64-sm_80-output",
+    "state_kernel-float16-128-sm_90",
+    "gradient_kernel-float16-128-gfx942",
+]
+ALL = [
+    f"{kernel}-{dtype}-{width}-{architecture}"
+    for kernel in ("state_kernel", "gradient_kernel")
+    for dtype in ("bfloat16", "float16", "float32")
+    for width in ((64, 128) if dtype == "float32" else (64, 128, 256))
+    for architecture in ("sm_80", "sm_90", "sm_100", "gfx942")
+]
+NAMES = sorted({*FEW, *ALL}) if os.environ.get("ISENTROPIC_ALL_KERNELS") else FEW
+
+# The instructions of the tensor cores, by architecture.
+PRODUCTS = {
+    "sm_80": {"mma.sync"},
+    "sm_90": {"wgmma", "mma.sync"},
+    "sm_100": {"tcgen05.mma", "mma.sync"},
+    "gfx942": {"v_mfma"},
+}
+# Bytes that a block of threads can have: what GPUs have at least from sm_80 on, and those of AMD.
+SHARED = {"gfx942": 64 * 1024}
+LEAST_SHARED = 99 * 1024
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """What came out of each of `NAMES`, from a process that does not interpret kernels."""
+    if request.config.getoption("--backend") not in (None, "torch"):
+        pytest.skip("belongs to the backend torch")
+    pytest.importorskip("triton", reason="triton is not installed")
+    program = Path(__file__).parent / "ahead_of_time.py"
+    result = subprocess.run(
+        [sys.executable, program, *NAMES],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = map(json.loads, result.stdout.splitlines())
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel(compiled, name):
+    result, architecture = compiled[name], name.split("-")[3]
+    assert "error" not in result, result["error"]
+    assert set(result["products"]) & PRODUCTS[architecture]
+    assert result["shared"] <= SHARED.get(architecture, LEAST_SHARED)
+    assert result["spilled"] == 0, result
+
+
+def test_hopper_has_its_own_products(compiled):
+    assert "wgmma" in compiled["state_kernel-float16-128-sm_90"]["products"]
