@@ -9,19 +9,25 @@ from isentropic import laws, masks
 from isentropic._attention import backends, plan
 
 
-@pytest.fixture(params=["blocks", "at once"])
-def small_blocks(set_blocks, request):
-    """Kernels take all sizes: in blocks with ragged ends, or all logits at once."""
-    set_blocks(numpy_untiled_logits=0 if request.param == "blocks" else 2**18)
+@pytest.fixture
+def tiles(set_blocks):
+    """Kernels take all sizes, in blocks with ragged ends."""
     set_blocks(
-        numpy_min_queries=0,
+        numpy_untiled_logits=0,
         numpy_min_head_logits=0,
         numpy_min_logits=0,
         numpy_rows=4,
         numpy_columns=5,
-        numpy_copied_numbers=300,
+        numpy_min_part=5,
         sdpa_mask_logits=0,
     )
+
+
+@pytest.fixture(params=["blocks", "at once"])
+def small_blocks(tiles, set_blocks, request):
+    """Kernels take all sizes, in blocks with ragged ends or all logits at once."""
+    if request.param == "at once":
+        set_blocks(numpy_untiled_logits=2**18)
 
 
 def outcomes(backend, implementation, q, k, v, **options):
@@ -102,6 +108,55 @@ class TestAgainstGeneric:
         for key, x in outcomes(backend, None, q, k, v, **options).items():
             np.testing.assert_allclose(x, expected[key], rtol=1e-10, atol=1e-10, err_msg=key)
 
+    @pytest.mark.parametrize("name", ["none", "causal", "either", "array", "offset"])
+    @pytest.mark.parametrize("softcap", [None, 2.0])
+    @pytest.mark.parametrize("biased", ["no bias", "bias", "lowest"])
+    def test_bias_softcap_and_order(self, backend, tiles, rng, name, softcap, biased):
+        if backend.library not in ("numpy", "torch"):
+            pytest.skip("has no kernel for it")
+        q, k, v = (rng.normal(size=(2, 4, n, 8)) * 3 for n in (11, 13, 13))
+        bias = rng.normal(size=(4, 11, 13)) * 5
+        if biased == "lowest":  # in some rows nothing but these is visible
+            bias[rng.random(bias.shape) < 0.3] = -np.inf
+            bias[rng.random(bias.shape) < 0.3] = np.finfo(np.float64).min
+            bias[:, :3] = np.asarray([-np.inf, np.finfo(np.float64).min, 0.0])[:, None]
+        bias = None if biased == "no bias" else backend.array(bias)
+        arrays = [backend.array(x) for x in (q, k, v)]
+        options = MASKS[name](backend.array) | {"softcap": softcap, "bias": bias}
+        expected = outcomes(backend, "generic", *arrays, **options)
+        got = outcomes(backend, "numpy", *arrays, **options)
+        for order in (0, 0.5, 0.9, 1.1, 2, 3, np.inf):
+            for results, implementation in ((expected, "generic"), (got, "numpy")):
+                h = it.attention_entropy(
+                    *arrays[:2], order=order, implementation=implementation, **options
+                )
+                results[f"entropy of order {order}"] = backend.numpy(h)
+        for key, x in got.items():
+            np.testing.assert_allclose(x, expected[key], rtol=1e-10, atol=1e-10, err_msg=key)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+    @pytest.mark.parametrize("n_keys", [13, 40])
+    def test_against_the_oracle(self, tiles, monkeypatch, rng, dtype, scale, n_keys):
+        monkeypatch.setattr("isentropic._attention.numpy.n_threads", lambda: 3)  # parts of the keys
+        q, k, v = (rng.normal(size=(3, n, 8)).astype(dtype) for n in (11, n_keys, n_keys))
+        bias = rng.normal(size=(11, n_keys)).astype(dtype) * scale
+        visible = rng.random((11, n_keys)) < 0.5
+        for added, softcap, mask in (
+            (None, None, None), (None, None, visible), (bias, None, None), (None, 4.0 * scale, visible),
+            (bias, 4.0 * scale, visible),
+        ):  # fmt: skip
+            options = {"bias": added, "softcap": softcap, "scale": scale}
+            expected = oracles.attention(q, k, v, visible=mask, **options)
+            options |= {"law": None, "mask": mask, "implementation": "numpy"}
+            # The rounding of a logit, ten times over.
+            slack = np.finfo(dtype).eps * (10 * scale * 20 + 50)
+            out = it.attention(q, k, v, **options)
+            np.testing.assert_allclose(out, expected.output, rtol=slack, atol=slack * 4)
+            for order in (0, 0.5, 1, 1.1, 2, np.inf):
+                h = it.attention_entropy(q, k, order=order, **options)
+                np.testing.assert_allclose(h, expected.entropy(order), rtol=slack, atol=slack * 10)
+
     def test_half_precision(self, backend, small_blocks, rng):
         if backend.library not in ("numpy", "torch", "jax"):
             pytest.skip("has no kernel")
@@ -115,6 +170,12 @@ class TestAgainstGeneric:
         x = backend.array(rng.normal(size=(5, 4)))
         with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
             it.attention_entropy(x, x, softcap=3.0, implementation="native")
+
+
+def test_numpy_adds_a_bias_of_many_logits():
+    x, bias = np.zeros((2**10, 2)), np.zeros((2**10, 1))
+    for options in ({"bias": bias}, {"softcap": 3.0}, {"bias": bias, "softcap": 3.0}):
+        assert it.attention_backends(x, x, x, **options)["numpy"] == "runs"
 
 
 class TestBackends:
@@ -133,9 +194,10 @@ class TestBackends:
                 assert name == expected[backend.library]
             elif backend.library == "strict":
                 assert name == "generic"
-        capped = it.attention_backends(x, x, x, softcap=3.0)
+        few = x[:1, :20]
+        capped = it.attention_backends(few, few, few, softcap=3.0)
         assert capped["generic"] == "runs"
-        assert capped["numpy"] == "it has no bias and no soft cap"
+        assert capped["numpy"] == "for so few logits it has no bias and no soft cap"
 
     def test_names(self, backend, rng):
         assert list(plan.IMPLEMENTATIONS[:3]) == [None, "generic", "native"]
@@ -155,15 +217,17 @@ class TestBackends:
                 ):
                     it.attention(x, x, x, implementation=name)
 
-    def test_numpy_takes_few_logits_and_many_but_no_few_queries(self):
+    def test_numpy_takes_few_logits_and_many_but_no_few_logits_of_many_heads(self):
         few, many = np.zeros((4, 2)), np.zeros((2**20, 2))
         for order in (None, 1.0, 2.0):
             assert it.attention_backends(few, few, few, order=order)["numpy"] == "runs"
-        why = it.attention_backends(many, many, order=2)["numpy"]
-        assert why == "for so many logits it computes only Shannon's entropy"
-        why = it.attention_backends(few, many, many)["numpy"]
-        assert why == "there are too few queries for it to be faster"
-        assert it.attention_backends(many, many, many)["numpy"] == "runs"
+            assert it.attention_backends(many, many, order=order)["numpy"] == "runs"
+        assert it.attention_backends(few, many, many)["numpy"] == "runs"
+        heads = np.broadcast_to(np.zeros(1), (2**9, 4, 2**10))
+        why = it.attention_backends(heads, np.broadcast_to(np.zeros(1), (2**9, 2**10, 2**10)), None)[
+            "numpy"
+        ]
+        assert why == "each head has too few logits for it to be faster"
 
 
 def test_several_dtypes_are_computed_in_the_widest(backend, rng):
@@ -327,9 +391,9 @@ class TestSkippedTiles:
 
         def counted_tiles(self, *args):
             nonlocal size
-            for columns, s in tiles(self, *args):
-                size += s.size
-                yield columns, s
+            for tile in tiles(self, *args):
+                size += tile[-1].size
+                yield tile
 
         monkeypatch.setattr(Tiles, "logits", counted_logits)
         monkeypatch.setattr(_Pass, "tiles", counted_tiles)

@@ -21,10 +21,12 @@ LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 @pytest.fixture(autouse=True)
 def _blas_of_several_threads():
     """The environment may limit the BLAS to one thread for the other tests."""
-    from threadpoolctl import threadpool_limits
-
-    with threadpool_limits(os.cpu_count(), user_api="blas"):
-        yield
+    before = [(library, library.num_threads) for library in _threads._controller().lib_controllers]
+    for library, _ in before:
+        _threads._set_threads(library, os.cpu_count())
+    yield
+    for library, n in before:
+        _threads._set_threads(library, n)
 
 
 @pytest.fixture
@@ -124,18 +126,48 @@ def test_callers_in_a_thread_pool(four_threads, rng):
 
 
 def test_a_thread_that_may_not_change_the_limit_leaves_the_work_to_the_blas(four_threads):
-    # threadpoolctl gives the limit to the first thread that sets it, as long as it lives.
-    _threads.run(lambda i: None, range(4))
+    # threadpoolctl gives the limit to the thread that has set it, until that thread clears it.
     who, before = set(), blas_threads()
+    for library in _threads._controller().lib_controllers:
+        library.set_num_threads(library.num_threads)
     caller = threading.Thread(
         target=_threads.run, args=(lambda i: who.add(threading.get_ident()), range(4))
     )
     caller.start()
     caller.join(timeout=30)
+    for library in _threads._controller().lib_controllers:
+        getattr(library, "clear_controlling_thread", lambda: None)()
     assert who
     assert who == {caller.ident} or caller.ident not in who  # in turn, or in threads of the pool
     assert blas_threads() == before
     assert not _threads._blas.is_limited
+
+
+def test_the_limit_holds_until_the_last_of_several_calls_ends(four_threads):
+    before = blas_threads()
+    first_is_in, second_is_in, limits = threading.Event(), threading.Event(), []
+
+    def first():
+        with _threads._blas.limited() as share:
+            limits.append((share, blas_threads()))
+            first_is_in.set()
+            assert second_is_in.wait(timeout=30)
+
+    def second():
+        assert first_is_in.wait(timeout=30)
+        with _threads._blas.limited() as share:
+            second_is_in.set()
+            threads[0].join(timeout=30)
+            limits.append((share, blas_threads()))
+
+    threads = [threading.Thread(target=call) for call in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    ones = [1] * len(before)
+    assert limits == [(4, ones), (2, ones)]
+    assert blas_threads() == before
 
 
 def test_nested(four_threads):

@@ -60,7 +60,7 @@ _NEAR_ORDER_1 = 0.25
 _SAME_AS_ORDER_1 = 1e-20
 # Orders from here on count as infinite, to double precision. A product order · score could overflow.
 INFINITE_ORDER = 1e16
-_LOWEST_SCORE = -1e30
+LOWEST_SCORE = -1e30
 # Weights between the reciprocal of this and this can be added and divided in float32.
 _SAFE_RANGE = 2.0**32
 # Log-ratios above this count as large: eˣ dominates x, and is still far from an overflow.
@@ -97,7 +97,7 @@ def partition(
 
 def _clipped_scores(xp: ModuleType, x: Array, order: float) -> Array:
     """Centered scores clipped from below, where they have no weight, so that no product overflows."""
-    return clip(xp, x, min=_LOWEST_SCORE / max(order, 1.0))
+    return clip(xp, x, min=LOWEST_SCORE / max(order, 1.0))
 
 
 def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:

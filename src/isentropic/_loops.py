@@ -31,9 +31,8 @@ class BlockSizes:
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
     numpy_rows: int = 256  # a tile that fits in the second-level cache of a core, with its operands
     numpy_columns: int = 512
-    numpy_copied_numbers: int = 2**22  # numbers in the keys and values that are copied at once
-    # Calls with fewer queries, or fewer logits, are not faster with copies and threads.
-    numpy_min_queries: int = 128
+    numpy_min_part: int = 2**12  # the fewest keys of a part, if threads share the keys
+    # Calls with fewer logits are not faster with threads and one batch element at a time.
     numpy_min_head_logits: int = 2**16
     numpy_min_logits: int = 2**20  # of all heads
     jax_rows: int = 512  # a tile of one head on a CPU

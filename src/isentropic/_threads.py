@@ -62,29 +62,34 @@ def _controller() -> Any:
 
 
 class _Blas:
-    """The thread limit of the BLAS, global to the process. Only the call that set it may lift it."""
+    """The thread limit of the BLAS. The first call sets it, and the last one of its time lifts it."""
 
     def __init__(self) -> None:
         self.lock = allocate_lock()
         self.calls = 0
         self.threads = 1
         self.is_limited = False
+        self.previous: list[tuple[Any, int]] = []  # libraries, with their limits before
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[int]:
         """Limit the BLAS to one thread, and yield the number of threads that this call may use."""
-        previous_limits: list[tuple[Any, int]] = []
+        previous_here: list[tuple[Any, int]] = []
         is_registered = False
         # Every step is inside the `try`, as an interrupt may come between any two of them.
         try:
             with self.lock:
                 if not self.is_limited:
                     self.threads = _available()
-                    previous_limits += [(x, x.num_threads) for x in _controller().lib_controllers]
-                    for library, _ in previous_limits:
-                        library.set_num_threads(1)
-                    # A BLAS may ignore limits from all but one thread, so the limit is read back.
-                    self.is_limited = _available() == 1
+                for library in _controller().lib_controllers:
+                    # With OpenMP each thread has a limit of its own.
+                    is_of_thread = getattr(library, "threading_layer", None) == "openmp"
+                    if is_of_thread or not self.is_limited:
+                        previous = previous_here if is_of_thread else self.previous
+                        previous.append((library, library.num_threads))
+                        _set_threads(library, 1)
+                # A BLAS may ignore a limit, so it is read back.
+                self.is_limited = self.is_limited or _available() == 1
                 self.calls += 1
                 is_registered = True
                 share = max(1, self.threads // self.calls) if self.is_limited else 1
@@ -92,9 +97,25 @@ class _Blas:
         finally:
             with self.lock:
                 self.calls -= is_registered
-                for library, n in previous_limits:
-                    library.set_num_threads(n)
+                _restore(previous_here)
+                if not self.calls:
+                    _restore(self.previous)
                     self.is_limited = False
+
+
+def _set_threads(library: Any, n: int) -> None:
+    library.set_num_threads(n)
+    # threadpoolctl lets only the thread that has set a limit set another one, until it is cleared. The
+    # lock of `_Blas` takes care of that.
+    if hasattr(library, "clear_controlling_thread"):
+        library.clear_controlling_thread()
+
+
+def _restore(previous: list[tuple[Any, int]]) -> None:
+    while previous:
+        library, n = previous[-1]
+        _set_threads(library, n)
+        previous.pop()
 
 
 _blas = _Blas()
@@ -105,7 +126,7 @@ def _reset_after_fork() -> None:
     global _blas
     if _blas.is_limited:
         for library in _controller().lib_controllers:
-            library.set_num_threads(_blas.threads)
+            _set_threads(library, _blas.threads)
     _blas = _Blas()
 
 

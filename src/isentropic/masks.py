@@ -76,6 +76,11 @@ class Mask(Record, ABC):
     def arrays(self) -> tuple[Array, ...]:
         """The arrays that the mask holds."""
 
+    @property
+    def is_shift_invariant(self) -> bool:
+        """Whether the mask depends on the difference of the positions of query and key alone."""
+        return False
+
     def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
         """The properties of the mask, except for the values of its arrays."""
         return (type(self), *(_signature(x, array_signature) for x in vars(self).values()))
@@ -439,6 +444,10 @@ class _Band(_Contiguous):
     def arrays(self) -> tuple[Array, ...]:
         return () if self.offset is None or isinstance(self.offset, int) else (self.offset,)
 
+    @property
+    def is_shift_invariant(self) -> bool:
+        return not self.arrays
+
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         for x in self.arrays:
             _check_per_sequence("offset", x.shape, batch)
@@ -596,6 +605,10 @@ class _Pair(Mask):
     @property
     def arrays(self) -> tuple[Array, ...]:
         return self.first.arrays + self.second.arrays
+
+    @property
+    def is_shift_invariant(self) -> bool:
+        return self.first.is_shift_invariant and self.second.is_shift_invariant
 
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         self.first.check(batch, n_queries, n_keys)

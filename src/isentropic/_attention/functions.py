@@ -476,8 +476,8 @@ def attention_backends(
     >>> x = np.zeros((8, 1024, 64), "float32")
     >>> attention_backends(x, x, x)["numpy"]
     'runs'
-    >>> attention_backends(x, x, x, softcap=30.0)["numpy"]
-    'it has no bias and no soft cap'
+    >>> attention_backends(x, x, x, softcap=30.0)["jax"]
+    "the arrays are not JAX's"
     """
     if order is not None:
         check_order(order)

@@ -1,35 +1,51 @@
-"""The tile pass for NumPy. Its only elementwise operation on a tile is exp.
+"""The tile pass for NumPy: two products and an exponential per tile, with few elementwise passes.
 
-The exponents of a row are relative to a bound b = ‖q‖ · max‖k‖ ≥ max q·k instead of the maximum. The
-product of queries and keys subtracts b by one more column: −b on the queries and 1 on the keys. The
-product with the values computes the sums of the rows by a column of 1 on the values. So a tile takes
-a product, an exp and a product. A row whose sum relative to the bound is too small to be accurate is
-computed again relative to its maximum, which takes one more product.
+Without a bias the exponents of a row are relative to a bound ‖q‖ · max‖k‖ ≥ max q·k, or the soft cap,
+instead of the maximum. A small bound is not even subtracted. A row whose sum relative to the bound is
+too small to be accurate is computed again.
 
-Threads compute the blocks of rows of all batch elements.
+With a bias, and for entropies of other orders than 1, exponents are relative to the maximum of the
+tiles so far.
+
+Threads compute the blocks of rows of all batch elements, or parts of the keys if there are few rows.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from functools import reduce
+from typing import Any, cast
 
-from isentropic._attention.generic import AttentionState, with_batch_axes
+from isentropic._attention.generic import (
+    AttentionState,
+    merge_columns,
+    output_of_columns,
+    with_batch_axes,
+)
 from isentropic._attention.plan import Operands, Plan
-from isentropic._entropy import entropy_of_moments, partition
-from isentropic._loops import BLOCKS, Block, keep_freed_memory, take
+from isentropic._entropy import (
+    LOWEST_SCORE,
+    entropy_of_moments,
+    partition,
+    shift_moment,
+    terms_of_moment,
+)
+from isentropic._loops import BLOCKS, Block, blocks, keep_freed_memory, take
 from isentropic._namespace import Array, numpy_dtype
 from isentropic._numerics import divide_or_zero, grouped_matmul
-from isentropic._threads import run
-from isentropic.masks import Mask
+from isentropic._threads import n_threads, run
 
 # A sum relative to the bound is accurate from here on: for up to 10^10 keys it loses less to underflow
 # (of weights below 1e-38 in float32) than to rounding.
 _MIN_SUM = 1e-20
-# The largest rounding error in an exponent from the subtraction of the bound.
+# Bounds below this, in nats, are not subtracted: in float32 the weights are between 4e-18 and 2e17, of
+# which 10^21 can be added.
+_MAX_EXPONENT = 40.0
+# The largest rounding error in an exponent from its unit, by which the queries are divided.
 _MAX_EXPONENT_ERROR = 1e-3
 
 Index = tuple[int, ...]
@@ -37,8 +53,6 @@ Index = tuple[int, ...]
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the NumPy pass does not compute a call, or None."""
-    if plan.has_bias or plan.softcap is not None:
-        return "it has no bias and no soft cap"
     if plan.block_size is not None:
         return "it chooses the sizes of its tiles"
     if not is_named and plan.frame.is_compiling:
@@ -46,11 +60,11 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if not plan.is_on_host:
         return "some array is on another device, traced or differentiated"
     if _is_small(plan):
+        if plan.has_bias or plan.softcap is not None:
+            return "for so few logits it has no bias and no soft cap"
         return None
-    if order not in (None, 1.0):
-        return "for so many logits it computes only Shannon's entropy"
     if not is_named and not _is_large(plan):
-        return "there are too few queries for it to be faster"
+        return "each head has too few logits for it to be faster"
     return None
 
 
@@ -60,12 +74,10 @@ def _is_small(plan: Plan) -> bool:
 
 
 def _is_large(plan: Plan) -> bool:
-    """Whether the call is large enough to repay copies, threads and a loop over batch elements."""
+    """Whether the call is large enough to repay threads and a loop over batch elements."""
     size = plan.n_queries * plan.n_keys
     return (
-        plan.n_queries >= BLOCKS.numpy_min_queries
-        and size >= BLOCKS.numpy_min_head_logits
-        and size * math.prod(plan.batch) >= BLOCKS.numpy_min_logits
+        size >= BLOCKS.numpy_min_head_logits and size * math.prod(plan.batch) >= BLOCKS.numpy_min_logits
     )
 
 
@@ -73,7 +85,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""
     if _is_small(plan):
         return _to_library(plan, _output_at_once(plan, operands))
-    return _to_library(plan, _Pass(*_as_numpy(plan, operands), divide=True).state().weighted_value)
+    return _to_library(plan, _Pass(*_as_numpy(plan, operands)).state().weighted_value)
 
 
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
@@ -101,8 +113,7 @@ def _numpy_state(
 ) -> AttentionState:
     if _is_small(plan):
         return _state_at_once(plan, operands, order)
-    numpy_plan, operands = _as_numpy(plan, operands)
-    return _Pass(numpy_plan, operands, relative_to_maximum=relative_to_maximum, score=True).state()
+    return _Pass(*_as_numpy(plan, operands), order, relative_to_maximum).state()
 
 
 def _logits_at_once(plan: Plan, operands: Operands) -> Any:
@@ -174,9 +185,9 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     def view(x: Any) -> Any:
         return _numpy_view(plan, x)
 
-    query, key, value, _, mask, multiplier, _, nonfinite = operands
+    query, key, value, bias, mask, multiplier, _, nonfinite = operands
     rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
-    views = (view(query), view(key), view(value), None, mask, view(multiplier), None, rows)
+    views = (view(query), view(key), view(value), view(bias), mask, view(multiplier), None, rows)
     where: dict[str, Any] = {"xp": np, "device": "cpu"}
     frame = plan.frame.replaced(**where)
     numpy_plan = plan.replaced(frame=frame, **where, library="numpy", dtype=dtype, compute=dtype)
@@ -205,217 +216,342 @@ def _to_library(plan: Plan, x: Any) -> Any:
     return xp.asarray(x, device=plan.device)
 
 
-@dataclass(eq=False, repr=False)
-class _Keys:
-    """Copies of the keys and values of one batch element, with a column of ones each."""
+@dataclass(frozen=True, eq=False, repr=False)
+class _Item:
+    """A block of rows of one batch element, and the part of the keys over which sums are taken."""
 
-    keys: Any  # (S, E + 1)
-    values: Any  # (S, Ev + 1); (S, 1) without values
-    bound: Any  # the largest norm of the keys
-    bound_is_loose: bool = False  # whether sums relative to the bound were too small for some row
+    index: Index
+    rows: Block
+    part: Block
+    mask: Any
 
 
-class _Sums(NamedTuple):
-    """Sums over the keys for each row, with exponents x."""
+class _Sums:
+    """Sums over keys for each row, with exponents x relative to a reference."""
 
-    largest: Any  # max x, if the state is to be relative to the maximum
-    normalizer: Any  # Σ eˣ
-    value: Any  # Σ eˣ v
-    moment: Any  # Σ eˣ x, if the score is needed
+    def __init__(self, rows: int, values: Any, dtype: Any) -> None:
+        import numpy as np
+
+        self.values = values  # (S, Ev), or None
+        self.normalizer = np.zeros(rows, dtype)  # Σ eˣ
+        self.value = None if values is None else np.zeros((rows, values.shape[-1]), dtype)  # Σ eˣ v
+        self.moment: Any = np.zeros(rows, dtype)  # that of the order, which is Σ eˣ x for order 1
+        self.part = None if self.value is None else np.empty_like(self.value)
+        self.ones = self.buffer = np.ones(0, dtype)
+
+    def beside(self, tile: Any) -> Any:
+        """An array like a tile, the same memory for every tile."""
+        import numpy as np
+
+        if self.buffer.size < tile.size:
+            self.buffer = np.empty(tile.size, tile.dtype)
+        return self.buffer[: tile.size].reshape(tile.shape)
+
+    def add(self, columns: Block, weight: Any) -> None:
+        """Add the weights eˣ of a tile, except for the moment."""
+        import numpy as np
+
+        start, size = columns
+        if self.ones.size < size:
+            self.ones = np.ones(size, weight.dtype)
+        self.normalizer += weight @ self.ones[:size]  # half the time of `np.sum`
+        if self.value is not None:
+            self.value += np.matmul(weight, self.values[start : start + size], out=self.part)
+
+    def shift(self, shift: Any, order: float | None) -> None:
+        """Let the exponents change by `shift`."""
+        import numpy as np
+
+        if order is not None:
+            self.moment = shift_moment(np, self.moment, self.normalizer, shift, order)
+        factor = np.exp(shift)
+        self.normalizer *= factor
+        if self.value is not None:
+            self.value *= factor[:, None]
 
 
 @dataclass(eq=False, repr=False)
 class _Pass:
     plan: Plan
     operands: Operands
+    order: float | None = None  # of the moment; None without a moment
     relative_to_maximum: bool = False
-    score: bool = False  # compute the weighted score
-    divide: bool = False  # divide the weighted values by the normalizer
+
+    def __post_init__(self) -> None:
+        key, value = (_in_rows(x, self.plan.compute) for x in (self.operands.key, self.operands.value))
+        self.operands = self.operands._replace(key=key, value=value)
+        plan, operands = self.plan, self.operands
+        is_plain = operands.bias is None and operands.nonfinite is None
+        # The norms of the keys take longer than the maxima of fewer rows.
+        has_many_rows = plan.n_queries >= plan.head_dim
+        self.has_bound = is_plain and has_many_rows and self.order in (None, 1.0)
+        self.largest_norms: dict[Any, Any] = {}  # of the keys of a part
+        self.loose_bounds: set[Any] = set()  # parts with a row whose maximum is far below the bound
+        self.visible_tiles: dict[Any, Any] = {}
 
     def state(self) -> AttentionState:
+        """The state in columns. Without an order the weighted values are divided by the normalizer."""
         import numpy as np
 
         keep_freed_memory()
-        plan, operands = self.plan, self.operands
-        shape, dtype = (*plan.batch, plan.n_queries), plan.compute
-        n_values = 0 if operands.value is None else operands.value.shape[-1]
-        result = AttentionState(
-            np.empty((*shape, 1), dtype),
-            np.empty((*shape, 1), dtype),
-            np.empty((*shape, n_values), plan.dtype if self.divide else dtype),
-            np.empty((*shape, 1), dtype) if self.score else None,
-        )
-        width = plan.n_keys * (operands.query.shape[-1] + n_values + 2)
-        elements_per_copy = max(1, BLOCKS.numpy_copied_numbers // width)
+        plan = self.plan
+        mask: Any = self.operands.mask
         elements = list(np.ndindex(*plan.batch))
-        row_size = BLOCKS.numpy_rows
-        rows = [(i, min(row_size, shape[-1] - i)) for i in range(0, shape[-1], row_size)]
-        copies: dict[Any, _Keys] = {}
-        for i in range(0, len(elements), elements_per_copy):
-            part = elements[i : i + elements_per_copy]
-            # Batch elements with the same keys and values (broadcast axes, grouped heads) share a copy.
-            index_of = {self.copy_key(index): index for index in part}
-            copies = {copy_key: copies[copy_key] for copy_key in index_of if copy_key in copies}
+        # Under a causal mask the last rows take longest. So they come first.
+        rows = blocks(0, plan.n_queries, BLOCKS.numpy_rows)[::-1]
+        parts = self.parts(len(elements) * len(rows))
+        states = [self.empty_state() for _ in parts]
 
-            def copy(copy_key: Any, copies: Any = copies, index_of: Any = index_of) -> None:
-                copies[copy_key] = self.copy(index_of[copy_key])
+        def compute(task: tuple[Index, Block, int]) -> None:
+            index, (start, size), i = task
+            of_element = None if mask is None else mask.element(plan.batch, index)
+            fields = self.block(_Item(index, (start, size), parts[i], of_element))
+            for array, field in zip(states[i], fields, strict=True):
+                if array is not None:
+                    array[index][start : start + size] = field
 
-            run(copy, [copy_key for copy_key in index_of if copy_key not in copies])
+        run(compute, [(index, r, i) for index in elements for r in rows for i in range(len(parts))])
+        if len(states) == 1:
+            return states[0]
+        merged = reduce(lambda a, b: merge_columns(np, a, b, self.order), states)
+        if self.order is None:
+            return merged._replace(weighted_value=output_of_columns(np, merged))
+        return merged
 
-            def block(item: tuple[Index, Block], copies: dict[Any, _Keys] = copies) -> None:
-                index, (start, size) = item
-                fields = self.block(index, (start, size), copies[self.copy_key(index)])
-                for array, field in zip(result, fields, strict=True):
-                    if array is not None:
-                        array[index][start : start + size] = field
+    def parts(self, n_items: int) -> list[Block]:
+        """The keys, in several parts if there are fewer blocks of rows than threads."""
+        n_keys = self.plan.n_keys
+        n = min(-(-n_threads() // n_items), n_keys // BLOCKS.numpy_min_part)
+        return blocks(0, n_keys, -(-n_keys // n)) if n > 1 else [(0, n_keys)]
 
-            run(block, [(index, r) for index in part for r in rows])
-        return result if operands.value is not None else result._replace(weighted_value=None)
-
-    def copy_key(self, index: Index) -> Any:
-        """A key that is equal for batch elements with the same keys and values."""
-        plan, operands = self.plan, self.operands
-        arrays = [operands.key] if operands.value is None else [operands.key, operands.value]
-        positions = tuple(_element_of(x, plan.batch, index) for x in arrays)
-        return positions if operands.nonfinite is None else index
-
-    def copy(self, index: Index) -> _Keys:
+    def empty_state(self) -> AttentionState:
         import numpy as np
 
-        plan, operands = self.plan, self.operands
-        key = operands.key[_element_of(operands.key, plan.batch, index)]
-        keys = np.empty((key.shape[0], key.shape[1] + 1), plan.compute)
-        keys[:, :-1] = key
-        keys[:, -1] = 1.0
-        bound = _norms(keys[:, :-1]).max()
-        if operands.nonfinite is not None:
-            keys[:, -1] += _broadcast(plan, operands.nonfinite[1])[index][0]
-        n_values = 0 if operands.value is None else operands.value.shape[-1]
-        values = np.empty((key.shape[0], n_values + 1), keys.dtype)
-        if operands.value is not None:
-            values[:, :-1] = operands.value[_element_of(operands.value, plan.batch, index)]
-        values[:, -1] = 1.0
-        return _Keys(keys, values, bound)
-
-    def block(self, index: Index, rows: Block, keys: _Keys) -> AttentionState:
-        """The state of a block of rows of one batch element."""
-        import numpy as np
-
-        plan, operands, (start, size) = self.plan, self.operands, rows
-        mask = None if operands.mask is None else operands.mask.element(plan.batch, index)
-        query = self.scaled_rows(index, rows)
-        nan_rows: Any = 0.0
-        if operands.nonfinite is not None:
-            nan_rows = _broadcast(plan, operands.nonfinite[0])[index][start : start + size, 0]
-        q = np.empty((size, query.shape[-1] + 1), query.dtype)
-        q[:, :-1] = query
-
-        bound = _norms(query) * keys.bound
-        # The product cannot subtract a large bound without a large rounding error in the exponents.
-        bound_is_loose = (
-            keys.bound_is_loose or not np.max(bound) * np.finfo(q.dtype).eps < _MAX_EXPONENT_ERROR
+        plan, value = self.plan, self.operands.value
+        shape, dtype = (*plan.batch, plan.n_queries), plan.compute
+        value_dtype = plan.dtype if self.order is None else dtype
+        return AttentionState(
+            np.empty((*shape, 1), dtype),
+            np.empty((*shape, 1), dtype),
+            None if value is None else np.empty((*shape, value.shape[-1]), value_dtype),
+            None if self.order is None else np.empty((*shape, 1), dtype),
         )
-        if not bound_is_loose:
-            q[:, -1] = nan_rows - bound
-            sums = self.sums(size, self.tiles(mask, rows, q, keys.keys), keys.values)
-            if np.all(sums.normalizer >= _MIN_SUM):
-                return self.state_of(sums, bound)
-        q[:, -1] = nan_rows
-        maximum = np.full(size, -math.inf, q.dtype)
-        for _, s in self.tiles(mask, rows, q, keys.keys):
-            np.maximum(maximum, np.max(s, axis=-1), out=maximum)
-        is_empty = maximum <= np.finfo(q.dtype).min
-        if not bound_is_loose:
-            keys.bound_is_loose = bool(np.any(~is_empty & ~(sums.normalizer >= _MIN_SUM)))
-        maximum[is_empty] = 0.0
 
-        def exponents() -> Iterator[tuple[Block, Any]]:
-            for columns, s in self.tiles(mask, rows, q, keys.keys):
-                yield columns, np.subtract(s, maximum[:, None], out=s)
+    def block(self, item: _Item) -> AttentionState:
+        """The state of an item."""
+        state = self.below_bound(item) if self.has_bound else None
+        return self.below_maximum(item) if state is None else state
 
-        return self.state_of(self.sums(size, exponents(), keys.values), maximum)
+    def part_of(self, x: Any, item: _Item) -> Any:
+        """The rows of an item in `x` (..., L, columns)."""
+        return take(x[_element_of(x, self.plan.batch, item.index)], item.rows, -2)
 
-    def scaled_rows(self, index: Index, rows: Block) -> Any:
-        plan, operands, (start, size) = self.plan, self.operands, rows
-        query = _broadcast(plan, operands.query)[index][start : start + size]
-        query = query.astype(plan.compute, copy=False)
-        if isinstance(operands.multiplier, float):
-            return query * operands.multiplier
-        return query * _broadcast(plan, take(operands.multiplier, rows, -2))[index]
+    def scaled_rows(self, item: _Item, unit: float) -> Any:
+        """The queries whose products with the keys are the logits, divided by a unit."""
+        import numpy as np
 
-    def tiles(self, mask: Mask | None, rows: Block, q: Any, keys: Any) -> Iterator[tuple[Block, Any]]:
-        """Yield the key blocks that some query sees, with ``q @ keys``, the lowest number if hidden.
+        query, multiplier = self.part_of(self.operands.query, item), self.operands.multiplier
+        if not isinstance(multiplier, float):
+            multiplier = self.part_of(multiplier, item)
+        return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
-        The lowest number replaces −∞, whose product with the weight 0 would be NaN.
+    def below_bound(self, item: _Item) -> AttentionState | None:
+        """The state from sums relative to a bound; None if the maximum of some row is far below it."""
+        import numpy as np
+
+        exp, unit = _exponential()
+        place, softcap = self.place(item), self.plan.softcap
+        query_unit = unit if softcap is None else softcap
+        query = self.scaled_rows(item, query_unit)
+        bound = _norms(query) * (self.largest_norm(item) * query_unit)
+        if softcap is not None:
+            bound = np.minimum(bound, softcap)
+        largest = np.max(bound)
+        if place in self.loose_bounds or not largest * np.finfo(bound.dtype).eps < _MAX_EXPONENT_ERROR:
+            return None
+        is_shifted = largest > _MAX_EXPONENT
+        reference = bound / unit if is_shifted else np.zeros_like(bound)
+        sums = self.new_sums(item)
+        peak = np.zeros_like(bound)
+        for columns, visible, s in self.tiles(item, query):
+            if softcap is not None:
+                np.multiply(np.tanh(s, out=s), softcap / unit, out=s)
+            if is_shifted:
+                np.subtract(s, reference[:, None], out=s)
+            p = exp(s, out=s if self.order is None else sums.beside(s))
+            if visible is not None:
+                np.multiply(p, visible, out=p)
+            sums.add(columns, p)
+            if self.order is not None:
+                sums.moment += np.vecdot(p, s)
+            if self.relative_to_maximum:
+                np.maximum(peak, _row_maxima(p), out=peak)
+        if is_shifted and not np.all(sums.normalizer >= _MIN_SUM):
+            self.loose_bounds.add(place)
+            return None
+        sums.moment *= unit
+        return self.state_of(
+            sums, reference * unit, peak if self.relative_to_maximum else sums.normalizer
+        )
+
+    def below_maximum(self, item: _Item) -> AttentionState:
+        """The state from sums relative to the maximum so far, for logits of every kind."""
+        import numpy as np
+
+        softcap, order = self.plan.softcap, self.order
+        sums = self.new_sums(item)
+        query = self.scaled_rows(item, 1.0 if softcap is None else softcap)
+        maximum = np.full(item.rows[1], -math.inf, query.dtype)
+        for columns, visible, s in self.tiles(item, query):
+            if softcap is not None:
+                np.multiply(np.tanh(s, out=s), softcap, out=s)
+            self.add_bias(item, columns, s)
+            if visible is not None:
+                _hide(s, visible)
+            previous, maximum = maximum, np.maximum(maximum, _row_maxima(s))
+            # The weights of a row that has seen no key are e^{−∞} = 0.
+            reference = np.maximum(maximum, np.finfo(s.dtype).min)
+            sums.shift(np.where(previous == -math.inf, 0.0, previous - reference), order)
+            np.subtract(s, reference[:, None], out=s)
+            p = np.exp(s, out=s if order is None else sums.beside(s))
+            sums.add(columns, p)
+            if order is not None:
+                sums.moment += _moment(s, p, order)
+        return self.state_of(sums, maximum, sums.normalizer if order is None else None)
+
+    def state_of(self, sums: _Sums, reference: Any, factor: Any) -> AttentionState:
+        """The state in columns, relative to the `reference` plus the logarithm of a factor."""
+        import numpy as np
+
+        normalizer, value, moment = sums.normalizer, sums.value, sums.moment
+        is_empty = normalizer == 0
+        if value is not None and is_empty.any():
+            value[is_empty] = 0.0  # 0 · ∞ of an infinite value is NaN
+        if factor is not None:
+            factor = np.where(is_empty, 1.0, factor)
+            log_factor = np.log(factor)
+            moment = (moment - log_factor * normalizer) / factor
+            normalizer = normalizer / factor
+            reference = reference + log_factor
+            if value is not None:
+                value /= factor[:, None]
+        if self.order == 1:
+            moment = np.minimum(moment, 0.0)
+        reference[is_empty] = -math.inf
+        fields = (reference[:, None], normalizer[:, None], value)
+        return AttentionState(*fields, None if self.order is None else moment[:, None])
+
+    def tiles(self, item: _Item, q: Any) -> Iterator[tuple[Block, Any, Any]]:
+        """Yield the key blocks that some query sees, the keys that each one sees, and ``q @ keys``.
+
+        The second entry is None if all queries see all keys of the block.
         """
         import numpy as np
 
-        frame = self.plan.frame
-        first, end = (0, frame.n_keys) if mask is None else mask.reach(frame, rows)
-        fully_visible = (0, frame.n_keys) if mask is None else mask.fully_visible(frame, rows)
-        first, end = max(first, 0), min(end, frame.n_keys)
-        column_size = BLOCKS.numpy_columns
-        buffer = np.empty(rows[1] * column_size, q.dtype)
+        frame, mask, n_rows = self.plan.frame, item.mask, item.rows[1]
+        first, end = fully_visible = item.part[0], sum(item.part)
+        if mask is not None:
+            reach, fully_visible = mask.reach(frame, item.rows), mask.fully_visible(frame, item.rows)
+            first, end = max(first, reach[0]), min(end, reach[1])
+        column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // n_rows)
+        keys = self.operands.key[_element_of(self.operands.key, self.plan.batch, item.index)]
+        buffer = np.empty(n_rows * column_size, q.dtype)
         for start in range(first, end, column_size):
             columns = (start, min(column_size, end - start))
             visible = None
-            if mask is not None and not (
-                fully_visible[0] <= start and start + columns[1] <= fully_visible[1]
-            ):
-                visible = cast(Any, mask.block(frame, rows, columns))
+            if not (fully_visible[0] <= start and sum(columns) <= fully_visible[1]):
+                visible = self.visible(item, columns)
                 if not visible.any():
                     continue
-            s = buffer[: rows[1] * columns[1]].reshape(rows[1], columns[1])
+            s = buffer[: n_rows * columns[1]].reshape(n_rows, columns[1])
             np.matmul(q, keys[start : start + columns[1]].T, out=s)
-            if visible is not None:
-                np.copyto(s, np.finfo(s.dtype).min, where=~visible)
-            yield columns, s
+            yield columns, visible, s
 
-    def sums(self, size: int, tiles: Iterator[tuple[Block, Any]], values: Any) -> _Sums:
+    def visible(self, item: _Item, columns: Block) -> Any:
+        mask, frame, rows = item.mask, self.plan.frame, item.rows
+        if not mask.is_shift_invariant:
+            return mask.block(frame, rows, columns)
+        place = (rows[0] - columns[0], rows[1], columns[1])
+        if place not in self.visible_tiles:
+            self.visible_tiles[place] = mask.block(frame, rows, columns)
+        return self.visible_tiles[place]
+
+    def add_bias(self, item: _Item, columns: Block, s: Any) -> None:
+        """Add the bias to the logits of a tile, and NaN for nonfinite rows of queries and keys."""
         import numpy as np
 
-        dtype = values.dtype
-        total = np.zeros((size, values.shape[-1]), dtype)
-        part = np.empty_like(total)
-        largest = np.full(size, np.finfo(dtype).min, dtype)
-        moment = np.zeros(size, dtype)
-        buffer = np.empty(size * BLOCKS.numpy_columns, dtype) if self.score else None
-        for (start, width), s in tiles:
-            if self.relative_to_maximum:
-                np.maximum(largest, np.max(s, axis=-1), out=largest)
-            p = s if buffer is None else buffer[: size * width].reshape(size, width)
-            np.exp(s, out=p)
-            if buffer is not None:
-                # Infinite keys can make an exponent −∞, whose product with the weight 0 is NaN.
-                moment += np.vecdot(p, np.maximum(s, np.finfo(dtype).min, out=s))
-            total += np.matmul(p, values[start : start + width], out=part)
-        return _Sums(largest, total[:, -1], total[:, :-1], moment)
+        operands, nonfinite = self.operands, self.operands.nonfinite
+        for x in (operands.bias, *(() if nonfinite is None else nonfinite)):
+            if x is not None:
+                part: Any = take(self.part_of(x, item), columns, -1)
+                np.add(s, part.astype(s.dtype, copy=False), out=s)
 
-    def state_of(self, sums: _Sums, reference: Any) -> AttentionState:
-        """The state in columns, from sums relative to the `reference`."""
-        import numpy as np
+    def new_sums(self, item: _Item) -> _Sums:
+        value = self.operands.value
+        if value is not None:
+            value = value[_element_of(value, self.plan.batch, item.index)]
+        return _Sums(item.rows[1], value, self.plan.compute)
 
-        largest, normalizer, value, moment = sums
-        is_empty = normalizer == 0
-        value[is_empty] = 0.0  # 0 · ∞ of an infinite value is NaN
-        if self.divide:
-            value /= np.where(is_empty, 1.0, normalizer)[:, None]
-        if self.relative_to_maximum:
-            largest[is_empty] = 0.0
-            factor = np.exp(-largest)
-            moment = np.minimum(factor * (moment - largest * normalizer), 0.0)
-            value *= factor[:, None]
-            normalizer = factor * normalizer
-            reference = np.where(np.isposinf(reference), reference, reference + largest)
-            reference[is_empty] = -math.inf
-        elif self.score:
-            # Relative to the log-normalizer the moment is minus the entropy, which is at least 0.
-            total = np.where(is_empty, 1.0, normalizer)
-            moment = np.minimum(moment / total - np.log(total), 0.0)
-            value /= total[:, None]
-            reference = reference + np.log(total)
-            normalizer = np.where(is_empty, normalizer, 1.0)
-        return AttentionState(reference[:, None], normalizer[:, None], value, moment[:, None])
+    def place(self, item: _Item) -> tuple[Index, Block]:
+        """What identifies the keys of an item."""
+        return _element_of(self.operands.key, self.plan.batch, item.index), item.part
+
+    def largest_norm(self, item: _Item) -> Any:
+        """The largest norm of the keys of an item."""
+        place = index, (start, size) = self.place(item)
+        if place not in self.largest_norms:
+            self.largest_norms[place] = _norms(self.operands.key[index][start : start + size]).max()
+        return self.largest_norms[place]
+
+
+@functools.cache
+def _exponential() -> tuple[Any, float]:
+    """The faster one of 2ˣ and eˣ in NumPy, and the unit of its exponents in nats."""
+    import numpy as np
+    from numpy.lib.introspect import opt_func_info
+
+    # NumPy has SIMD code of exp for every processor. It has that of exp2 only for AVX-512, where it is
+    # the faster one of the two.
+    targets = opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})
+    return (np.exp, 1.0) if "baseline" in targets["current"] else (np.exp2, math.log(2))
+
+
+def _moment(x: Any, weight: Any, order: float) -> Any:
+    """The moment of a tile with exponents x ≤ 0."""
+    import numpy as np
+
+    if order == 1:
+        return np.vecdot(weight, np.maximum(x, LOWEST_SCORE, out=x))
+    if order == 2:
+        return np.vecdot(weight, weight)
+    return np.sum(terms_of_moment(np, x, weight, order) * (x > -math.inf), axis=-1)
+
+
+def _hide(s: Any, visible: Any) -> None:
+    """Set logits to −∞ where keys are hidden."""
+    import numpy as np
+
+    # The smaller number and NaN is the number. For irregular masks `copyto` takes four times as long.
+    ceilings = np.asarray([-math.inf, math.nan], s.dtype)
+    np.fmin(s, np.take(ceilings, visible.view(np.uint8), mode="clip"), out=s)
+
+
+def _row_maxima(x: Any) -> Any:
+    import numpy as np
+
+    # `argmax` takes half the time of `max`, and finds NaN too.
+    return x[np.arange(x.shape[0]), np.argmax(x, axis=-1)]
+
+
+def _in_rows(x: Any, dtype: Any) -> Any:
+    """`x` in a dtype, with rows that are contiguous in memory, as the BLAS needs them."""
+    import numpy as np
+
+    if x is None:
+        return None
+    x = np.asarray(x, dtype=dtype)
+    is_in_rows = x.strides[-1] == x.itemsize and x.strides[-2] >= x.shape[-1] * x.itemsize
+    return x if is_in_rows else np.ascontiguousarray(x)
 
 
 def _norms(x: Any) -> Any:
@@ -423,13 +559,6 @@ def _norms(x: Any) -> Any:
     import numpy as np
 
     return np.sqrt(np.vecdot(x, x))
-
-
-def _broadcast(plan: Plan, x: Any) -> Any:
-    """A view of `x` (..., rows, columns) with the batch and head axes of all arguments."""
-    import numpy as np
-
-    return np.broadcast_to(x, (*plan.batch, *x.shape[-2:]))
 
 
 def _element_of(x: Any, batch: Index, index: Index) -> Index:
