@@ -273,7 +273,8 @@ class _Backward:
         if self.order == 1 and moment_grad is not None:  # f′(x) = p (1 + x)
             gradient = (gradient + moment_grad).addcmul(moment_grad, x)
         else:
-            gradient = gradient.expand(x.shape).contiguous()
+            # A copy, also for a tile of one key: what follows is in place.
+            gradient = x.new_empty(x.shape).copy_(gradient)
         if row.value_grad is not None:
             gradient.baddbmm_(row.value_grad, _rows_of(self.value, columns).mT)
         gradient.mul_(p)
