@@ -148,7 +148,7 @@ class TestTransformations:
     def test_entropies_and_states_with_symbolic_lengths(self, dynamic, compile_):
         def call(q, k, v):
             state = it.attention_state(q, k, v, mask=masks.causal() & masks.window(5))
-            orders = (0.0, 0.9, 1.0, 2.0, math.inf) if dynamic else (0.9,)
+            orders = (0.0, 0.9, math.inf) if dynamic else (0.9,)
             return (
                 *state,
                 state.entropy(),
@@ -198,15 +198,14 @@ class TestTransformations:
     # PyTorch's own compiler uses what PyTorch deprecates.
     @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
     @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-    @pytest.mark.parametrize("dynamic", [True, None])
-    def test_inductor(self, dynamic):
+    def test_inductor(self):
         def call(q, k, v):
             state = it.attention_state(q, k, v, is_causal=True)
             return state.output(), it.attention_entropy(q, k, is_causal=True, order=0.5)
 
         torch.compiler.reset()
-        compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
-        for n in (7, 9):
+        compiled = torch.compile(call, fullgraph=True)
+        for n in (7, 9, 11):  # the second length makes them symbolic
             q, k, v = torch.randn(3, 2, n, 8)
             for got, want in zip(compiled(q, k, v), call(q, k, v), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -340,7 +339,7 @@ class TestTransformations:
 
         for dynamic in (None, True):
             compiled, _ = compile_(call, dynamic=dynamic)
-            for d, k in ((24, 8), (48, 8), (48, 16)):
+            for d, k in ((24, 8), (48, 16)):
                 f = it.jl.hadamard_projection(d, k, rng=0, like=torch.zeros(1))
                 y = torch.randn(3, k)
                 for got, want in zip(compiled(f, y), call(f, y), strict=True):
