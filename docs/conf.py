@@ -30,8 +30,9 @@ napoleon_google_docstring = False
 napoleon_use_param = napoleon_use_rtype = False  # types are prose: their words are no links
 default_role = "py:obj"
 nitpicky = True
-# Words of types, names of parameters, and other libraries; what names isentropic has to exist.
-nitpick_ignore_regex = [("py:.*", r"(?!isentropic\b).*")]
+# Words of types, names of parameters, other libraries, and private base classes; what else names
+# isentropic has to exist.
+nitpick_ignore_regex = [("py:.*", r"(?!isentropic\b).*"), ("py:class", r"isentropic\._.*")]
 
 nb_execution_mode = "force"
 nb_execution_in_temp = True

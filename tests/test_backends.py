@@ -195,7 +195,7 @@ class TestBackends:
                 assert name == expected[backend.library]
             elif backend.library == "strict":
                 assert name == "generic"
-        few = x[:1, :20]
+        few = x[:1, :20, :]
         capped = it.attention_backends(few, few, few, softcap=3.0)
         assert capped["generic"] == "runs"
         assert capped["numpy"] == "for so few logits it has no bias and no soft cap"
