@@ -198,7 +198,10 @@ class TestBackends:
         few = x[:1, :20, :]
         capped = it.attention_backends(few, few, few, softcap=3.0)
         assert capped["generic"] == "runs"
-        assert capped["numpy"] == "for so few logits it has no bias and no soft cap"
+        if backend.library == "numpy":
+            assert capped["numpy"] == "for so few logits it has no bias and no soft cap"
+        elif backend.library == "strict":
+            assert capped["numpy"] == "some array is on another device, traced or differentiated"
 
     def test_names(self, backend, rng):
         assert list(plan.IMPLEMENTATIONS[:3]) == [None, "generic", "native"]
