@@ -203,7 +203,8 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
     if plan.library == "torch":
         x = x.detach() if x.dtype == plan.compute else x.detach().to(plan.compute)
         return x.resolve_neg().numpy()
-    return np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
+    dtype = plan.compute if plan.library == "numpy" else numpy_dtype(plan.xp, plan.compute)
+    return np.asarray(x, dtype=dtype)
 
 
 def _to_library(plan: Plan, x: Any) -> Any:

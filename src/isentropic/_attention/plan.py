@@ -326,7 +326,7 @@ def _kept_factors(plan: Plan) -> Any:
     import numpy as np
 
     assert plan.factors is not None
-    dtype = numpy_dtype(plan.xp, plan.compute)
+    dtype = plan.compute if plan.library == "numpy" else numpy_dtype(plan.xp, plan.compute)
     factors = np.ndarray((plan.n_queries, 1), dtype, bytearray(plan.factors))
     return factors if plan.library == "numpy" else plan.xp.from_numpy(factors)
 
