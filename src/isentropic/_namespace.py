@@ -192,13 +192,6 @@ def accumulator(xp: ModuleType, dtype: Any) -> Any:
     return xp.float64 if is_numpy(xp) and dtype.itemsize > 4 else xp.float32
 
 
-def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
-    """The dtype of a computation, as `accumulator` returns it, as one of NumPy."""
-    import numpy as np
-
-    return np.float64 if dtype == xp.float64 else np.float32
-
-
 def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
     """The dtype of a quantity measured on arrays of `dtype`, such as an entropy: at least float32."""
     return xp.result_type(dtype, xp.float32)

@@ -26,7 +26,7 @@ from isentropic._attention.generic import (
     output_of_columns,
     with_batch_axes,
 )
-from isentropic._attention.plan import Operands, Plan
+from isentropic._attention.plan import Operands, Plan, numpy_dtype
 from isentropic._entropy import (
     LOWEST_SCORE,
     entropy_of_moments,
@@ -35,7 +35,7 @@ from isentropic._entropy import (
     terms_of_moment,
 )
 from isentropic._loops import BLOCKS, Block, blocks, keep_freed_memory, take
-from isentropic._namespace import Array, numpy_dtype
+from isentropic._namespace import Array
 from isentropic._numerics import divide_or_zero, grouped_matmul
 from isentropic._threads import n_threads, run
 
@@ -203,8 +203,7 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
     if plan.library == "torch":
         x = x.detach() if x.dtype == plan.compute else x.detach().to(plan.compute)
         return x.resolve_neg().numpy()
-    dtype = plan.compute if plan.library == "numpy" else numpy_dtype(plan.xp, plan.compute)
-    return np.asarray(x, dtype=dtype)
+    return np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
 
 
 def _to_library(plan: Plan, x: Any) -> Any:

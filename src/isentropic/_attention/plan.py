@@ -41,7 +41,6 @@ from isentropic._namespace import (
     is_torch_array,
     library_of,
     namespace,
-    numpy_dtype,
     present,
     promoted,
 )
@@ -55,6 +54,8 @@ IMPLEMENTATIONS = (
     None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla", "triton", "pallas"
 )  # fmt: skip
 _CAUSAL = causal()
+# Why kernels of PyTorch do not compute a call whose `Plan.is_transformed` is true.
+TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
 _MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
@@ -321,12 +322,19 @@ def _factors_of_counts(
     return factors.astype(dtype).tobytes() if factors.shape == (len(counts),) else None
 
 
+def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
+    """The dtype of a computation, as `accumulator` returns it, as one of NumPy."""
+    import numpy as np
+
+    return np.float64 if dtype == xp.float64 else np.float32
+
+
 def _kept_factors(plan: Plan) -> Any:
     """The factors of the plan, as an array of its own for each call."""
     import numpy as np
 
     assert plan.factors is not None
-    dtype = plan.compute if plan.library == "numpy" else numpy_dtype(plan.xp, plan.compute)
+    dtype = numpy_dtype(plan.xp, plan.compute)
     factors = np.ndarray((plan.n_queries, 1), dtype, bytearray(plan.factors))
     return factors if plan.library == "numpy" else plan.xp.from_numpy(factors)
 

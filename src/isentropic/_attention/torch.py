@@ -16,12 +16,10 @@ from isentropic._attention.generic import (
     reach,
     tile_shape,
 )
-from isentropic._attention.plan import Operands, Plan, four_axes, sum_of
-from isentropic._attention.torch_gradients import backward, forward
+from isentropic._attention.plan import TRANSFORMED, Operands, Plan, four_axes, sum_of
+from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take, within_transformation
 from isentropic._namespace import Array
-
-_TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
 
 
 def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
@@ -39,7 +37,7 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "it would form the mask as an L×S array" if forms_mask else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
     if plan.is_transformed:
-        return _TRANSFORMED
+        return TRANSFORMED
     if plan.head_dim == 0 or plan.n_values == 0:
         return "queries or values have no features"
     if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
@@ -161,14 +159,14 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
     if plan.library != "torch":
         return "the arrays are not PyTorch's"
     if plan.frame.is_compiling:
-        return _TRANSFORMED if within_transformation() else None
+        return TRANSFORMED if within_transformation() else None
     if not plan.is_differentiated:
         return "no gradient is needed"
     rows, columns = tile_shape(plan)
     if plan.n_queries <= rows and plan.n_keys <= columns:
         return "there is a single tile, which PyTorch differentiates by itself"
     if plan.is_transformed:
-        return _TRANSFORMED
+        return TRANSFORMED
     return None
 
 
@@ -191,14 +189,11 @@ def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionStat
         return torch_operator.state(plan, operands, order)
     tiles = Tiles.of(plan, operands)
     all_inputs = (tiles.query, operands.key, operands.value, operands.bias)
-    inputs = {name: x for name, x in zip(_INPUTS, all_inputs, strict=True) if x is not None}
+    inputs = {name: x for name, x in zip(INPUTS, all_inputs, strict=True) if x is not None}
     # PyTorch saves the inputs. The object that it stores beside them must not hold them too, as that
     # would keep their autograd graph alive.
-    call = _Call(_with(tiles, dict.fromkeys(_INPUTS)), order, tuple(inputs))
+    call = _Call(_with(tiles, dict.fromkeys(INPUTS)), order, tuple(inputs))
     return call.state(_recomputed().apply(call, *inputs.values()))
-
-
-_INPUTS = ("query", "key", "value", "bias")
 
 
 @dataclass(frozen=True)
@@ -213,11 +208,7 @@ class _Call:
         return _with(self.tiles, dict(zip(self.names, inputs, strict=True)))
 
     def state(self, fields: Any) -> AttentionState:
-        """The state of the fields that there are: maximum, normalizer, and values and moment."""
-        rest = iter(fields)
-        maximum, normalizer = next(rest), next(rest)
-        value = next(rest) if "value" in self.names else None
-        return AttentionState(maximum, normalizer, value, None if self.order is None else next(rest))
+        return state_of_fields(fields, "value" in self.names, self.order)
 
 
 @functools.cache

@@ -33,6 +33,8 @@ from isentropic._namespace import Array
 from isentropic._numerics import lift, replace_infinite_minimum
 
 _LOG2_E = 1 / math.log(2)
+# The arrays with a gradient.
+INPUTS = ("query", "key", "value", "bias")
 
 
 def forward(tiles: Tiles, order: float | None) -> AttentionState:
@@ -70,6 +72,14 @@ def backward(
         parts = (None if x is None else work.grouped(_rows_of(x, rows)) for x in columns)
         work.add_rows(rows, _Rows(*parts))
     return {name: work.gradient(name, tiles) for name in wanted}
+
+
+def state_of_fields(fields: Any, has_value: bool, order: float | None) -> AttentionState:
+    """The state of the fields that there are: maximum, normalizer, values and moment."""
+    rest = iter(fields)
+    maximum, normalizer = next(rest), next(rest)
+    value = next(rest) if has_value else None
+    return AttentionState(maximum, normalizer, value, None if order is None else next(rest))
 
 
 class _TilesInPlace(Tiles):

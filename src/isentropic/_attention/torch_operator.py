@@ -16,10 +16,8 @@ from torch import Tensor
 
 from isentropic._attention.generic import AttentionState, Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, prepare
-from isentropic._attention.torch_gradients import backward, forward
+from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic.masks import Description, describe, from_description
-
-_INPUTS = ("query", "key", "value", "bias")
 
 
 class Call(NamedTuple):
@@ -58,11 +56,7 @@ class Call(NamedTuple):
         return Tiles(plan, operands, self.query)
 
     def state(self, fields: Sequence[Any]) -> AttentionState:
-        """The state of the fields that there are: maximum, normalizer, values and moment."""
-        rest = iter(fields)
-        maximum, normalizer = next(rest), next(rest)
-        value = None if self.value is None else next(rest)
-        return AttentionState(maximum, normalizer, value, None if self.order is None else next(rest))
+        return state_of_fields(fields, self.value is not None, self.order)
 
 
 def state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
@@ -129,7 +123,7 @@ def _(fields: Any, upstream: Any, wanted: list[bool], *arguments: Any) -> list[T
 
 
 def _names(wanted: Sequence[bool]) -> list[str]:
-    return [name for name, is_wanted in zip(_INPUTS, wanted, strict=True) if is_wanted]
+    return [name for name, is_wanted in zip(INPUTS, wanted, strict=True) if is_wanted]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -146,8 +140,8 @@ def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
     inputs, nonfinite, mask_arrays, fields = ([next(saved) for _ in range(n)] for n in ctx.lengths)
     call = ctx.call._replace(nonfinite=nonfinite, mask_arrays=mask_arrays)
-    call = call._replace(**dict(zip(_INPUTS, inputs, strict=True)))
-    wanted = list(ctx.needs_input_grad[: len(_INPUTS)])
+    call = call._replace(**dict(zip(INPUTS, inputs, strict=True)))
+    wanted = list(ctx.needs_input_grad[: len(INPUTS)])
     found = iter(torch.ops.isentropic.attention_gradients(fields, upstream, wanted, *call))
     gradients = [next(found) if is_wanted else None for is_wanted in wanted]
     # PyTorch takes an empty list for one of tensors, and wants a gradient for each.

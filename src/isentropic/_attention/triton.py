@@ -10,7 +10,7 @@ from typing import Any
 
 from isentropic._attention import one_pass
 from isentropic._attention.generic import AttentionState
-from isentropic._attention.plan import Operands, Plan
+from isentropic._attention.plan import TRANSFORMED, Operands, Plan
 from isentropic._namespace import Array
 
 # For wider heads the kernels need more registers or shared memory than GPUs have.
@@ -26,7 +26,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if plan.frame.is_compiling:
         return "torch.compile traces the call"
     if plan.is_transformed:
-        return "some array is within a transformation of torch.func, or has a forward-mode derivative"
+        return TRANSFORMED
     if os.environ.get("TRITON_INTERPRET") == "1":
         if plan.dtype == plan.xp.bfloat16:
             return "the interpreter of Triton does not multiply matrices of bfloat16"
