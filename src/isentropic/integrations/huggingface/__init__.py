@@ -1,0 +1,21 @@
+"""Laws for the attention of Hugging Face transformers (the extra ``huggingface``).
+
+In shapes, B is the batch size, H the number of heads and L the number of queries. The attention layers
+of a model are numbered from 0, in the order of ``model.modules()``.
+
+Laws are attributes of the attention modules, so that models with different laws are independent.
+"""
+
+from isentropic._checks import requires_extra
+
+with requires_extra(__name__):
+    import torch  # noqa: F401
+    import tqdm  # noqa: F401
+    import transformers  # noqa: F401
+
+from isentropic.integrations.huggingface._files import load_laws, save_laws
+from isentropic.integrations.huggingface._interface import register
+from isentropic.integrations.huggingface._laws import use
+from isentropic.integrations.huggingface._measure import calibrate, profile
+
+__all__ = ["calibrate", "load_laws", "profile", "register", "save_laws", "use"]

@@ -1,0 +1,184 @@
+"""The attention implementation "isentropic" of transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from isentropic._attention.functions import attention, attention_state, attention_weights, scale_queries
+from isentropic._attention.generic import AttentionState, merge_states
+from isentropic._checks import type_error, value_error
+from isentropic.laws._formulas import Law
+from isentropic.masks import Mask, as_mask, causal
+
+LawAndCount: TypeAlias = tuple[Law | None, str]  # a law, and what its n counts
+
+NAME = "isentropic"
+# Attributes of an attention module.
+LAW = "_isentropic_law"  # a LawAndCount
+RECORD = "_isentropic_record"
+# Arguments with which some models ask for attention that the mask and the logits do not determine.
+_UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
+
+
+def register(name: str = NAME) -> None:
+    """Register ``attn_implementation="isentropic"`` with transformers.
+
+    It computes the same attention as "eager" and "sdpa", until `use` applies laws to a model.
+
+    Parameters
+    ----------
+    name : str
+        The name of the implementation. Registering it again has no effect.
+
+    Raises
+    ------
+    ValueError
+        If transformers already has another implementation of this name.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from isentropic.integrations import huggingface
+    >>> huggingface.register()
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> config = LlamaConfig(**size, num_hidden_layers=1, attn_implementation="isentropic")
+    >>> LlamaForCausalLM(config).config._attn_implementation
+    'isentropic'
+    """
+    if not isinstance(name, str):
+        raise type_error("name", "be a string", type(name).__name__)
+    known = AttentionInterface()
+    if name == "eager" or known.get(name, attend) is not attend:
+        raise value_error("name", "not be that of another implementation of transformers", repr(name))
+    AttentionInterface.register(name, attend)
+    # Models do not make masks for an implementation without a mask function.
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def law_of(module: torch.nn.Module) -> LawAndCount:
+    """The law of an attention module, and what its n counts."""
+    return getattr(module, LAW, (None, "keys"))
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output (B, L, H, Ev), and the weights or None, with the signature that transformers calls.
+
+    The query is (B, H, L, E). The key and the value have grouped heads.
+    """
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            must = "be None: the attention of isentropic does not support it"
+            raise value_error(name, must, type(kwargs[name]).__name__)
+    mask, bias = _visibility_mask(module, query, attention_mask, is_causal), position_bias
+    if attention_mask is not None and attention_mask.is_floating_point():
+        bias = attention_mask if bias is None else bias + attention_mask
+    law, count = law_of(module)
+    options: dict[str, Any] = {
+        "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "enable_gqa": True,
+    }  # fmt: skip
+    if law is not None and count == "positions":
+        options["n_keys"] = _positions_from_1(query, kwargs.get("position_ids"))
+
+    record = getattr(module, RECORD, None)
+    if record is not None:
+        record(query, key, s_aux, law, options)
+    weights = None
+    if kwargs.get("output_attentions"):
+        weights = _weights(query, key, s_aux, law, options)
+    out: Any
+    if dropout > 0 and module.training:
+        out = _attend_with_dropout(query, key, value, s_aux, law, options, dropout)
+    elif s_aux is None:
+        out = attention(query, key, value, law=law, **options)
+    else:
+        out = state_of(query, key, value, s_aux, law, options).output().to(query.dtype)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _visibility_mask(
+    module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
+) -> Mask | torch.Tensor | None:
+    """The mask that is True where a key is visible, or None if all keys are."""
+    if mask is not None:
+        # A floating-point mask, as for "eager", has the lowest number of its dtype at hidden keys.
+        return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # Transformers omits the mask in two cases: for a single query, which sees all keys, and for a cache
+    # that was empty before. In the second case queries and keys start at the same position, and the
+    # empty slots of a static cache come after them. So the causal mask has the offset 0.
+    return causal(offset=0) if query.shape[2] > 1 and is_causal else None
+
+
+def _positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """The positions of the queries, counted from 1, broadcastable to (B, H, L)."""
+    if positions is None or positions.ndim != 2 or positions.shape[1] != query.shape[2]:
+        must = "be 'keys' if a model passes no `position_ids` (batch, queries) to its attention"
+        raise value_error("count", must, "'positions'")
+    return positions[:, None] + 1
+
+
+def state_of(query: Any, key: Any, value: Any, sink: Any, law: Law | None, options: Any) -> Any:
+    """The state of attention, with a sink (H,): a logit per head that takes weight but has no value."""
+    state = attention_state(query, key, value, law=law, **options)
+    if sink is None:
+        return state
+    zero = torch.zeros_like(state.normalizer)
+    no_value = None if state.weighted_value is None else torch.zeros_like(state.weighted_value)
+    return merge_states(state, AttentionState(zero + sink[:, None], zero + 1, no_value, zero))
+
+
+def _weights(query: Any, key: Any, sink: Any, law: Law | None, options: Any) -> Any:
+    weights = attention_weights(query, key, law=law, **options)
+    if sink is None:
+        return weights
+    log_keys, log_total = (
+        state_of(query, key, None, x, law, options).log_normalizer() for x in (None, sink)
+    )
+    return (weights * torch.exp(log_keys - log_total)[..., None]).to(query.dtype)
+
+
+def _attend_with_dropout(
+    query: Any, key: Any, value: Any, sink: Any, law: Law | None, options: Any, dropout: float
+) -> Any:
+    """The output by PyTorch's kernel. Attention of isentropic does not drop weights."""
+    if sink is not None or options["softcap"] is not None:
+        must = "be 0 while a model with soft caps or sinks is trained (set it in its configuration)"
+        raise value_error("dropout", must, dropout)
+    if law is not None:
+        n = options["n_keys"] if "n_keys" in options else visible_counts(query, key, options["mask"])
+        query = scale_queries(query, n, law=law)
+    mask, bias = options["mask"], options["bias"]
+    if isinstance(mask, Mask):
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if bias is not None:
+        mask = bias if mask is None else torch.where(mask, bias, -math.inf)
+    return scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout, scale=options["scale"], enable_gqa=True
+    )
+
+
+def visible_counts(query: torch.Tensor, key: torch.Tensor, mask: Mask | torch.Tensor | None) -> Any:
+    """The number of keys that each query sees, broadcastable to (B, 1, L)."""
+    if mask is None:
+        return torch.full((1, 1, query.shape[2]), key.shape[2], device=query.device)
+    n: Any = as_mask(mask).visible_count(query.shape[2], key.shape[2], like=query)
+    return n.expand(*n.shape[:-1], query.shape[2])

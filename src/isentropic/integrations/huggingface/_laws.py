@@ -1,0 +1,184 @@
+"""Laws on the attention modules of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from isentropic._checks import check_choice, is_integer, type_error, value_error
+from isentropic._namespace import to_numpy
+from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, register
+from isentropic.integrations.huggingface._modules import attention_modules, n_heads
+from isentropic.laws._formulas import Law, check_law
+
+Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int, Law | None] | None
+
+_COUNTS = ("keys", "positions")
+
+
+def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
+    """Apply laws to the attention of a model, permanently or for a ``with`` block.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model, which is changed in place: its attention implementation becomes "isentropic". It may
+        be a part of a model, such as the text model of a multimodal one.
+    laws : Law, None, sequence or mapping
+        One law for all attention layers, a sequence with one law per layer, or a mapping from layer
+        numbers to laws. Layers that are not in the mapping, and layers with None, use standard
+        attention. Array parameters of a law have the shape (H,), one number per head. `use` moves them
+        to the device of the layer, in float32, or in float64 for a float64 model; so move the model
+        first. Tensors that require gradients are not moved, and must be on that device. They are not
+        parameters of the model, so pass them to the optimizer separately.
+    count : {"keys", "positions"}
+        What the n of a law counts: the keys that the query sees, or its position plus one. The table in
+        `isentropic.laws.preset` says what the rules of other models count.
+
+    Returns
+    -------
+    contextlib.ExitStack
+        Its ``close()``, or the end of its ``with`` block, restores the previous laws and attention
+        implementation. Close several of them in reverse order.
+
+    Raises
+    ------
+    TypeError
+        For a `model` that is not a transformers model, and for `laws` that are not laws.
+    ValueError
+        For a model whose attention implementation cannot be changed, for layer numbers that it does not
+        have, and for parameters that do not fit its heads. With ``count="positions"``, calling the
+        model raises it if the model does not pass positions to its attention.
+
+    Notes
+    -----
+    The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, and
+    keys outside a sliding window are not counted, so decoding with a cache equals prefill. Sinks are
+    not counted as keys. The law multiplies the products of queries and keys, before a soft cap and
+    position biases.
+
+    Positions are the ``position_ids`` that the model passes to its attention, as most decoders do. The
+    positions that ``generate`` makes do not count padding. If a decoder is called without
+    ``position_ids``, its positions count the padding on the left too.
+
+    Gradient checkpointing computes attention again in the backward pass, with the laws that the model
+    has at that time. So run the backward pass within the ``with`` block too.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from isentropic import laws
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=2))
+    >>> with huggingface.use(model, laws.LogLength(512, minimum=1)):
+    ...     model.config._attn_implementation
+    'isentropic'
+    >>> model.config._attn_implementation
+    'sdpa'
+    """
+    modules = list(attention_modules(model).values())
+    return apply(model, modules, per_layer(laws, count, len(modules)))
+
+
+def per_layer(laws: Laws, count: str, n_layers: int) -> list[LawAndCount]:
+    """A law, and what its n counts, for each layer."""
+    check_choice("count", count, _COUNTS)
+    if laws is None or isinstance(laws, Law):
+        return [(laws, count)] * n_layers
+    if isinstance(laws, Mapping):
+        check_numbers(laws)
+        if laws and max(laws) >= n_layers:
+            must = f"name attention layers of the model, 0 to {n_layers - 1}"
+            raise value_error("laws", must, max(laws))
+        return [(laws.get(i), count) for i in range(n_layers)]
+    if not isinstance(laws, Sequence) or isinstance(laws, str):
+        raise not_laws_error(laws)
+    if len(laws) != n_layers:
+        must = f"be as many as the model has attention layers, {n_layers}"
+        raise value_error("laws", must, len(laws))
+    return [(law, count) for law in laws]
+
+
+def not_laws_error(x: Any) -> TypeError:
+    must = "be a law, or a sequence or mapping of laws"
+    if isinstance(x, str):
+        must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
+    elif isinstance(x, torch.nn.Module):
+        must += " (a LawModule gives its law when it is called)"
+    return type_error("laws", must, type(x).__name__)
+
+
+def check_numbers(laws: Mapping[int, Any]) -> None:
+    for key in laws:
+        if not is_integer(key):
+            raise type_error("laws", "have the numbers of layers as keys", repr(key))
+        if key < 0:
+            raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
+
+
+def apply(model: Any, modules: Sequence[Any], laws: Sequence[LawAndCount]) -> contextlib.ExitStack:
+    converted = [
+        (None if law is None else _convert_arrays(law, f"laws[{i}]", module, model), count)
+        for i, ((law, count), module) in enumerate(zip(laws, modules, strict=True))
+    ]
+    register()
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore, _implementations(model), [(m, getattr(m, LAW, None)) for m in modules])
+        model.set_attn_implementation(NAME)
+        for module, law_and_count in zip(modules, converted, strict=True):
+            setattr(module, LAW, law_and_count)
+        return stack.pop_all()
+
+
+def _convert_arrays(law: Law, name: str, module: Any, model: Any) -> Law:
+    """The law with its arrays as tensors on the device of the module."""
+    check_law(law)
+    heads = n_heads(module)
+    parameter = next(module.parameters(), None)
+    device = model.device if parameter is None else parameter.device
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+
+    def convert(x: Any) -> Any:
+        if heads is not None and tuple(x.shape) not in ((), (1,), (heads,)):
+            must = f"have numbers as parameters, or one per head, ({heads},)"
+            raise value_error(name, must, tuple(x.shape))
+        if not isinstance(x, torch.Tensor):
+            x = torch.tensor(to_numpy(x))  # a copy, because the NumPy array may be read-only
+        if not x.requires_grad:
+            return x.to(device, dtype)
+        # A copy on another device would not be trained.
+        if x.device != device:
+            raise value_error(name, f"be on the device of the layer ({device})", x.device)
+        return x
+
+    return law._with_arrays(convert)
+
+
+def _implementations(model: Any) -> list[tuple[Any, str | None]]:
+    """All configurations in a model, outer before inner, and the attention implementation of each."""
+    implementations: dict[int, tuple[Any, str | None]] = {}
+
+    def visit(config: Any) -> None:
+        if id(config) in implementations or not hasattr(config, "_attn_implementation"):
+            return
+        implementations[id(config)] = config, config._attn_implementation
+        for key in config.sub_configs:
+            visit(getattr(config, key, None))
+
+    for module in model.modules():
+        visit(getattr(module, "config", None))
+    return list(implementations.values())
+
+
+def _restore(implementations: list[tuple[Any, str | None]], laws: list[tuple[Any, Any]]) -> None:
+    for config, implementation in implementations:
+        config._attn_implementation = implementation
+    for module, law in laws:
+        setattr(module, LAW, law)
+        if law is None:
+            delattr(module, LAW)

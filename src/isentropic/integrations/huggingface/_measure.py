@@ -1,0 +1,241 @@
+"""Entropies of the attention of a model, and laws fitted to them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from isentropic import laws as laws_module
+from isentropic._checks import check_real, type_error, value_error
+from isentropic.drift import FACTORS, DriftReport, Recorder
+from isentropic.integrations.huggingface._interface import (
+    RECORD,
+    law_of,
+    state_of,
+    visible_counts,
+)
+from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
+from isentropic.integrations.huggingface._modules import attention_modules
+from isentropic.laws._formulas import AffineLog, Constant, Law
+
+_Add = Callable[[Any, list[Any], Any], None]
+
+
+def profile(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    laws: Laws = None,
+    count: str = "keys",
+    progress: bool = False,
+) -> DriftReport:
+    """Measure how the attention entropies of a model change with the number of keys.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        An encoder or a decoder with self-attention only. If it has a head on top, such as one for
+        language modeling, that runs too. ``model.base_model`` avoids the memory for its logits.
+    batches : iterable
+        The inputs of the model: mappings of tensors (such as ``input_ids`` and ``attention_mask``), or
+        tensors. They are moved to the device of the model. An encoder needs batches of different
+        lengths; in a decoder, queries see different numbers of keys anyway.
+    laws : Law, sequence or mapping, optional
+        Laws as in `use`, applied during the measurement. By default the model keeps its laws.
+    count : {"keys", "positions"}
+        What the n of `laws` counts, as in `use`. The lengths of the report are always numbers of keys.
+    progress : bool
+        Whether to show a progress bar.
+
+    Returns
+    -------
+    DriftReport
+        The report does not include padding. In models with sinks, the entropy is that of the
+        distribution over the keys and the sink.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `use`; also for `batches` of another type, for cross-attention, and for `count` without
+        `laws`.
+
+    Notes
+    -----
+    The entropies are exact. They need no L×S arrays beyond the masks that transformers makes, and cost
+    as much as computing attention once more. The model runs without gradients, in evaluation mode.
+    Queries are grouped as in `isentropic.entropy_drift`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(**size, num_hidden_layers=3))
+    >>> batches = [torch.randint(8, (4, n)) for n in (16, 32, 64)]
+    >>> report = huggingface.profile(model, batches)
+    >>> report.lengths, report.slope.shape  # layers, heads
+    (array([16., 32., 64.]), (3, 2))
+    """
+    if laws is None and count != "keys":
+        raise value_error("count", "come with `laws`", repr(count))
+    return _measure(model, batches, Recorder("batches"), laws, progress, count).report()
+
+
+def calibrate(
+    model: Any, batches: Iterable[Any], *, reference_length: float | None = None, progress: bool = False
+) -> list[AffineLog]:
+    """Fit a law to every attention head of a model, which keeps its entropy at that of one length.
+
+    Parameters
+    ----------
+    model, batches, progress
+        As in `profile`. The model runs on all batches twice; those of an iterator are kept in memory.
+        The range of lengths should be as wide as possible.
+    reference_length : float, optional
+        The number of keys at which the laws are 1. The entropies at this length are the targets at the
+        other lengths. By default it is the geometric mean of the smallest and the largest number of
+        keys that queries see.
+
+    Returns
+    -------
+    list of AffineLog
+        One law per layer, with NumPy arrays (H,) as parameters, for `use` and `save_laws`. For a layer
+        whose queries never see as many keys as the reference length, the law is the constant 1, which
+        is standard attention.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `profile`; also for a reference length outside of the range of the batches.
+
+    Notes
+    -----
+    The fit is that of `isentropic.calibrate`. The target entropies are those of standard attention,
+    even if the model has laws. The law of a layer changes the inputs of the layers after it, so the
+    second run applies the laws that were fitted in the first, and corrects them. Each layer measures
+    its entropy at fifteen factors on its logits, which costs as much as computing attention fifteen
+    more times.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(**size, num_hidden_layers=3))
+    >>> batches = [torch.randint(8, (4, n)) for n in (16, 32, 64)]
+    >>> laws = huggingface.calibrate(model, batches, reference_length=32)
+    >>> len(laws), laws[0].slope.shape
+    (3, (2,))
+    """
+    if reference_length is not None:
+        check_real("reference_length", reference_length, least=2)
+    if isinstance(batches, Iterator):
+        batches = list(batches)
+    standard = _measure(model, batches, Recorder("batches", FACTORS), {}, progress)
+    if reference_length is None:
+        lengths = standard.report().lengths
+        reference_length = math.sqrt(lengths[0] * lengths[-1])
+    target = standard.target(reference_length)
+    first = standard.laws(reference_length, target)
+    second = _measure(model, batches, Recorder("batches", FACTORS), first, progress)
+    return second.laws(reference_length, target, first)
+
+
+def _measure(
+    model: Any,
+    batches: Iterable[Any],
+    recorder: Recorder,
+    laws: Laws,
+    progress: bool,
+    count: str = "keys",
+) -> Recorder:
+    modules = list(attention_modules(model).values())
+    accepted = inspect.signature(model.forward).parameters
+    if "decoder_input_ids" in accepted:
+        must = "be an encoder or a decoder alone (such as `model.get_encoder()`)"
+        raise value_error("model", must, type(model).__name__)
+    if isinstance(batches, (Mapping, torch.Tensor)):
+        raise type_error("batches", "be an iterable of batches", type(batches).__name__)
+    if laws is None:
+        layer_laws = [law_of(module) for module in modules]
+    else:
+        layer_laws = per_layer(laws, count, len(modules))
+    # With a cache, transformers does not detect packed sequences.
+    options = {"use_cache": False} if "use_cache" in accepted else {}
+    run_layers = set()
+
+    def add(layer: int, n: Any, entropies: list[Any], counted: Any) -> None:
+        run_layers.add(layer)
+        recorder.add(layer, n, entropies, counted)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(apply(model, modules, layer_laws))
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        stack.enter_context(_recording(modules, recorder.factors, add))
+        for batch in tqdm(batches, disable=not progress):
+            if isinstance(batch, torch.Tensor):
+                model(batch.to(model.device), **options)
+            elif isinstance(batch, Mapping):
+                model(**options | {name: _to_device(x, model.device) for name, x in batch.items()})
+            else:
+                raise type_error("batches", "give mappings or tensors", type(batch).__name__)
+    if len(run_layers) < len(modules):
+        must = f"run all {len(modules)} attention layers of `model` (or pass the part that runs)"
+        raise value_error("batches", must, len(run_layers))
+    return recorder
+
+
+def _to_device(x: Any, device: Any) -> Any:
+    return x.to(device) if isinstance(x, torch.Tensor) else x
+
+
+@contextlib.contextmanager
+def _recording(
+    modules: Sequence[Any], factors: Sequence[float], add: Callable[[int, Any, list[Any], Any], None]
+) -> Iterator[None]:
+    """Call ``add(layer, n, entropies, counted)`` for every attention of the modules.
+
+    `n` is (B or 1, L). `entropies` has an array (B, H, L) for each factor on the logits. `counted`
+    (B, L) is True for queries that are not padding.
+    """
+    try:
+        for layer, module in enumerate(modules):
+            setattr(module, RECORD, partial(_record, factors, partial(add, layer)))
+        with torch.no_grad():
+            yield
+    finally:
+        for module in modules:
+            vars(module).pop(RECORD, None)
+
+
+def _record(
+    factors: Sequence[float], add: _Add, query: Any, key: Any, sink: Any, law: Law | None, options: Any
+) -> None:
+    n_queries, mask = query.shape[2], options["mask"]
+    if key.shape[2] != n_queries:
+        must = "have self-attention alone, and no cache"
+        raise value_error("model", must, f"{n_queries} queries of {key.shape[2]} keys")
+    n = visible_counts(query, key, mask)
+    counted = torch.ones(query.shape[0], n_queries, dtype=torch.bool, device=query.device)
+    if isinstance(mask, torch.Tensor):
+        if mask.shape[1] != 1:
+            raise value_error("model", "have masks that are the same for all heads", mask.shape)
+        # In self-attention, a query that does not see its own position is padding.
+        visible = mask.expand(-1, -1, n_queries, n_queries)[:, 0]
+        counted = counted & visible.diagonal(dim1=-2, dim2=-1)
+    entropies = []
+    for factor in factors:
+        scaled_law = Constant(factor) if law is None else laws_module.scaled(law, factor)
+        entropies.append(state_of(query, key, None, sink, scaled_law, options).entropy())
+    add(n.reshape(-1, n_queries), entropies, counted)
