@@ -13,7 +13,7 @@ from isentropic import laws, masks
 
 torch = pytest.importorskip("torch")
 
-from isentropic._attention.backends import BACKENDS  # noqa: E402
+from isentropic._attention.backends import backends  # noqa: E402
 from isentropic._attention.plan import Arguments, prepare  # noqa: E402
 from isentropic.integrations.torch import LawModule  # noqa: E402
 
@@ -789,7 +789,7 @@ class TestRecomputedGradients:
             if name != "bias" or "bias" in options
         }
         gradients = []
-        named = {backend.name: backend for backend in BACKENDS}
+        named = {backend.name: backend for backend in backends()}
         for backend in (named["generic"], named["torch"]):
             plan, operands = prepare(Arguments(**(options | arrays | {"enable_gqa": True})))
             assert backend.why_not(plan, order, False) is None

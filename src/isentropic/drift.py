@@ -18,7 +18,8 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._namespace import Array, accumulator, from_numpy, namespace, to_numpy
-from isentropic.laws._formulas import AffineLog, Constant, Law, check_law, scaled
+from isentropic.laws._formulas import AffineLog, scaled
+from isentropic.laws._law import Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
 if TYPE_CHECKING:

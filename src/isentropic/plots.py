@@ -12,7 +12,7 @@ from isentropic._namespace import Array, to_numpy
 from isentropic.drift import DriftReport
 from isentropic.jl import _dimensions
 from isentropic.jl._distortion import DistortionReport
-from isentropic.laws._formulas import Law, check_law
+from isentropic.laws._law import Law, check_law
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

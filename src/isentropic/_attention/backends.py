@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from isentropic._attention import jax, numpy, pallas, torch, triton
 from isentropic._attention.generic import AttentionState, Tiles, as_rows, output_of_columns
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import value_error
@@ -45,16 +44,21 @@ def _generic_state(
     return Tiles.of(plan, operands).state(order)
 
 
-BACKENDS = (
-    Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
-    Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.entropy),
-    Backend("jax", jax.why_not, jax.output),
-    Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
-    Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
-    Backend("triton", triton.why_not, triton.output, triton.state, is_opt_in=True),
-    Backend("pallas", pallas.why_not, pallas.output, pallas.state, is_opt_in=True),
-    Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
-)
+def backends() -> tuple[Backend, ...]:
+    """All backends, in the order in which they are tried."""
+    # Imported here, as they are a third of what `import isentropic` would import.
+    from isentropic._attention import jax, numpy, pallas, torch, triton
+
+    return (
+        Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
+        Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.entropy),
+        Backend("jax", jax.why_not, jax.output),
+        Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
+        Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
+        Backend("triton", triton.why_not, triton.output, triton.state, is_opt_in=True),
+        Backend("pallas", pallas.why_not, pallas.output, pallas.state, is_opt_in=True),
+        Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
+    )
 
 
 def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Array:
@@ -95,7 +99,7 @@ def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict
         backend.name: _why_not(backend, plan, order, is_named)
         if _is_requested(backend, implementation)
         else _why_not_requested(backend, implementation)
-        for backend in BACKENDS
+        for backend in backends()
     }
 
 
@@ -109,7 +113,7 @@ def _backend_for(plan: Plan, implementation: str | None, order: float | None) ->
 def choose_backend(plan: Plan, implementation: str | None, order: float | None) -> Backend:
     """The first backend that can compute the call."""
     why = []
-    for backend in BACKENDS:
+    for backend in backends():
         if _is_requested(backend, implementation):
             reason = _why_not(backend, plan, order, implementation is not None)
             if reason is None:

@@ -46,7 +46,7 @@ from isentropic._namespace import (
 )
 from isentropic._numerics import lift
 from isentropic._records import Record
-from isentropic.laws._formulas import Law, check_law
+from isentropic.laws._law import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # The accepted values of `implementation`. "native" is any backend but the generic one.

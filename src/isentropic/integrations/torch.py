@@ -12,7 +12,7 @@ from isentropic._attention.functions import attention, attention_entropy, attent
 from isentropic._checks import is_array, requires_extra, type_error, value_error
 from isentropic._namespace import present
 from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
-from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
+from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
 with requires_extra(__name__):

@@ -15,24 +15,41 @@ depends on the query also has an axis for the queries, and is wrapped in `per_qu
 1.444
 """
 
-from isentropic.laws._dictionaries import from_dict, to_dict
-from isentropic.laws._formulas import (
-    AffineLog,
-    Constant,
-    InfoScale,
-    Knots,
-    Law,
-    LogLength,
-    Power,
-    PowerLog,
-    SqrtLogLength,
-    StepLog,
-    from_kappa,
-    per_query,
-    scaled,
-    shifted,
-)
-from isentropic.laws._presets import preset, presets
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from isentropic.laws._law import Constant, Law, LogLength, per_query
+
+if TYPE_CHECKING:
+    from isentropic.laws._dictionaries import from_dict, to_dict
+    from isentropic.laws._formulas import (
+        AffineLog,
+        InfoScale,
+        Knots,
+        Power,
+        PowerLog,
+        SqrtLogLength,
+        StepLog,
+        from_kappa,
+        scaled,
+        shifted,
+    )
+    from isentropic.laws._presets import preset, presets
+else:  # a type checker that sees `__getattr__` accepts every attribute name
+
+    def __getattr__(name: str) -> Any:
+        # Attention needs only the default law. The other ones are imported on first use.
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        modules = {"from_dict": "_dictionaries", "to_dict": "_dictionaries"}
+        modules |= {"preset": "_presets", "presets": "_presets"}
+        module = importlib.import_module(f"{__name__}.{modules.get(name, '_formulas')}")
+        return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __all__ = [
     "AffineLog",

@@ -9,18 +9,20 @@ from isentropic._checks import check_choice, check_floating, is_array, type_erro
 from isentropic._namespace import Array, from_numpy, namespace, to_numpy
 from isentropic.laws._formulas import (
     AffineLog,
-    Constant,
     InfoScale,
     Knots,
-    Law,
-    LogLength,
-    PerQuery,
     Power,
     PowerLog,
     Scaled,
     Shifted,
     SqrtLogLength,
     StepLog,
+)
+from isentropic.laws._law import (
+    Constant,
+    Law,
+    LogLength,
+    PerQuery,
     check_numbers,
 )
 

@@ -1,306 +1,30 @@
-"""The formulas of the laws."""
+"""The formulas of the laws, except for the constant and the default law, which are in `_law.py`."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Real
 from types import ModuleType
-from typing import Any, Self, TypeAlias
+from typing import Any
 
-from isentropic._checks import (
-    bounds_message,
-    check_ndim,
-    check_real,
-    common_shape,
-    is_array,
-    type_error,
-    value_error,
-)
+from isentropic._checks import check_real, is_array, type_error, value_error
 from isentropic._loops import is_readable
-from isentropic._namespace import (
-    Array,
-    accumulator,
-    common_device,
-    default_dtype,
-    namespace,
-    same_arrays,
-    to_numpy,
+from isentropic._namespace import Array, namespace, to_numpy
+from isentropic._numerics import clip, root_or_zero
+from isentropic.laws._law import (
+    Law,
+    Parameter,
+    PerQuery,
+    at_least,
+    check_law,
+    check_minimum,
+    check_parameter,
+    log_length,
+    log_of,
+    over_queries,
 )
-from isentropic._numerics import clip, lift, root_or_zero
-from isentropic._pytrees import register_nodes
-
-Parameter: TypeAlias = "float | Array | PerQuery"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Law(ABC):
-    """A function from the number of visible keys to a factor on the scale.
-
-    Call a law with an integer (the result is a float) or with an array of lengths.
-
-    A law refuses parameters that are not finite or out of range when it is made. It checks arrays too
-    if their values can be read: in the memory of the host, and outside of transformations.
-
-    In JAX and PyTorch a law is a *pytree*. Its leaves are the arrays; the numbers belong to its
-    structure. So a law can be an argument of ``jax.jit``, ``jax.grad``, ``jax.vmap`` and functions of
-    ``torch.func``. The gradient with respect to a law is a law whose arrays are the gradients.
-
-    Two laws are equal if they have the same class and equal parameters. Two arrays are equal if their
-    shapes and values are equal, whatever their library, device or dtype. An array never equals a
-    number, and NaN equals nothing. Comparing arrays whose values cannot be read, as within
-    ``jax.jit``, raises a `TypeError`. Laws of numbers are hashable; laws with arrays are not.
-
-    To define a law, make a subclass that is a frozen dataclass and defines `evaluate`. Its fields are
-    the parameters: numbers, or arrays of shape () or (H,). `scaled` multiplies a law by a factor that
-    may depend on the query.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic import laws
-    >>> law = laws.LogLength(16)
-    >>> isinstance(law, laws.Law), law(256), law(np.asarray([16, 256]))
-    (True, 2.0, array([1., 2.]))
-    >>> laws.AffineLog(np.asarray([0.0, 0.5]), 1.0)(np.asarray([1])).shape  # two heads
-    (2, 1)
-
-    >>> from dataclasses import dataclass
-    >>> @dataclass(frozen=True)
-    ... class Saturating(laws.Law):
-    ...     half: float
-    ...
-    ...     def evaluate(self, xp, n):
-    ...         return 2 * n / (n + self.half)
-    >>> Saturating(512)(512)
-    1.0
-    """
-
-    # `_children`: the names of the children of an unflattened tree, whose leaves may be any objects.
-    # `_signature`: the cached signature, for laws without arrays. Arrays can change device and flags.
-    __slots__ = ("_children", "_signature")
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_nodes(cls, Law)
-        return super().__new__(cls)
-
-    def __call__(self, n: Any) -> Any:
-        parameters = self.arrays
-        if is_array(n):
-            xp, device = namespace(("law", parameters), n=n), common_device(("law", parameters), n=n)
-            if not xp.isdtype(n.dtype, ("integral", "real floating")):
-                raise type_error("n", "have an integer or floating-point dtype", n.dtype)
-            floating = xp.isdtype(n.dtype, "real floating")
-            dtype = n.dtype if floating else default_dtype(xp, "real floating", device)
-            n = self._aligned(xp.astype(n, _compute_dtype(xp, dtype, parameters)))
-            factor = self.evaluate(xp, n)
-            if not is_array(factor):
-                raise type_error("law", "evaluate to an array", type(factor).__name__)
-            return factor
-
-        if isinstance(n, bool) or not isinstance(n, (int, float, Real)):
-            raise type_error("n", "be a number or an array", type(n).__name__)
-        try:
-            n = float(n)
-        except OverflowError:
-            raise value_error("n", "be within the range of a float", n) from None
-        if parameters:
-            xp, device = namespace(("law", parameters)), common_device(("law", parameters))
-            dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
-            return self.evaluate(xp, self._aligned(xp.full((), n, dtype=dtype, device=device)))
-        import numpy as np
-
-        return float(self.evaluate(np, np.float64(n)))  # type: ignore[arg-type]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "__slots__" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__}, a law, must have no __slots__: its fields are its __dict__."
-            )
-        # The methods that a dataclass generates fail for arrays.
-        for method in (Law.__eq__, Law.__hash__):
-            if method.__name__ not in vars(cls):
-                setattr(cls, method.__name__, method)
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        a, b = vars(self), vars(other)
-        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
-
-    def __hash__(self) -> int:
-        if self.arrays:  # the hash of a tensor is its identity, so equal laws would have other hashes
-            raise TypeError(f"unhashable: {type(self).__name__} with arrays")
-        return hash((type(self), *vars(self).values()))
-
-    def __repr__(self) -> str:
-        # As dataclasses have it. One function for all laws makes the import faster.
-        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in vars(self).items())})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # without the slots, as a frozen dataclass cannot be set again
-
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """The parameters that are arrays."""
-        return tuple(x for _, x in self._named_arrays())
-
-    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The properties of the law, except for the values of its arrays."""
-        cached = getattr(self, "_signature", None)
-        if cached is not None:
-            return cached
-        parts = ((name, type(x), _signature(x, array_signature)) for name, x in vars(self).items())
-        signature = (type(self), *parts)
-        if not self.arrays:
-            object.__setattr__(self, "_signature", signature)
-        return signature
-
-    def evaluate_checked(self, xp: ModuleType, n: Array) -> Array:
-        """``law(n)`` in the dtype of `n`, without checks, for lengths (..., L) that fit the law."""
-        lengths, has_no_arrays = n, getattr(self, "_signature", None) is not None
-        if not has_no_arrays and (parameters := self.arrays):
-            lengths = xp.astype(n, _compute_dtype(xp, n.dtype, parameters), copy=False)
-        return xp.astype(self.evaluate(xp, lengths), n.dtype, copy=False)
-
-    def _named_arrays(self) -> list[tuple[str, Array]]:
-        arrays = []
-        for name, x in vars(self).items():
-            if isinstance(x, PerQuery):
-                x = x.value  # listed under the name of the parameter
-            if isinstance(x, Law):
-                arrays += x._named_arrays()
-            elif x is not None and is_array(x):
-                arrays.append((name, x))
-        return arrays
-
-    def _with_arrays(self, change: Callable[[Array], Array]) -> Law:
-        changes: dict[str, Any] = {}
-        for name, x in vars(self).items():
-            if isinstance(x, Law):
-                changes[name] = x._with_arrays(change)
-            elif is_array(x):
-                changes[name] = change(x)
-        return replace(self, **changes)
-
-    def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
-        """The arrays and laws with their names, and the auxiliary data, for `register_nodes`."""
-        values = vars(self)
-        names = getattr(self, "_children", None)
-        if names is None:
-            names = tuple(name for name, x in values.items() if isinstance(x, Law) or is_array(x))
-        numbers = tuple((name, None if name in names else x) for name, x in values.items())
-        return [(name, values[name]) for name in names], (names, numbers)
-
-    @classmethod
-    def _unflatten(cls, aux: Any, children: Iterable[Any]) -> Self:
-        # Without checks, as the leaves of a tree may also be tracers, booleans, axes or None.
-        law = object.__new__(cls)
-        names, values = aux
-        for name, x in (dict(values) | dict(zip(names, children, strict=True))).items():
-            object.__setattr__(law, name, x)
-        object.__setattr__(law, "_children", names)
-        return law
-
-    def _aligned(self, n: Array) -> Array:
-        """The lengths with as many axes as the factor. Refuses shapes that do not broadcast."""
-        shapes = self._named_shapes()
-        if n.ndim == 0 and any(has_query_axis for _, _, has_query_axis in shapes):
-            n = n[None]  # one length for all queries
-        last, common = (1,) if n.ndim else (), n.shape
-        for name, shape, has_query_axis in shapes:
-            # A 0-d parameter needs no axis for the queries.
-            full_shape = shape if has_query_axis or not shape else (*shape, *last)
-            common = common_shape(**{"n": common, name: full_shape})
-        return lift(n, len(common)) if n.ndim else n
-
-    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        """The name and the shape of each array parameter, and whether its last axis is L."""
-        shapes: list[tuple[str, tuple[int, ...], bool]] = []
-        for name, x in vars(self).items():
-            if isinstance(x, PerQuery):
-                # Under `vmap` over the queries the value is 0-d.
-                shapes.append((name, tuple(x.value.shape), x.value.ndim > 0))
-            elif isinstance(x, Law):
-                shapes += x._named_shapes()
-            elif x is not None and is_array(x):
-                shapes.append((name, tuple(x.shape), False))
-        return shapes
-
-    @abstractmethod
-    def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        """The factor for an array of lengths.
-
-        Parameters
-        ----------
-        xp : module
-            The array namespace of `n`. It is NumPy if the law is called with a number.
-        n : array (..., L)
-            Lengths as floats; 0 for a query that sees no key.
-
-        Returns
-        -------
-        array broadcastable to (..., L)
-            The factors, in the dtype of `n`.
-        """
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Constant(Law):
-    """The factor does not depend on n. ``Constant(1)`` is the standard attention.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.Constant(2.0)(1000)
-    2.0
-    """
-
-    value: Parameter
-
-    def __post_init__(self) -> None:
-        _check_parameter("value", self.value)
-
-    def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        return xp.ones_like(n) * _over_queries(xp, self.value, n)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LogLength(Law):
-    """``ln n / ln base``: Su's law, which keeps the entropy of focused attention nearly constant.
-
-    Parameters
-    ----------
-    base : float > 1, or array
-        The length at which the factor is 1.
-    minimum : float, optional
-        The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
-
-    References
-    ----------
-    Su 2021, https://spaces.ac.cn/archives/8823.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.LogLength(16)(256), laws.LogLength(16, minimum=1)(4)
-    (2.0, 1.0)
-    """
-
-    base: Parameter = 512
-    minimum: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_parameter("base", self.base, above=1)
-        _check_minimum(self.minimum)
-
-    def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        factor = _log_length(xp, n) / _log(xp, _over_queries(xp, self.base, n))
-        return _at_least(xp, factor, self.minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -329,14 +53,14 @@ class SqrtLogLength(Law):
     minimum: float | None = None
 
     def __post_init__(self) -> None:
-        _check_parameter("base", self.base, above=1)
-        _check_minimum(self.minimum)
+        check_parameter("base", self.base, above=1)
+        check_minimum(self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        base = _log(xp, _over_queries(xp, self.base, n))
+        base = log_of(xp, over_queries(xp, self.base, n))
         root = xp.sqrt(base) if is_array(base) else math.sqrt(base)
-        factor = root_or_zero(xp, _log_length(xp, n)) / root
-        return _at_least(xp, factor, self.minimum)
+        factor = root_or_zero(xp, log_length(xp, n)) / root
+        return at_least(xp, factor, self.minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -365,18 +89,18 @@ class AffineLog(Law):
     minimum: Parameter | None = None
 
     def __post_init__(self) -> None:
-        _check_parameter("slope", self.slope)
-        _check_parameter("intercept", self.intercept)
+        check_parameter("slope", self.slope)
+        check_parameter("intercept", self.intercept)
         if self.minimum is not None:
-            _check_parameter("minimum", self.minimum)
+            check_parameter("minimum", self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        factor = _log_length(xp, n) * _over_queries(xp, self.slope, n)
-        factor = factor + _over_queries(xp, self.intercept, n)
+        factor = log_length(xp, n) * over_queries(xp, self.slope, n)
+        factor = factor + over_queries(xp, self.intercept, n)
         if self.minimum is None:
             return factor
-        minimum = _over_queries(xp, self.minimum, n)
-        return xp.maximum(factor, minimum) if is_array(minimum) else _at_least(xp, factor, minimum)
+        minimum = over_queries(xp, self.minimum, n)
+        return xp.maximum(factor, minimum) if is_array(minimum) else at_least(xp, factor, minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -406,13 +130,13 @@ class PowerLog(Law):
     exponent: Parameter
 
     def __post_init__(self) -> None:
-        _check_parameter("offset", self.offset)
-        _check_parameter("coefficient", self.coefficient)
-        _check_parameter("exponent", self.exponent)
+        check_parameter("offset", self.offset)
+        check_parameter("coefficient", self.coefficient)
+        check_parameter("exponent", self.exponent)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        power = _log_length(xp, n, least=2.0) ** _over_queries(xp, self.exponent, n)
-        return _over_queries(xp, self.offset, n) + power * _over_queries(xp, self.coefficient, n)
+        power = log_length(xp, n, least=2.0) ** over_queries(xp, self.exponent, n)
+        return over_queries(xp, self.offset, n) + power * over_queries(xp, self.coefficient, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -435,12 +159,12 @@ class StepLog(Law):
     period: Parameter
 
     def __post_init__(self) -> None:
-        _check_parameter("coefficient", self.coefficient)
-        _check_parameter("period", self.period, above=0)
+        check_parameter("coefficient", self.coefficient)
+        check_parameter("period", self.period, above=0)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        steps = xp.floor(n / _over_queries(xp, self.period, n))
-        return xp.log1p(clip(xp, steps, min=0.0)) * _over_queries(xp, self.coefficient, n) + 1.0
+        steps = xp.floor(n / over_queries(xp, self.period, n))
+        return xp.log1p(clip(xp, steps, min=0.0)) * over_queries(xp, self.coefficient, n) + 1.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -476,13 +200,13 @@ class Power(Law):
     minimum: float | None = None
 
     def __post_init__(self) -> None:
-        _check_parameter("exponent", self.exponent)
-        _check_parameter("base", self.base, above=0)
-        _check_minimum(self.minimum)
+        check_parameter("exponent", self.exponent)
+        check_parameter("base", self.base, above=0)
+        check_minimum(self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        growth = clip(xp, n, min=1.0) / _over_queries(xp, self.base, n)
-        return _at_least(xp, growth ** _over_queries(xp, self.exponent, n), self.minimum)
+        growth = clip(xp, n, min=1.0) / over_queries(xp, self.base, n)
+        return at_least(xp, growth ** over_queries(xp, self.exponent, n), self.minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -511,13 +235,13 @@ class InfoScale(Law):
     head_dim: float
 
     def __post_init__(self) -> None:
-        _check_parameter("base", self.base, above=1)
+        check_parameter("base", self.base, above=1)
         check_real("head_dim", self.head_dim, above=0)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         rate = -2.0 / float(self.head_dim)
-        root = root_or_zero(xp, -xp.expm1(_log_length(xp, n) * rate))
-        base = _log(xp, _over_queries(xp, self.base, n))
+        root = root_or_zero(xp, -xp.expm1(log_length(xp, n) * rate))
+        base = log_of(xp, over_queries(xp, self.base, n))
         if is_array(base):
             return root / xp.sqrt(-xp.expm1(base * rate))
         return root / math.sqrt(-math.expm1(base * rate))
@@ -585,7 +309,7 @@ class Knots(Law):
             raise value_error("lengths", "increase", f"({', '.join(map(str, lengths))})")
         object.__setattr__(self, "lengths", lengths)
         if is_array(self.factors):
-            _check_parameter("factors", self.factors)
+            check_parameter("factors", self.factors)
             shape = tuple(self.factors.shape)  # type: ignore[union-attr]
             if shape[-1:] != (len(lengths),):
                 must = f"have the shape (..., {len(lengths)}), with one factor for each length"
@@ -597,11 +321,11 @@ class Knots(Law):
                 must = f"have {len(lengths)} numbers, one for each length"
                 raise value_error("factors", must, len(factors))
             object.__setattr__(self, "factors", factors)
-        _check_minimum(self.minimum)
+        check_minimum(self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         lengths, last = [float(x) for x in self.lengths], len(self.lengths) - 1
-        factors = [_over_queries(xp, self._factor(i), n) for i in range(last + 1)]
+        factors = [over_queries(xp, self._factor(i), n) for i in range(last + 1)]
         n = xp.where(n < 1.0, 1.0, n)
         result: Any = None
         for i, length in enumerate(lengths):
@@ -613,7 +337,7 @@ class Knots(Law):
             # ln(n / length) is exactly 0 at the knot, so that the factor there is exact.
             line = factors[i] + xp.log(n / length) * (1 / width) * rise
             result = line if result is None else xp.where(n < length, result, line)
-        return _at_least(xp, result, self.minimum)
+        return at_least(xp, result, self.minimum)
 
     def _factor(self, i: int) -> Any:
         return self.factors[..., i] if is_array(self.factors) else self.factors[i]  # type: ignore[call-overload]
@@ -621,28 +345,6 @@ class Knots(Law):
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
         # The last axis of `factors` is that of the knots, which the factor does not have.
         return [(name, shape[:-1], False) for name, shape, _ in super()._named_shapes()]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PerQuery(Constant):
-    """The parameter that `per_query` makes. As a law it is a constant for each query."""
-
-    value: Array
-
-    def __post_init__(self) -> None:
-        if not is_array(self.value):
-            raise type_error("value", "be an array", type(self.value).__name__)
-        super().__post_init__()
-        check_ndim(1, value=self.value)
-
-    def __repr__(self) -> str:
-        return f"per_query({self.value!r})"
-
-    def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        return xp.ones_like(n) * _over_queries(xp, self, n)
-
-    def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        return [("value", tuple(self.value.shape), self.value.ndim > 0)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -654,13 +356,13 @@ class Scaled(Law):
 
     def __post_init__(self) -> None:
         check_law(self.law)
-        _check_parameter("factor", self.factor)
+        check_parameter("factor", self.factor)
 
     def __repr__(self) -> str:
         return f"scaled({self.law!r}, {self.factor!r})"
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        return self.law.evaluate(xp, n) * _over_queries(xp, self.factor, n)
+        return self.law.evaluate(xp, n) * over_queries(xp, self.factor, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -679,71 +381,6 @@ class Shifted(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return self.law.evaluate(xp, n + float(self.shift))
-
-
-def per_query(value: Array) -> PerQuery:
-    """A parameter of a law with one number for each query, such as a function of the query.
-
-    A plain array parameter has the batch and head axes, ``...``, and each of its numbers applies to all
-    L queries. An array that is wrapped by this function also has the axis of the queries. So a law can
-    depend on n and on the query.
-
-    Parameters
-    ----------
-    value : array (..., L)
-        The axes ``...`` and L are those of the queries (..., L, E), up to broadcasting. With grouped
-        heads, the heads are those of the queries.
-
-    Returns
-    -------
-    PerQuery
-        A parameter that all laws but `Knots` accept in place of an array, as in
-        ``AffineLog(slope, per_query(x))``, ``Constant(per_query(x))`` and
-        ``scaled(law, per_query(x))``. In JAX and PyTorch it is a pytree whose leaf is the array.
-
-    Raises
-    ------
-    TypeError
-        If `value` is not an array of floats.
-    ValueError
-        If `value` is 0-d or has numbers that are not finite.
-
-    Notes
-    -----
-    A law with such a parameter belongs to the queries of one call, so make it for each call. `to_dict`
-    refuses it. Its factors have the shape (..., L), also if it is called with a number.
-
-    With h a learned function of each query, (..., L), the factors of these papers are:
-
-    - *ASEntmax*, ``δ + β (ln(n + 1))^γ`` with β = softplus(h₁) and γ = 2 tanh(h₂):
-      ``shifted(PowerLog(δ, per_query(β), per_query(γ)), 1)``. The paper computes weights by α-entmax,
-      this library by a softmax.
-    - *Selective Self-Attention*, ``1 + tanh(h) + σ(α) ln n``:
-      ``AffineLog(σ(α), per_query(1 + tanh(h)))``. The paper scales the values in the same way.
-    - *QASSMax*, ``g(ln n) · (1 + tanh(h))`` with a learned g for each head:
-      ``scaled(Constant(g(ln N)), per_query(1 + tanh(h)))``, where N is the number of all keys, as in
-      the paper. To compute g for the number of keys that each query sees, use a subclass of `Law` in
-      place of `Constant`. A variant in the paper has one factor per feature, (..., L, E): multiply the
-      query by these factors.
-
-    References
-    ----------
-    Vasylenko et al. 2025, arXiv 2506.16640. Zhang et al. 2024, arXiv 2411.12892. Qu et al. 2026,
-    arXiv 2602.11139.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic import attention_entropy, laws
-    >>> query, key = np.random.default_rng(0).normal(size=(2, 4, 100, 16))  # 4 heads
-    >>> gate = np.tanh(query @ np.full(16, 0.1))
-    >>> gate.shape
-    (4, 100)
-    >>> law = laws.AffineLog(0.2, laws.per_query(1 + gate))
-    >>> law(np.arange(1, 101)).shape, attention_entropy(query, key, law=law).shape
-    ((4, 100), (4, 100))
-    """
-    return PerQuery(value)
 
 
 def scaled(law: Law, factor: Parameter) -> Law:
@@ -833,88 +470,9 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     1.0
     """
     check_real("head_dim", head_dim, above=0)
-    _check_parameter("kappa", kappa)
+    check_parameter("kappa", kappa)
     root = math.sqrt(head_dim)
     return AffineLog(PerQuery(kappa.value / root) if isinstance(kappa, PerQuery) else kappa / root)
-
-
-def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
-    if isinstance(x, Law):
-        return x.signature(array_signature)
-    return array_signature(x) if is_array(x) else x
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if a is b:  # also for tracers, whose values cannot be read
-        return True
-    if not (is_array(a) and is_array(b)):
-        return not (is_array(a) or is_array(b)) and a == b
-    if tuple(a.shape) != tuple(b.shape):  # the shapes of tracers can be read
-        return False
-    try:
-        return same_arrays(a, b)
-    except (AttributeError, BufferError, RuntimeError, TypeError):  # libraries raise different errors
-        must = "have arrays that can be read, to be compared"
-        raise type_error("law", must, type(a).__name__) from None
-
-
-def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
-    """Float32, or float64 if the lengths or a parameter are float64."""
-    return accumulator(xp, xp.result_type(dtype, *(x.dtype for x in parameters)))
-
-
-def _over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
-    """A parameter with axes that broadcast against the lengths ``(..., L)``, in their dtype."""
-    if isinstance(x, (int, float)):
-        return float(x)  # a NumPy float64 would promote float32 lengths
-    if isinstance(x, PerQuery):
-        return lift(xp.astype(x.value, n.dtype), n.ndim)
-    if not is_array(x):
-        return float(x)
-    x = xp.astype(x, n.dtype)
-    return lift(x[..., None], n.ndim) if x.ndim > 0 and n.ndim > 0 else x
-
-
-def _log_length(xp: ModuleType, n: Array, least: float = 1.0) -> Array:
-    return xp.log(xp.where(n < least, least, n))
-
-
-def _log(xp: ModuleType, x: Any) -> Any:
-    """The logarithm of a parameter. `_over_queries` has already converted half precision."""
-    return math.log(x) if isinstance(x, float) else xp.log(x)
-
-
-def _at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
-    return factor if minimum is None else clip(xp, factor, min=float(minimum))
-
-
-def _check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
-    if isinstance(x, PerQuery):
-        _check_parameter(name, x.value, above=above)
-    elif is_array(x):
-        xp = namespace(**{name: x})
-        if not xp.isdtype(x.dtype, "real floating"):
-            raise type_error(name, "have a real floating-point dtype", x.dtype)
-        if 0 in x.shape:
-            raise value_error(name, "not be empty", f"the shape {tuple(x.shape)}")
-        if is_readable(xp, x):
-            check_numbers(name, to_numpy(x), above)
-    elif isinstance(x, Real):
-        check_real(name, x, above=above)
-    else:
-        raise type_error(name, "be a real number or an array of them", type(x).__name__)
-
-
-def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
-    """Apply the checks of `check_real` to a NumPy array."""
-    # If any number is NaN, so is the minimum.
-    if numbers.min() > above and numbers.max() < math.inf:
-        return
-    import numpy as np
-
-    index = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
-    where = f" at {index}" if index else ""
-    raise value_error(name, bounds_message(above), f"{numbers[index]}{where}")
 
 
 def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple[float, ...]:
@@ -930,28 +488,3 @@ def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple
     for number in numbers:
         check_real(name, number, least=least)
     return numbers
-
-
-def _check_minimum(minimum: Any) -> None:
-    if minimum is not None:
-        check_real("minimum", minimum)
-
-
-def check_law(law: Any, *, optional: bool = False) -> None:
-    """Refuse everything but a law, and None unless `optional` (None is standard attention)."""
-    if not isinstance(law, Law) and not (optional and law is None):
-        must = "be a law of isentropic.laws" + " or None" * optional
-        got = type(law).__name__
-        if isinstance(law, str):
-            must += " (`laws.preset` has those with a name)"
-        elif isinstance(law, type) and issubclass(law, Law):
-            got = f"the class {law.__name__}; call it: `{law.__name__}(...)`"
-        elif any(kind.__name__ == "LawModule" for kind in type(law).__mro__):
-            got += "; call it: `law()`"
-        elif callable(law):
-            got += " (a function is not a law: subclass `laws.Law`)"
-        raise type_error("law", must, got)
-
-
-# The default law of attention.
-DEFAULT_LAW = LogLength(512)

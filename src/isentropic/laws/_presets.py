@@ -10,17 +10,14 @@ from typing import Any, NamedTuple
 from isentropic._checks import check_choice, check_real, type_error
 from isentropic.laws._formulas import (
     AffineLog,
-    Constant,
     InfoScale,
-    Law,
-    LogLength,
-    Parameter,
     Power,
     PowerLog,
     SqrtLogLength,
     StepLog,
     shifted,
 )
+from isentropic.laws._law import Constant, Law, LogLength, Parameter
 
 
 class _Rule(NamedTuple):

@@ -55,7 +55,7 @@ from isentropic._namespace import (
 )
 from isentropic._numerics import align, clip, lift, log_or, product, quietly
 from isentropic.jl._draws import draw_matrix, generator_of, place_draw, random_orthonormal, takes_rng
-from isentropic.laws._formulas import DEFAULT_LAW, Law, check_law
+from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
 

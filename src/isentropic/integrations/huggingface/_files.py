@@ -12,7 +12,7 @@ from typing import Any
 from isentropic import laws as laws_module
 from isentropic._checks import value_error
 from isentropic.integrations.huggingface._laws import Laws, check_numbers, not_laws_error
-from isentropic.laws._formulas import Law
+from isentropic.laws._law import Law
 
 _FORMAT, _VERSION = "isentropic-laws", 1
 _KEYS = {"format", "version", "law", "layers"}

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from isentropic._attention.functions import attention, attention_state, attention_weights, scale_queries
 from isentropic._attention.generic import AttentionState, merge_states
 from isentropic._checks import type_error, value_error
-from isentropic.laws._formulas import Law
+from isentropic.laws._law import Law
 from isentropic.masks import Mask, as_mask, causal
 
 LawAndCount: TypeAlias = tuple[Law | None, str]  # a law, and what its n counts

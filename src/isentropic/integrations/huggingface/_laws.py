@@ -12,7 +12,7 @@ from isentropic._checks import check_choice, is_integer, type_error, value_error
 from isentropic._namespace import to_numpy
 from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, register
 from isentropic.integrations.huggingface._modules import attention_modules, n_heads
-from isentropic.laws._formulas import Law, check_law
+from isentropic.laws._law import Law, check_law
 
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int, Law | None] | None
 

@@ -23,7 +23,8 @@ from isentropic.integrations.huggingface._interface import (
 )
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._modules import attention_modules
-from isentropic.laws._formulas import AffineLog, Constant, Law
+from isentropic.laws._formulas import AffineLog
+from isentropic.laws._law import Constant, Law
 
 _Add = Callable[[Any, list[Any], Any], None]
 
