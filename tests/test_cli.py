@@ -109,6 +109,21 @@ class TestModel:
         if request.config.getoption("--backend") not in (None, "torch"):
             pytest.skip("belongs to the backend torch")
 
+    @pytest.mark.usefixtures("model")  # skips where transformers is not installed
+    def test_the_laws_of_a_file(self, run, tmp_path):
+        from isentropic.integrations import huggingface
+
+        own = [laws.AffineLog(np.asarray([0.0, 1.0]), 1.0), None, laws.LogLength(8)]
+        huggingface.save_laws(own, tmp_path / "laws.json")
+        arguments = ("laws", tmp_path / "laws.json", "su", "--lengths", "8,64")
+        rows = [line.rsplit(maxsplit=2) for line in run(*arguments).stdout.splitlines()[1:]]
+        means = [[1 + np.log(8) / 2, 1 + np.log(64) / 2], [1, 1], [1, 2]]
+        su = [laws.preset("su")(8), laws.preset("su")(64)]
+        assert [name for name, *_ in rows] == ["layer 0", "layer 1", "layer 2", "su"]
+        assert [[float(x) for x in row[1:]] for row in rows] == np.round([*means, su], 4).tolist()
+        heads = json.loads(run(*arguments, "--json").stdout)["factors"]["layer 0"]
+        assert heads == [[1.0, 1 + np.log(8)], [1.0, 1 + np.log(64)]]
+
     def test_profile(self, run, model, texts, tmp_path):
         options = ["--lengths", "32,64", "--plot", tmp_path / "drift.png"]
         result = run("profile", model, *texts, *options, "--json")

@@ -61,7 +61,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inst
 
 
 @main.command(epilog=f"Presets: {', '.join(laws_module.presets())}.")
-@click.argument("names", nargs=-1, metavar="[NAME[:PARAMETER=VALUE,...]]...")
+@click.argument("names", nargs=-1, metavar="[FILE|NAME[:PARAMETER=VALUE,...]]...")
 @click.option(
     "--lengths", type=_Numbers(), default=(64, 512, 4096, 32768), show_default="64,512,4096,32768",
     help="Numbers of keys.",
@@ -71,17 +71,37 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
     """Print the factors of laws for given numbers of keys.
 
     NAME is one of the presets, with its parameters: isentropic laws su qwen:length=2048.
-    Without names, print all presets that do not need parameters.
+    FILE has the laws of a model, from `isentropic calibrate`: one row per layer, with the mean over the
+    heads. Without names, print all presets that do not need parameters.
     """
-    chosen = {name: _law(name) for name in names} or dict(_laws_without_parameters())
-    factors = {name: [float(law(n)) for n in lengths] for name, law in chosen.items()}
+    chosen = dict(_named_laws(names)) if names else dict(_laws_without_parameters())
+    factors = {name: [_factor(law, n) for n in lengths] for name, law in chosen.items()}
     if as_json:
         click.echo(json.dumps({"lengths": lengths, "factors": factors}))
         return
     width = max(len(name) for name in factors) + 2
     click.echo("n".ljust(width) + "".join(f"{n:>9}" for n in lengths))
     for name, row in factors.items():
-        click.echo(name.ljust(width) + "".join(f"{x:>9.4f}" for x in row))
+        means = (x if isinstance(x, float) else math.fsum(x) / len(x) for x in row)
+        click.echo(name.ljust(width) + "".join(f"{x:>9.4f}" for x in means))
+
+
+def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | None]]:
+    """The laws of presets, and those of the layers in files."""
+    for name in names:
+        model_laws = _laws_of_file(name) if Path(name).is_file() else _law(name)
+        if isinstance(model_laws, (laws_module.Law, type(None))):
+            yield name, model_laws
+        else:
+            layers = model_laws if isinstance(model_laws, dict) else dict(enumerate(model_laws))
+            for layer, law in layers.items():
+                yield (f"layer {layer}" if isinstance(layer, int) else layer), law
+
+
+def _factor(law: laws_module.Law | None, n: int) -> float | list[float]:
+    """The factor, or those of all heads. No law is standard attention."""
+    factor = 1.0 if law is None else law(n)
+    return factor if isinstance(factor, float) else factor.reshape(-1).tolist()
 
 
 def _law(text: str) -> laws_module.Law:
@@ -192,7 +212,7 @@ def profile(
     """
     _check_outputs(plot)
     huggingface = _import_huggingface()
-    model_laws = None if chosen is None else _laws_of_file_or_preset(huggingface, chosen)
+    model_laws = None if chosen is None else _laws_of_file_or_preset(chosen)
     network, batches = _load_model_and_batches(model, texts, lengths)
     with _without_traceback():
         report = huggingface.profile(network, batches, laws=model_laws, progress=True)
@@ -200,16 +220,21 @@ def profile(
     _draw(plot, {"standard attention" if model_laws is None else "with laws": report})
 
 
-def _laws_of_file_or_preset(huggingface: Any, text: str) -> Any:
+def _laws_of_file_or_preset(text: str) -> Any:
     """The laws in a file, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
     if Path(text).is_file():
-        with _without_traceback():
-            return huggingface.load_laws(text)
+        return _laws_of_file(text)
     try:
         return _law(text)
     except click.UsageError as error:
         message = f"--laws: {text} is not a file; as a preset: {error.message}"
         raise click.UsageError(message) from None
+
+
+def _laws_of_file(path: str) -> Any:
+    huggingface = _import_huggingface()
+    with _without_traceback():
+        return huggingface.load_laws(path)
 
 
 @main.command()
