@@ -206,6 +206,8 @@ WITHOUT_ROW = {
     "jl.FailureRate": "a result",
     "layers.LinearAttentionError": "a result",
     "laws.Law": "abstract",
+    "laws.ModelRule": "a result",
+    "laws.from_config": "takes a configuration",
     "laws.presets": "takes no arguments",
 }
 

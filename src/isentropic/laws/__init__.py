@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from isentropic.laws._law import Constant, Law, LogLength, per_query
 
 if TYPE_CHECKING:
+    from isentropic.laws._configurations import ModelRule, from_config
     from isentropic.laws._dictionaries import from_dict, to_dict
     from isentropic.laws._formulas import (
         AffineLog,
@@ -36,15 +37,21 @@ if TYPE_CHECKING:
     )
     from isentropic.laws._presets import preset, presets
 else:  # a type checker that sees `__getattr__` accepts every attribute name
+    _MODULES = {
+        "ModelRule": "_configurations",
+        "from_config": "_configurations",
+        "from_dict": "_dictionaries",
+        "preset": "_presets",
+        "presets": "_presets",
+        "to_dict": "_dictionaries",
+    }
 
     def __getattr__(name: str) -> Any:
         # Attention needs only the default law. The other ones are imported on first use.
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        modules = {"from_dict": "_dictionaries", "to_dict": "_dictionaries"}
-        modules |= {"preset": "_presets", "presets": "_presets"}
-        module = importlib.import_module(f"{__name__}.{modules.get(name, '_formulas')}")
-        return getattr(module, name)
+        module = _MODULES.get(name, "_formulas")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:
@@ -58,10 +65,12 @@ __all__ = [
     "Knots",
     "Law",
     "LogLength",
+    "ModelRule",
     "Power",
     "PowerLog",
     "SqrtLogLength",
     "StepLog",
+    "from_config",
     "from_dict",
     "from_kappa",
     "per_query",

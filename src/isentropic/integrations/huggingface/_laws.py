@@ -12,6 +12,7 @@ from isentropic._checks import check_choice, is_integer, type_error, value_error
 from isentropic._namespace import to_numpy
 from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, register
 from isentropic.integrations.huggingface._modules import attention_modules, n_heads
+from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._law import Law, check_law
 
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int, Law | None] | None
@@ -60,6 +61,9 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     not counted as keys. The law multiplies the products of queries and keys, before a soft cap and
     position biases.
 
+    For a model that already scales its attention logits by a rule of its own, a warning names the
+    rule and says how to switch it off. `isentropic.laws.from_config` returns these rules.
+
     Positions are the ``position_ids`` that the model passes to its attention, as most decoders do. The
     positions that ``generate`` makes do not count padding. If a decoder is called without
     ``position_ids``, its positions count the padding on the left too.
@@ -81,7 +85,9 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     'sdpa'
     """
     modules = list(attention_modules(model).values())
-    return apply(model, modules, per_layer(laws, count, len(modules)))
+    layer_laws = per_layer(laws, count, len(modules))
+    warn_of_rules(modules, [law for law, _ in layer_laws])
+    return apply(model, modules, layer_laws)
 
 
 def per_layer(laws: Laws, count: str, n_layers: int) -> list[LawAndCount]:

@@ -1,0 +1,497 @@
+"""The rules that models apply to their attention logits themselves, read from their configurations.
+
+What the rules are, and which fields set them, is taken from the models of transformers. Nothing of
+transformers is imported, so that the ``config.json`` of a model is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from isentropic._checks import check_count, check_real, type_error, value_error
+from isentropic.laws._formulas import Knots
+from isentropic.laws._law import Constant, Law
+from isentropic.laws._presets import preset
+
+# What a rule multiplies (`ModelRule.scales`).
+_PRODUCTS = "products"
+_ROTATED = "rotated products"
+_WITH_BIASES = "products and biases"
+_CAPPED = "capped logits"
+
+
+class ModelRule(NamedTuple):
+    """A rule by which a model scales its attention logits itself, as `from_config` returns it.
+
+    Attributes
+    ----------
+    name : str
+        A name of `isentropic.laws.preset`, or "mscale" for the temperature that DeepSeek-V2 and the
+        models after it have if their context is extended by YaRN.
+    law : Law or None
+        The factor as a law. None if its numbers are weights of the model, as in "mistral-large-4".
+    counts : {"positions", "slots", "length"} or None
+        What the n of the law counts, as in the table of `isentropic.laws.preset`. None for constants.
+    layers : tuple of int, or None
+        The numbers of the decoder layers that have the rule. None for all layers with attention.
+        For "rotated products" None stands for those layers that rotate queries and keys.
+    scales : str
+        What the law multiplies:
+
+        - "products": the products of queries and keys,
+        - "rotated products": the part of the products that comes from the rotated features,
+        - "products and biases": the products and the position biases,
+        - "capped logits": the logits after the soft cap.
+    off : tuple of str
+        Assignments to fields of the configuration that switch the rule off, before the model is made.
+        Empty if the configuration cannot switch it off.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> config = {"model_type": "qwen", "use_logn_attn": True, "seq_length": 8192}
+    >>> (rule,) = laws.from_config(config)
+    >>> rule.law(65536).__round__(3), rule.counts, rule.off
+    (1.231, 'slots', ('use_logn_attn = False',))
+    """
+
+    name: str
+    law: Law | None
+    counts: str | None
+    layers: tuple[int, ...] | None
+    scales: str
+    off: tuple[str, ...]
+
+
+def from_config(config: Any) -> tuple[ModelRule, ...]:
+    """The rules by which a model already scales its attention logits, from its configuration.
+
+    A model that has a rule of its own needs no second law of the length, which would multiply it.
+
+    Parameters
+    ----------
+    config : mapping or transformers.PreTrainedConfig
+        The configuration of a model of transformers, or the content of its ``config.json``. Of a model
+        with several parts the text decoder is read: ``text_config``, ``decoder`` and the like. For
+        another part, pass the configuration of that part.
+
+    Returns
+    -------
+    tuple of ModelRule
+        Empty if the model scales its logits by nothing but the constant scale of its attention. If a
+        layer has several rules, their factors multiply.
+
+    Raises
+    ------
+    TypeError
+        If `config` is no configuration, or if a field that sets a rule has the wrong type.
+    ValueError
+        If a field that sets a rule is missing or out of range, or if the type of the model is not known
+        to apply the rule that the field sets.
+
+    Notes
+    -----
+    Rules of the length: those of Llama 4, Ministral 3, Mistral 4, Mistral Large 4, Inkling, Inkling 2
+    and Beam in transformers; of Qwen (1) and Grok, whose code is elsewhere.
+
+    Constants: the factors of YaRN and LongRoPE in all models. They are on cosine and sine, so they act
+    on queries and keys, and the law is their square. That of Phi-3.5-MoE depends on whether the longest
+    sequence of the batch exceeds a length. And ``mscale_all_dim`` in DeepSeek and the models after it.
+
+    The scale of attention itself, as in Granite and Gemma, and temperatures that are learned without a
+    length are no rules.
+
+    A model of another type is read as one that rotates queries and keys as transformers does, and does
+    nothing else. A field that sets one of the rules above is an error there.
+
+    Where queries and keys are normalized after their rotation, as in Llama 4, the normalization cancels
+    the factors of YaRN and LongRoPE up to its ε. Then they are no rule.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> config = {
+    ...     "model_type": "llama",
+    ...     "num_hidden_layers": 2,
+    ...     "max_position_embeddings": 32768,
+    ...     "rope_scaling": {"type": "yarn", "factor": 4.0},
+    ... }
+    >>> (rule,) = laws.from_config(config)
+    >>> rule.name, rule.law(1).__round__(3), rule.scales
+    ('yarn', 1.296, 'rotated products')
+    >>> laws.from_config(config | {"rope_scaling": None})
+    ()
+    """
+    fields = _text_fields(config)
+    ropes = list(_ropes(fields))
+    _refuse_unknown(fields, ropes)
+    rules = [*_LENGTH_RULES.get(fields.kind, _no_rule)(fields, ropes), *_grok(fields)]
+    for rope in ropes:
+        rules += _mscale(fields, rope)
+        rules += _phimoe(fields, rope) if fields.kind == "phimoe" else _rotation(fields, rope)
+    return tuple(rule for rule in rules if rule.layers != ())
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """A part of a configuration, and the form of the names of its fields in the whole."""
+
+    data: Mapping[str, Any]
+    form: str = "{}"
+    kind: str = ""  # the type of the model
+
+    def name(self, key: str) -> str:
+        return self.form.format(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.data.get(key, default)
+
+    def number(self, key: str, default: Any = None, **bounds: float) -> float:
+        x = self.get(key, default)
+        check_real(self.name(key), x, **bounds)
+        return float(x)
+
+    def n_layers(self) -> int:
+        n: int = self.get("num_hidden_layers")
+        check_count(self.name("num_hidden_layers"), n)
+        return n
+
+    def off(self, **values: Any) -> tuple[str, ...]:
+        return tuple(f"{self.name(key)} = {x!r}" for key, x in values.items())
+
+
+class _Rope(NamedTuple):
+    """Parameters of the rotation, and the type of the layers that they are for (None for all types)."""
+
+    fields: _Fields
+    layer_type: str | None = None
+
+
+# The parts of configurations in which the text decoder is described.
+_TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config", "decoder")
+# The types of models of several parts with a rule of the length, and those of their text decoders.
+_TEXT_KINDS = {
+    "inkling": "inkling_text",
+    "inkling2": "inkling2_text",
+    "llama4": "llama4_text",
+    "mistral_large4": "mistral_large4_text",
+}
+
+
+def _text_fields(config: Any) -> _Fields:
+    data, path = _mapping("config", config), ""
+    kind = data.get("model_type")
+    while key := next((key for key in _TEXT_PARTS if data.get(key) is not None), None):
+        path += f"{key}."
+        data = _mapping(path[:-1], data[key])
+        kind = data.get("model_type") or _TEXT_KINDS.get(str(kind))
+    if kind in _TEXT_KINDS:
+        raise value_error("config", f"have the `text_config` of a {kind!r}", "none")
+    if not isinstance(kind, str) or not kind:
+        raise value_error(f"{path}model_type", "be the type of a model", repr(kind))
+    return _Fields(data, path + "{}", kind)
+
+
+def _mapping(name: str, config: Any) -> Mapping[str, Any]:
+    data = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(data, Mapping):
+        raise type_error(name, "be a configuration or a dictionary", type(config).__name__)
+    return data
+
+
+# Fields that set a rule, and the types of models that read them.
+_READERS = {
+    "attn_temperature_tuning": ("llama4_text",),
+    "llama_4_scaling": (),  # of engines beside transformers
+    "log_scaling_n_floor": ("inkling_text", "inkling2_text"),
+    "use_logn_attn": ("qwen",),
+}
+_ROPE_READERS = {
+    "llama_4_scaling_beta": ("ministral3", "mistral4"),
+    "long_mscale": ("phimoe",),
+    "short_mscale": ("phimoe",),
+}
+
+
+def _refuse_unknown(fields: _Fields, ropes: list[_Rope]) -> None:
+    parts = [(fields, _READERS), *((rope.fields, _ROPE_READERS) for rope in ropes)]
+    for part, readers in parts:
+        for key, kinds in readers.items():
+            if part.get(key) and fields.kind not in kinds:
+                must = "be absent: it sets a rule, and how models of this type apply it is not known"
+                raise value_error(part.name(key), must, f"{part.get(key)!r} for a {fields.kind!r}")
+
+
+# Rules of the length
+
+
+def _no_rule(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    yield from ()
+
+
+def _llama_4(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    period = fields.number("floor_scale", 8192, above=0)
+    coefficient = fields.number("attn_scale", 0.1)
+    if fields.get("attn_temperature_tuning", True) and coefficient:
+        law = preset("llama-4", coefficient=coefficient, period=period)
+        rotating = _rotating_layers(fields) or ()
+        layers = tuple(i for i in range(fields.n_layers()) if i not in rotating)
+        off = fields.off(attn_temperature_tuning=False)
+        yield ModelRule("llama-4", law, "slots", layers, _PRODUCTS, off)
+
+
+def _ministral(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    for rope in ropes:
+        coefficient = rope.fields.number("llama_4_scaling_beta")
+        if coefficient:
+            length = _original_length(fields, rope)
+            law = preset("ministral-3", coefficient=coefficient, length=length)
+            off = rope.fields.off(llama_4_scaling_beta=0.0)
+            yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
+
+
+def _mistral_large(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    yield ModelRule("mistral-large-4", None, "positions", None, _PRODUCTS, ())
+
+
+def _inkling(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    if fields.get("log_scaling_n_floor") is not None:
+        off = fields.off(log_scaling_n_floor=None)
+        yield from _inkling_rule(fields, "slots", off)
+
+
+def _inkling_2(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    yield from _inkling_rule(fields, "positions", fields.off(log_scaling_alpha=0.0))
+
+
+def _inkling_rule(fields: _Fields, counts: str, off: tuple[str, ...]) -> Iterator[ModelRule]:
+    length = fields.number("log_scaling_n_floor", 128_000, above=0)
+    coefficient = fields.number("log_scaling_alpha", 0.1, least=0)
+    if coefficient:
+        law = preset("inkling", length=length, coefficient=coefficient)
+        yield ModelRule("inkling", law, counts, _inkling_layers(fields), _WITH_BIASES, off)
+
+
+def _inkling_layers(fields: _Fields) -> tuple[int, ...]:
+    """The layers without a window."""
+    types, windows = fields.get("layer_types"), fields.get("local_layer_ids")
+    if types is not None:
+        return tuple(i for i, kind in enumerate(types) if kind != "hybrid_sliding")
+    layers = range(fields.n_layers())
+    return tuple(i for i in layers if (i % 6 == 5 if windows is None else i not in windows))
+
+
+def _beam(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    types = fields.get("layer_types")
+    if types is None:
+        last = fields.n_layers() - 1
+        full = [i % 6 == 5 or i == last for i in range(last + 1)]
+        types = ["full_attention" if x else "sliding_attention" for x in full]
+    rotating = _rope_data(fields)[1] or {}
+    layers = tuple(i for i, kind in enumerate(types) if rotating.get(kind) is None)
+    yield ModelRule("beam", preset("beam"), "positions", layers, _PRODUCTS, ())
+
+
+def _qwen(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    if fields.get("use_logn_attn", True):
+        law = preset("qwen", length=fields.number("seq_length", above=1))
+        off = fields.off(use_logn_attn=False)
+        yield ModelRule("qwen", law, "slots", None, _PRODUCTS, off)
+
+
+def _grok(fields: _Fields) -> Iterator[ModelRule]:
+    # No model but Grok has the field. Its `model_type` is that of another model, GIT.
+    length = fields.number("attn_temperature_len", -1)
+    if length > 0:
+        off = fields.off(attn_temperature_len=-1)
+        yield ModelRule("grok-2", preset("grok-2", length=length), "positions", None, _CAPPED, off)
+
+
+_LENGTH_RULES: dict[str, Callable[[_Fields, list[_Rope]], Iterator[ModelRule]]] = {
+    "beam": _beam,
+    "inkling2_text": _inkling_2,
+    "inkling_text": _inkling,
+    "llama4_text": _llama_4,
+    "ministral3": _ministral,
+    "mistral4": _ministral,
+    "mistral_large4_text": _mistral_large,
+    "qwen": _qwen,
+}
+
+
+# Factors that come with the rotation
+
+# What models rotate by if their configuration does not say it, as far as it matters here.
+_DEFAULT_ROPES: dict[str, dict[str, Any]] = {
+    "beam": {"sliding_attention": {"rope_type": "default"}, "full_attention": None},
+    "gpt_oss": {"rope_type": "yarn", "factor": 32.0},
+    "ministral3": {
+        "rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384,
+    },
+    "mistral4": {
+        "rope_type": "yarn", "factor": 128.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192,
+    },
+    "openai_privacy_filter": {"rope_type": "yarn", "factor": 32.0},
+}  # fmt: skip
+_WITHOUT_FACTOR = ("axial", "default", "dynamic", "linear", "llama3", "mrope", "proportional")
+# Models whose older configurations call LongRoPE by other names.
+_LONGROPE_ONLY = ("phi3", "phi4_multimodal")
+# Models in which flat parameters hold for layers without a window alone.
+_FULL_ATTENTION_ONLY = ("gemma3_text", "gemma3n_text", "olmo3", "t5gemma2_decoder", "t5gemma2_text")
+# Models that multiply the scale of their attention by the square of the factor of `mscale_all_dim`.
+_READ_MSCALE = (
+    "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+    "glm_moe_dsa", "hy_v4", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "youtu",
+)  # fmt: skip
+# Models that normalize queries and keys after their rotation.
+_NORMALIZE_LAST = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "nanochat")
+# Models that rotate queries and keys in some layers alone, by what says in which.
+_NO_ROPE_LAYERS = ("llama4_text", "mistral_large4_text", "smollm3")
+_ROTATE_IN_WINDOWS = ("afmoe", "cohere2", "flint")
+_ROTATE_IN_WINDOWS_IF_ANY = ("exaone4", "exaone_moe", "kolibri1")
+
+
+def _rope_data(fields: _Fields) -> tuple[str, Mapping[str, Any] | None]:
+    """The field with the parameters of the rotation, and the parameters."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    data = fields.get(name)
+    if data is None:
+        data = _DEFAULT_ROPES.get(fields.kind)
+    if data is not None and not isinstance(data, Mapping):
+        raise type_error(fields.name(name), "be a dictionary", type(data).__name__)
+    return name, data
+
+
+def _ropes(fields: _Fields) -> Iterator[_Rope]:
+    name, data = _rope_data(fields)
+    if data is None:
+        return
+    form = fields.name(name)
+    nested = {key: x for key, x in data.items() if isinstance(x, Mapping)}
+    for key, x in nested.items():
+        yield _Rope(_Fields(x, f'{form}["{key}"]["{{}}"]'), key)
+    if not nested:
+        if fields.kind == "deepseek_v4":
+            data = {"attention_factor": 1.0, **data}
+        yield _Rope(_Fields(data, f'{form}["{{}}"]'))
+
+
+def _rope_type(fields: _Fields, rope: _Fields) -> str:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if fields.kind in _LONGROPE_ONLY and kind in ("su", "yarn"):
+        return "longrope"
+    if kind not in (*_WITHOUT_FACTOR, "yarn", "longrope"):
+        must = "be a kind of rotation that transformers has"
+        raise value_error(rope.name("rope_type"), must, repr(kind))
+    return str(kind)
+
+
+def _original_length(fields: _Fields, rope: _Rope) -> float:
+    """The length before an extension, from where transformers takes it."""
+    key = "original_max_position_embeddings"
+    default = 4096 if fields.kind in _LONGROPE_ONLY else None
+    if rope.layer_type is None and fields.get(key, default) is not None:
+        return fields.number(key, default, above=1)
+    if rope.fields.get(key) is not None:
+        return rope.fields.number(key, above=1)
+    return fields.number("max_position_embeddings", above=1)
+
+
+def _scale(fields: _Fields, rope: _Rope) -> float:
+    """The factor s by which the context was extended."""
+    if rope.fields.get("factor") is not None:
+        return rope.fields.number("factor", above=0)
+    return fields.number("max_position_embeddings", above=0) / _original_length(fields, rope)
+
+
+def _magnitude(scale: float, coefficient: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * coefficient * math.log(scale) + 1.0
+
+
+def _attention_factor(fields: _Fields, rope: _Rope) -> float:
+    """The factor on cosine and sine."""
+    kind = _rope_type(fields, rope.fields)
+    if kind in _WITHOUT_FACTOR:
+        return 1.0
+    if rope.fields.get("attention_factor") is not None:
+        return rope.fields.number("attention_factor", least=0)
+    scale = _scale(fields, rope)
+    if kind == "longrope":
+        return math.sqrt(preset("longrope", scale=scale, length=_original_length(fields, rope))(1))
+    if rope.fields.get("mscale") and rope.fields.get("mscale_all_dim"):
+        above, below = (rope.fields.number(key) for key in ("mscale", "mscale_all_dim"))
+        return _magnitude(scale, above) / _magnitude(scale, below)
+    return _magnitude(scale)
+
+
+def _rotating_layers(fields: _Fields, layer_type: str | None = None) -> tuple[int, ...] | None:
+    """The layers that a rotation is for. None if that are all that have attention."""
+    if layer_type is not None:
+        return _layers_of_type(fields, layer_type)
+    if fields.kind in _FULL_ATTENTION_ONLY:
+        return _layers_of_type(fields, "full_attention")
+    if fields.kind in _NO_ROPE_LAYERS:
+        interval = int(fields.number("no_rope_layer_interval", 4, least=1))
+        default = [(i + 1) % interval for i in range(fields.n_layers())]
+        rotates = fields.get("no_rope_layers") or default  # 1 where a layer rotates
+        return tuple(i for i, x in enumerate(rotates) if x)
+    has_window = fields.kind in _ROTATE_IN_WINDOWS or (
+        fields.kind in _ROTATE_IN_WINDOWS_IF_ANY and fields.get("sliding_window") is not None
+    )
+    if has_window and fields.get("layer_types") is not None:
+        return _layers_of_type(fields, "sliding_attention")
+    return None
+
+
+def _layers_of_type(fields: _Fields, kind: str) -> tuple[int, ...]:
+    types = fields.get("layer_types")
+    if types is None:
+        raise value_error(fields.name("layer_types"), "say which layers the rotation is for", "none")
+    if fields.kind == "deepseek_v4":
+        types = ["main" if x == "sliding_attention" else "compress" for x in types]
+    if kind not in types and not kind.endswith("_attention"):
+        must = f"have layers of the type {kind!r}, which has a rotation of its own"
+        raise value_error(fields.name("layer_types"), must, ", ".join(sorted(set(types))))
+    return tuple(i for i, x in enumerate(types) if x == kind)
+
+
+def _rotation(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
+    factor = _attention_factor(fields, rope)
+    normalized = fields.kind == "llama4_text" and fields.get("use_qk_norm", True)
+    if factor != 1 and not normalized and fields.kind not in _NORMALIZE_LAST:
+        name, layers = _rope_type(fields, rope.fields), _rotating_layers(fields, rope.layer_type)
+        off = rope.fields.off(attention_factor=1.0)
+        yield ModelRule(name, Constant(factor**2), None, layers, _ROTATED, off)
+
+
+def _mscale(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
+    is_read = fields.kind in _READ_MSCALE and rope.fields.get("mscale_all_dim")
+    if is_read and _rope_type(fields, rope.fields) != "default":
+        coefficient = rope.fields.number("mscale_all_dim")
+        factor = _magnitude(rope.fields.number("factor", above=0), coefficient)
+        if factor != 1:
+            # The factor on cosine and sine, which depends on the field too, stays as it is.
+            same = _attention_factor(fields, rope)
+            off = rope.fields.off(mscale_all_dim=0.0, attention_factor=same)
+            yield ModelRule("mscale", Constant(factor**2), None, None, _PRODUCTS, off)
+
+
+def _phimoe(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
+    if _rope_type(fields, rope.fields) == "default":
+        return
+    short, long = (rope.fields.number(key, least=0) ** 2 for key in ("short_mscale", "long_mscale"))
+    law: Law = Constant(short)
+    counts = None
+    if short != long:
+        last = _original_length(fields, rope)
+        # The step between two lengths, and level lines before and after it.
+        law = Knots((1, last, last + 1, last + 2), (short, short, long, long))
+        counts = "length"
+    if (short, long) != (1, 1):
+        off = rope.fields.off(short_mscale=1.0, long_mscale=1.0)
+        yield ModelRule("longrope", law, counts, None, _ROTATED, off)
