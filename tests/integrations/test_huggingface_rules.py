@@ -12,10 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from isentropic.integrations.huggingface._rules import warn_of_rules  # noqa: E402
 
-pytestmark = [
-    pytest.mark.host,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SIZES = {
     "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 4,
