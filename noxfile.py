@@ -116,6 +116,21 @@ def run_tests(session: nox.Session, backend: str, *options: str, **environment: 
     session.run("pytest", f"--backend={backend}", *PROCESSES, *options, env=environment)
 
 
+# By the group of the libraries. kvpress and the others need different versions of transformers.
+RECIPES = {"recipes": ["test", "torch", "jax", "transformers"], "kvpress": ["runner", "torch"]}
+
+
+@nox.session
+@nox.parametrize("group", list(RECIPES), ids=list(RECIPES))
+def recipes(session: nox.Session, group: str) -> None:
+    """Run the recipes of the page "Other libraries" with those; arguments go to pytest."""
+    install(session, group, *RECIPES[group])
+    command = ("pytest", "-rs", "tests/integrations/test_recipes.py", *session.posargs)
+    session.run(*command)
+    if group == "recipes":
+        session.run(*command, "-k", "Keras", env={"KERAS_BACKEND": "torch"})
+
+
 @nox.session
 def kernels(session: nox.Session) -> None:
     """Compile all Triton kernels for several GPUs, none of which is needed; arguments go to pytest."""

@@ -1,6 +1,7 @@
 """Attention against the definition, in every combination of what it takes."""
 
 import tracemalloc
+import types
 
 import numpy as np
 import oracles
@@ -731,8 +732,38 @@ class TestErrors:
         }.items():
             with pytest.raises(TypeError, match=f"`{name}` must be an? (boolean )?array"):
                 call()
-        with pytest.raises(TypeError, match=r"`query` must be an array .* got MaskedArray"):
+        with pytest.raises(
+            TypeError, match=r"`query` must be an array .* got numpy\.ma.*MaskedArray\."
+        ):
             it.attention(np.ma.ones((3, 4)), k, v)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("has_namespace", [False, True])
+    def test_arrays_of_libraries_outside_the_standard(self, has_namespace):
+        """As TensorFlow's, and as MLX's, whose namespace is not that of the standard."""
+        x = np.ones((3, 4))
+        members = {name: getattr(x, name) for name in ("ndim", "shape", "dtype", "__array__")}
+        if has_namespace:
+            members["__array_namespace__"] = lambda self, api_version=None: types.ModuleType("mlx.core")
+        foreign = type("array", (), {"__module__": "mlx.core"} | members)()
+        for name, call in {
+            "query": lambda: it.attention(foreign, foreign, foreign),
+            "value": lambda: it.attention(x, x, foreign),
+            "bias": lambda: it.attention(x, x, x, bias=foreign),
+            "mask": lambda: it.attention(x, x, x, mask=foreign),
+            "lengths": lambda: masks.padding(foreign),
+            "slope": lambda: laws.AffineLog(foreign),
+            "n": lambda: laws.LogLength(512)(foreign),
+            "logits": lambda: it.factor_for_entropy(foreign, 1.0),
+            "x": lambda: it.jl.hadamard_transform(foreign),
+            "like": lambda: it.jl.gaussian_projection(4, 2, like=foreign),
+        }.items():
+            message = (
+                rf"^`{name}` must be an array \(NumPy, CuPy, PyTorch, JAX or another library of the array "
+                r"API standard\), got mlx\.core\.array: convert it with `np\.asarray`\.$"
+            )
+            with pytest.raises(TypeError, match=message):
+                call()
 
     def test_integers_of_numpy(self, a):
         q, k = a(3, 4), a(5, 4)

@@ -119,23 +119,36 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
         if x.layout is not xp.strided:
             raise TypeError(f"`{name}` must be a dense tensor, got one of the layout {x.layout}.")
         return xp
-    kind = type(x).__name__
     if is_dask(x):
         raise TypeError(
-            f"`{name}` must be an array in memory, got a Dask array; only projections and "
-            f"hadamard_transform take those."
+            f"`{name}` must be an array in memory, got a Dask array: call its `compute()`. Only "
+            f"projections and hadamard_transform take Dask arrays."
         )
     try:
         # These subclasses of ndarray redefine the operators.
-        if kind in ("matrix", "MaskedArray"):
+        if type(x).__name__ in ("matrix", "MaskedArray"):
             raise TypeError
-        return array_api_compat.array_namespace(x)
+        xp = array_api_compat.array_namespace(x)
+        # MLX has a namespace, which is not that of the standard.
+        if not hasattr(xp, "__array_api_version__"):
+            raise TypeError
+        return xp
     except TypeError:
-        hint = ": convert it with `asarray` of your library" if isinstance(x, (list, tuple)) else ""
         raise TypeError(
             f"`{name}` must be an array (NumPy, CuPy, PyTorch, JAX or another library of the "
-            f"array API standard), got {kind}{hint}."
+            f"array API standard), got {_kind_and_mend(x)}."
         ) from None
+
+
+def _kind_and_mend(x: Any) -> str:
+    """The full name of the type of what is not an array here, and how to make an array of it."""
+    kind = type(x)
+    if kind.__module__ == "builtins":
+        is_sequence = isinstance(x, (list, tuple))
+        return kind.__name__ + ": convert it with `asarray` of your library" * is_sequence
+    is_numpy = kind.__module__.partition(".")[0] == "numpy"  # of a masked array it would drop the mask
+    mend = "" if is_numpy or not hasattr(x, "__array__") else ": convert it with `np.asarray`"
+    return f"{kind.__module__}.{kind.__qualname__}{mend}"
 
 
 def is_torch_array(x: Any) -> bool:

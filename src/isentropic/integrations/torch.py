@@ -1,5 +1,7 @@
 """PyTorch modules (the extra ``torch``): attention with a law, trainable laws; distributed attention.
 
+Masks of this package for `torch.nn.attention.flex_attention`.
+
 Shapes: N sequences, L queries, S keys, H heads, E features of queries and outputs.
 """
 
@@ -11,6 +13,7 @@ from typing import Any
 from isentropic._attention.functions import attention, attention_entropy, attention_weights
 from isentropic._checks import is_array, requires_extra, type_error, value_error
 from isentropic._namespace import present
+from isentropic.integrations._flex import to_block_mask, to_mask_mod
 from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
@@ -26,6 +29,8 @@ __all__ = [
     "MultiheadAttention",
     "distributed_attention",
     "distributed_attention_state",
+    "to_block_mask",
+    "to_mask_mod",
 ]
 
 

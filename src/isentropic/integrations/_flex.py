@@ -1,0 +1,245 @@
+"""Masks for PyTorch's `flex_attention`: its `mask_mod` functions and block masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from isentropic._checks import check_count, value_error, with_name_hints
+from isentropic._loops import Block
+from isentropic._namespace import Array, common_device, namespace
+from isentropic.masks import (
+    Frame,
+    Mask,
+    _And,
+    _Band,
+    _Dense,
+    _Or,
+    _Padding,
+    _Segments,
+    as_mask,
+)
+
+# Whether a query sees a key: a function of the indices of sequence, head, query and key.
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+
+def to_mask_mod(mask: Mask | Array, n_queries: int, n_keys: int) -> MaskMod:
+    """The `mask_mod` of a mask, for `torch.nn.attention.flex_attention`.
+
+    Parameters
+    ----------
+    mask : Mask or boolean tensor
+        A mask of `isentropic.masks`, or a tensor broadcastable to (B, H, L, S), True = attend. The
+        arrays of a mask are tensors.
+    n_queries, n_keys : int
+        L and S. The default offset of `causal` and `window`, and the side of `padding`, depend on them.
+
+    Returns
+    -------
+    function
+        ``mask_mod(b, h, q_idx, kv_idx)``, as `create_block_mask`, `and_masks` and `or_masks` of PyTorch
+        take it.
+
+    Raises
+    ------
+    TypeError
+        If `mask` is neither, or has arrays that are not tensors, or if a length is not an integer.
+    ValueError
+        If the arrays of the mask do not fit, or if a length is less than 1.
+
+    See Also
+    --------
+    to_block_mask : the same as a block mask.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.attention.flex_attention import create_mask
+    >>> from isentropic import masks
+    >>> from isentropic.integrations.torch import to_mask_mod
+    >>> mask_mod = to_mask_mod(masks.window(2), n_queries=3, n_keys=5)
+    >>> create_mask(mask_mod, None, None, 3, 5, device="cpu").to(torch.uint8)
+    tensor([[[[1, 1, 1, 0, 0],
+              [0, 1, 1, 1, 0],
+              [0, 0, 1, 1, 1]]]], dtype=torch.uint8)
+    """
+    mask = as_mask(mask)
+    frame, _ = _checked(mask, n_queries, n_keys)
+    return _mask_mod(mask, frame)
+
+
+@with_name_hints(
+    mask_mod="mask", B=None, H=None, Q_LEN="n_queries", KV_LEN="n_keys", BLOCK_SIZE="block_size"
+)
+def to_block_mask(
+    mask: Mask | Array, n_queries: int, n_keys: int, *, device: Any = None, block_size: int = 128
+) -> Any:
+    """The block mask of a mask, for `torch.nn.attention.flex_attention`.
+
+    Parameters
+    ----------
+    mask : Mask or boolean tensor
+        As in `to_mask_mod`.
+    n_queries, n_keys : int
+        L and S.
+    device : torch.device, optional
+        By default that of the tensors in the mask. If it has none, the accelerator of the machine or
+        else the CPU, as in PyTorch.
+    block_size : int
+        The number of queries and of keys in a block.
+
+    Returns
+    -------
+    torch.nn.attention.flex_attention.BlockMask
+        It has the batch and head axes of the tensors in the mask, of length 1 where these do not
+        differ.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_mask_mod`, and if `block_size` is not an integer of at least 1.
+
+    Notes
+    -----
+    It equals ``create_block_mask(to_mask_mod(mask, L, S), B, H, L, S)``, which forms the whole mask,
+    (B, H, L, S), if it is not compiled. Here one row of blocks is formed at a time.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.attention.flex_attention import flex_attention
+    >>> import isentropic as it
+    >>> from isentropic.integrations.torch import to_block_mask
+    >>> query, key, value = torch.randn(3, 2, 4, 128, 16)
+    >>> mask = it.masks.causal() & it.masks.padding(torch.tensor([[100], [128]]))
+    >>> compiled = torch.compile(flex_attention, backend="eager")  # without `backend` in earnest
+    >>> out = compiled(query, key, value, block_mask=to_block_mask(mask, 128, 128))
+    >>> torch.testing.assert_close(out, it.attention(query, key, value, mask=mask, law=None))
+    """
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    check_count("block_size", block_size)
+    mask = as_mask(mask)
+    frame, batch = _checked(mask, n_queries, n_keys, device)
+    seen = torch.stack(
+        [
+            _seen_per_block(mask, frame, (start, min(block_size, n_queries - start)), batch, block_size)
+            for start in range(0, n_queries, block_size)
+        ],
+        dim=-2,
+    )
+    is_full = seen == block_size**2
+    return BlockMask.from_kv_blocks(
+        *_ordered((seen > 0) & ~is_full), *_ordered(is_full),
+        BLOCK_SIZE=block_size, mask_mod=_mask_mod(mask, frame), seq_lengths=(n_queries, n_keys),
+    )  # fmt: skip
+
+
+def _checked(
+    mask: Mask, n_queries: int, n_keys: int, device: Any = None
+) -> tuple[Frame, tuple[int, ...]]:
+    """Check the mask. Return what it is evaluated for, and the lengths of its batch and head axes."""
+    import torch
+
+    check_count("n_queries", n_queries)
+    check_count("n_keys", n_keys)
+    group = ("mask", mask.arrays)
+    xp = namespace(group, tensor=torch.empty(0))
+    if device is None and mask.arrays:
+        device = common_device(group)
+    tensor = torch.empty(0, device=device or torch.accelerator.current_accelerator() or "cpu")
+    frame = Frame(xp, common_device(group, device=tensor), n_queries, n_keys)
+    mask.check(None, n_queries, n_keys)
+    try:
+        axes = mask.block(frame, (0, 1), (0, 1)).shape[:-2]
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(x.shape)) for x in mask.arrays)
+        raise value_error("mask", "have arrays that broadcast with each other", shapes) from None
+    if len(axes) > 2:
+        raise value_error("mask", "have at most a batch and a head axis before L and S", axes)
+    batch = (1,) * (2 - len(axes)) + tuple(axes)
+    mask.check(batch, n_queries, n_keys)
+    return frame, batch
+
+
+def _seen_per_block(
+    mask: Mask, frame: Frame, rows: Block, batch: tuple[int, ...], block_size: int
+) -> Any:
+    """The number of visible pairs in each block of some rows, (B, H, number of blocks)."""
+    import torch
+    from torch.nn.functional import pad
+
+    seen: Any = mask.block(frame, rows, (0, frame.n_keys))
+    seen = pad(seen.expand(*batch, rows[1], frame.n_keys), (0, -frame.n_keys % block_size))
+    return seen.unflatten(-1, (-1, block_size)).sum((-3, -1), dtype=torch.int32)
+
+
+def _ordered(blocks: Any) -> tuple[Any, Any]:
+    """The number of True blocks in each row, and the indices of all blocks, those of the True first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int(), order.int()
+
+
+# Functions that hold nothing but numbers, tensors and such functions: PyTorch lifts those out of
+# closures, and does not compile again for other tensors.
+
+
+def _mask_mod(mask: Mask, frame: Frame) -> MaskMod:
+    from torch.nn.attention.flex_attention import and_masks, or_masks
+
+    shift = frame.n_keys - frame.n_queries
+    match mask:
+        case _And():
+            return and_masks(_mask_mod(mask.first, frame), _mask_mod(mask.second, frame))
+        case _Or():
+            return or_masks(_mask_mod(mask.first, frame), _mask_mod(mask.second, frame))
+        case _Band():
+            return _band(mask, shift)
+        case _Padding():
+            return _padding(mask, frame.n_keys)
+        case _Segments():
+            return _segments(mask, shift)
+        case _Dense():
+            visible = _elements(mask.visible)
+            return lambda b, h, q_idx, kv_idx: visible(b, h, q_idx, kv_idx)
+    raise AssertionError(f"{type(mask)} has no mask_mod")
+
+
+def _band(mask: _Band, shift: int) -> MaskMod:
+    from torch.nn.attention.flex_attention import and_masks
+
+    left, right = mask.left, mask.right
+    offset = _elements(shift if mask.offset is None else mask.offset)
+    bounds = []
+    if left is not None:
+        bounds.append(lambda b, h, q_idx, kv_idx: kv_idx >= q_idx + offset(b, h) - left)
+    if right is not None:
+        bounds.append(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset(b, h) + right)
+    return and_masks(*bounds)
+
+
+def _padding(mask: _Padding, n_keys: int) -> MaskMod:
+    lengths = _elements(mask.lengths)
+    if mask.side == "left":
+        return lambda b, h, q_idx, kv_idx: kv_idx + lengths(b, h) >= n_keys
+    return lambda b, h, q_idx, kv_idx: kv_idx < lengths(b, h)
+
+
+def _segments(mask: _Segments, shift: int) -> MaskMod:
+    ids = _elements(mask.ids)
+    if mask.query_ids is None:
+        return lambda b, h, q_idx, kv_idx: ids(b, h, q_idx + shift) == ids(b, h, kv_idx)
+    query_ids = _elements(mask.query_ids)
+    return lambda b, h, q_idx, kv_idx: query_ids(b, h, q_idx) == ids(b, h, kv_idx)
+
+
+def _elements(x: Any) -> Callable[..., Any]:
+    """A function of as many indices as `x` broadcasts to, which gives the element, or the number."""
+    if isinstance(x, int) or all(size == 1 for size in x.shape):
+        number = x if isinstance(x, int) else x.reshape(())
+        return lambda *indices: number
+    axes = tuple(axis - x.ndim for axis, size in enumerate(x.shape) if size > 1)
+    squeezed = x.squeeze()
+    return lambda *indices: squeezed[tuple(indices[axis] for axis in axes)]
