@@ -88,7 +88,7 @@ def attend(
         if kwargs.get(name) is not None:
             must = "be None: the attention of isentropic does not support it"
             raise value_error(name, must, type(kwargs[name]).__name__)
-    mask, bias = _visibility_mask(module, query, attention_mask, is_causal), position_bias
+    mask, bias = visibility_mask(module, query, attention_mask, is_causal), position_bias
     if attention_mask is not None and attention_mask.is_floating_point():
         bias = attention_mask if bias is None else bias + attention_mask
     law, count = law_of(module)
@@ -96,7 +96,7 @@ def attend(
         "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "enable_gqa": True,
     }  # fmt: skip
     if law is not None and count == "positions":
-        options["n_keys"] = _positions_from_1(query, kwargs.get("position_ids"))
+        options["n_keys"] = positions_from_1(query, kwargs.get("position_ids"))
 
     record = getattr(module, RECORD, None)
     if record is not None:
@@ -114,7 +114,7 @@ def attend(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _visibility_mask(
+def visibility_mask(
     module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
 ) -> Mask | torch.Tensor | None:
     """The mask that is True where a key is visible, or None if all keys are."""
@@ -128,7 +128,7 @@ def _visibility_mask(
     return causal(offset=0) if query.shape[2] > 1 and is_causal else None
 
 
-def _positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+def positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """The positions of the queries, counted from 1, broadcastable to (B, H, L)."""
     if positions is None or positions.ndim != 2 or positions.shape[1] != query.shape[2]:
         must = "be 'keys' if a model passes no `position_ids` (batch, queries) to its attention"

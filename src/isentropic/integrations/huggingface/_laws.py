@@ -10,7 +10,8 @@ import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
 from isentropic._namespace import to_numpy
-from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, register
+from isentropic.integrations.huggingface._bases import set_base
+from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount
 from isentropic.integrations.huggingface._modules import attention_modules, n_heads
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._law import Law, check_law
@@ -20,14 +21,14 @@ Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int, Law | None] | None
 _COUNTS = ("keys", "positions")
 
 
-def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
+def use(model: Any, laws: Laws, *, count: str = "keys", base: str = NAME) -> contextlib.ExitStack:
     """Apply laws to the attention of a model, permanently or for a ``with`` block.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model, which is changed in place: its attention implementation becomes "isentropic". It may
-        be a part of a model, such as the text model of a multimodal one.
+        The model, which is changed in place: its attention implementation becomes `base`. It may be a
+        part of a model, such as the text model of a multimodal one.
     laws : Law, None, sequence or mapping
         One law for all attention layers, a sequence with one law per layer, or a mapping from layer
         numbers to laws. Layers that are not in the mapping, and layers with None, use standard
@@ -38,6 +39,10 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     count : {"keys", "positions"}
         What the n of a law counts: the keys that the query sees, or its position plus one. The table in
         `isentropic.laws.preset` says what the rules of other models count.
+    base : str
+        The attention implementation that does the rest: "isentropic", or another one of transformers,
+        such as "sdpa", "eager", "flash_attention_2", "flex_attention" or the name of a kernel on the
+        Hub. The law goes into the queries of the others.
 
     Returns
     -------
@@ -51,8 +56,11 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
         For a `model` that is not a transformers model, and for `laws` that are not laws.
     ValueError
         For a model whose attention implementation cannot be changed, for layer numbers that it does not
-        have, and for parameters that do not fit its heads. With ``count="positions"``, calling the
-        model raises it if the model does not pass positions to its attention.
+        have, for parameters that do not fit its heads, and for a `base` that does not exist or does not
+        support the model. Calling the model raises it with ``count="positions"`` if the model does not
+        pass positions to its attention, and with another base if that does not tell the number of keys.
+    ImportError
+        For a `base` that is not installed.
 
     Notes
     -----
@@ -67,6 +75,10 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     Positions are the ``position_ids`` that the model passes to its attention, as most decoders do. The
     positions that ``generate`` makes do not count padding. If a decoder is called without
     ``position_ids``, its positions count the padding on the left too.
+
+    A `base` other than "isentropic" gets scaled queries, rounded to their dtype, and otherwise does
+    what it does without a law. The functions of transformers stay replaced by ones that know laws, and
+    are as before for models without laws.
 
     Gradient checkpointing computes attention again in the backward pass, with the laws that the model
     has at that time. So run the backward pass within the ``with`` block too.
@@ -87,7 +99,7 @@ def use(model: Any, laws: Laws, *, count: str = "keys") -> contextlib.ExitStack:
     modules = list(attention_modules(model).values())
     layer_laws = per_layer(laws, count, len(modules))
     warn_of_rules(modules, [law for law, _ in layer_laws])
-    return apply(model, modules, layer_laws)
+    return apply(model, modules, layer_laws, base)
 
 
 def per_layer(laws: Laws, count: str, n_layers: int) -> list[LawAndCount]:
@@ -126,16 +138,17 @@ def check_numbers(laws: Mapping[int, Any]) -> None:
             raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
 
 
-def apply(model: Any, modules: Sequence[Any], laws: Sequence[LawAndCount]) -> contextlib.ExitStack:
+def apply(
+    model: Any, modules: Sequence[Any], laws: Sequence[LawAndCount], base: str = NAME
+) -> contextlib.ExitStack:
     converted = [
         (None if law is None else _convert_arrays(law, f"laws[{i}]", module, model), count)
         for i, ((law, count), module) in enumerate(zip(laws, modules, strict=True))
     ]
-    register()
 
     with contextlib.ExitStack() as stack:
         stack.callback(_restore, _implementations(model), [(m, getattr(m, LAW, None)) for m in modules])
-        model.set_attn_implementation(NAME)
+        set_base(model, modules, base)
         for module, law_and_count in zip(modules, converted, strict=True):
             setattr(module, LAW, law_and_count)
         return stack.pop_all()
