@@ -185,12 +185,16 @@ ROWS = {
     "jl.hadamard_transform": LAZY,
     "jl.distortion": ALL,
     "theory.gaussian_entropy": QUADRATURE,
+    "theory.gaussian_sensitivity": QUADRATURE,
     "theory.frozen_entropy": ALL,
     "theory.sphere_entropy": QUADRATURE,
+    "theory.sphere_sensitivity": QUADRATURE,
     "theory.vmf_log_mgf": ALL,
     "theory.vmf_mean_cosine": ALL,
     "theory.vmf_kl_uniform": ALL,
     "theory.needle_entropy": ALL,
+    "theory.needle_sensitivity": ALL,
+    "theory.needle_weight": ALL,
     "theory.tied_entropy": ALL,
     "theory.invariant_factor": Row(
         compile=Cell(False, _NODES.note, _NODES.error, call="invariant_factor-gaussian")

@@ -58,9 +58,12 @@ def mask_tree(draw, batch, n_queries, n_keys, depth=2):
     if depth and draw.coin(0.6):
         first, a = mask_tree(draw, batch, n_queries, n_keys, depth - 1)
         second, b = mask_tree(draw, batch, n_queries, n_keys, depth - 1)
-        if draw.coin():
+        kind = draw.of("and", "or", "but")
+        if kind == "and":
             return lambda f: first(f) & second(f), a & b
-        return lambda f: first(f) | second(f), a | b
+        if kind == "or":
+            return lambda f: first(f) | second(f), a | b
+        return lambda f: first(f) & ~second(f), a & ~b
 
     rows, keys = np.arange(n_queries)[:, None], np.arange(n_keys)
     own = draw.shape(batch)

@@ -54,6 +54,13 @@ def _examples(backend):
         ),
         "segments": (masks.segments(f(ids)), ids[3:, None] == ids),
         "segments-query": (masks.segments(f(ids), f(ids[:6])), ids[:6, None] == ids),
+        "others": (~masks.window(0), ~oracles.band(6, 9, 0, 0)),
+        "before": (masks.causal() & ~masks.window(0), keys < rows + 3),
+        "not-both": (~(masks.causal() & masks.window(2)), ~oracles.band(6, 9, 2, 0)),
+        "not-array": (
+            ~masks.padding(f(lengths)) & ~masks.as_mask(f(explicit)),
+            ~((keys < lengths[..., None, None]) | explicit),
+        ),
         "both": (masks.causal() & masks.window(4), oracles.band(6, 9, 4, 0)),
         "either": (masks.window(0) | masks.padding(1), oracles.band(6, 9, 0, 0) | (keys < 1)),
         "array": (masks.causal() & f(explicit), (keys <= rows + 3) & explicit),
@@ -66,9 +73,9 @@ def _examples(backend):
 
 
 NAMES = [
-    "array", "array-or", "both", "causal", "causal-0", "causal-offsets", "either", "nested", "padding",
-    "padding-left", "padding-lengths", "segments", "segments-query", "window", "window-far",
-    "window-left", "window-right",
+    "array", "array-or", "before", "both", "causal", "causal-0", "causal-offsets", "either", "nested",
+    "not-array", "not-both", "others", "padding", "padding-left", "padding-lengths", "segments",
+    "segments-query", "window", "window-far", "window-left", "window-right",
 ]  # fmt: skip
 
 
@@ -111,6 +118,24 @@ class TestMasks:
         both = array | masks.causal()
         np.testing.assert_array_equal(_dense(both, backend, 3, 3), np.tri(3, dtype=bool))
 
+    @pytest.mark.host
+    def test_complement(self):
+        mask = masks.causal() & masks.window(2)
+        assert ~~mask is mask
+        other = mask & ~masks.padding(np.asarray([3, 5]))
+        assert repr(masks.from_description(masks.describe(other))) == repr(other)
+
+    @pytest.mark.host
+    def test_complements_of_intervals_are_counted_without_tiles(self, monkeypatch):
+        """In O(L) time."""
+        monkeypatch.setattr(masks.Mask, "block", None)
+        for kind in (masks._Band, masks._And, masks._Not):
+            monkeypatch.setattr(kind, "block", None)
+        n = 10**6
+        np.testing.assert_array_equal((~masks.window(0)).visible_count(n, n), n - 1)
+        before = masks.causal() & ~masks.window(0)
+        np.testing.assert_array_equal(before.visible_count(n, n), np.arange(n))
+
     @given(
         n_queries=st.integers(1, 12), n_keys=st.integers(1, 12),
         left=st.none() | st.integers(0, 12), right=st.none() | st.integers(0, 12),
@@ -144,8 +169,6 @@ class TestErrors:
             it.attention(q, k, k, mask=make(backend.array))
 
     def test_what_masks_are_not(self):
-        with pytest.raises(TypeError, match=r"A mask has no complement: .* or pass a boolean array"):
-            ~masks.causal()
         with pytest.raises(TypeError, match=r"`lengths` .* got bool: .* is itself a `mask`"):
             masks.padding(np.asarray([True, False]))
 
@@ -266,6 +289,9 @@ def test_repr_is_the_call():
         "padding(3, side='left')",
         "causal() & padding(2, side='right')",
         "(causal() | window(1, 1)) & padding(2, side='right')",
+        "causal() & ~window(0, 0)",
+        "~(causal() & ~window(2, 0))",
+        "~(causal() | window(1, 1))",
     ):
         assert repr(eval(shown, vars(masks))) == shown
     assert repr(masks.causal() & masks.segments(ids)) == "causal() & segments(<array (3,)>)"

@@ -233,9 +233,18 @@ class TestGaussian:
         n = np.concatenate([[1, 2, 2, 3, 64], 10 ** rng.uniform(0, 15, m)])
         d = np.concatenate([[2, 2, 3, 5, 64], 10 ** rng.uniform(math.log10(2), 6, m)])
         kappa = np.concatenate([[3, 4.7, 6, 30, 8], 10 ** rng.uniform(-6, 7, m)])
-        got = theory.gaussian_entropy(n, kappa), theory.sphere_entropy(n, d, kappa)
-        assert (np.asarray(got) >= 0).all()
-        assert (np.asarray(got) <= np.log(n) + 1e-12).all()
+
+        def values():
+            entropies = theory.gaussian_entropy(n, kappa), theory.sphere_entropy(n, d, kappa)
+            sensitivities = (
+                theory.gaussian_sensitivity(n, kappa),
+                theory.sphere_sensitivity(n, d, kappa),
+            )
+            return np.asarray([*entropies, *sensitivities])
+
+        got = values()
+        assert (got >= 0).all()
+        assert (got[:2] <= np.log(n) + 1e-12).all()
         for name, value in {
             "_PANELS": 40, "_SCORE_NODES": 160, "_DEPTH": 40.0, "_LOWEST": 38.0, "_HIGHEST": 34.0,
             "_ALLOWANCE": 6.0,
@@ -243,11 +252,11 @@ class TestGaussian:
             monkeypatch.setattr(_scores, name, value)
         _scores._score_quadrature.cache_clear()
         try:
-            better = theory.gaussian_entropy(n, kappa), theory.sphere_entropy(n, d, kappa)
+            better = values()
         finally:
             _scores._score_quadrature.cache_clear()
-        np.testing.assert_allclose(got[0], better[0], rtol=0, atol=1e-9)
-        np.testing.assert_allclose(got[1], better[1], rtol=0, atol=1e-8)
+        np.testing.assert_allclose(got[::2], better[::2], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(got[1::2], better[1::2], rtol=0, atol=1e-8)
 
     @pytest.mark.host
     def test_many_keys(self):
@@ -458,8 +467,189 @@ class TestNeedle:
         assert theory.needle_entropy(5, 1, gap) == pytest.approx(math.log(4), rel=1e-14)
         assert theory.needle_entropy(5, 5, gap) == pytest.approx(math.log(5), rel=1e-14)
 
+    @pytest.mark.host
+    def test_weight(self):
+        for n, relevant, gap in (
+            (10, 1, 2.0),
+            (10, 3, -3.0),
+            (64, 8, 7.5),
+            (64, 64, 4.0),
+            (7, 1, 800.0),
+        ):
+            logits = np.where(np.arange(n) < relevant, gap, 0.0)
+            expected = special.softmax(logits)[:relevant].sum()
+            assert theory.needle_weight(n, relevant, gap) == pytest.approx(expected, rel=1e-13)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("relevant", [1, 5])
+    @pytest.mark.parametrize("gap", [0.8, 6.0])
+    def test_critical_coefficient(self, relevant, gap):
+        n = np.asarray([1e2, 1e4, 1e8, 1e16])
+
+        def weight(coefficient):
+            return theory.needle_weight(n, relevant, gap * laws.AffineLog(coefficient, 0.0)(n))
+
+        critical = 1 / gap
+        at = relevant / (relevant + 1)
+        np.testing.assert_allclose(weight(critical), at, atol=1.01 * relevant / n.min())
+        assert weight(critical)[-1] == pytest.approx(at, rel=1e-14)
+        below, above = weight(0.8 * critical), weight(1.25 * critical)
+        assert (np.diff(below) < 0).all()
+        assert (np.diff(above) > 0).all()
+        # The odds are k n^(γΔ − 1).
+        for ratio, w in ((0.8, below), (1.25, above)):
+            slope = np.diff(special.logit(w)) / np.diff(np.log(n))
+            np.testing.assert_allclose(slope[1:], ratio - 1, atol=1e-2)
+
+    @pytest.mark.host
+    def test_no_coefficient_keeps_a_needle_among_scores_that_spread(self, rng):
+        """Beyond n = e^(Δ²/2) the largest of n standard normal scores is above a needle at Δ."""
+        gap, factors = 3.0, np.geomspace(0.1, 30, 20)
+        best = []
+        for n in (20, 2000):
+            scores = np.concatenate([np.full((50, 1), gap), rng.normal(size=(50, n))], axis=-1)
+            weight = special.softmax(factors[:, None, None] * scores, axis=-1)[..., 0]
+            best.append(np.median(weight, axis=-1).max())
+        assert math.log(20) < gap**2 / 2 < math.log(2000)
+        assert best[0] > 0.9
+        assert best[1] < 0.1
+
+    @pytest.mark.host
+    def test_most_sensitive_gap(self):
+        gap = np.linspace(0.01, 60, 60_000)
+        for n in (64, 4096, 1e8, 1e15):
+            best = gap[np.argmax(gap * theory.needle_sensitivity(n, 1, gap))]
+            weight = theory.needle_weight(n, 1, best)
+            assert 2 * weight**2 * best == pytest.approx(1 + weight, rel=0.02)
+            assert 0.85 < best / math.log(n) < 0.95
+        # Two relevant keys are never told apart, and the sensitivity to the scores grows on.
+        assert (np.diff(gap * theory.needle_sensitivity(64, 2, gap))[gap[1:] > 20] > 0).all()
+
+
+def tsallis(logits):
+    return it.entropy_from_logits(logits, order=2, family="tsallis")
+
+
+class TestSensitivity:
+    @pytest.mark.host
+    def test_is_the_sum_of_the_magnitudes_of_the_jacobian(self, rng):
+        p = special.softmax(2 * rng.normal(size=9))
+        jacobian = np.diag(p) - np.outer(p, p)
+        assert np.abs(jacobian).sum() == pytest.approx(2 * (1 - (p * p).sum()), rel=1e-14)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("n", [2, 17, 512, 10**6, 10**12])
+    def test_of_gaussian_scores_follows_from_their_entropies(self, n):
+        # The mean score β E(1 − Σp²) is the derivative m of E log Z, and E H = E log Z − β m. So
+        # dH/dβ = −β dm/dβ, and the increase of m is that of −H/β, less the integral of H/β².
+        x, w = np.polynomial.legendre.leggauss(40)
+        for low, high in ((0.5, 1.0), (1.0, 3.0), (3.0, 8.0)):
+            ends, beta = np.asarray([low, high]), low + (high - low) * (x + 1) / 2
+            h = theory.gaussian_entropy(n, ends)
+            integral = (high - low) / 2 * (w * theory.gaussian_entropy(n, beta) / beta**2).sum()
+            mean_score = ends * theory.gaussian_sensitivity(n, ends) / 2
+            assert np.diff(mean_score)[0] == pytest.approx(
+                h[0] / low - h[1] / high - integral, abs=1e-8
+            )
+
+    @pytest.mark.host
+    def test_simulation(self, rng):
+        for n, beta in ((2, 1.0), (64, 1.0), (512, 4.0)):
+            logits = beta * rng.normal(size=(4000, n))
+            assert_mean(2 * tsallis(logits), theory.gaussian_sensitivity(n, beta))
+        for n, d, scale in ((2, 2, 5.0), (40, 3, 10.0), (64, 64, 1.0)):
+            q, k = on_sphere(rng, 2000, 1, d), on_sphere(rng, 2000, n, d)
+            got = it.attention_entropy(q, k, order=2, family="tsallis", law=laws.Constant(scale))
+            assert_mean(2 * got, theory.sphere_sensitivity(n, d, scale * math.sqrt(d)))
+
+    @pytest.mark.host
+    def test_of_attention(self, rng):
+        q, k = 2 * rng.normal(size=(2, 30, 8))
+        p = it.attention_weights(q, k, law=None)
+        expected = 2 * (1 - (p * p).sum(-1))
+        order_2 = it.attention_entropy(q, k, order=2, law=None)
+        np.testing.assert_allclose(-2 * np.expm1(-order_2), expected, rtol=1e-12)
+        of_tsallis = it.attention_entropy(q, k, order=2, family="tsallis", law=None)
+        np.testing.assert_allclose(2 * of_tsallis, expected, rtol=1e-12)
+
+    @pytest.mark.host
+    def test_limits(self):
+        for n in (1, 2, 1e3, 1e12):
+            for beta in (0, 1e-6):
+                expected = pytest.approx(2 * (1 - 1 / n), abs=1e-9)
+                assert theory.gaussian_sensitivity(n, beta) == expected
+                assert theory.sphere_sensitivity(n, 8, beta) == expected
+                assert theory.needle_sensitivity(n, 1, beta) == pytest.approx(2 * (1 - 1 / n), abs=1e-6)
+        # Many dimensions are Gaussian scores, and three with two keys have a gap of density ½ at 0.
+        assert theory.sphere_sensitivity(512, 1e6, 3e3) == pytest.approx(
+            theory.gaussian_sensitivity(512, 3.0), abs=1e-4
+        )
+        assert 1e4 * theory.sphere_sensitivity(2, 3, 1e4) == pytest.approx(2, rel=1e-3)
+        for n, k, gap in ((10, 3, 2.0), (10, 3, -4.0), (7, 7, 5.0), (50, 1, 30.0)):
+            logits = np.where(np.arange(n) < k, gap, 0.0)
+            assert theory.needle_sensitivity(n, k, gap) == pytest.approx(2 * tsallis(logits), rel=1e-9)
+
+    @pytest.mark.host
+    def test_to_random_scores_has_no_maximum(self):
+        """The factor times it increases to twice the mean of the largest score."""
+        beta = np.geomspace(0.01, 1e5, 40)
+        for n in (2, 64, 10**6):
+            grown = beta * theory.gaussian_sensitivity(n, beta)
+            assert np.diff(grown).min() > -1e-8
+            s = np.linspace(-9, 9, 20_001)
+            top = np.trapezoid(s * n * stats.norm.cdf(s) ** (n - 1) * stats.norm.pdf(s), s)
+            assert grown[-1] == pytest.approx(2 * top, rel=1e-4)
+            sphere = beta * theory.sphere_sensitivity(n, 8, beta)
+            assert (np.diff(sphere) > -1e-6 * sphere[1:]).all()
+
+        # That of each row has one: beyond it the row is decided.
+        scores = np.random.default_rng(0).normal(size=(30, 64))
+        grown = beta * np.stack([tsallis(b * scores) for b in beta], axis=-1)
+        assert ((grown.argmax(axis=-1) > 0) & (grown.argmax(axis=-1) < len(beta) - 1)).all()
+
+        # The estimate β(1 − e^{β²}/n), with means in place of sums, has one near √log n.
+        n, beta = 4096, np.linspace(0.1, 5, 1000)
+        estimate = beta * (1 - np.exp(beta**2) / n)
+        assert beta[np.argmax(estimate)] == pytest.approx(math.sqrt(math.log(n)), rel=0.2)
+
+    @pytest.mark.host
+    def test_of_many_keys_saturates_where_they_freeze(self):
+        # To leading order E(1 − Σp²) is 1 below β_c, and β_c/β above it.
+        ratio = np.asarray([0.5, 2.0, 4.0])
+        error = []
+        for n in (1e4, 1e9, 1e15):
+            critical = math.sqrt(2 * math.log(n))
+            got = ratio * theory.gaussian_sensitivity(n, ratio * critical) / 2
+            error.append(np.abs(got - np.minimum(ratio, 1)))
+        assert (np.diff(error, axis=0) <= 0).all()
+        assert error[-1].max() < 0.05
+
+    @pytest.mark.host
+    def test_a_held_entropy_keeps_nearly_all_of_it(self):
+        n = np.asarray([64, 512, 4096, 2**18])
+        top = 1e6 * theory.gaussian_sensitivity(n, 1e6)
+        factor = theory.invariant_factor(n, 2.0)
+        share = factor * theory.gaussian_sensitivity(n, factor) / top
+        assert (np.diff(share) > 0).all()
+        assert (share > 0.8).all()
+        constant = theory.gaussian_sensitivity(n, 1.0) / top
+        assert (np.diff(constant) < 0).all()
+        assert (constant < 0.45).all()
+
 
 class TestTied:
+    @pytest.mark.host
+    @pytest.mark.parametrize("n", [1, 2, 1000])
+    def test_second_derivative(self, n):
+        torch = pytest.importorskip("torch")
+        factor = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(theory.tied_entropy(n, 64, factor), factor, create_graph=True)
+        (bend,) = torch.autograd.grad(slope, factor)
+        step = 1e-4
+        h = [theory.tied_entropy(n, 64, 1.5 + x) for x in (-step, 0, step)]
+        assert slope.item() == pytest.approx((h[2] - h[0]) / (2 * step), rel=1e-5, abs=1e-12)
+        assert bend.item() == pytest.approx((h[0] - 2 * h[1] + h[2]) / step**2, rel=1e-4, abs=1e-12)
+
     @pytest.mark.host
     def test_strong_scores(self):
         """Against mpmath, where differences of the size of κ would cancel."""
@@ -583,6 +773,46 @@ class TestInvariantFactor:
         np.testing.assert_allclose(factor, np.sqrt(0.2 * np.log(n)) / 2, rtol=1e-4)
 
     @pytest.mark.host
+    @pytest.mark.parametrize("d", [3, 4, 5, 8])
+    def test_sphere_law_for_many_keys_is_a_power(self, d):
+        target = theory.sphere_entropy(512, d, 4 * math.sqrt(d))
+        n = 2.0 ** np.asarray([20, 24, 28])
+        factor = theory.invariant_factor(n, target, model="sphere", d=d)
+        growth = laws.Power(2 / (d - 1), base=n[0])(n)
+        apart = np.abs(factor / factor[0] / growth - 1)
+        assert apart.max() < (0.02 if d < 8 else 0.06)
+        assert abs(factor[2] / factor[1] / growth[1] - 1) < 0.6 * apart[1] + 1e-6  # it comes nearer
+        # With many keys in sight their weight is a normal density around the query.
+        many = theory.invariant_factor(1e9, 8.0, model="sphere", d=d) * math.sqrt(d)
+        surface = 2 * math.pi ** (d / 2) / math.gamma(d / 2)
+        limit = 2 * math.pi * math.e * (1e9 * math.exp(-8.0) / surface) ** (2 / (d - 1))
+        assert many == pytest.approx(limit, rel=0.02)
+
+    @pytest.mark.host
+    def test_grows_as_the_gaps_between_the_largest_scores_shrink(self):
+        """Like the hazard rate of the scores where one of n is expected above."""
+        n = 2.0 ** np.asarray([10, 20, 40])
+
+        def apart(distribution, **parameters):
+            highest = distribution.isf(1 / n)
+            rate = distribution.pdf(highest) / distribution.sf(highest)
+            factor = theory.invariant_factor(n, 1.0, **parameters)
+            return np.abs(factor[1:] / factor[:-1] / (rate[1:] / rate[:-1]) - 1)
+
+        gaussian = apart(stats.norm)
+        assert gaussian[1] < gaussian[0] < 0.08
+        n = 2.0 ** np.asarray([10, 15, 20])
+        for d, close in ((4, 0.01), (8, 0.02), (64, 0.06)):
+            sphere = apart(stats.beta((d - 1) / 2, (d - 1) / 2), model="sphere", d=d)
+            assert sphere[1] < sphere[0] < close
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("d", [3, 8])
+    def test_tied_law_for_many_keys_is_a_power(self, d):
+        factor = theory.invariant_factor(2.0 ** np.asarray([32, 40]), 1.0, model="tied", d=d)
+        assert factor[1] / factor[0] == pytest.approx(2 ** (16 / (d - 1)), rel=2e-3)
+
+    @pytest.mark.host
     def test_log_law_holds_the_needle(self):
         n = np.asarray([64, 512, 4096])
         factor = theory.invariant_factor(n, 2.3, model="needle", n_relevant=8, gap=7.5)
@@ -603,6 +833,10 @@ CALLS = {
     "vmf_mean_cosine": lambda n, x: theory.vmf_mean_cosine(n, x),
     "vmf_kl_uniform": lambda n, x: theory.vmf_kl_uniform(n, x),
     "needle": lambda n, x: theory.needle_entropy(n, 2, x),
+    "needle_weight": lambda n, x: theory.needle_weight(n, 2, x),
+    "needle_sensitivity": lambda n, x: theory.needle_sensitivity(n, 2, x),
+    "gaussian_sensitivity": lambda n, x: theory.gaussian_sensitivity(n, x),
+    "sphere_sensitivity": lambda n, x: theory.sphere_sensitivity(n, 64, x * 8),
     "tied": lambda n, x: theory.tied_entropy(n, 64, x),
     "factor": lambda n, x: theory.invariant_factor(n, 0.5, std=x),
     "factor-needle": lambda n, x: theory.invariant_factor(n, 0.5, model="needle", n_relevant=1, gap=x),
@@ -724,6 +958,9 @@ class TestErrors:
             (lambda: theory.needle_entropy(8, 0, 1.0), ValueError, r"`n_relevant` must be at least 1, got 0"),
             (lambda: theory.needle_entropy(8, 9, 1.0), ValueError, r"`n_relevant` must be at most `n`, got 9 and 8"),
             (lambda: theory.needle_entropy(8, 2, math.inf), ValueError, r"`gap` must be finite, got inf"),
+            (lambda: theory.needle_weight(8, 9, 1.0), ValueError, r"`n_relevant` must be at most `n`, got 9 and 8"),
+            (lambda: theory.gaussian_sensitivity(8, -1), ValueError, r"`beta` must be at least 0, got -1"),
+            (lambda: theory.sphere_sensitivity(8, 1, 1.0), ValueError, r"`d` must be at least 2, got 1"),
             (lambda: theory.tied_entropy(8, 64, -1), ValueError, r"`factor` must be at least 0, got -1"),
             (lambda: theory.invariant_factor(8, 1, model="x"), ValueError, r"`model` must be 'gaussian' or "),
             (lambda: theory.invariant_factor(8, 1, std=0), ValueError, r"`std` must be above 0, got 0"),

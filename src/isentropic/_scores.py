@@ -1,4 +1,4 @@
-"""The mean entropy of a softmax over independent, identically distributed scores, by quadrature.
+"""Means over softmaxes of independent, identically distributed scores, by quadrature.
 
 With n scores s of a density ρ, h(v) = exp(v − e^v) and v = s − y, the function
 
@@ -9,7 +9,12 @@ E log Z = ∫₀^∞ (e^{−t} − L(t)ⁿ) dt/t in t = e^{−y}. Taking 1 − �
 
     E H = −∫ n L(y)ⁿ⁻¹ ∫ ρ(s) (v + γ) h(v) ds dy,
 
-with Euler's constant γ. No large terms cancel in it, as ∫ (v + γ) h(v) dv = 0.
+with Euler's constant γ. No large terms cancel in it, as ∫ (v + γ) h(v) dv = 0. In the same way
+1/Z² = ∫₀^∞ t e^{−tZ} dt gives
+
+    E Σp² = ∫ n L(y)ⁿ⁻¹ ∫ ρ(s) e^v h(v) ds dy,
+
+and that of 1 − Σp² has 1 − e^v there, with ∫ (1 − e^v) h(v) dv = 0.
 
 The integral over y uses panels of Gauss–Legendre nodes. The ends of the panels are levels of the odds
 η = log((1 − L)/L), which the tail of the scores gives accurately enough. 1 − L is the integral of W
@@ -185,8 +190,26 @@ class SphereScores:
         return 2 * self.kappa * self.xp.sin(p + r / 2) * self.xp.sin(r / 2)
 
 
-def mean_entropy(xp: ModuleType, scores: Callable[..., Scores], n: Array, *parameters: Array) -> Array:
-    """E H in nats, for arrays of one shape. ``scores(xp, *parameters)`` is the distribution."""
+Term = Callable[[ModuleType, Array], Array]
+
+
+def entropy_term(xp: ModuleType, v: Any) -> Any:
+    """The factor of h(v) for the entropy."""
+    return -(v + EULER_GAMMA)
+
+
+def tsallis_term(xp: ModuleType, v: Any) -> Any:
+    """The factor of h(v) for 1 − Σp², the Tsallis entropy of order 2."""
+    return 1 - xp.exp(clip(xp, v, max=_LARGE))
+
+
+def mean_over_scores(
+    xp: ModuleType, term: Term, scores: Callable[..., Scores], n: Array, *parameters: Array
+) -> Array:
+    """The mean that a term stands for, for arrays of one shape.
+
+    ``scores(xp, *parameters)`` is the distribution.
+    """
     columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters)]
     count, device = columns[0].shape[0], common_device(n=n)
     if count == 0:
@@ -194,7 +217,7 @@ def mean_entropy(xp: ModuleType, scores: Callable[..., Scores], n: Array, *param
 
     def block(part: Block) -> tuple[Array]:
         n_block, *parameter_blocks = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
-        return (_entropies(xp, device, n_block, scores(xp, *parameter_blocks)),)
+        return (_means(xp, device, term, n_block, scores(xp, *parameter_blocks)),)
 
     # Each entry needs arrays of 37 000 numbers. Those of eight entries fit in a processor's cache.
     rows = 1024 if is_gpu(xp, device) else 8
@@ -202,13 +225,14 @@ def mean_entropy(xp: ModuleType, scores: Callable[..., Scores], n: Array, *param
     return xp.reshape(result, n.shape)
 
 
-def _entropies(xp: ModuleType, device: Any, n: Any, scores: Scores) -> Any:
-    """E H of shape (rows, 1) for n of shape (rows, 1, 1)."""
+def _means(xp: ModuleType, device: Any, term: Term, n: Any, scores: Scores) -> Any:
+    """Means of shape (rows, 1) for n of shape (rows, 1, 1)."""
     nodes, weights, upward = _to_library(xp, device, n.dtype, _panel_quadrature())
     y, speed = _thresholds(xp, device, n, scores, nodes)
     flat = xp.reshape(y, (y.shape[0], 1, -1))
     w, b = (
-        xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, device, xp.log(n), scores, flat)
+        xp.reshape(x, y.shape) * speed
+        for x in _score_integrals(xp, device, term, xp.log(n), scores, flat)
     )
 
     # 1 − L is the integral from a node to the end of its panel, plus those over the panels above.
@@ -219,7 +243,7 @@ def _entropies(xp: ModuleType, device: Any, n: Any, scores: Scores) -> Any:
 
     # The integral of the density n Lⁿ⁻¹ W is 1. Dividing by it removes part of the quadrature error.
     total_mass = xp.sum(weight * w, axis=(-2, -1))
-    return (-xp.sum(weight * b, axis=(-2, -1)) / total_mass)[:, None]
+    return (xp.sum(weight * b, axis=(-2, -1)) / total_mass)[:, None]
 
 
 def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
@@ -253,9 +277,9 @@ def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Arra
 
 
 def _score_integrals(
-    xp: ModuleType, device: Any, log_n: Any, scores: Scores, y: Any
+    xp: ModuleType, device: Any, term: Term, log_n: Any, scores: Scores, y: Any
 ) -> tuple[Any, Any]:
-    """W and ∫ ρ (v + γ) h at each of the y (rows, 1, nodes)."""
+    """W and ∫ ρ term(v) h at each of the y (rows, 1, nodes)."""
 
     def excess(p: Any) -> tuple[Any, Any]:
         v = scores.score(p) - y
@@ -288,7 +312,7 @@ def _score_integrals(
     v = scores.score(peak) - y - scores.drop(peak, r)
     density = xp.exp(scores.log_density(peak + r) + v - xp.exp(clip(xp, v, max=_LARGE)))
     density = density * (length * xp.matrix_transpose(weights))
-    return xp.sum(density, axis=-2), xp.sum(density * (v + EULER_GAMMA), axis=-2)
+    return xp.sum(density, axis=-2), xp.sum(density * term(xp, v), axis=-2)
 
 
 def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, times: int) -> Any:

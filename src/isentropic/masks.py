@@ -1,7 +1,8 @@
 """Masks: which keys a query sees, without an L×S array.
 
-A mask is a small immutable value. ``&`` and ``|`` combine masks with masks and with boolean arrays.
-Write the mask first, as the operators of some libraries' arrays do not accept a mask on their right:
+A mask is a small immutable value. ``&`` and ``|`` combine masks with masks and with boolean arrays,
+and ``~`` is the complement: ``~masks.window(0)`` hides each query's own position. Write the mask
+first, as the operators of some libraries' arrays do not accept a mask on their right:
 
 >>> from isentropic import masks
 >>> import numpy as np
@@ -67,6 +68,9 @@ class Mask(Record, ABC):
     >>> mask = masks.causal() & masks.padding(3)
     >>> isinstance(mask, masks.Mask), mask.visible_count(5, 5)
     (True, array([1, 2, 3, 3, 3]))
+    >>> others = mask & ~masks.window(0)  # no query sees its own position
+    >>> others.visible_count(5, 5)
+    array([0, 1, 2, 3, 3])
     """
 
     __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
@@ -203,10 +207,7 @@ class Mask(Record, ABC):
         )
 
     def __invert__(self) -> Mask:
-        raise TypeError(
-            "A mask has no complement: say by masks, & and | which keys are seen, or pass a boolean "
-            "array (True = attend)."
-        )
+        return _Not(self)
 
     def __and__(self, other: Mask | Array) -> Mask:
         return _And(self, as_mask(other))
@@ -626,6 +627,13 @@ class _And(_Pair):
         a, b = align(self.first.block(frame, rows, columns), self.second.block(frame, rows, columns))
         return a & b
 
+    def count(self, frame: Frame) -> Array:
+        for mask, other in ((self.first, self.second), (self.second, self.first)):
+            if isinstance(other, _Not):  # of intervals, both terms take O(L) time
+                seen, hidden = align(mask.count(frame), (mask & other.hidden).count(frame))
+                return seen - hidden
+        return super().count(frame)
+
     @property
     def is_contiguous(self) -> bool:
         return self.first.is_contiguous and self.second.is_contiguous
@@ -658,8 +666,40 @@ class _Or(_Pair):
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
 
 
+class _Not(Mask):
+    """The complement: the keys of `hidden` are hidden, and all others are seen."""
+
+    hidden: Mask
+
+    def __repr__(self) -> str:
+        return f"~({self.hidden})" if isinstance(self.hidden, _And) else f"~{self.hidden}"
+
+    def __invert__(self) -> Mask:
+        return self.hidden
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.hidden.arrays
+
+    @property
+    def is_shift_invariant(self) -> bool:
+        return self.hidden.is_shift_invariant
+
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
+        self.hidden.check(batch, n_queries, n_keys)
+
+    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
+        return _Not(self.hidden.element(batch, index))
+
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        return frame.xp.logical_not(self.hidden.block(frame, rows, columns))
+
+    def count(self, frame: Frame) -> Array:
+        return frame.n_keys - self.hidden.count(frame)
+
+
 # The combinations and the masks that they combine, by the names in a description.
-_KINDS = {kind.__name__: kind for kind in (_And, _Or, _Band, _Padding, _Segments, _Dense)}
+_KINDS = {kind.__name__: kind for kind in (_And, _Or, _Not, _Band, _Padding, _Segments, _Dense)}
 
 
 class Description(NamedTuple):

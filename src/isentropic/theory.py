@@ -30,7 +30,14 @@ from isentropic._checks import check_choice, check_real, common_shape, is_array,
 from isentropic._loops import scan_blocks
 from isentropic._namespace import common_device, default_dtype, namespace
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly
-from isentropic._scores import GaussianScores, SphereScores, mean_entropy
+from isentropic._scores import (
+    GaussianScores,
+    SphereScores,
+    Term,
+    entropy_term,
+    mean_over_scores,
+    tsallis_term,
+)
 from isentropic._special import digamma_gap, von_mises_fisher
 from isentropic.jl._dimensions import entropy_criterion_dim, matched_key_dim
 
@@ -38,10 +45,14 @@ __all__ = [
     "entropy_criterion_dim",
     "frozen_entropy",
     "gaussian_entropy",
+    "gaussian_sensitivity",
     "invariant_factor",
     "matched_key_dim",
     "needle_entropy",
+    "needle_sensitivity",
+    "needle_weight",
     "sphere_entropy",
+    "sphere_sensitivity",
     "tied_entropy",
     "vmf_kl_uniform",
     "vmf_log_mgf",
@@ -221,6 +232,95 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
 
 
 @quietly
+def gaussian_sensitivity(n: Any, beta: Any) -> Any:
+    r"""Mean sensitivity of ``softmax(beta · s)`` to its logits, over n standard normal scores s.
+
+    It is the sum of the magnitudes in the Jacobian, :math:`Σ_{ij} |∂p_i/∂l_j| = 2 (1 - Σ p_i^2)` with
+    the logits l = βs. The sensitivity to the scores is the factor on them times as large.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        The number of keys, at most 10¹⁵.
+    beta : number or array ≥ 0
+        Inverse temperature times the standard deviation of the scores, at most 10⁷.
+
+    Returns
+    -------
+    float or array
+        In [0, 2 (1 − 1/n)]; for any n, by quadrature, as in `gaussian_entropy`. Its error is below 1e-9
+        in float64, and below 1e-4 in float32 for β up to 10⁵.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    The sensitivity is twice the Tsallis entropy of order 2. For weights that are there, it is
+    ``2 * attention_entropy(query, key, order=2, family="tsallis")``, or 2 (1 − e^{−H}) with the Rényi
+    entropy H of order 2.
+
+    For normal scores integration by parts gives :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. So the mean
+    sensitivity to the scores is twice the mean score under the weights. It increases with β towards
+    twice the mean of the largest score, and has no maximum; for many keys it is 2β up to
+    :math:`\sqrt{2\log n}`, and stays there. Each row alone has a maximum: beyond it the row is decided.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> [round(theory.gaussian_sensitivity(512, beta), 3) for beta in (0.0, 1.0, 8.0)]
+    [1.996, 1.99, 0.747]
+    >>> [round(beta * theory.gaussian_sensitivity(512, beta), 3) for beta in (1.0, 8.0, 64.0)]
+    [1.99, 5.977, 6.087]
+    """
+    xp, (n, beta), finish = _prepare(n=(n, 1, _MOST_KEYS), beta=(beta, 0, _HIGHEST_STRENGTH))
+    return finish(_to_sensitivity(xp, n, _mean_gaussian(xp, tsallis_term, n, beta)))
+
+
+@quietly
+def sphere_sensitivity(n: Any, d: Any, kappa: Any) -> Any:
+    """Mean sensitivity of ``softmax(kappa · cos θ)`` to its logits, over n directions on a sphere.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        The number of keys, at most 10¹⁵.
+    d : number or array ≥ 2
+        The dimension of the space, which is the head size; at most 10⁶.
+    kappa : number or array ≥ 0
+        Inverse temperature, at most 10⁷; see `sphere_entropy`.
+
+    Returns
+    -------
+    float or array
+        ``Σ_ij |∂p_i/∂l_j| = 2 (1 − Σp²)``, in [0, 2 (1 − 1/n)]; see `gaussian_sensitivity`. The errors
+        are those of `sphere_entropy`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    κ times it, the sensitivity to the cosines, has no maximum. In more than two dimensions it tends to
+    twice the density, at 0, of the gap between the two largest cosines; in two it grows like log κ.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> [round(k * theory.sphere_sensitivity(64, 3, k), 3) for k in (1.0, 100.0, 1e4)]
+    [1.959, 52.079, 63.86]
+    """
+    xp, (n, d, kappa), finish = _prepare(
+        n=(n, 1, _MOST_KEYS), d=(d, 2, _MOST_DIMENSIONS), kappa=(kappa, 0, _HIGHEST_STRENGTH)
+    )
+    return finish(_to_sensitivity(xp, n, _mean_sphere(xp, tsallis_term, n, d, kappa)))
+
+
+@quietly
 def vmf_log_mgf(d: Any, kappa: Any) -> Any:
     r"""``log E exp(κ cos θ)`` for a direction uniform on the unit sphere in d dimensions.
 
@@ -374,11 +474,95 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
     >>> [round(theory.needle_entropy(n, 8, 7.5), 2) for n in (64, 8192)]
     [2.11, 5.24]
     """
-    _check_needles(n, n_relevant)
-    xp, (n, relevant, gap), finish = _prepare(
-        n=(n, 1, math.inf), n_relevant=(n_relevant, 1, math.inf), gap=(gap, -math.inf, math.inf)
-    )
-    return finish(xp.where(relevant > n, math.nan, _needle(xp, n, relevant, gap)))
+    return _of_needles(_needle, n, n_relevant, gap)
+
+
+@quietly
+def needle_weight(n: Any, n_relevant: Any, gap: Any) -> Any:
+    """The weight that the relevant keys have together; the model is that of `needle_entropy`.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        The number of keys.
+    n_relevant : number or array in [1, n]
+        The number of keys with the logit `gap`. The others have the logit 0.
+    gap : number or array
+        In nats. For attention with a law, multiply it by the factor of the law.
+
+    Returns
+    -------
+    float or array
+        In [0, 1]. The formula is exact.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    For k relevant keys at the gap Δ it is ``1/(1 + r)`` with ``r = (n − k) e^{−Δ}/k``.
+
+    For a law ``γ log n`` the gap is γ log n times the gap Δ at the factor 1, and ``r`` is
+    ``(n − k) n^{−γΔ}/k``. So there is a critical coefficient ``γ_c = 1/Δ``. Below it the weight tends
+    to 0 as n grows, above it to 1, and at it to k/(k + 1). For ``laws.LogLength(base)``, where γ is
+    1/log base, the critical gap is log base. Where each token is its own relevant key, and all
+    tokens have the cosine ρ with each other, the gap is 1 − ρ.
+
+    References
+    ----------
+    Chen, Lin, Polyanskiy & Rigollet 2025, arXiv 2510.05554.
+
+    Examples
+    --------
+    >>> from isentropic import laws, theory
+    >>> law = laws.LogLength(512)
+    >>> [round(theory.needle_weight(n, 8, 7.5 * law(n)), 3) for n in (64, 8192)]
+    [0.955, 0.98]
+    >>> [round(theory.needle_weight(n, 8, 7.5), 3) for n in (64, 8192)]  # a constant factor
+    [0.996, 0.639]
+    """
+    return _of_needles(_needle_weight, n, n_relevant, gap)
+
+
+@quietly
+def needle_sensitivity(n: Any, n_relevant: Any, gap: Any) -> Any:
+    """Sensitivity of the weights to the logits, in the model of `needle_entropy`.
+
+    Parameters
+    ----------
+    n : number or array ≥ 1
+        The number of keys.
+    n_relevant : number or array in [1, n]
+        The number of keys with the logit `gap`. The others have the logit 0.
+    gap : number or array
+        In nats. For attention with a law, multiply it by the factor of the law.
+
+    Returns
+    -------
+    float or array
+        ``Σ_ij |∂p_i/∂l_j| = 2 (1 − Σp²)``, in [0, 2 (1 − 1/n)]; see `gaussian_sensitivity`. The
+        formula is exact.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that is neither a real number nor an array, and for numbers out of range.
+
+    Notes
+    -----
+    With a single relevant key, the sensitivity to the scores, which is the factor times as large, has
+    a maximum: with w the `needle_weight`, ``2 w² · gap = 1 + w`` there, for many keys. So the gap is
+    log n less a term in log log n, and w is near ``1/√(2 log n)``.
+
+    Examples
+    --------
+    >>> from isentropic import theory
+    >>> [round(theory.needle_sensitivity(512, 1, gap), 3) for gap in (0.0, 6.0, 12.0)]
+    [1.996, 1.609, 0.012]
+    """
+    return _of_needles(_needle_sensitivity, n, n_relevant, gap)
 
 
 @quietly
@@ -493,9 +677,14 @@ def invariant_factor(
     entropy takes about 1 ms for ``"gaussian"`` and 3 ms for ``"sphere"``, and one factor takes fifteen
     times as long. The limits on n and d are those of the entropies.
 
+    As n grows, the factor grows like log n for ``"needle"``, like √log n for ``"gaussian"``, and like
+    ``n^{2/(d−1)}`` for ``"sphere"`` and ``"tied"``. With S the surface of the unit sphere, and for
+    targets H of several nats, the limit for ``"sphere"`` is ``κ = 2πe (n e^{−H}/S)^{2/(d−1)}``.
+
     References
     ----------
-    Chandrupatla 1997, Adv. Eng. Softw. 28, 145.
+    Chandrupatla 1997, Adv. Eng. Softw. 28, 145. The power of n: Bruno, Chen, Lin, Polyanskiy & Rigollet
+    2026, arXiv 2605.08505; a rule for any scores: Hayase & Karakida 2026, arXiv 2605.12697.
 
     Examples
     --------
@@ -546,6 +735,14 @@ def invariant_factor(
     return finish(xp.reshape(xp.where(unit > 0, factor, math.nan), shape))
 
 
+def _of_needles(function: Callable[..., Any], n: Any, n_relevant: Any, gap: Any) -> Any:
+    _check_needles(n, n_relevant)
+    xp, (n, relevant, gap), finish = _prepare(
+        n=(n, 1, math.inf), n_relevant=(n_relevant, 1, math.inf), gap=(gap, -math.inf, math.inf)
+    )
+    return finish(xp.where(relevant > n, math.nan, function(xp, n, relevant, gap)))
+
+
 def _check_needles(n: Any, n_relevant: Any) -> None:
     if is_array(n) or is_array(n_relevant):
         return  # too many needles in an array give NaN, because values in arrays are not inspected
@@ -556,15 +753,23 @@ def _check_needles(n: Any, n_relevant: Any) -> None:
 
 
 def _gaussian_exact(xp: ModuleType, n: Any, beta: Any) -> Any:
-    return _clip_to_log_n(
-        xp, n, mean_entropy(xp, GaussianScores, n, clip(xp, beta, min=_LOWEST_STRENGTH))
-    )
+    return _clip_to_log_n(xp, n, _mean_gaussian(xp, entropy_term, n, beta))
 
 
 def _sphere_exact(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
-    return _clip_to_log_n(
-        xp, n, mean_entropy(xp, SphereScores.of, n, d, clip(xp, kappa, min=_LOWEST_STRENGTH))
-    )
+    return _clip_to_log_n(xp, n, _mean_sphere(xp, entropy_term, n, d, kappa))
+
+
+def _mean_gaussian(xp: ModuleType, term: Term, n: Any, beta: Any) -> Any:
+    return mean_over_scores(xp, term, GaussianScores, n, clip(xp, beta, min=_LOWEST_STRENGTH))
+
+
+def _mean_sphere(xp: ModuleType, term: Term, n: Any, d: Any, kappa: Any) -> Any:
+    return mean_over_scores(xp, term, SphereScores.of, n, d, clip(xp, kappa, min=_LOWEST_STRENGTH))
+
+
+def _to_sensitivity(xp: ModuleType, n: Any, tsallis: Any) -> Any:
+    return 2 * xp.minimum(clip(xp, tsallis, min=0.0), 1 - 1 / n)
 
 
 def _clip_to_log_n(xp: ModuleType, n: Any, entropy: Any) -> Any:
@@ -602,16 +807,34 @@ _GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
 }
 
 
+def _needle_odds(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
+    """Log r. −1e30 stands for −∞, which would give NaN in branches that are not taken."""
+    log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
+    return xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
+
+
 def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
     log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    # z = log r. −1e30 stands for −∞, which would give NaN in the branch that is not taken.
-    z = xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
+    z = _needle_odds(xp, n, relevant, gap)
     log_rest, share = _log1p_exp(xp, z)
     needles_heavier = xp.log(relevant) + log_rest + gap * share
     # The same formula in terms of the needles' share of the weight, which is the smaller one for r > 1.
     log_rest, share = _log1p_exp(xp, -z)
     others_heavier = log_others + log_rest - gap * share
     return xp.where(z > 0, others_heavier, needles_heavier)
+
+
+def _needle_weight(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
+    return _log1p_exp(xp, -_needle_odds(xp, n, relevant, gap))[1]
+
+
+def _needle_sensitivity(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
+    z = _needle_odds(xp, n, relevant, gap)
+    weight, rest = (_log1p_exp(xp, x)[1] for x in (-z, z))
+    others = clip(xp, n - relevant, min=1.0)
+    # weight · (1 − weight/relevant) + rest · (1 − rest/others), of terms that are each ≥ 0
+    pairs = weight * (relevant - 1 + rest) / relevant + rest * (others - 1 + weight) / others
+    return 2 * pairs
 
 
 def _tied(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
@@ -623,9 +846,10 @@ def _tied(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
 
 
 def _log1p_exp(xp: ModuleType, z: Any) -> tuple[Any, Any]:
-    """``log(1 + eᶻ)`` and its derivative."""
-    value = xp.logaddexp(z, xp.zeros_like(z))
-    return value, xp.exp(z - value)
+    """``log(1 + eᶻ)`` and its derivative, with finite derivatives of every order for any z."""
+    positive = z > 0
+    e = xp.exp(xp.where(positive, -z, z))
+    return xp.where(positive, z, 0.0) + xp.log1p(e), xp.where(positive, 1.0, e) / (1 + e)
 
 
 def _vmf(which: int, d: Any, kappa: Any) -> Any:

@@ -51,6 +51,8 @@ MASKS = {
     "array-of-keys": masks.causal(9) & random(2, 1, 1, 9),
     "array-of-queries": masks.causal(9) & random(6, 1),
     "array-of-one": masks.causal() & torch.ones((), dtype=torch.bool),
+    "complement": masks.causal() & ~masks.window(0),
+    "complement-nested": ~(masks.segments(IDS) | masks.padding(LENGTHS)),
     "nested": (masks.segments(IDS) | masks.padding(LENGTHS, side="left")) & masks.causal(),
 }
 

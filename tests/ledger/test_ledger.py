@@ -54,7 +54,10 @@ def test_row(row: Claim):
 # Decimals that are neither ours nor of a statement, by row.
 QUOTED = {
     "9588-79": {"0.5001"},  # an exponent in the theorem of Larsen and Nelson
-    "8823-4.4": {"7.2"},  # the number of a statement
+    # The numbers of other statements.
+    "8823-4.4": {"7.2"},
+    "8823-10.1.4": {"10.2"},
+    "8823-11.3": {"9.1"},
 }
 
 

@@ -14,6 +14,7 @@ from isentropic.masks import (
     _And,
     _Band,
     _Dense,
+    _Not,
     _Or,
     _Padding,
     _Segments,
@@ -113,7 +114,7 @@ def to_block_mask(
     >>> from isentropic.integrations.torch import to_block_mask
     >>> query, key, value = torch.randn(3, 2, 4, 128, 16)
     >>> mask = it.masks.causal() & it.masks.padding(torch.tensor([[100], [128]]))
-    >>> compiled = torch.compile(flex_attention, backend="eager")  # without `backend` in earnest
+    >>> compiled = torch.compile(flex_attention, backend="eager")  # in production without `backend`
     >>> out = compiled(query, key, value, block_mask=to_block_mask(mask, 128, 128))
     >>> torch.testing.assert_close(out, it.attention(query, key, value, mask=mask, law=None))
     """
@@ -195,6 +196,9 @@ def _mask_mod(mask: Mask, frame: Frame) -> MaskMod:
             return and_masks(_mask_mod(mask.first, frame), _mask_mod(mask.second, frame))
         case _Or():
             return or_masks(_mask_mod(mask.first, frame), _mask_mod(mask.second, frame))
+        case _Not():
+            hidden = _mask_mod(mask.hidden, frame)
+            return lambda b, h, q_idx, kv_idx: ~hidden(b, h, q_idx, kv_idx)
         case _Band():
             return _band(mask, shift)
         case _Padding():

@@ -188,6 +188,10 @@ class Power(Law):
 
     ``laws.shifted(laws.Power(exponent, period), period)`` is ``(1 + n / period)^exponent``.
 
+    References
+    ----------
+    Bruno, Chen, Lin, Polyanskiy & Rigollet 2026, arXiv 2605.08505.
+
     Examples
     --------
     >>> from isentropic import laws

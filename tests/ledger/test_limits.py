@@ -1,0 +1,431 @@
+"""What the texts leave open: limits, questions and wishes of the derivation, and readers' comments."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from scipy import special
+
+import isentropic as it
+from isentropic import jl, laws, masks, theory
+from ledger import claim
+from ledger.test_mean_entropy import at_initialization, mean_and_error
+
+pytestmark = pytest.mark.host
+
+
+def growth_under_the_law():
+    """dH/d log n from 512 to 8192 independent scores."""
+    law = laws.LogLength(512)
+    h = [theory.gaussian_entropy(n, law(n)) for n in (512, 8192)]
+    return {"growth": (h[1] - h[0]) / math.log(16)}
+
+
+@claim(
+    "8823-7.3",
+    says="That experiments do not show an entropy that stays the same comes from scores that depend on each other, small n, training and "
+    "positions.",
+    verdict="does not hold",
+    correct="It does not stay the same without any of these: for independent Gaussian scores of unit variance, with the law, it grows by "
+    "@{growth:.2f} nats per unit of log n from n = 512 to 8192.",
+    numbers=growth_under_the_law,
+    function="isentropic.theory.gaussian_entropy",
+)
+def test_independent_scores_are_not_held_either():
+    rng, law = np.random.default_rng(120), laws.LogLength(512)
+    h = []
+    for n in (512, 8192):
+        measured = it.entropy_from_logits(law(n) * rng.normal(size=(100, n)))
+        mean, error = mean_and_error(measured)
+        assert abs(mean - theory.gaussian_entropy(n, law(n))) < 4 * error
+        h.append(mean)
+    growth = growth_under_the_law()["growth"]
+    assert (h[1] - h[0]) / math.log(16) == pytest.approx(growth, abs=0.02)
+    assert growth > 0.5
+
+
+def bases():
+    n = 8192
+    return {
+        "short": at_initialization(n, laws.LogLength(64)),
+        "long": at_initialization(n, laws.LogLength(512)),
+        "standard": at_initialization(n),
+    }
+
+
+@claim(
+    "8823-9.2",
+    says="For short sequences, such as patches of an image, a small base (64) will do; for long ones 512 or more.",
+    verdict="holds with a condition",
+    correct="For models that are trained with it. The base is the length at which the factor is 1, not the length of use: on weights trained with "
+    "the standard scale it has to be the length of their training, because below it attention is flatter and above it sharper than they "
+    "know. At random initialization 8192 keys have @{standard:.2f} nats with the standard scale, @{long:.2f} with the base 512, @{short:.2f} with 64.",
+    numbers=bases,
+    function="isentropic.laws.LogLength",
+)
+def test_the_base_is_where_the_factor_is_one():
+    q, k = np.random.default_rng(121).normal(size=(2, 200, 16))
+    for base in (64, 200, 512):
+        law = laws.LogLength(base)
+        assert law(base) == 1
+        difference = it.attention_entropy(q, k, law=law) - it.attention_entropy(q, k, law=None)
+        assert np.allclose(difference, 0, atol=1e-12) == (base == 200)
+        assert (np.sign(difference) == np.sign(base - 200)).all() or base == 200
+    numbers = bases()
+    assert numbers["short"] < numbers["long"] - 1 < numbers["standard"] - 1.4
+
+
+@claim(
+    "8823-10.1.1",
+    says="Scores are in fact not independent.",
+    verdict="holds",
+    correct="If every key comes m times, the entropy is log m above that of the different ones, and the n of the law is not the n of a model with "
+    "independent scores. `factor_for_attention_entropy` takes the scores as they are.",
+    function="isentropic.factor_for_attention_entropy",
+)
+def test_copies_of_keys():
+    q, k = 2 * np.random.default_rng(122).normal(size=(2, 30, 8))
+    once = it.attention_entropy(q, k, law=None)
+    copies = np.repeat(k, 4, axis=0)
+    np.testing.assert_allclose(
+        it.attention_entropy(q, copies, law=None), once + math.log(4), rtol=1e-12
+    )
+    law = laws.LogLength(30)
+    held = it.attention_entropy(q, copies, law=law) - math.log(4)
+    assert (held < once).all()
+    assert held.mean() < once.mean() - 0.1
+    factor = it.factor_for_attention_entropy(q, copies, 2.5)
+    h = it.attention_entropy(q * factor[:, None], copies, law=None)
+    np.testing.assert_allclose(h, 2.5, atol=1e-9)
+
+
+def errors_of_the_limit():
+    """Of log n − β²/2, for β = 2."""
+    lengths = (16, 64, 512, 8192)
+    annealed = [theory.gaussian_entropy(n, 2.0, method="annealed") for n in lengths]
+    exact = [theory.gaussian_entropy(n, 2.0) for n in lengths]
+    return {"error": [a - h for a, h in zip(annealed, exact, strict=True)]}
+
+
+@claim(
+    "8823-10.1.2",
+    says="The derivation is for large n, and inaccurate for small n.",
+    verdict="holds",
+    correct="For Gaussian scores with λσ = 2 the limit $\\log n - λ^2σ^2/2$ is off by @{error:.2f} nats for n = 16, 64, 512 and 8192. The exact mean, at any n, is in 17.",
+    numbers=errors_of_the_limit,
+    function="isentropic.theory.gaussian_entropy",
+)
+@claim(
+    "8823-10.3.4",
+    says="An analysis that is not asymptotic is to be done.",
+    verdict="holds",
+    correct="It is an integral (17): exact at any n for scores that are independent and of one distribution, here Gaussian ones and cosines on a sphere.",
+    function="isentropic.theory.gaussian_entropy",
+)
+def test_small_n():
+    errors = np.abs(errors_of_the_limit()["error"])
+    assert (np.diff(errors) < 0).all()
+    assert errors[0] > 0.2
+    assert errors[-1] < 0.02
+    rng = np.random.default_rng(123)
+    for n in (2, 16, 64):
+        mean, error = mean_and_error(it.entropy_from_logits(2 * rng.normal(size=(20_000, n))))
+        assert abs(mean - theory.gaussian_entropy(n, 2.0)) < 4 * error
+
+
+@claim(
+    "8823-10.1.3",
+    says="Training moves the distribution of the scores, which the analysis takes as fixed.",
+    verdict="holds",
+    correct="A factor and the standard deviation of the scores are one number to the entropy, their product. So a law holds the entropy over n, and not over "
+    "training; a factor that is solved for holds it over both.",
+    function="isentropic.factor_for_entropy",
+)
+@claim(
+    "8823-10.2.2",
+    says="The factor could adapt while training goes on.",
+    verdict="holds",
+    correct="A factor that is solved for does, and has gradients; so may the parameters of a law. That trained models are better for it is not shown by this.",
+    function="isentropic.factor_for_entropy",
+)
+def test_scores_that_grow_in_training():
+    scores = np.random.default_rng(124).normal(size=(20, 300))
+    law, h = laws.LogLength(512), []
+    for std in (1.0, 2.0, 4.0):
+        entropy = it.entropy_from_logits(std * law(300) * scores)
+        mean, error = mean_and_error(entropy)
+        assert abs(mean - theory.gaussian_entropy(300, std * law(300))) < 4 * error
+        h.append(entropy)
+        factor = it.factor_for_entropy(std * scores, 3.0)
+        np.testing.assert_allclose(factor * std, it.factor_for_entropy(scores, 3.0), rtol=1e-8)
+        held = it.entropy_from_logits(factor[:, None] * std * scores)
+        np.testing.assert_allclose(held, 3.0, atol=1e-9)
+    assert (h[0] > h[1] + 0.5).all()
+    assert (h[1] > h[2] + 0.5).all()
+
+
+def growth_of_factors():
+    """Of the factor that holds an entropy, from 2^20 to 2^28 keys."""
+    ends = np.asarray([2.0**20, 2.0**28])
+
+    def growth(target, **model):
+        factor = theory.invariant_factor(ends, target, **model)
+        return float(factor[1] / factor[0])
+
+    return {
+        "needles": growth(2.3, model="needle", n_relevant=8, gap=7.5),
+        "gaussian": growth(2.0),
+        "sphere": growth(2.0, model="sphere", d=4),
+        "logarithm": math.log(ends[1]) / math.log(ends[0]),
+    }
+
+
+@claim(
+    "8823-10.2.1",
+    says="There may be a better function of n than log n.",
+    verdict="holds",
+    correct="The right one depends on how many keys come near the largest score. From 2²⁰ to 2²⁸ keys the factor that holds the entropy grows @{needles:.2f}-fold "
+    "for 8 keys at a fixed gap above the others (log n itself: @{logarithm:.2f}), @{gaussian:.2f}-fold for Gaussian scores ($\\sqrt{\\log n}$ in the limit), @{sphere:.1f}-fold on a sphere in "
+    r"4 dimensions ($n^{2/(d-1)}$), and for exponential scores not at all.",
+    numbers=growth_of_factors,
+    function="isentropic.theory.invariant_factor",
+)
+def test_the_function_of_n_depends_on_the_largest_scores():
+    growth = growth_of_factors()
+    logarithm = growth["logarithm"]
+    assert logarithm == pytest.approx(28 / 20)
+    assert growth["needles"] == pytest.approx(logarithm, rel=0.05)
+    assert abs(growth["gaussian"] - math.sqrt(logarithm)) < 0.5 * abs(growth["gaussian"] - logarithm)
+    assert growth["sphere"] == pytest.approx(2 ** (8 * 2 / 3), rel=0.02)
+    assert theory.invariant_factor(2.0**20, 2.0) > 0
+    # The spacings at the top of exponential scores do not depend on n.
+    rng = np.random.default_rng(125)
+    for n in (300, 10_000):
+        mean, error = mean_and_error(it.entropy_from_logits(3 * rng.exponential(size=(400, n))))
+        assert abs(mean - theory.frozen_entropy(3.0)) < 4 * error + 0.01
+
+
+def sensitivity_at_held_entropies():
+    """Shares of the largest sensitivity to Gaussian scores, for n = 64, 4096 and 2^18."""
+    lengths = np.asarray([64, 4096, 2**18])
+
+    def share(factor):
+        top = 1e6 * theory.gaussian_sensitivity(lengths, 1e6)
+        return [100 * float(x) for x in factor * theory.gaussian_sensitivity(lengths, factor) / top]
+
+    return {
+        "held": share(theory.invariant_factor(lengths, 2.0)),
+        "standard": share(np.ones(3)),
+    }
+
+
+@claim(
+    "8823-10.1.4",
+    says="Only the entropy is a goal, and gradients are not.",
+    verdict="holds",
+    correct="The two are different numbers: $\\sum_{ij}|\\partial p_i/\\partial s_j| = 2(1-\\sum p^2)$ is that of the Rényi entropy of order 2, times the factor. See 10.2.4.",
+    function="isentropic.attention_entropy",
+)
+@claim(
+    "8823-10.2.4",
+    says="Invariant entropy and maximal gradient could be brought into one theory.",
+    verdict="holds with a condition",
+    correct=r"With respect to the scores the gradient is $2λ(1-\sum p^2)$. For Gaussian scores its mean has no maximum in λ: it rises up to $λσ \approx \sqrt{2\log n}$, where "
+    "few keys begin to have all the weight, and stays. A held entropy lies beyond that: at 2 nats the gradient is @{held:.0f} % of its largest value for "
+    "n = 64, 4096 and 262 144, at λσ = 1 it is @{standard:.0f} %. So there they agree. For a single key that stands out the gradient is largest just before the key has "
+    r"the weight, at 1/$\sqrt{2\log n}$ of it, where the entropy grows with log n. There they do not.",
+    numbers=sensitivity_at_held_entropies,
+    function="isentropic.theory.gaussian_sensitivity",
+)
+def test_entropy_and_gradient():
+    rng = np.random.default_rng(126)
+    q, k = rng.normal(size=(2, 12, 8))
+    p = it.attention_weights(q, k, law=None)
+    jacobian = p[:, :, None] * (np.eye(12) - p[:, None, :])
+    of_order_2 = -2 * np.expm1(-it.attention_entropy(q, k, order=2, law=None))
+    np.testing.assert_allclose(np.abs(jacobian).sum((-2, -1)), of_order_2, rtol=1e-12)
+
+    shares = sensitivity_at_held_entropies()
+    assert min(shares["held"]) > 80
+    assert (np.diff(shares["held"]) > 0).all()
+    assert (np.diff(shares["standard"]) < 0).all()
+    beta = np.geomspace(0.1, 1e4, 30)
+    assert (np.diff(beta * theory.gaussian_sensitivity(4096, beta)) > -1e-8).all()
+    scores = rng.normal(size=(2000, 64))
+    measured = 5 * 2 * it.entropy_from_logits(5 * scores, order=2, family="tsallis")
+    mean, error = mean_and_error(measured)
+    assert abs(mean - 5 * theory.gaussian_sensitivity(64, 5.0)) < 4 * error
+
+    gap = np.linspace(0.01, 60, 60_000)
+    entropies = []
+    for n in (1e3, 1e6, 1e12):
+        best = gap[np.argmax(gap * theory.needle_sensitivity(n, 1, gap))]
+        weight = theory.needle_weight(n, 1, best)
+        assert weight * math.sqrt(2 * math.log(n)) == pytest.approx(1.15, abs=0.1)
+        entropies.append(theory.needle_entropy(n, 1, best) / math.log(n))
+    assert 0.6 < entropies[0] < entropies[1] < entropies[2]
+
+
+@claim(
+    "8823-10.3.1",
+    says="The entropy that each layer should have could be learned.",
+    verdict="holds",
+    correct=r"As a computation: the factor for an entropy $H^*$ has the derivative $dλ/dH^* = -λ/\mathrm{Var}_p(λs)$, so that $H^*$ can be a parameter of a layer. That it "
+    "pays is not shown by this.",
+    function="isentropic.factor_for_attention_entropy",
+)
+def test_a_target_has_a_derivative():
+    q, k = np.random.default_rng(127).normal(size=(2, 30, 8))
+    step = 1e-4
+    up, factor, down = (it.factor_for_attention_entropy(q, k, 2.5 + h) for h in (step, 0, -step))
+    s = factor[:, None] * (q @ k.T) / math.sqrt(8)
+    p = special.softmax(s, axis=-1)
+    variance = (p * s**2).sum(-1) - (p * s).sum(-1) ** 2
+    np.testing.assert_allclose((up - down) / (2 * step), -factor / variance, rtol=1e-5)
+
+
+@claim(
+    "8823-10.3.3",
+    says="It extends to attention between images and texts.",
+    verdict="holds with a condition",
+    correct="n is the number of keys, those of the other modality. The number of queries has no part in it.",
+    function="isentropic.attention",
+)
+def test_attention_between_modalities():
+    rng = np.random.default_rng(128)
+    words, (patches, values) = rng.normal(size=(7, 16)), rng.normal(size=(2, 196, 16))
+    weights = special.softmax(laws.LogLength(512)(196) * words @ patches.T / 4, axis=-1)
+    np.testing.assert_allclose(it.attention(words, patches, values), weights @ values, atol=1e-12)
+
+
+@claim(
+    "8823-11.3",
+    says="Only the scale changes, in a few lines; it is verified on several tasks.",
+    verdict="holds with a condition",
+    correct="One factor for each query, in front of any attention. It has to count the keys that the query sees, which the lines of the text do not (9.1). The text reports one task.",
+    function="isentropic.scale_queries",
+)
+def test_a_factor_for_each_query():
+    q, k, v = np.random.default_rng(129).normal(size=(3, 50, 16))
+    mask = masks.causal() & masks.window(20)
+    scaled = it.scale_queries(q, mask.visible_count(50, 50))
+    expected = it.attention(q, k, v, mask=mask)
+    np.testing.assert_allclose(it.attention(scaled, k, v, mask=mask, law=None), expected, atol=1e-12)
+
+
+@functools.cache
+def shares_of_a_table():
+    """What is lost of a table of 3000 vectors in 256 dimensions if it goes through 64, and what JL asks for."""
+    rng = np.random.default_rng(130)
+    few = rng.normal(size=(3000, 48)) @ rng.normal(size=(48, 256)) + 0.1 * rng.normal(size=(3000, 256))
+    losses = []
+    for table in (few, rng.normal(size=(3000, 256))):
+        squared = np.linalg.svd(table, compute_uv=False) ** 2
+        losses.append(float(100 * squared[64:].sum() / squared.sum()))
+    k = jl.min_dim(3000, eps=0.2, delta=0.01)
+    return {"few": losses[0], "all": losses[1], "k": k}
+
+
+@claim(
+    "9588-post-factorized",
+    says="ALBERT shows that a table of embeddings of low rank loses almost nothing.",
+    verdict="holds with a condition",
+    correct="That is of trained models. A product of a table with 64 columns and a matrix loses what the singular values beyond the 64th hold: @{few:.2f} % of "
+    "the square sum for 3000 vectors near a space of 48 dimensions, @{all:.0f} % for as many without a structure in 256. It is no matter of log n: distances within "
+    "20 % take a random map to @{k} dimensions, more than there are.",
+    numbers=shares_of_a_table,
+    function="isentropic.jl.min_dim",
+)
+def test_factorized_tables():
+    shares = shares_of_a_table()
+    assert shares["few"] < 0.1
+    assert shares["all"] == pytest.approx(100 * (1 - 64 / 256), rel=0.3)
+    assert shares["k"] == jl.min_dim(3000, eps=0.2, delta=0.01) > 256
+    # No product of rank 64 does better than that of the singular vectors (Eckart and Young).
+    rng = np.random.default_rng(131)
+    table = rng.normal(size=(300, 40))
+    left, values, right = np.linalg.svd(table, full_matrices=False)
+    best = ((table - (left[:, :10] * values[:10]) @ right[:10]) ** 2).sum()
+    assert best == pytest.approx((values[10:] ** 2).sum(), rel=1e-12)
+    some = rng.normal(size=(40, 10))
+    fitted = table @ some @ np.linalg.lstsq(table @ some, table, rcond=None)[0]
+    assert ((table - fitted) ** 2).sum() > best
+
+
+def sparsemax(scores):
+    """The point of the simplex that is nearest to the scores (Martins and Astudillo 2016)."""
+    descending = -np.sort(-scores, axis=-1)
+    rank = np.arange(1, scores.shape[-1] + 1)
+    above = np.cumsum(descending, axis=-1) - 1
+    support = (rank * descending > above).sum(-1, keepdims=True)
+    threshold = np.take_along_axis(above, support - 1, -1) / support
+    return np.maximum(scores - threshold, 0)
+
+
+@functools.cache
+def entropies_of_sparsemax():
+    """Mean Shannon entropies for n = 512 and 32768, at the scale 1/√d and norms √d."""
+    rng, rows, found = np.random.default_rng(132), 100, {}
+    for d in (64, 3):
+        entropies = []
+        for n in (512, 32_768):
+            cosine = 2 * rng.beta((d - 1) / 2, (d - 1) / 2, size=(rows, n)) - 1
+            entropies.append(float(it.entropy(sparsemax(math.sqrt(d) * cosine)).mean()))
+        found[f"of_{d}"] = entropies
+    return found
+
+
+@claim(
+    "9588-post-sparse",
+    says="The aim is not an attention map of low rank but a sparse one, and not its being sparse but that the sparsity does not change with n; sparsemax gives a sparse one.",
+    verdict="holds with a condition",
+    correct="A map that is sparse can have full rank. Sparsemax does without a law what is wanted, where few scores come near the largest: for k keys that stand out by at least 1/k the "
+    "entropy is log k for every n. On a sphere the number of keys with a weight grows like $n^{2/(d+1)}$: the mean entropy is "
+    "@{of_64:.2f} nats for n = 512 and 32 768 in 64 dimensions, and @{of_3:.2f} in three.",
+    numbers=entropies_of_sparsemax,
+    function="isentropic.entropy",
+)
+def test_sparse_maps():
+    for n in (16, 4096):
+        p = sparsemax(np.where(np.arange(n) < 8, 1 / 8, 0.0))
+        assert it.entropy(p) == pytest.approx(math.log(8), rel=1e-12)
+        assert it.entropy(p, order=0) == pytest.approx(math.log(8), rel=1e-12)
+    measured = entropies_of_sparsemax()
+    assert measured["of_64"][1] - measured["of_64"][0] < 0.5
+    growth = (measured["of_3"][1] - measured["of_3"][0]) / math.log(64)
+    assert growth == pytest.approx(2 / 4, abs=0.05)
+    # Softmax at the same scale spreads as the context does.
+    spread = [theory.sphere_entropy(n, 64, 8.0) for n in (512, 32_768)]
+    assert (spread[1] - spread[0]) / math.log(64) > 0.98
+
+    x = np.random.default_rng(133).normal(size=(40, 8))
+    weights = it.attention_weights(30 * x / np.linalg.norm(x, axis=-1, keepdims=True), x, law=None)
+    assert np.linalg.matrix_rank(weights) > 8
+    assert it.attention_entropy(30 * x, x, law=None).mean() < 0.3
+
+
+@claim(
+    "9588-post-oneself",
+    says="What more keys dilute in self-attention is the weight of oneself, a window of size 1; one could hide it by a mask.",
+    verdict="holds with a condition",
+    correct="Where a query's own key stands out, as with queries equal to keys. `~masks.window(0)` hides it without an L×S array, and n is then the number of the others. What is left "
+    "has nothing that stands out: the law has nothing to hold there.",
+    function="isentropic.theory.tied_entropy",
+)
+def test_hiding_oneself():
+    rng, d = np.random.default_rng(134), 16
+    own, others = [], ~masks.window(0)
+    for n in (32, 512):
+        x = rng.normal(size=(n, d))
+        x *= math.sqrt(d) / np.linalg.norm(x, axis=-1, keepdims=True)
+        np.testing.assert_array_equal(others.visible_count(n, n), n - 1)
+        p = it.attention_weights(x, x, law=None)
+        own.append(np.diagonal(p).mean())
+        h = it.attention_entropy(x, x, law=None)
+        assert h.mean() == pytest.approx(theory.tied_entropy(n, d, 1.0), abs=0.1)
+        hidden = it.attention_entropy(x, x, mask=others, law=None)
+        assert hidden.mean() == pytest.approx(theory.sphere_entropy(n - 1, d, math.sqrt(d)), abs=0.05)
+        dense = it.attention_entropy(x, x, mask=~np.eye(n, dtype=bool), law=None)
+        np.testing.assert_allclose(hidden, dense, rtol=1e-12)
+    assert own[0] > 4 * own[1]
