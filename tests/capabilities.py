@@ -122,6 +122,8 @@ ROWS = {
     "attention_entropy": ALL,
     "attention_weights": ALL,
     "attention_information": ALL,
+    "attention_statistics": ALL,
+    "attention_received": ALL,
     "attention_backends": NOT_SMOOTH,
     "scale_queries": ALL,
     "factor_for_entropy": ALL,

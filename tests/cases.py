@@ -77,11 +77,21 @@ CASES = {
         mask=(masks.window(4) | masks.segments(a["ids"])) & masks.padding(a["lengths"], side="left"),
         law=laws.AffineLog(a["slope"], 0.5), scale=0.3,
     ),
+    "attention-sinks": lambda a: it.attention(
+        a["q"], a["k2"], a["v2"], enable_gqa=True, is_causal=True, sinks=a["slope"]
+    ),
     "attention-n_keys": lambda a: it.attention(a["q"], a["k"], a["v"], n_keys=a["n_keys"]),
     "attention_state": lambda a: it.attention_state(a["q"], a["k"], a["v"], mask=a["visible"]),
     "attention_state-parts": lambda a: (
         lambda s: (s.output(), s.log_normalizer(), s.entropy())
     )(it.attention_state(a["q"], a["k"], a["v"], block_size=3)),
+    "attention_state-sinks": lambda a: it.attention_state(
+        a["q"], a["k"], a["v"], mask=a["visible"], softcap=3.0, sinks=a["slope"]
+    ),
+    "AttentionState-from_output": lambda a: (
+        lambda s: (s.output(), s.log_normalizer(base=2), s.entropy())
+    )(it.AttentionState.from_output(a["v"], a["target"], entropy=a["target"], base=2)
+      + it.attention_state(a["q"], a["k"], a["v"])),
     "attention_entropy": lambda a: it.attention_entropy(a["q"], a["k"], is_causal=True),
     "attention_entropy-0.5": lambda a: it.attention_entropy(
         a["q"], a["k"], order=0.5, mask=a["visible"], normalized=True
@@ -90,7 +100,27 @@ CASES = {
         a["q"], a["k"], order=1.1, family="tsallis", normalized=True
     ),
     "attention_weights": lambda a: it.attention_weights(a["q"], a["k"], mask=a["visible"]),
+    "attention_entropy-sinks": lambda a: it.attention_entropy(
+        a["q"], a["k"], order=2, normalized=True, sinks=a["slope"], mask=a["visible"]
+    ),
+    "attention_weights-sinks": lambda a: it.attention_weights(a["q"], a["k"], sinks=a["slope"]),
     "attention_information": lambda a: it.attention_information(a["q"], a["k"], mask=a["visible"]),
+    "attention_information-sinks": lambda a: it.attention_information(
+        a["q"], a["k"], mask=a["visible"], sinks=a["slope"]
+    ),
+    "attention_statistics": lambda a: it.attention_statistics(
+        a["q"], a["k2"], mask=a["visible"], enable_gqa=True
+    ),
+    "attention_statistics-all": lambda a: it.attention_statistics(
+        a["q"], a["k"], is_causal=True, softcap=3.0, bias=a["bias"], sinks=a["slope"],
+        law=laws.AffineLog(a["slope"], 0.5),
+    ),
+    "attention_received": lambda a: it.attention_received(
+        a["q"], a["k2"], mask=a["visible"], enable_gqa=True
+    ),
+    "attention_received-sinks": lambda a: it.attention_received(
+        a["q"], a["k"], is_causal=True, sinks=a["slope"]
+    ),
     "scale_queries": lambda a: it.scale_queries(a["q"], a["n_keys"]),
     "multi_head_attention": lambda a: it.layers.multi_head_attention(
         a["x"], a["x"], a["x"], a["w"][0, ...], a["w"][1, ...], a["w"][2, ...], a["w"][3, ...],

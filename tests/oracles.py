@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass
 class Attention:
-    logits: np.ndarray  # −∞ where hidden
+    logits: np.ndarray  # −∞ where hidden; a sink is the last one
     weights: np.ndarray
     output: np.ndarray | None
 
@@ -23,9 +23,27 @@ class Attention:
     def entropy(self, order=1.0):
         return entropy(self.weights, order)
 
+    @property
+    def mean(self):
+        return (self.weights * np.where(self.weights > 0, self.logits, 0.0)).sum(axis=-1)
+
+    @property
+    def variance(self):
+        distance = np.where(self.weights > 0, self.logits - self.mean[..., None], 0.0)
+        return (self.weights * distance**2).sum(axis=-1)
+
 
 def attention(
-    query, key, value=None, *, visible=None, bias=None, scale=None, factor=None, softcap=None
+    query,
+    key,
+    value=None,
+    *,
+    visible=None,
+    bias=None,
+    scale=None,
+    factor=None,
+    softcap=None,
+    sinks=None,
 ):
     """Attention by its definition: a dense mask `visible`, a `factor` on each query's scale."""
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
@@ -42,8 +60,12 @@ def attention(
         s = s + bias
     if visible is not None:
         s = np.where(visible, s, -np.inf)
+    if sinks is not None:
+        sinks = np.broadcast_to(np.asarray(sinks, np.float64)[..., None, None], (*s.shape[:-1], 1))
+        s = np.concatenate((s, sinks), axis=-1)
     p = softmax(s)
-    return Attention(s, p, None if value is None else p @ np.asarray(value, np.float64))
+    of_keys = p[..., : key.shape[-2]]
+    return Attention(s, p, None if value is None else of_keys @ np.asarray(value, np.float64))
 
 
 def softmax(s):

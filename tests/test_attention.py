@@ -1,5 +1,6 @@
 """Attention against the definition, in every combination of what it takes."""
 
+import math
 import tracemalloc
 import types
 
@@ -106,9 +107,27 @@ def _per_head_law(rng, a):
     return {"law": laws.AffineLog(a(slope), 0.5)}, {"factor": factor}
 
 
+def _sinks(rng, a):
+    sinks = rng.normal(size=H)
+    sinks[1] = -np.inf
+    return {"sinks": a(sinks)}, {"sinks": sinks, "factor": oracles.log_length(S)}
+
+
+def _sinks_of_each_sequence(rng, a):
+    sinks = rng.normal(size=(B, H)) * 3
+    visible = rng.random((B, 1, L, S)) < 0.5
+    visible[0, 0, 3] = False
+    bias = rng.normal(size=(L, 1))
+    factor = oracles.log_length(visible.sum(-1))
+    return {"sinks": a(sinks), "mask": a(visible), "softcap": 2.0, "bias": a(bias)}, {
+        "sinks": sinks, "visible": visible, "softcap": 2.0, "bias": bias, "factor": factor
+    }  # fmt: skip
+
+
 COMBINATIONS = [
     _plain, _standard, _causal, _boolean, _boolean_rows, _boolean_and_causal, _window,
     _packed_and_padded, _either, _bias, _scale_and_cap, _lengths, _per_head_law,
+    _sinks, _sinks_of_each_sequence,
 ]  # fmt: skip
 
 
@@ -131,10 +150,19 @@ class TestValues:
         backend.assert_close(state.log_normalizer(), expected.log_normalizer, **close)
         backend.assert_close(state.entropy(), expected.entropy(), **close)
         weights = it.attention_weights(*arrays[:2], **ours)
-        backend.assert_close(weights, expected.weights, **close)
+        backend.assert_close(weights, expected.weights[..., :S], **close)
         backend.assert_close(it.attention(*arrays, **ours), expected.output, **close)
         h = it.attention_entropy(*arrays[:2], **ours)
         backend.assert_close(h, expected.entropy(), **close)
+        received = it.attention_received(*arrays[:2], **ours)
+        backend.assert_close(received, expected.weights[..., :S].sum(-2), **close)
+        self._assert_statistics(backend, it.attention_statistics(*arrays[:2], **ours), expected, close)
+
+    def _assert_statistics(self, backend, statistics, expected, close):
+        for name in ("log_normalizer", "mean", "variance"):
+            backend.assert_close(getattr(statistics, name), getattr(expected, name), **close)
+        backend.assert_close(statistics.entropy, expected.entropy(), **close)
+        backend.assert_close(statistics.maximum, expected.logits.max(-1), **close)
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     def test_default_tiles(self, backend, rng, dtype):
@@ -245,6 +273,8 @@ class TestValues:
         lambda q, k, v: it.attention(q, k, v, is_causal=True),
         lambda q, k, v: it.attention_entropy(q, k, mask=masks.window(300) | masks.padding(4), order=2),
         lambda q, k, v: it.attention_information(q, k),
+        lambda q, k, v: it.attention_statistics(q, k),
+        lambda q, k, v: it.attention_received(q, k, mask=masks.window(300)),
     ],
 )
 def test_never_forms_the_weights(call):
@@ -368,6 +398,218 @@ def test_any_shape_and_mask(backend, tiny_tiles, n_queries, n_keys, e, batch, da
     backend.assert_close(out.entropy(), h, **close)
 
 
+class TestSinks:
+    """Logits that take weight and have no value."""
+
+    @pytest.fixture
+    def qkv(self, backend, rng):
+        return [backend.array(x, "float32") for x in _data(rng, "float32")]
+
+    def test_is_a_key_of_value_0(self, backend, rng):
+        q, k, v = _data(rng, backend.dtypes[-1])
+        bias = np.zeros((H, 1, S + 1), q.dtype)
+        bias[:, 0, -1] = sinks = rng.normal(size=H).astype(q.dtype)
+        longer = [np.concatenate((x, np.zeros_like(x[..., :1, :])), axis=-2) for x in (k, v)]
+        q, k, v, k_longer, v_longer, bias, sinks = (
+            backend.array(x) for x in (q, k, v, *longer, bias, sinks)
+        )
+        close, options = TOLERANCE[backend.dtypes[-1]], {"n_keys": S}
+        expected = it.attention_state(q, k_longer, v_longer, bias=bias, **options)
+        state = it.attention_state(q, k, v, sinks=sinks, **options)
+        backend.assert_close(state.output(), expected.output(), **close)
+        backend.assert_close(state.log_normalizer(), expected.log_normalizer(), **close)
+        for order in (0, 0.9, 1, 2, np.inf):
+            h = it.attention_entropy(q, k_longer, bias=bias, order=order, **options)
+            got = it.attention_entropy(q, k, sinks=sinks, order=order, **options)
+            backend.assert_close(got, h, **close)
+        information = it.attention_information(q, k_longer, bias=bias, **options)
+        got = it.attention_information(q, k, sinks=sinks, **options)
+        backend.assert_close(got, information, **close)
+
+    def test_takes_all_where_no_key_is_seen(self, backend, qkv):
+        q, k, v = qkv
+        sinks = backend.array(np.asarray([1.0, -2.0, 0.0, 30.0]), "float32")
+        seen = np.broadcast_to([[1.0], [-2.0], [0.0], [30.0]], (B, H, L))
+        nothing = backend.array(np.zeros((L, S), bool))
+        for keys, values, mask in ((k, v, nothing), (k[..., :0, :], v[..., :0, :], None)):
+            state = it.attention_state(q, keys, values, mask=mask, sinks=sinks)
+            backend.assert_close(state.log_normalizer(), seen)
+            backend.assert_close(state.entropy(), np.zeros((B, H, L)))
+            backend.assert_close(state.output(), np.zeros((B, H, L, EV)))
+            out = it.attention(q, keys, values, mask=mask, sinks=sinks)
+            backend.assert_close(out, np.zeros((B, H, L, EV)))
+            h = it.attention_entropy(q, keys, mask=mask, sinks=sinks, normalized=True)
+            backend.assert_close(h, np.zeros((B, H, L)))
+            statistics = it.attention_statistics(q, keys, mask=mask, sinks=sinks)
+            backend.assert_close(statistics.mean, seen)
+            backend.assert_close(statistics.variance, np.zeros((B, H, L)))
+            received = it.attention_received(q, keys, mask=mask, sinks=sinks)
+            backend.assert_close(received, np.zeros((B, H, keys.shape[-2])))
+
+    def test_off(self, backend, qkv):
+        q, k, v = qkv
+        off = backend.array(np.asarray(-np.inf), "float32")
+        for call in (
+            lambda **sinks: it.attention(q, k, v, is_causal=True, **sinks),
+            lambda **sinks: it.attention_weights(q, k, is_causal=True, **sinks),
+            lambda **sinks: it.attention_entropy(q, k, order=0.5, is_causal=True, **sinks),
+            lambda **sinks: it.attention_information(q, k, is_causal=True, **sinks),
+            lambda **sinks: it.attention_statistics(q, k, is_causal=True, **sinks).variance,
+        ):
+            backend.assert_close(call(sinks=off), call(), rtol=1e-5, atol=1e-6)
+
+    def test_uniform_over_keys_and_sink_is_normalized_to_1(self, backend):
+        q, k = backend.array(np.zeros((3, 4)), "float32"), backend.array(np.zeros((9, 4)), "float32")
+        sink = backend.array(np.asarray(0.0), "float32")
+        for options in ({}, {"order": 2}, {"order": 0.5, "family": "tsallis"}):
+            h = it.attention_entropy(q, k, sinks=sink, normalized=True, **options)
+            backend.assert_close(h, np.ones(3), rtol=1e-5)
+        backend.assert_close(it.attention_entropy(q, k, sinks=sink), np.full(3, np.log(10)), rtol=1e-6)
+
+    def test_is_not_scaled_nor_counted(self, backend, qkv):
+        q, k, v = qkv
+        sinks = backend.array(np.full(H, 2.0), "float32")
+        options = {"sinks": sinks, "softcap": 1.0, "law": laws.LogLength(4), "scale": 0.1}
+        state = it.attention_state(q, k, v, **options)
+        backend.assert_close(state.n_seen, np.full((B, H, L), float(S)))
+        backend.assert_close(state.n_keys, np.full((B, H, L), float(S)))
+        without = it.attention_state(q, k, v, **(options | {"sinks": None}))
+        expected = np.logaddexp(backend.numpy(without.log_normalizer()), 2.0)
+        backend.assert_close(state.log_normalizer(), expected, rtol=1e-5)
+
+    def test_in_one_of_the_states_that_are_merged(self, backend, qkv):
+        q, k, v = qkv
+        sinks = backend.array(np.arange(H), "float32")
+        whole = it.attention_state(q, k, v, sinks=sinks)
+        parts = [
+            it.attention_state(q, k[..., :4, :], v[..., :4, :], n_keys=S, sinks=sinks),
+            it.attention_state(q, k[..., 4:, :], v[..., 4:, :], n_keys=S),
+        ]
+        merged = it.merge_states(parts)
+        backend.assert_close(merged.output(), whole.output(), rtol=1e-4, atol=1e-6)
+        backend.assert_close(merged.entropy(), whole.entropy(), rtol=1e-4)
+
+    def test_dtypes(self, backend, qkv):
+        q, k, v = qkv
+        sinks = np.asarray([0.0, 1.0, 2.0, 3.0])
+        expected = it.attention(q, k, v, sinks=backend.array(sinks, "float32"))
+        for dtype in (*backend.dtypes, *([backend.half] if backend.half else [])):
+            out = it.attention(q, k, v, sinks=backend.array(sinks, dtype))
+            backend.assert_close(out, expected)  # these numbers are exact in all of them
+        if backend.half:
+            half = [backend.xp.astype(x, backend.array(0, backend.half).dtype) for x in (q, k, v)]
+            out = it.attention(*half, sinks=backend.array(sinks, backend.half))
+            assert out.dtype == half[0].dtype
+            out = backend.xp.astype(out, expected.dtype)
+            backend.assert_close(out, expected, rtol=2e-2, atol=4e-3)
+
+    def test_multi_head(self, backend, rng):
+        x = backend.array(rng.normal(size=(B, L, 8)), "float32")
+        w = [backend.array(rng.normal(size=(8, 8)), "float32") for _ in range(4)]
+        sinks = backend.array(rng.normal(size=4), "float32")
+        got = it.layers.multi_head_attention(x, x, x, *w, num_heads=4, sinks=sinks)
+        assert got.shape == (B, L, 8)
+        q, k, v = (
+            backend.xp.permute_dims(backend.xp.reshape(x @ y, (B, L, 4, 2)), (0, 2, 1, 3))
+            for y in w[:3]
+        )
+        heads = it.attention(q, k, v, sinks=sinks)
+        joined = backend.xp.reshape(backend.xp.permute_dims(heads, (0, 2, 1, 3)), (B, L, 8))
+        backend.assert_close(got, joined @ w[3], rtol=1e-4, atol=1e-5)
+
+    def test_backend(self, backend, qkv):
+        q, k, v = qkv
+        sinks = backend.array(np.zeros(H), "float32")
+        of_state = it.attention_backends(q, k, v, order=1.0)
+        assert it.attention_backends(q, k, v, sinks=sinks) == of_state
+
+
+class TestStatistics:
+    @pytest.mark.float64
+    def test_variance_is_the_slope_of_the_entropy(self, backend, rng):
+        if not backend.float64:
+            pytest.skip("no float64 here")
+        q, k, _ = (backend.array(x) for x in _data(rng, "float64"))
+        options = {"mask": masks.window(5), "law": laws.LogLength(4)}
+        statistics = it.attention_statistics(q, k, **options)
+        behind, ahead = (it.attention_entropy(q * math.exp(u), k, **options) for u in (-1e-4, 1e-4))
+        backend.assert_close(statistics.variance, (behind - ahead) / 2e-4, rtol=1e-5, atol=1e-8)
+        backend.assert_close(
+            statistics.mean, statistics.log_normalizer - statistics.entropy, rtol=1e-9, atol=1e-10
+        )
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    @pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
+    def test_large_logits_lose_no_digits(self, backend, offset):
+        # Logits that are exact in float32, in several tiles, with a small spread: E[s²] − E[s]² would be
+        # lost from an offset of 1e4 on.
+        s = offset + np.asarray([0.0, 0.5, -0.5, 0.25, 0.0, 0.0, -0.25, 0.5, 0.5, 0.0])
+        q = backend.array(np.zeros((1, 1)), "float32")
+        k = backend.array(np.zeros((10, 1)), "float32")
+        statistics = it.attention_statistics(q, k, bias=backend.array(s[None], "float32"))
+        exact = oracles.attention(np.zeros((1, 1)), np.zeros((10, 1)), bias=s)
+        backend.assert_close(statistics.variance, exact.variance, rtol=1e-5)
+        backend.assert_close(statistics.entropy, exact.entropy(), rtol=1e-6)
+        backend.assert_close(statistics.mean, exact.mean, rtol=1e-6)
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    @pytest.mark.parametrize("gap", [30.0, 1e3, 1e10, 1e25, 1e38])
+    def test_logits_far_below(self, backend, gap):
+        # They lie in other tiles than the largest ones, before and after them.
+        s = np.asarray([-gap] * 5 + [0.0, 1.0] + [-gap] * 5)
+        q, k = (backend.array(np.zeros((n, 1)), "float32") for n in (1, 12))
+        statistics = it.attention_statistics(q, k, bias=backend.array(s[None], "float32"))
+        exact = oracles.attention(np.zeros((1, 1)), np.zeros((12, 1)), bias=s)
+        assert np.isfinite(backend.numpy(statistics.variance)).all()
+        backend.assert_close(statistics.variance, exact.variance, rtol=1e-5)
+
+    def test_one_key(self, backend, rng):
+        q, k, _ = (backend.array(x) for x in _data(rng, "float32", n_keys=1))
+        statistics = it.attention_statistics(q, k)
+        backend.assert_close(statistics.variance, np.zeros((B, H, L)))
+        backend.assert_close(statistics.mean, statistics.maximum)
+        backend.assert_close(statistics.log_normalizer, statistics.maximum)
+
+    def test_equal_by_value(self, backend, rng):
+        q, k, _ = (backend.array(x) for x in _data(rng, "float32"))
+        assert it.attention_statistics(q, k) == it.attention_statistics(q, k)
+        assert it.attention_statistics(q, k) != it.attention_statistics(q, k, scale=2.0)
+
+
+class TestReceived:
+    def test_sums_to_the_number_of_queries_that_see_a_key(self, backend, rng):
+        q, k, _ = (backend.array(x) for x in _data(rng, "float32", n_keys=4))
+        received = it.attention_received(q, k, is_causal=True)  # 3 of 7 queries see no key
+        total = backend.xp.sum(received, axis=-1)
+        backend.assert_close(total, np.full((B, H), 4.0), rtol=1e-5)
+        off = it.attention_received(q, k, sinks=backend.array(np.full(H, 1e3), "float32"))
+        backend.assert_close(off, np.zeros((B, H, 4)))
+
+    def test_grouped_heads_have_one_for_each_query_head(self, backend, rng):
+        q, k, _ = (backend.array(x) for x in _data(rng, "float32", groups=2))
+        received = it.attention_received(q, k, enable_gqa=True)
+        expected = it.attention_weights(q, k, enable_gqa=True)
+        assert received.shape == (B, H, S)
+        backend.assert_close(received, backend.xp.sum(expected, axis=-2), rtol=1e-5)
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_nan_reaches_the_keys_that_its_query_sees(self, backend, rng):
+        q, k, _ = _data(rng, "float32", n_keys=L)
+        expected = it.attention_received(q, k, is_causal=True)
+        q[:, :, 3] = np.nan
+        received = it.attention_received(backend.array(q), backend.array(k), is_causal=True)
+        received = backend.numpy(received)
+        assert np.isnan(received[..., :4]).all()
+        np.testing.assert_allclose(received[..., 4:], expected[..., 4:], rtol=1e-4)
+
+    def test_large_logits(self, backend):
+        # Relative to a log-normalizer of 1e4 a weight would lose half of the digits of float32.
+        s = 1e4 + np.asarray([[0.0, 0.5, 1.0], [2.0, 1.0, 0.0]])
+        q, k = (backend.array(np.zeros((n, 1)), "float32") for n in (2, 3))
+        received = it.attention_received(q, k, bias=backend.array(s, "float32"))
+        backend.assert_close(received, oracles.softmax(s).sum(0), rtol=1e-6)
+
+
 class TestEdges:
     def test_no_keys(self, backend):
         q = backend.array(np.ones((2, 3, 4)), "float32")
@@ -378,6 +620,10 @@ class TestEdges:
         backend.assert_close(it.attention_entropy(q, k), np.zeros((2, 3)))
         backend.assert_close(it.attention_information(q, k), np.zeros(2))
         assert it.attention_weights(q, k).shape == (2, 3, 0)
+        assert it.attention_received(q, k).shape == (2, 0)
+        for name, x in it.attention_statistics(q, k)._asdict().items():
+            empty = -np.inf if name in ("maximum", "log_normalizer") else 0.0
+            backend.assert_close(x, np.full((2, 3), empty))
 
     def test_no_queries_no_batch(self, backend):
         q = backend.array(np.ones((0, 4)), "float32")
@@ -385,6 +631,8 @@ class TestEdges:
         assert it.attention(q, k, k).shape == (0, 4)
         assert it.attention_entropy(q, k, is_causal=True).shape == (0,)
         assert it.attention_information(q, k).shape == ()
+        backend.assert_close(it.attention_received(q, k), np.zeros(5))
+        assert it.attention_statistics(q, k).variance.shape == (0,)
         q, k = (backend.array(np.ones((0, n, 4)), "float32") for n in (3, 5))
         assert it.attention(q, k, k, is_causal=True).shape == (0, 3, 4)
 
@@ -402,6 +650,10 @@ class TestEdges:
         backend.assert_close(state.output(), np.zeros((2, 4)))
         backend.assert_close(state.entropy(), np.zeros(2))
         backend.assert_close(state.log_normalizer(), np.full(2, -np.inf))
+        backend.assert_close(it.attention_received(q, q, mask=nothing), np.zeros(2))
+        for name, x in it.attention_statistics(q, q, mask=nothing)._asdict().items():
+            empty = -np.inf if name in ("maximum", "log_normalizer") else 0.0
+            backend.assert_close(x, np.full(2, empty))
         for order in (0, 0.9, 2, np.inf):
             h = it.attention_entropy(q, q, mask=nothing, order=order, normalized=True)
             backend.assert_close(h, np.zeros(2))
@@ -570,6 +822,7 @@ class TestErrors:
                 ValueError,
                 "must be None or 'generic' for this call",
             ),
+            ({"sinks": 0.0}, TypeError, r"`sinks` must be an array .* got float\."),
             ({"mask": [True]}, TypeError, r"`mask` must be a boolean array or a mask .* got list\."),
         ],
     )
@@ -637,6 +890,12 @@ class TestErrors:
             it.attention(*arrays, n_keys=a(4, dtype="int32"))
         with pytest.raises(TypeError, match=r"`n_keys` must have an integer or floating-point"):
             it.attention(*arrays, n_keys=a(3, dtype="bool"))
+        with pytest.raises(ValueError, match=r"`sinks` .* broadcastable to \(\), got \(1,\)"):
+            it.attention(*arrays, sinks=a(1))
+        with pytest.raises(ValueError, match=r"`sinks` .* broadcastable to \(2, 3\), got \(3, 1\)"):
+            it.attention_weights(a(2, 3, 4, 4), a(3, 5, 4), sinks=a(3, 1))
+        with pytest.raises(TypeError, match=r"`sinks` must have a real floating"):
+            it.attention_statistics(*arrays[:2], sinks=a(dtype="int32"))
         with pytest.raises(ValueError, match=r"`law` must have a shape broadcastable to \(3,\)"):
             it.attention(*arrays, law=laws.AffineLog(a(2)))
 
@@ -667,6 +926,8 @@ class TestErrors:
             it.attention(*arrays, attn_mask=a(3, 5, dtype="bool"))
         with pytest.raises(TypeError, match="no argument `dropout_p`, and no equivalent"):
             it.attention(*arrays, dropout_p=0.1)
+        with pytest.raises(TypeError, match="no argument `s_aux`: here it is `sinks`"):
+            it.attention(*arrays, s_aux=a(1))
         with pytest.raises(TypeError, match="no argument `scaling`: here it is `scale`"):
             it.attention_entropy(*arrays[:2], scaling=0.1)
 

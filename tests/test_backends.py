@@ -54,6 +54,7 @@ MASKS = {
     "array": lambda a: {"mask": a(np.random.default_rng(1).random((2, 1, 11, 13)) < 0.4)},
     "row": lambda a: {"mask": a(np.random.default_rng(1).random((1, 13)) < 0.5)},
     "n_keys": lambda a: {"n_keys": a(np.arange(11) + 1)},
+    "sinks": lambda a: {"sinks": a(np.asarray([0.5, -np.inf, 3.0, 40.0])), "is_causal": True},
     "heads": lambda a: {"law": laws.AffineLog(a(np.asarray([0.5, 1, 2, 3])), 0.5)},
 }
 

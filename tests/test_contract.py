@@ -15,7 +15,9 @@ def _arrays(backend, dtype="float32"):
 # The cases whose results are in float32 at least: states, which are added to, and what is measured.
 IN_FLOAT32 = {
     "attention_entropy", "attention_entropy-0.5", "attention_entropy-tsallis", "attention_information",
-    "attention_state", "attention_state-parts", "cross_entropy", "entropy", "entropy-2",
+    "attention_entropy-sinks", "attention_information-sinks", "attention_received", "attention_received-sinks",
+    "attention_state", "attention_state-parts", "attention_state-sinks", "attention_statistics",
+    "attention_statistics-all", "AttentionState-from_output", "cross_entropy", "entropy", "entropy-2",
     "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error", "merge_states",
 }  # fmt: skip
 

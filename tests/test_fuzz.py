@@ -159,6 +159,7 @@ def problem(draw, dtypes):
     make_law, factor = LAWS[draw.of(*names)]
     softcap = draw.of(None, 1.5)
     scale = draw.of(None, 0.7)
+    sinks = np.asarray(floats(*draw.shape(batch))) if draw.coin(0.3) else None
     bias = None
     if draw.coin():
         bias = floats(*draw.shape((*batch, n_queries, n_keys)))
@@ -173,6 +174,7 @@ def problem(draw, dtypes):
             "softcap": softcap,
             "scale": scale,
             "bias": None if bias is None else f(bias),
+            "sinks": None if sinks is None else f(sinks),
         }
 
     # Rows that are no numbers make NaN of the queries that see them, and of no other.
@@ -186,7 +188,7 @@ def problem(draw, dtypes):
 
     width = max(width, 1)
     expected = oracles.attention(
-        *clean, visible=visible, factor=factor(n), softcap=softcap, bias=bias,
+        *clean, visible=visible, factor=factor(n), softcap=softcap, bias=bias, sinks=sinks,
         scale=width**-0.5 if scale is None else scale,
     )  # fmt: skip
     return (q, k, v), options, expected, is_lost
@@ -202,12 +204,13 @@ def test_attention(backend, seed):
     draw = Draw(seed)
     arrays, options, expected, is_lost = problem(draw, dtypes)
     args, options = [backend.array(x) for x in arrays], options(backend.array)
-    order = draw.of(0, 0.5, 1, 1.1, 2, math.inf)
+    order, n_keys = draw.of(0, 0.5, 1, 1.1, 2, math.inf), arrays[1].shape[-2]
     family = draw.of("renyi", "tsallis")
 
     results = [
         (it.attention(*args, **options), expected.output, 3, "float16"),
-        (it.attention_weights(*args[:2], **options), expected.weights, 2, "float16"),
+        (it.attention_weights(*args[:2], **options), expected.weights[..., :n_keys], 2, "float16"),
+        (it.attention_statistics(*args[:2], **options).variance, expected.variance, 2, "float32"),
         (
             it.attention_entropy(*args[:2], order=order, family=family, **options),
             oracles.entropy(expected.weights, order, family),

@@ -11,7 +11,7 @@ from isentropic import drift, jl, laws, layers, masks, theory
 
 PUBLIC = [
     "AttentionState", "attention", "attention_backends", "attention_entropy",
-    "attention_information", "attention_state", "attention_weights", "calibrate", "cross_entropy", "drift", "entropy",
+    "attention_information", "attention_received", "attention_state", "attention_statistics", "attention_weights", "calibrate", "cross_entropy", "drift", "entropy",
     "entropy_drift", "entropy_from_logits", "entropy_penalty", "factor_for_attention_entropy", "factor_for_entropy", "jl",
     "kl_divergence", "laws", "layers", "masks", "merge_states", "scale_queries", "theory",
 ]  # fmt: skip
@@ -19,7 +19,7 @@ MODULES = (drift, jl, laws, layers, masks, theory)
 
 ATTENTION = (
     "(query, key, value, *, mask=None, bias=None, is_causal=False, scale=None, law=LogLength(base=512, "
-    "minimum=None), n_keys=None, softcap=None, enable_gqa=False, implementation=None)"
+    "minimum=None), n_keys=None, softcap=None, sinks=None, enable_gqa=False, implementation=None)"
 )
 
 
@@ -45,12 +45,12 @@ class TestPackage:
         common = list(inspect.signature(it.attention).parameters)[3:]
         for function in (
             it.attention_state, it.attention_entropy, it.attention_weights, it.attention_information,
+            it.attention_statistics, it.attention_received, it.attention_backends,
             it.layers.multi_head_attention,
         ):  # fmt: skip
             theirs = inspect.signature(function).parameters
-            expected = [
-                n for n in common if n != "implementation" or function is not it.attention_weights
-            ]
+            has_one = function in (it.attention_weights, it.attention_statistics)
+            expected = [name for name in common if name != "implementation" or not has_one]
             assert [name for name in theirs if name in common] == expected
             for name in expected:
                 assert theirs[name].default == inspect.signature(it.attention).parameters[name].default

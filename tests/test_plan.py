@@ -26,6 +26,7 @@ def test_second_call_has_the_plan_of_the_first(backend, rng):
         {"mask": masks.padding(4) | masks.causal()},
         {"law": laws.LogLength(7), "n_keys": 9, "softcap": 3.0},
         {"law": laws.scaled(laws.AffineLog(0.5, 1.0), 2.0), "is_causal": True},
+        {"sinks": backend.array(np.asarray([0.5]), "float32")},
     ):
         q, k, v = (backend.array(rng.normal(size=(2, 5, 4)), "float32") for _ in range(3))
         first, _ = prepare(Arguments(q, k, v, **options))
@@ -52,6 +53,7 @@ def test_nothing_kept_is_an_array(backend, rng):
             law=laws.AffineLog(per_head),
             mask=masks.causal() & seen,
             n_keys=backend.array([9]),
+            sinks=per_head,
         )
     assert len(plans._plans) == 1
     for signature, plan in plans._plans.items():

@@ -1,6 +1,7 @@
 """The state, and the monoid of `merge`."""
 
 import itertools
+import math
 from functools import reduce
 
 import numpy as np
@@ -214,7 +215,9 @@ class TestMerge:
             it.merge_states(state, state._replace(weighted_value=None))
         with pytest.raises(ValueError, match=r"`value` must be given to `attention_state`"):
             state._replace(weighted_value=None).output()
-        with pytest.raises(ValueError, match=r"`weighted_score` must be an array for an entropy"):
+        with pytest.raises(
+            ValueError, match=r"`entropy` must be given to `AttentionState.from_output`"
+        ):
             state._replace(weighted_score=None).entropy()
 
     def test_shapes(self, backend):
@@ -239,3 +242,100 @@ class TestMerge:
             TypeError, match=r"`states\[1\]\.maximum` must be an array of the library of"
         ):
             it.merge_states(state, other)
+
+
+class TestFromOutput:
+    """States of what kernels of other libraries return."""
+
+    @pytest.mark.parametrize("base", [math.e, 2, 10.0])
+    def test_is_the_state(self, backend, qkv, base):
+        near, far = _parts(backend, qkv, (5,))
+        given = (near.output(), near.log_normalizer(base=base))
+        state = it.AttentionState.from_output(*given, entropy=near.entropy(), base=base)
+        close = {"rtol": 1e-5, "atol": 1e-6}
+        backend.assert_close(state.output(), near.output(), **close)
+        backend.assert_close(state.log_normalizer(), near.log_normalizer(), **close)
+        backend.assert_close(state.log_normalizer(base=base), given[1], **close)
+        backend.assert_close(state.entropy(), near.entropy(), **close)
+        for merged in (state + far, far + state):
+            expected = near + far
+            backend.assert_close(merged.output(), expected.output(), rtol=1e-4, atol=1e-5)
+            backend.assert_close(merged.entropy(), expected.entropy(), rtol=1e-4, atol=1e-5)
+            backend.assert_close(merged.log_normalizer(), expected.log_normalizer(), **close)
+
+    def test_without_entropy(self, backend, qkv):
+        near, far = _parts(backend, qkv, (5,))
+        state = it.AttentionState.from_output(near.output(), near.log_normalizer())
+        for merged in (it.merge_states(state, far), it.merge_states([far, state])):
+            expected = near + far
+            backend.assert_close(merged.output(), expected.output(), rtol=1e-4, atol=1e-5)
+            backend.assert_close(merged.log_normalizer(), expected.log_normalizer(), rtol=1e-5)
+            assert merged.weighted_score is None
+        for unknown in (state, merged):
+            with pytest.raises(
+                ValueError, match=r"`entropy` must be given to `AttentionState.from_out"
+            ):
+                unknown.entropy()
+
+    @pytest.mark.parametrize("sign", [-1, 1])
+    @pytest.mark.parametrize("base", [math.e, 2])
+    def test_queries_that_see_no_key(self, backend, qkv, sign, base):
+        # FlashAttention 2 gives +∞ and zeros, other kernels −∞ and what lay in memory.
+        (rest,) = _parts(backend, qkv, ())
+        output, log_normalizer, entropy = (
+            backend.numpy(x).copy() for x in (rest.output(), rest.log_normalizer(), rest.entropy())
+        )
+        output[0, 2] = 0.0 if sign == 1 else np.nan
+        log_normalizer[0, 2] = sign * np.inf
+        entropy[0, 2] = np.nan
+        state = it.AttentionState.from_output(
+            backend.array(output), backend.array(log_normalizer / np.log(base)),
+            entropy=backend.array(entropy), base=base,
+        )  # fmt: skip
+        assert backend.numpy(state.log_normalizer())[0, 2] == -np.inf
+        assert not backend.numpy(state.output())[0, 2].any()
+        assert backend.numpy(state.entropy())[0, 2] == 0.0
+        for merged in (state + rest, rest + state):
+            backend.assert_close(merged.output()[0, 2, :], rest.output()[0, 2, :])
+            got = backend.numpy(merged.entropy())[0, 2]
+            np.testing.assert_allclose(got, backend.numpy(rest.entropy())[0, 2], rtol=1e-6)
+
+    def test_overflow_is_not_hidden(self, backend, qkv):
+        (rest,) = _parts(backend, qkv, ())
+        beyond = backend.array(np.full(rest.maximum.shape, np.inf, "float32"))
+        state = it.AttentionState.from_output(rest.output(), beyond)
+        assert np.isnan(backend.numpy((state + rest).output())).all()
+
+    def test_dtypes(self, backend, qkv):
+        (rest,) = _parts(backend, qkv, ())
+        single = backend.xp.float32
+        output = backend.xp.astype(rest.output(), single)
+        for output_dtype in ("float32", backend.half or "float32"):
+            for dtype in backend.dtypes:
+                state = it.AttentionState.from_output(
+                    backend.xp.astype(output, backend.array(0, output_dtype).dtype),
+                    backend.xp.astype(rest.log_normalizer(), backend.array(0, dtype).dtype),
+                )
+                assert state.weighted_value.dtype == backend.array(0, dtype).dtype
+                assert state.maximum.dtype == state.normalizer.dtype == backend.array(0, dtype).dtype
+
+    def test_errors(self, backend, qkv):
+        (rest,) = _parts(backend, qkv, ())
+        out, log_normalizer = rest.output(), rest.log_normalizer()
+        make = it.AttentionState.from_output
+        with pytest.raises(
+            ValueError, match=r"`log_normalizer` must have .* axis, \(2, 5\), got \(5, 2\)"
+        ):
+            make(out, backend.xp.matrix_transpose(log_normalizer))
+        with pytest.raises(ValueError, match=r"`entropy` must have the shape of `output` without"):
+            make(out, log_normalizer, entropy=out)
+        with pytest.raises(ValueError, match=r"`base` must be above 1, got 1\.0"):
+            make(out, log_normalizer, base=1)
+        with pytest.raises(TypeError, match=r"`base` must be a real number, got str"):
+            rest.log_normalizer(base="e")
+        with pytest.raises(TypeError, match=r"`output` must be an array .* got NoneType"):
+            make(None, log_normalizer)
+        with pytest.raises(ValueError, match=r"`output` must have at least 2 dimensions, got 1"):
+            make(out[0, 0, :], log_normalizer[0, 0, ...])
+        with pytest.raises(TypeError, match=r"`log_normalizer` must have a real floating-point dtype"):
+            make(out, backend.array(np.zeros((2, 5), "int32")))

@@ -1,7 +1,9 @@
 """PyTorch transformations: autograd, compile, vmap; fake CUDA tensors and tensors without data."""
 
 import math
+import re
 import shutil
+from pathlib import Path
 
 import capabilities
 import cases
@@ -658,6 +660,53 @@ class TestAgainstTorch:
         s = torch.randn(4, 9)
         expected = torch.distributions.Categorical(logits=s).entropy()
         torch.testing.assert_close(it.entropy_from_logits(s), expected)
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    def test_entropy_from_the_log_sum_exp_and_the_mean_key(self):
+        # The bounds are those of the table in the documentation.
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+        page = Path(__file__).parents[1] / "docs" / "how-to" / "fused-kernels.md"
+        if not page.exists():
+            pytest.skip("the documentation is not here")
+        rows = re.findall(
+            r"^\|.*queries.*\| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page.read_text(), re.M
+        )
+        assert len(rows) == 2
+        for length, (mean, *bounds) in zip((1, 4), rows, strict=True):
+            q, k = torch.randn(2, 1, 2, 512, 64, dtype=torch.float64)
+            dtypes = (torch.float32, torch.float16, torch.bfloat16)
+            for dtype, bound in zip(dtypes, map(float, bounds), strict=True):
+                query, key = (q * length).to(dtype), k.to(dtype)
+                exact = it.attention_entropy(query.double(), key.double(), law=None)
+                assert exact.mean().item() == pytest.approx(float(mean), abs=0.1)
+                both = torch.cat((torch.randn_like(key), key), -1)
+                means, aux = flex_attention(query, key, both, return_aux=AuxRequest(lse=True))
+                entropy = aux.lse - (query.float() * means[..., 64:].float()).sum(-1) / 8
+                error = (entropy - exact).abs().max().item()
+                assert bound / 10 < error < bound
+                own = it.attention_entropy(query, key, law=None)
+                assert (own - exact).abs().max().item() < 3e-5
+
+    def test_attention_sinks(self):
+        pytest.importorskip("transformers")
+        from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+        q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+        module = torch.nn.Module()
+        module.num_key_value_groups, module.training = 2, False
+        module.sinks = torch.nn.Parameter(torch.randn(4))
+        hidden = torch.zeros(5, 9).masked_fill(~torch.ones(5, 9, dtype=torch.bool).tril(4), -torch.inf)
+        expected, weights = eager_attention_forward(module, q, k, v, hidden, scaling=8**-0.5)
+        options = {"law": None, "enable_gqa": True, "is_causal": True, "sinks": module.sinks}
+        got = it.attention(q, k, v, **options)
+        torch.testing.assert_close(got.transpose(1, 2), expected)
+        torch.testing.assert_close(it.attention_weights(q, k, **options), weights)
+        upstream = torch.randn(expected.shape)
+        gradients = (
+            torch.autograd.grad(x, module.sinks, upstream) for x in (expected, got.transpose(1, 2))
+        )
+        torch.testing.assert_close(*gradients)
 
     def test_attention_sink_is_one_more_state(self):
         pytest.importorskip("transformers")

@@ -30,6 +30,7 @@ from isentropic._checks import (
     is_array,
     type_error,
 )
+from isentropic._loops import largest
 from isentropic._namespace import (
     Array,
     accumulator,
@@ -77,7 +78,7 @@ def partition(
     """
     is_constant = is_numpy(xp) or is_cupy(xp) or maximum is not None
     if maximum is None:
-        maximum = xp.max(s, axis=-1, keepdims=True)
+        maximum = largest(xp, s)
     if is_constant:
         # The derivative of s − max, which is −∞ for hidden keys, does not become NaN, and e^{−∞} is 0.
         x = s - xp.maximum(maximum, xp.finfo(s.dtype).min)

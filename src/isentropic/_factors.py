@@ -146,8 +146,8 @@ def factor_for_attention_entropy(
     target : float or array broadcastable to (..., L)
         The entropy to reach, in nats.
     mask, is_causal, scale, enable_gqa
-        As in `attention`. Biases and soft caps are not supported: with them the entropy need not fall
-        as the factor grows, so that there may be no solution or several.
+        As in `attention`. Biases, soft caps and sinks are not supported: with them the entropy need not
+        fall as the factor grows, so that there may be no solution or several.
 
     Returns
     -------

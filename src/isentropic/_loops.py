@@ -248,6 +248,35 @@ def without_gradient(xp: ModuleType, x: Any) -> Any:
     return x
 
 
+def largest(xp: ModuleType, x: Array) -> Array:
+    """The largest number of the last axis, which is kept. It is differentiable."""
+    return _largest_in_jax()(x) if is_jax(xp) else xp.max(x, axis=-1, keepdims=True)
+
+
+@functools.cache
+def _largest_in_jax() -> Any:
+    """`largest`, whose derivative is that at the position of one of the largest numbers.
+
+    JAX divides the derivative by the number of entries that equal the maximum. XLA may compute the same
+    entry twice with other roundings. Then no entry equals the maximum, and the derivative is NaN.
+    """
+    import jax
+
+    xp = jax.numpy
+
+    @jax.custom_jvp
+    def of_rows(x: Any) -> Any:
+        return xp.max(x, axis=-1, keepdims=True)
+
+    @of_rows.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (x,), (tangent,) = primals, tangents
+        position = xp.argmax(x, axis=-1, keepdims=True)
+        return of_rows(x), xp.take_along_axis(tangent, position, axis=-1)
+
+    return of_rows
+
+
 def compiled(xp: ModuleType, function: Callable[..., Any], *arrays: Array) -> Any:
     """``function(xp, *arrays)``, which JAX compiles as one program.
 

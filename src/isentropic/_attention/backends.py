@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from isentropic._attention.generic import AttentionState, Tiles, as_rows, output_of_columns
+from isentropic._attention.generic import AttentionState, Tiles, as_rows, output_of_columns, with_sinks
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import value_error
 from isentropic._entropy import entropy_of_moments
@@ -63,6 +63,8 @@ def backends() -> tuple[Backend, ...]:
 
 def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Array:
     """The attention output (..., L, Ev), computed by the first suitable backend."""
+    if operands.sinks is not None:
+        return output_of_columns(plan.xp, state_of(plan, operands, implementation))
     return _backend_for(plan, implementation, None).output(plan, operands)
 
 
@@ -80,13 +82,13 @@ def state_of(
     """
     state = _backend_for(plan, implementation, order).state
     assert state is not None
-    return state(plan, operands, order, relative_to_maximum)
+    return with_sinks(plan, operands, state(plan, operands, order, relative_to_maximum), order)
 
 
 def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order: float) -> Array:
     """Rényi's entropies (..., L), computed by the first suitable backend."""
     entropy = _backend_for(plan, implementation, order).entropy
-    if entropy is not None:
+    if entropy is not None and operands.sinks is None:
         return entropy(plan, operands, order)
     state = as_rows(state_of(plan, operands, implementation, order))
     return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")

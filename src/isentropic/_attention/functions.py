@@ -9,7 +9,14 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from isentropic._attention.backends import entropy_of, output_of, reasons, state_of
-from isentropic._attention.generic import AttentionState, Tiles, as_rows
+from isentropic._attention.generic import (
+    AttentionState,
+    AttentionStatistics,
+    Tiles,
+    as_rows,
+    statistics_of_spread,
+    weights_of_logits,
+)
 from isentropic._attention.plan import (
     Arguments,
     array_or_none,
@@ -43,7 +50,7 @@ from isentropic.masks import Mask
 NAMES = {
     "attn_mask": "mask", "attention_mask": "mask", "key_padding_mask": "mask", "attn_bias": "bias",
     "scaling": "scale", "causal": "is_causal", "logits_soft_cap": "softcap", "dropout_p": None,
-    "dropout": None,
+    "dropout": None, "s_aux": "sinks", "learnable_sink": "sinks",
 }  # fmt: skip
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -67,6 +74,7 @@ def attention(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> ArrayT:
@@ -102,6 +110,9 @@ def attention(
         The n of the law. The default is the number of keys that each query sees.
     softcap : float > 0, optional
         c in ``c · tanh(logit / c)``, applied before the bias.
+    sinks : array broadcastable to (...), optional
+        A logit of each head, (H,) for a query (..., H, L, E), which takes weight and has no value. The
+        scale, the law and the soft cap do not change it, and n does not count it. −∞ is no sink.
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
     implementation : str, optional
@@ -114,7 +125,7 @@ def attention(
     -------
     array (..., L, Ev)
         The output, in the dtype to which the inputs promote. Half precision is accumulated in float32.
-        The output of a query that sees no key is 0.
+        The output of a query that sees no key is 0, with a sink or without.
 
     Raises
     ------
@@ -131,6 +142,9 @@ def attention(
     PyTorch's own kernel.) n is counted for each query from mask, causality and window together. So
     decoding with a cache equals prefill, and padding does not count.
 
+    With a sink σ the weight of key j is ``e^{s_j} / (e^σ + Σ e^{s_i})``. Sinks of 0 give "softmax plus
+    one". Their gradients are computed too.
+
     Keys and values that a query does not see have no effect on its output, even if they are NaN or
     infinite. If there is a mask and the query sees such a key or value, all of its output is NaN.
     Logits beyond the range of the dtype make the output NaN, without a warning.
@@ -138,7 +152,8 @@ def attention(
     References
     ----------
     Su 2021, https://spaces.ac.cn/archives/8823; Vaswani et al. 2017; for the tiles, Rabe & Staats
-    2021 (arXiv 2112.05682) and Dao et al. 2022 (arXiv 2205.14135).
+    2021 (arXiv 2112.05682) and Dao et al. 2022 (arXiv 2205.14135); for sinks, Xiao et al. 2023 (arXiv
+    2309.17453).
 
     Examples
     --------
@@ -152,7 +167,7 @@ def attention(
     if value is None:
         check_given(value=value)
     plan, operands = prepare(Arguments(
-        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
         implementation,
     ))  # fmt: skip
 
@@ -173,6 +188,7 @@ def attention_state(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
     block_size: int | None = None,
@@ -185,9 +201,10 @@ def attention_state(
     key : array (..., S, E)
     value : array (..., S, Ev), optional
         The values. Without them the state has no output.
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+    implementation
         As in `attention`. States of key blocks that are to be merged need the total number of keys as
-        `n_keys`.
+        `n_keys`, and only one of them may have the sinks.
     block_size : int, optional
         The number of keys of a tile.
 
@@ -212,7 +229,7 @@ def attention_state(
     ((128, 64), (128,))
     """
     plan, operands = prepare(Arguments(
-        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
         implementation, block_size,
     ))  # fmt: skip
 
@@ -242,6 +259,7 @@ def attention_entropy(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> Any:
@@ -258,8 +276,9 @@ def attention_entropy(
         Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both equal Shannon's.
     normalized : bool
         Divide by the entropy of the uniform distribution over the n keys of the law (log n for
-        Rényi's); 0 where n ≤ 1.
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+        Rényi's); 0 where n ≤ 1. A sink counts as one more key here.
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+    implementation
         As in `attention`.
 
     Returns
@@ -276,7 +295,8 @@ def attention_entropy(
     Notes
     -----
     The entropy is exact. It is computed from sums over keys relative to the maximum; see
-    `entropy_from_logits` for the formula.
+    `entropy_from_logits` for the formula. With sinks it is that of the distribution over the keys and
+    the sink.
 
     Examples
     --------
@@ -289,7 +309,7 @@ def attention_entropy(
     check_choice("family", family, FAMILIES)
     check_flag(normalized=normalized)
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
         implementation,
     ))  # fmt: skip
     xp, order = plan.xp, float(order)
@@ -297,7 +317,7 @@ def attention_entropy(
     renyi = entropy_of(plan, operands, implementation, order)
     if not normalized:
         return convert_family(xp, renyi, order, family)
-    n = lengths_of_law(plan, operands, n_keys)
+    n = lengths_of_law(plan, operands, n_keys) + (0.0 if sinks is None else 1.0)
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
@@ -313,6 +333,7 @@ def attention_weights(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
 ) -> ArrayT:
     """The attention weights as an L×S array, for inspection.
@@ -321,14 +342,14 @@ def attention_weights(
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa
         As in `attention`.
 
     Returns
     -------
     array (..., L, S)
-        The weights, in [0, 1], in the dtype to which the inputs promote. Rows sum to 1. The row of a
-        query that sees no key is 0.
+        The weights, in [0, 1], in the dtype to which the inputs promote. Rows sum to 1, or with sinks
+        to 1 less the weight of the sink. The row of a query that sees no key is 0.
 
     Raises
     ------
@@ -344,15 +365,160 @@ def attention_weights(
            [0.5, 0.5]])
     """
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
     ))  # fmt: skip
     xp = plan.xp
 
     if plan.n_keys == 0:
         return plan.zeros((plan.n_queries, 0))
     logits = Tiles.of(plan, operands).logits((0, plan.n_queries), (0, plan.n_keys))
+    if operands.sinks is not None:
+        shape = (*plan.batch, plan.n_queries, 1)
+        logits = xp.concat((logits, xp.broadcast_to(operands.sinks, shape)), axis=-1)
     _, weight, normalizer, _ = partition(xp, logits, None)
-    return xp.astype(divide_or_zero(xp, weight, normalizer), plan.dtype)
+    weight = divide_or_zero(xp, weight, normalizer)[..., : plan.n_keys]
+    return xp.astype(weight, plan.dtype)
+
+
+@quietly_named
+def attention_statistics(
+    query: Array,
+    key: Array,
+    *,
+    mask: Array | Mask | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    enable_gqa: bool = False,
+) -> AttentionStatistics:
+    """Entropy, and mean, variance and maximum of the logits, of each query in one pass.
+
+    Parameters
+    ----------
+    query : array (..., L, E)
+    key : array (..., S, E)
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa
+        As in `attention`.
+
+    Returns
+    -------
+    AttentionStatistics
+        A NamedTuple of arrays (..., L) in float32, or float64 for float64 inputs, with the logits s and
+        the weights p = softmax(s):
+
+        - ``entropy``: ``−Σ p log p`` in nats, in [0, log n];
+        - ``maximum``: the largest logit;
+        - ``log_normalizer``: ``log Σ eˢ``;
+        - ``mean``: ``Σ p s``, the log-normalizer less the entropy;
+        - ``variance``: ``Σ p (s − mean)²``, at least 0.
+
+        For a query that sees no key, `maximum` and `log_normalizer` are −∞, and the others 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`.
+
+    Notes
+    -----
+    The logits are the final ones, after law, soft cap and bias, and a sink is the logit of one more
+    key. Without soft cap, bias and sinks the variance is ``−dH/d log λ``, where λ is a factor on the
+    scale: the speed at which the entropy falls if the scale grows. With them λ changes the logits in
+    another way, and the identity does not hold.
+
+    The memory is O(L). The variance is added up around the mean of each tile, so that it loses no
+    digits to large logits. Gradients in PyTorch, and ``torch.compile``, store the logits.
+
+    References
+    ----------
+    Chan, Golub & LeVeque 1979 for the variance of a union.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_entropy, attention_statistics
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 100, 16))
+    >>> statistics = attention_statistics(q, k)
+    >>> h0, h1 = (attention_entropy(np.exp(u) * q, k) for u in (-1e-4, 1e-4))
+    >>> np.allclose(statistics.variance, (h0 - h1) / 2e-4)
+    True
+    """
+    plan, operands = prepare(Arguments(
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+    ))  # fmt: skip
+    return statistics_of_spread(plan.xp, Tiles.of(plan, operands).spread())
+
+
+@quietly_named
+def attention_received(
+    query: Array,
+    key: Array,
+    *,
+    mask: Array | Mask | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    law: Law | None = DEFAULT_LAW,
+    n_keys: int | Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    enable_gqa: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """The attention weight that each key gets, summed over the queries.
+
+    Parameters
+    ----------
+    query : array (..., L, E)
+    key : array (..., S, E)
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+    implementation
+        As in `attention`.
+
+    Returns
+    -------
+    array (..., S)
+        The sums, in [0, L]. Grouped heads have one for each query head. The dtype is float32, or
+        float64 for float64 inputs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`.
+
+    Notes
+    -----
+    It equals the sum of `attention_weights` over the queries, without the weights in memory. Summed
+    over the keys it is the number of queries that see a key, less what the sinks take. Divide it by
+    that number for a mean weight, or each key by the number of queries that see it, as caches do that
+    keep the keys with the largest shares.
+
+    The computation takes two passes over the tiles. Gradients in PyTorch, and ``torch.compile``, store
+    the weights.
+
+    References
+    ----------
+    Zhang et al. 2023 (arXiv 2306.14048), who call the keys with the largest sums heavy hitters.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import attention_received
+    >>> attention_received(np.zeros((2, 4)), np.zeros((2, 4)), is_causal=True)
+    array([1.5, 0.5])
+    """
+    plan, operands = prepare(Arguments(
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        implementation,
+    ))  # fmt: skip
+    if plan.n_keys == 0 or plan.n_queries == 0:
+        return plan.zeros((plan.n_keys,), plan.compute)
+    state = state_of(plan, operands, implementation, relative_to_maximum=True)
+    return Tiles.of(plan, operands).column_sums(state)
 
 
 @quietly_named
@@ -367,6 +533,7 @@ def attention_information(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> Any:
@@ -376,14 +543,16 @@ def attention_information(
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+    implementation
         As in `attention`.
 
     Returns
     -------
     array (...)
         The information in nats, in [0, log min(L, S)]; 0 if all queries have the same weights. Queries
-        that see no key are ignored. The dtype is float32, or float64 for float64 inputs.
+        that see no key are ignored. A sink counts as one more key. The dtype is float32, or float64 for
+        float64 inputs.
 
     Raises
     ------
@@ -405,18 +574,23 @@ def attention_information(
     True
     """
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
         implementation,
     ))  # fmt: skip
     xp = plan.xp
     if plan.n_keys == 0 or plan.n_queries == 0:
         return plan.zeros((), plan.compute)
 
-    state = as_rows(state_of(plan, operands, implementation))
+    columns = state_of(plan, operands, implementation, relative_to_maximum=True)
+    received = [Tiles.of(plan, operands).column_sums(columns)]
+    if operands.sinks is not None:
+        by_sinks = weights_of_logits(xp, operands.sinks, columns.maximum, columns.normalizer)
+        received.append(xp.sum(by_sinks, axis=-2))
+    state = as_rows(columns)
     sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
     n_seeing = xp.sum(sees, axis=-1, keepdims=True)
     mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
-    entropy_of_mean = entropy(Tiles.of(plan, operands).column_sums(state))[..., None]
+    entropy_of_mean = entropy(xp.concat(received, axis=-1))[..., None]
     information = clip(xp, entropy_of_mean - mean_entropy, min=0.0)
     return information[..., 0]
 
@@ -435,6 +609,7 @@ def attention_backends(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> dict[str, str]:
@@ -448,8 +623,9 @@ def attention_backends(
     order : float in [0, ∞], optional
         Report on `attention_entropy` of this order; the report for order 1 also holds for
         `attention_state`. The default is to report on `attention` if there are values, and otherwise
-        on order 1.
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+        on order 1. `attention` with sinks computes a state of order 1.
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+    implementation
         As in `attention`.
 
     Returns
@@ -482,10 +658,11 @@ def attention_backends(
     if order is not None:
         check_order(order)
     plan, _ = prepare(Arguments(
-        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa,
+        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
         implementation,
     ))  # fmt: skip
-    reported_order = 1.0 if order is None and value is None else order
+    # With sinks `attention` computes a state.
+    reported_order = 1.0 if order is None and (value is None or sinks is not None) else order
     report: dict[str, str] = {}
     for name, why in reasons(plan, implementation, reported_order).items():
         is_taken = "runs" in report.values()

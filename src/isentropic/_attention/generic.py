@@ -11,10 +11,27 @@ from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 from isentropic._attention.plan import Operands, Plan
-from isentropic._checks import check_axis, common_shape, plain_integer, type_error, value_error
+from isentropic._checks import (
+    check_axis,
+    check_floating,
+    check_ndim,
+    check_real,
+    common_shape,
+    plain_integer,
+    type_error,
+    value_error,
+)
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
 from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_known_true, map_blocks, take
-from isentropic._namespace import Array, common_device, equal_by_value, namespace, present
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    common_device,
+    equal_by_value,
+    namespace,
+    present,
+    promoted,
+)
 from isentropic._numerics import (
     align,
     clip,
@@ -26,6 +43,9 @@ from isentropic._numerics import (
     replace_infinite_minimum,
 )
 from isentropic.masks import Mask
+
+# A logit so far below others has no weight, and the square of the distance does not overflow.
+_MAX_DEVIATION = 1e15
 
 
 @equal_by_value
@@ -43,7 +63,7 @@ class AttentionState(NamedTuple):
     weighted_value : array (..., L, Ev) or None
         Σ eˣ v.
     weighted_score : array (..., L) or None
-        Σ eˣ x, at most 0.
+        Σ eˣ x, at most 0. None if the entropy is unknown: see `from_output`.
     n_seen : array (..., L) or None
         The number of keys of the state that the query sees.
     n_keys : array (..., L) or None
@@ -76,6 +96,83 @@ class AttentionState(NamedTuple):
     n_seen: Any = None
     n_keys: Any = None
 
+    @classmethod
+    def from_output(
+        cls,
+        output: Array,
+        log_normalizer: Array,
+        *,
+        entropy: Array | None = None,
+        base: float = math.e,
+    ) -> AttentionState:
+        """The state of a call that a kernel of another library has computed.
+
+        Parameters
+        ----------
+        output : array (..., L, Ev)
+            The attention output Σ p v.
+        log_normalizer : array (..., L)
+            The log-sum-exp of the logits, as FlashAttention, FlashInfer, cuDNN and PyTorch's
+            `flex_attention` return it.
+        entropy : array (..., L), optional
+            The Shannon entropy of the weights in nats. Without it neither the state nor one that is
+            merged from it has an entropy.
+        base : float > 1
+            The base of the logarithm: e, or 2 for FlashInfer.
+
+        Returns
+        -------
+        AttentionState
+            In float32, or float64 if one of the arrays is. Its `maximum` is the log-normalizer and its
+            `normalizer` 1: sums may be relative to any number.
+
+        Raises
+        ------
+        TypeError
+            If the arrays are not of floats or belong to different libraries, or if `base` is no number.
+        ValueError
+            If the shapes do not fit, if the arrays are on different devices, or if `base` is at most 1.
+
+        Notes
+        -----
+        A query whose log-normalizer is −∞ sees no key, whatever its output is. FlashAttention 2 returns
+        +∞ and an output of 0 for it, which counts as the same. With any other +∞ a merged state is NaN.
+
+        FlashAttention has outputs (B, L, H, D) and log-sum-exps (B, H, L). Move the heads:
+        ``from_output(output.transpose(1, 2), log_normalizer)``. The state then has the axes (B, H, L).
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from isentropic import AttentionState, attention_state
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 6, 4))
+        >>> near, far = (attention_state(q, k[x], v[x], n_keys=6) for x in (slice(3), slice(3, 6)))
+        >>> in_base_2 = near.log_normalizer(base=2)
+        >>> same = AttentionState.from_output(near.output(), in_base_2, entropy=near.entropy(), base=2)
+        >>> np.allclose((same + far).output(), (near + far).output())
+        True
+        >>> np.allclose((same + far).entropy(), (near + far).entropy())
+        True
+        """
+        arrays = {"output": output, "log_normalizer": log_normalizer} | present(entropy=entropy)
+        xp = namespace(**arrays)
+        common_device(**arrays)
+        check_floating(xp, **arrays)
+        check_ndim(2, output=output)
+        for name, x in arrays.items():
+            if name != "output" and tuple(x.shape) != tuple(output.shape[:-1]):
+                must = f"have the shape of `output` without its last axis, {tuple(output.shape[:-1])}"
+                raise value_error(name, must, x.shape)
+        unit = _log_of_base(base)
+
+        dtype = accumulator(xp, promoted(xp, *arrays.values()))
+        value, maximum = (xp.astype(x, dtype) for x in (output, log_normalizer))
+        is_zero = xp.all(value == 0, axis=-1)
+        is_empty = (maximum == -math.inf) | ((maximum == math.inf) & is_zero)
+        maximum = xp.where(is_empty, -math.inf, maximum) * unit
+        score = None if entropy is None else -xp.astype(entropy, dtype)
+        return _with_empty_zeroed(cls(maximum, xp.ones_like(maximum), value, score))
+
     def __add__(self, other: AttentionState) -> AttentionState:  # type: ignore[override]
         """The merged state, not a longer tuple."""
         return merge_states(self, other)
@@ -97,16 +194,26 @@ class AttentionState(NamedTuple):
         xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
         return divide_or_zero(xp, state.weighted_value, state.normalizer[..., None])
 
-    def log_normalizer(self) -> Any:
+    def log_normalizer(self, *, base: float = math.e) -> Any:
         """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ for a query that sees no key.
+
+        Parameters
+        ----------
+        base : float > 1
+            The base of the logarithm.
 
         Returns
         -------
         array
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `base` is not a number above 1.
         """
-        xp = namespace(state=self.normalizer)
+        xp, unit = namespace(state=self.normalizer), _log_of_base(base)
         finite = replace_infinite_minimum(xp, self.maximum) + log_or(xp, self.normalizer, 0.0)
-        return xp.where(_sees_nothing(self), -math.inf, finite)
+        return xp.where(_sees_nothing(self), -math.inf, finite / unit)
 
     def entropy(self) -> Any:
         """The Shannon entropy of the attention weights in nats, (..., L); 0 if a query sees no key.
@@ -114,9 +221,16 @@ class AttentionState(NamedTuple):
         Returns
         -------
         array
+
+        Raises
+        ------
+        ValueError
+            If the state, or one from which it was merged, was made without an entropy.
         """
         if self.weighted_score is None:
-            raise value_error("weighted_score", "be an array for an entropy", None)
+            raise value_error(
+                "entropy", "be given to `AttentionState.from_output` for an entropy", None
+            )
         xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
         return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
 
@@ -164,8 +278,11 @@ def merge_states(
     from the first key of the block. For a block that begins at key b it is
     ``masks.causal(offset - b)``.
 
+    If the entropy of one state is unknown, that of the union is. See `AttentionState.from_output`.
+
     An attention sink is a logit σ that takes weight and has no value. It is one more state,
-    ``AttentionState(σ, 1, 0, 0)``, in arrays of the shapes of the other states.
+    ``AttentionState(σ, 1, 0, 0)``, in arrays of the shapes of the other states. If `attention_state` is
+    given sinks, it merges them; give them to one of the states only.
 
     References
     ----------
@@ -185,10 +302,9 @@ def merge_states(
     for state in states:
         if not isinstance(state, AttentionState):
             raise type_error("states", "be one or more AttentionState", type(state).__name__)
-    for field in ("weighted_value", "weighted_score"):
-        has_field = [getattr(state, field) is not None for state in states]
-        if any(has_field) and not all(has_field):
-            raise value_error("states", f"all have a {field} or all have none", has_field)
+    has_value = [state.weighted_value is not None for state in states]
+    if any(has_value) and not all(has_value):
+        raise value_error("states", "all have a weighted_value or all have none", has_value)
     arrays = present(
         **{f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
     )
@@ -211,6 +327,8 @@ def merge_states(
 @quietly
 def _merged(xp: ModuleType, states: tuple[AttentionState, ...]) -> AttentionState:
     ndim = max(state.normalizer.ndim for state in states) + 1
+    if any(state.weighted_score is None for state in states):  # the entropy of the union is unknown
+        states = tuple(state._replace(weighted_score=None) for state in states)
     columns = [
         AttentionState(
             *(x if x is None else lift(x, ndim) for x in as_columns(_with_empty_zeroed(state)))
@@ -243,6 +361,11 @@ def _states_to_merge(states: tuple[Any, ...], axis: int | None) -> tuple[Attenti
     if not states:
         raise type_error("states", "be one or more AttentionState", "none")
     return states
+
+
+def _log_of_base(base: float) -> float:
+    check_real("base", base, above=1)
+    return math.log(base)
 
 
 def _sees_nothing(state: AttentionState) -> Any:
@@ -326,11 +449,9 @@ def merge_columns(
     xp: ModuleType, a: AttentionState, b: AttentionState, order: float | None
 ) -> AttentionState:
     maximum = xp.maximum(a.maximum, b.maximum)
-    reference = replace_infinite_minimum(xp, maximum)
     normalizer, value, moment = 0.0, 0.0, 0.0
     for state in (a, b):
-        # A state of no keys has the maximum −∞ and needs no shift.
-        shift = xp.where(state.maximum == -math.inf, 0.0, state.maximum - reference)
+        shift = _shift(xp, state.maximum, maximum)
         weight = xp.exp(shift)
         normalizer = normalizer + weight * state.normalizer
         if state.weighted_value is not None:
@@ -343,6 +464,81 @@ def merge_columns(
         normalizer,
         None if a.weighted_value is None else value,
         None if a.weighted_score is None else moment,
+    )
+
+
+def _shift(xp: ModuleType, old: Array, new: Array) -> Any:
+    """The difference of two maxima. A state of no keys has the maximum −∞ and needs no shift."""
+    return xp.where(old == -math.inf, 0.0, old - replace_infinite_minimum(xp, new))
+
+
+def with_sinks(
+    plan: Plan, operands: Operands, state: AttentionState, order: float | None
+) -> AttentionState:
+    """The state in columns with the sinks, each a key whose value is 0."""
+    if operands.sinks is None:
+        return state
+    sink = tile_state(plan.xp, operands.sinks, None, order)
+    if state.weighted_value is not None:
+        sink = sink._replace(weighted_value=plan.xp.zeros_like(sink.normalizer))
+    return merge_columns(plan.xp, state, sink, order)
+
+
+def weights_of_logits(xp: ModuleType, s: Array, maximum: Array, normalizer: Array) -> Any:
+    """The attention weights of keys with logits (..., L, S). The sums of all keys are in columns."""
+    inverse = divide_or_zero(xp, xp.ones_like(normalizer), normalizer)
+    weight = xp.exp(s - replace_infinite_minimum(xp, maximum)) * inverse
+    return xp.where(s == -math.inf, 0.0, weight)  # also where the query is NaN
+
+
+# For `attention_statistics` the value of a state is Σ eˣ (x − mean)², which is added like a value where
+# the means agree.
+
+
+def spread_of_logits(xp: ModuleType, s: Array) -> AttentionState:
+    """The state of logits (..., L, S), with their squared deviations from the mean as the value."""
+    maximum, weight, normalizer, score = partition(xp, s, 1.0)
+    assert score is not None
+    x = xp.where(s == -math.inf, 0.0, s - replace_infinite_minimum(xp, maximum))
+    deviation = clip(xp, x - divide_or_zero(xp, score, normalizer), min=-_MAX_DEVIATION)
+    squares = xp.sum(weight * deviation * deviation, axis=-1, keepdims=True)
+    return AttentionState(maximum, normalizer, squares, score)
+
+
+def merge_spreads(xp: ModuleType, a: AttentionState, b: AttentionState) -> AttentionState:
+    """The merged state. The squares of the union are those of both and of the distance of the means."""
+    merged = merge_columns(xp, a, b, 1.0)
+    means, masses = [], []  # relative to the maximum of the union
+    for state in (a, b):
+        shift = _shift(xp, state.maximum, merged.maximum)
+        means.append(shift + divide_or_zero(xp, state.weighted_score, state.normalizer))
+        masses.append(xp.exp(shift) * state.normalizer)
+    gap = clip(xp, means[0] - means[1], min=-_MAX_DEVIATION, max=_MAX_DEVIATION)
+    between = divide_or_zero(xp, masses[0] * masses[1], merged.normalizer) * gap * gap
+    return merged._replace(weighted_value=merged.weighted_value + between)
+
+
+@equal_by_value
+class AttentionStatistics(NamedTuple):
+    """Statistics of the attention of each query, (..., L). See `attention_statistics`."""
+
+    entropy: Any
+    maximum: Any
+    log_normalizer: Any
+    mean: Any
+    variance: Any
+
+
+def statistics_of_spread(xp: ModuleType, state: AttentionState) -> AttentionStatistics:
+    """The statistics from a state in columns whose value is that of `spread_of_logits`."""
+    rows = as_rows(state)
+    mean = divide_or_zero(xp, rows.weighted_score, rows.normalizer)
+    return AttentionStatistics(
+        rows.entropy(),
+        rows.maximum,
+        rows.log_normalizer(),
+        replace_infinite_minimum(xp, rows.maximum) + mean,
+        output_of_columns(xp, state)[..., 0],
     )
 
 
@@ -391,20 +587,45 @@ class Tiles:
         `numbers_per_logit` numbers in memory.
         """
         plan, tile_logits = self.plan, self.logits if logits is None else logits
-        shape = (*plan.batch, plan.n_queries)
         if plan.n_keys == 0:
-            kind = {"dtype": plan.compute, "device": plan.device}
-            return empty_state(plan.xp, shape, plan.n_values, order, **kind)
-        row_size, column_size = tile_shape(plan, numbers_per_logit)
+            return self._empty(plan.n_values, order)
 
         def tile(rows: Block, columns: Block) -> AttentionState:
             return self.tile_state(tile_logits(rows, columns), columns, order)
+
+        def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+            return merge_columns(plan.xp, a, b, order)
+
+        return self._over_tiles(tile, merge, numbers_per_logit)
+
+    def spread(self) -> AttentionState:
+        """The state over all keys and the sinks in columns, with the value of `spread_of_logits`."""
+        xp, plan, sinks = self.plan.xp, self.plan, self.operands.sinks
+
+        def tile(rows: Block, columns: Block) -> AttentionState:
+            return spread_of_logits(xp, self.logits(rows, columns))
+
+        def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+            return merge_spreads(xp, a, b)
+
+        state = self._empty(1, 1.0) if plan.n_keys == 0 else self._over_tiles(tile, merge)
+        return state if sinks is None else merge(state, spread_of_logits(xp, sinks))
+
+    def _over_tiles(
+        self,
+        tile: Callable[[Block, Block], AttentionState],
+        merge: Callable[[AttentionState, AttentionState], AttentionState],
+        numbers_per_logit: int = 1,
+    ) -> AttentionState:
+        """``merge`` of ``tile(rows, columns)`` over the keys, for all queries."""
+        plan, shape = self.plan, (*self.plan.batch, self.plan.n_queries)
+        row_size, column_size = tile_shape(plan, numbers_per_logit)
 
         def over_keys(rows: Block) -> AttentionState:
             return fold(
                 plan.xp,
                 lambda columns: tile(rows, columns),
-                lambda a, b: merge_columns(plan.xp, a, b, order),
+                merge,
                 plan.n_keys,
                 column_size,
                 self._reach(rows),
@@ -412,6 +633,12 @@ class Tiles:
 
         fields = map_blocks(plan.xp, over_keys, plan.n_queries, row_size, in_threads=True)
         return AttentionState(*[with_batch_axes(plan.xp, x, shape) for x in fields])
+
+    def _empty(self, n_values: int | None, order: float | None) -> AttentionState:
+        """The state of no keys."""
+        plan = self.plan
+        kind = {"dtype": plan.compute, "device": plan.device}
+        return empty_state(plan.xp, (*plan.batch, plan.n_queries), n_values, order, **kind)
 
     def logits(self, rows: Block, columns: Block) -> Array:
         """The logits of one tile, −∞ where a key is hidden."""
@@ -442,24 +669,31 @@ class Tiles:
         return grouped_matmul(xp, weight, values)
 
     def column_sums(self, state: AttentionState) -> Array:
-        """The sum of the attention weights over the queries, (..., S)."""
+        """The sum of the attention weights over the queries, (..., S), for the state in columns."""
         xp, plan = self.plan.xp, self.plan
-        log_normalizer = state.log_normalizer()[..., None]
         row_size, column_size = tile_shape(plan)
 
         def over_queries(columns: Block) -> tuple[Array]:
             def tile(rows: Block) -> Array:
-                reference = take(log_normalizer, rows, -2)
-                s = self.logits(rows, columns)
-                hidden = (s == -math.inf) | (reference == -math.inf)
-                weight = xp.exp(xp.where(hidden, 0.0, s - xp.where(hidden, 0.0, reference)))
-                sums = xp.sum(xp.where(hidden, 0.0, weight), axis=-2)
-                return sums[..., None]
+                if self._is_hidden(rows, columns):
+                    return plan.zeros((columns[1], 1), plan.compute)
+                sums = (take(x, rows, -2) for x in (state.maximum, state.normalizer))
+                weight = weights_of_logits(xp, self.logits(rows, columns), *sums)
+                return xp.sum(weight, axis=-2)[..., None]
 
             return (fold(xp, tile, lambda a, b: a + b, plan.n_queries, row_size),)
 
         (sums,) = map_blocks(xp, over_queries, plan.n_keys, column_size, in_threads=True)
         return sums[..., 0]
+
+    def _is_hidden(self, rows: Block, columns: Block) -> bool:
+        """Whether it is known that no query of a tile sees a key of it."""
+        plan, mask = self.plan, self.operands.mask
+        # The tiles of a loop in JAX and of a compiled graph are not known.
+        if mask is None or plan.library == "jax" or plan.frame.is_compiling:
+            return False
+        first, size = reach(plan, mask, rows)
+        return bool(first + size <= columns[0] or sum(columns) <= first)
 
     def _reach(self, rows: Block) -> Any:
         mask, frame = self.operands.mask, self.plan.frame

@@ -76,6 +76,7 @@ class Arguments(NamedTuple):
     law: Law | None = None
     n_keys: int | Array | None = None
     softcap: float | None = None
+    sinks: Array | None = None
     enable_gqa: bool = False
     implementation: str | None = None
     block_size: int | None = None
@@ -139,6 +140,7 @@ class Operands(NamedTuple):
     multiplier: float | Array  # the factor on the queries, (..., L, 1)
     lengths: Array | None  # the n of the law, (..., L); None if it follows from the plan
     nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
+    sinks: Array | None = None  # (..., 1, 1). They join the states of the backends; see `with_sinks`
 
     @property
     def values(self) -> Array:
@@ -203,6 +205,7 @@ def _signature(a: Arguments) -> Any:
             _signature_of(a.key),
             None if a.value is None else _signature_of(a.value),
             None if a.bias is None else _signature_of(a.bias),
+            None if a.sinks is None else _signature_of(a.sinks),
             None if a.mask is None else _signature_of(a.mask),
             None if law is None else law.signature(_signature_of),
             # A NumPy integer has a shape and a dtype, but its value matters too.
@@ -279,18 +282,21 @@ def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:
     mask = _mask(a)
     check_law(a.law, optional=True)
     arrays = {"query": a.query, "key": a.key} | present(value=a.value)
-    optional = present(bias=a.bias, n_keys=array_or_none(a.n_keys))
+    floats = present(bias=a.bias, sinks=a.sinks)
+    optional = floats | present(n_keys=array_or_none(a.n_keys))
     groups = (("mask", _arrays_of(mask)), ("law", _arrays_of(a.law)))
     xp = namespace(*groups, **arrays, **optional)
     device = "cpu" if is_numpy(xp) else common_device(*groups, **arrays, **optional)
 
-    check_floating(xp, **arrays, **present(bias=a.bias))
+    check_floating(xp, **arrays, **floats)
     batch = _check_shapes(a, arrays)
     n_queries, n_keys = a.query.shape[-2], a.key.shape[-2]
     if mask is not None:
         mask.check(batch, n_queries, n_keys)
     if a.bias is not None:
         check_broadcastable("bias", a.bias.shape, (*batch, n_queries, n_keys))
+    if a.sinks is not None:
+        check_broadcastable("sinks", a.sinks.shape, batch)
     _check_options(a)
     return mask, Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp)), batch
 
@@ -413,7 +419,13 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
             else:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
-    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite)
+    sinks = None if a.sinks is None else _sink_logits(plan, a.sinks)
+    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks)
+
+
+def _sink_logits(plan: Plan, sinks: Any) -> Array:
+    """The logits of the sinks, as those of one key for all queries, (..., 1, 1)."""
+    return lift(plan.xp.astype(sinks, plan.compute, copy=False)[..., None, None], plan.ndim)
 
 
 def _without_nonfinite(

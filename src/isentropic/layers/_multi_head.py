@@ -43,6 +43,7 @@ def multi_head_attention(
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
 ) -> ArrayT:
@@ -62,9 +63,11 @@ def multi_head_attention(
         The number of heads H.
     b_q, b_k, b_v, b_o : arrays, optional
         Biases of the projections, of the length of their results.
-    mask, bias, is_causal, scale, law, n_keys, softcap, enable_gqa, implementation
+    mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+    implementation
         As in `attention`. The heads are the last of the axes ``...``: a mask per sequence has the shape
-        (B, 1, L, S), an `n_keys` per sequence (B, 1, L), and the parameters of a law per head (H,).
+        (B, 1, L, S), an `n_keys` per sequence (B, 1, L), and sinks and the parameters of a law per head
+        (H,).
 
     Returns
     -------
@@ -124,7 +127,7 @@ def multi_head_attention(
         heads.append(_swap_heads(xp, xp.reshape(y, (*x.shape[:-1], *size))))
     out = attention(
         *heads, mask=mask, bias=bias, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys,
-        softcap=softcap, enable_gqa=enable_gqa, implementation=implementation,
+        softcap=softcap, sinks=sinks, enable_gqa=enable_gqa, implementation=implementation,
     )  # fmt: skip
     joined = _swap_heads(xp, out)
     joined = xp.reshape(joined, (*joined.shape[:-2], num_heads * value_dim))
