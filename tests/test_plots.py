@@ -1,5 +1,7 @@
 """Pictures: that they show the numbers they are given."""
 
+from types import SimpleNamespace
+
 import matplotlib
 import numpy as np
 import pytest
@@ -138,3 +140,31 @@ class TestLaws:
             plots.laws({"su": 2}, (16, 32))
         with pytest.raises(TypeError, match="`laws` must be a mapping of names to laws, got LogLength"):
             plots.laws(laws.LogLength(), (16, 32))
+
+
+@pytest.mark.host
+class TestObservations:
+    def history(self):
+        # An Observation without PyTorch.
+        values = np.random.default_rng(1).normal(size=(3, 2, 2, 4))
+        values[:, :, 1, 3] = np.nan  # a layer with fewer heads
+        return [
+            SimpleNamespace(step=10 * i, layers=("a", "b"), entropy=x, largest_logit=y)
+            for i, (x, y) in enumerate(values)
+        ]
+
+    def test_lines(self):
+        history = self.history()
+        for quantity, over_heads in (("entropy", np.nanmean), ("largest_logit", np.nanmax)):
+            ax = plots.observations(history, quantity)
+            for layer, (line, name) in enumerate(zip(ax.lines, "ab", strict=True)):
+                expected = [over_heads(getattr(x, quantity)[layer]) for x in history]
+                np.testing.assert_allclose(line.get_xydata(), np.stack([[0, 10, 20], expected], 1))
+                assert line.get_label() == name
+            assert ax.get_ylabel() == quantity.replace("_", " ")
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="`history` must have one observation or more"):
+            plots.observations([])
+        with pytest.raises(ValueError, match="`quantity` must be"):
+            plots.observations(self.history(), "loss")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from isentropic._checks import requires_extra, type_error, value_error
+from isentropic._checks import check_choice, requires_extra, type_error, value_error
 from isentropic._entropy import entropy as entropy_of
 from isentropic._namespace import Array, to_numpy
 from isentropic.drift import DriftReport
@@ -17,7 +17,7 @@ from isentropic.laws._law import Law, check_law
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["attention", "distortion", "drift", "entropy", "laws"]
+__all__ = ["attention", "distortion", "drift", "entropy", "laws", "observations"]
 
 
 def entropy(
@@ -234,6 +234,62 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     return ax
 
 
+def observations(history: Sequence[Any], quantity: str = "entropy", *, ax: Axes | None = None) -> Axes:
+    """A statistic of attention over the steps of a training, one line per layer.
+
+    Parameters
+    ----------
+    history : sequence of Observation
+        Those of `integrations.huggingface.observe` or `integrations.torch.observe`, of one model.
+    quantity : str
+        A field of `Observation`, such as ``"entropy"``. Lines are means over the heads; for
+        ``"largest_logit"`` they are maxima.
+    ax : matplotlib.axes.Axes, optional
+        The axes to draw in; by default those of a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    ValueError
+        For an empty history, and for a quantity that observations do not have.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from isentropic import plots
+    >>> from isentropic.integrations.torch import observe
+    >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    >>> history = []
+    >>> with observe(model, every=1, then=history.append):
+    ...     for _ in range(3):
+    ...         out = model(torch.randn(2, 16, 32))
+    >>> plots.observations(history, "largest_logit").get_xlabel()
+    'forward pass'
+    """
+    import numpy as np
+
+    if not history:
+        raise value_error("history", "have one observation or more", "none")
+    quantities = [name for name in vars(history[0]) if name not in ("step", "layers")]
+    check_choice("quantity", quantity, quantities)
+    ax = _axes(ax)
+    over_heads = np.nanmax if quantity == "largest_logit" else np.nanmean
+    layers = np.stack([over_heads(getattr(x, quantity), axis=1) for x in history], axis=1)
+    steps = [x.step for x in history]
+    for layer, (name, values) in enumerate(zip(history[-1].layers, layers, strict=True)):
+        # The first layer is dark and the last is light.
+        color = _color(layer, len(layers))
+        ax.plot(steps, values, "o-", ms=3, lw=1.2, color=color, label=name or "model")
+    ax.set_xlabel("forward pass")
+    ax.set_ylabel(quantity.replace("_", " "))
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
 def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 100) -> Axes:
     """Histogram of the errors of squared distances, with the density for a Gaussian map.
 
@@ -306,6 +362,12 @@ def _axes(ax: Axes | None, height: float = 4) -> Axes:
         import matplotlib.pyplot as plt
 
     return plt.figure(figsize=(6.4, height), layout="constrained").subplots()
+
+
+def _color(layer: int, count: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](0.9 * layer / max(count - 1, 1))
 
 
 def _format_length_axis(ax: Axes) -> None:

@@ -210,6 +210,23 @@ class TestNNX:
         h = it.entropy(weights(make(attention_fn)))
         assert bool((h <= jnp.log(n) + 1e-6).all())
 
+    def test_entropies_are_sown(self, rng):
+        x = jnp.asarray(rng.normal(size=(N, L, 12)), "f4")
+        mask = nnx.make_causal_mask(jnp.ones((N, L)))
+
+        def sown(layer):
+            capture = nnx.jit(
+                lambda layer, x: nnx.capture(layer, nnx.Intermediate)(x, mask=mask, sow_weights=True)
+            )
+            out, sown = capture(layer, x)
+            (array,) = jax.tree.leaves(sown)
+            assert_close(out, layer(x, mask=mask))
+            return array
+
+        got = sown(make(partial(attention_fn, sow="entropy")))
+        assert got.shape == (N, H, L)
+        assert_close(got, it.entropy(sown(make(attention_fn))))
+
     def test_a_law_that_learns(self, rng):
         class Attend(nnx.Module):
             def __init__(self):
@@ -252,6 +269,8 @@ class TestNNX:
         q, k, v = arrays(rng)
         with pytest.raises(TypeError, match="`law` must be a law"):
             attention_fn(q, k, v, law=2.0)
+        with pytest.raises(ValueError, match="`sow` must be"):
+            attention_fn(q, k, v, sow="logits")
         with pytest.raises(ValueError, match="`key` must have at least 3 dimensions, got 2"):
             attention_fn(q, k[0, 0], v)
         with pytest.raises(ValueError, match="`value` must have as many rows as `key`"):
@@ -276,6 +295,36 @@ class TestLinen:
         assert_close(got, want)
         for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(sown), strict=True):
             assert_close(a, b)
+
+    def test_entropies_are_sown(self, rng):
+        x = jnp.asarray(rng.normal(size=(N, L, 12)), "f4")
+        sown = []
+        for sow in ("entropy", "weights"):
+            layer = linen.MultiHeadDotProductAttention(
+                num_heads=H, attention_fn=partial(attention_fn, sow=sow)
+            )
+            variables = layer.init(jax.random.key(0), x)
+            _, state = layer.apply(variables, x, sow_weights=True, mutable=["intermediates"])
+            sown.append(state["intermediates"][f"attention_{sow}"][0])
+        assert_close(sown[0], it.entropy(sown[1]))
+
+    def test_sown_entropies_leave_gradients_alone(self, rng):
+        x = jnp.asarray(rng.normal(size=(N, L, 12)), "f4")
+        layer = linen.MultiHeadDotProductAttention(
+            num_heads=H, attention_fn=partial(attention_fn, sow="entropy")
+        )
+        params = layer.init(jax.random.key(0), x)["params"]
+
+        def loss(params, is_sown):
+            options = {"sow_weights": is_sown, "mutable": ["intermediates"]}
+            out, state = layer.apply({"params": params}, x, **options)
+            entropies = sum(y.sum() for y in jax.tree.leaves(state))
+            return (out**2).sum() + entropies, len(jax.tree.leaves(state))
+
+        got, want = (jax.grad(loss, has_aux=True)(params, is_sown) for is_sown in (True, False))
+        assert (got[1], want[1]) == (1, 0)
+        for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want[0]), strict=True):
+            assert bool((a == b).all())
 
     def test_decoding_equals_prefill(self, rng):
         x = jnp.asarray(rng.normal(size=(N, L, 12)), "f4")

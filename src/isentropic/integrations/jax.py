@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from isentropic._attention.functions import attention, attention_weights
-from isentropic._checks import check_ndim, requires_extra, value_error
+from isentropic._attention.functions import attention, attention_entropy, attention_weights
+from isentropic._checks import check_choice, check_ndim, requires_extra, value_error
 from isentropic._namespace import Array, ArrayT
 from isentropic.integrations._sharded import ring_attention, ring_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law
@@ -36,6 +36,7 @@ def attention_fn(
     *,
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
+    sow: str = "weights",
 ) -> ArrayT:
     """An `attention_fn` for Flax modules, whose scale follows a law of the number of visible keys.
 
@@ -65,7 +66,8 @@ def attention_fn(
     precision : str or jax.lax.Precision, optional
         The precision of matrix products, as in ``jax.default_matmul_precision``.
     module : flax.nnx.Module or flax.linen.Module, optional
-        A module in which to sow the weights, as "attention_weights". Only then are they formed.
+        A module in which to sow what `sow` names. Flax passes it if its module is called with
+        ``sow_weights=True``.
     is_causal : bool
         Whether to apply ``masks.causal()`` too, aligned bottom-right: the last query sees every key.
         Flax aligns its causal mask top-left, which is the same for L = S.
@@ -75,6 +77,10 @@ def attention_fn(
     n_keys : int or array, optional
         The n of the law, broadcastable to (..., H, L), if it is not the number of keys that a query
         sees, for example in rules that count positions. `n_keys` does not hide keys.
+    sow : {"weights", "entropy"}
+        What is sown in `module`, as an intermediate: the weights (..., H, L, S) as "attention_weights",
+        which only then are formed, or their entropies (..., H, L) as "attention_entropy". Entropies do
+        not take part in gradients.
 
     Returns
     -------
@@ -124,7 +130,18 @@ def attention_fn(
     ... )
     >>> nnx.state(layer, nnx.Param)["attention_fn"]["slope"].shape
     (4,)
+
+    The entropies of a layer, to be logged during training:
+
+    >>> layer = nnx.MultiHeadAttention(
+    ...     num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0),
+    ...     attention_fn=partial(attention_fn, sow="entropy"),
+    ... )
+    >>> out, sown = nnx.capture(layer, nnx.Intermediate)(jnp.ones((2, 10, 32)), sow_weights=True)
+    >>> sown["attention_entropy"][0].shape
+    (2, 4, 10)
     """
+    check_choice("sow", sow, ("weights", "entropy"))
     if dropout_rate > 0 and not deterministic:
         must = "be 0, or `deterministic` true: attention weights are never formed, nor dropped"
         raise value_error("dropout_rate", must, dropout_rate)
@@ -143,7 +160,11 @@ def attention_fn(
             from flax import nnx
 
             collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-            module.sow(collection, "attention_weights", attention_weights(q, k, **options))
+            if sow == "weights":
+                module.sow(collection, "attention_weights", attention_weights(q, k, **options))
+            else:
+                fixed = jax.lax.stop_gradient((q, k))
+                module.sow(collection, "attention_entropy", attention_entropy(*fixed, **options))
         return jnp.swapaxes(attention(q, k, v, **options), -2, -3)
 
 

@@ -8,6 +8,7 @@ Shapes: N sequences, L queries, S keys, H heads, E features of queries and outpu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from isentropic._attention.functions import attention, attention_entropy, attention_weights
@@ -24,11 +25,17 @@ with requires_extra(__name__):
     from torch.nn.functional import dropout as drop
     from torch.nn.functional import linear, pad
 
+    from isentropic.integrations._observe import Call, Observation, Observer, announce, listeners
+
 __all__ = [
     "LawModule",
     "MultiheadAttention",
+    "Observation",
+    "Observer",
+    "announce_attention",
     "distributed_attention",
     "distributed_attention_state",
+    "observe",
     "to_block_mask",
     "to_mask_mod",
 ]
@@ -435,3 +442,189 @@ def _check_mask(name: str, x: Any, shape: tuple[int, ...]) -> None:
         raise type_error(name, "be boolean (True = ignore) or of floats to add to the logits", x.dtype)
     if x.shape != shape:
         raise value_error(name, f"have the shape {shape}", x.shape)
+
+
+def observe(
+    model: torch.nn.Module,
+    every: int | None = 100,
+    *,
+    sequences: int | None = None,
+    then: Callable[[Observation], None] | None = None,
+    warn_below: float | None = None,
+    patience: int = 3,
+) -> Observer:
+    """Measure the attention of a model while it is trained.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model. Its `torch.nn.MultiheadAttention` modules are observed, those of this package
+        included, and its modules that call `announce_attention`.
+    every : int or None
+        One in so many forward passes is observed, beginning with the first. Only forward passes of
+        `model` in training mode are counted. With gradient accumulation, each forward pass counts. If
+        `every` is None, only the passes for which `Observer.request` was called are observed.
+    sequences : int, optional
+        Measure only so many sequences of a batch, the first ones. By default all are measured.
+    then : callable, optional
+        Called with each `Observation`, at the end of the forward pass.
+    warn_below : float, optional
+        Warn about heads whose normalized entropy is below this number.
+    patience : int
+        The number of observations in a row in which the entropy must be below `warn_below` for a
+        warning. A head that stays below is not reported again.
+
+    Returns
+    -------
+    Observer
+
+    Raises
+    ------
+    TypeError
+        For a `model` that is not a module, and arguments of the wrong type.
+    ValueError
+        For numbers out of range. An observed forward pass raises it if nothing announces attention.
+
+    Warns
+    -----
+    UserWarning
+        See `warn_below`.
+
+    Notes
+    -----
+    Loss and gradients are bit for bit those without observing. Nothing is kept but the latest
+    observation, and no random numbers are drawn. Gradient checkpointing computes attention again in the
+    backward pass, which is not counted.
+
+    An observed pass costs as much as another forward pass of the attention, without gradients, plus the
+    projections of queries and keys. Dropout is not part of the statistics.
+
+    In a `torch.nn.MultiheadAttention`, queries are known to be padding only in self-attention with a
+    `key_padding_mask`. Hooks disable PyTorch's fast path for evaluation until the observer is closed.
+
+    Observe the module that `torch.compile` returns, and not the one in it. Then observed passes run
+    without compilation, which changes the rounding, and the other passes as they are compiled. If hooks
+    are within the compiled module, all of its passes have graph breaks, and ``fullgraph=True`` fails.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from isentropic.integrations.torch import observe
+    >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    >>> with observe(model, every=10) as observer:
+    ...     out = model(torch.randn(2, 16, 32))
+    >>> observer.latest.layers, observer.latest.entropy.shape
+    (('self_attn',), (1, 4))
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise type_error("model", "be a torch.nn.Module", type(model).__name__)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.MultiheadAttention)
+    }
+    observer = Observer(
+        model, layers, every=every, sequences=sequences, then=then, warn_below=warn_below,
+        patience=patience,
+    )  # fmt: skip
+    for module in layers.values():
+        hook = module.register_forward_pre_hook(_announce_heads, with_kwargs=True)
+        observer.on_close(hook.remove)
+    return observer
+
+
+def announce_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    *,
+    law: Law | None = None,
+    counted: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Tell observers the queries and keys of a module that computes attention by itself.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module that computes attention.
+    query : tensor (B, H, L, E)
+    key : tensor (B, G, S, E)
+        G divides H.
+    law : Law or None
+        The law that the module applies.
+    counted : boolean tensor broadcastable to (B, H, L), optional
+        False for queries that are padding.
+    **options
+        ``mask``, ``bias``, ``is_causal``, ``scale``, ``n_keys`` and ``softcap`` of the attention, as in
+        `isentropic.attention`.
+
+    Raises
+    ------
+    ValueError
+        For queries and keys that do not have 4 dimensions.
+
+    Notes
+    -----
+    While nobody observes, this does nothing and costs nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import scaled_dot_product_attention
+    >>> from isentropic.integrations.torch import announce_attention, observe
+    >>> class Attention(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         announce_attention(self, x, x, is_causal=True)
+    ...         return scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> model = Attention()
+    >>> with observe(model) as observer:
+    ...     out = model(torch.randn(2, 4, 16, 8))
+    >>> observer.latest.entropy.shape
+    (1, 4)
+    """
+    if not listeners:
+        return
+    for name, x in {"query": query, "key": key}.items():
+        if x.ndim != 4:
+            raise value_error(name, "have 4 dimensions, (batch, heads, length, features)", x.ndim)
+    if options.pop("is_causal", False):
+        mask = options.get("mask")
+        options["mask"] = causal() if mask is None else as_mask(mask) & causal()
+    options["enable_gqa"] = True
+    announce(module, lambda: Call(query, key, law, options, counted=counted))
+
+
+def _announce_heads(
+    module: torch.nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A forward pre-hook: tell observers the projected queries and keys."""
+    if listeners:
+        announce(module, lambda: _call_of_module(module, *args, **kwargs))
+
+
+def _call_of_module(
+    module: torch.nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Call:
+    heads: Any = module
+    if not isinstance(module, MultiheadAttention):
+        # The same parameters, without a copy, in a module that has the methods for them.
+        heads = MultiheadAttention.__new__(MultiheadAttention)
+        vars(heads).update(vars(module) | {"law": None})
+    q, k = heads._heads(query=query, key=key)
+    options = heads._options(q, k, key_padding_mask, attn_mask, is_causal)
+    counted = is_first = None
+    if key_padding_mask is not None:
+        x = key_padding_mask.reshape(len(q), -1)
+        is_token = ~x if x.dtype == torch.bool else x != -math.inf
+        is_first = pad(is_token & (is_token.cumsum(-1) == 1), (0, heads._n_appended))
+        counted = is_token[:, None] if query is key else None
+    return Call(q, k, options.pop("law"), options, None, counted, is_first)

@@ -17,5 +17,15 @@ from isentropic.integrations.huggingface._files import load_laws, save_laws
 from isentropic.integrations.huggingface._interface import register
 from isentropic.integrations.huggingface._laws import use
 from isentropic.integrations.huggingface._measure import calibrate, profile
+from isentropic.integrations.huggingface._observe import ObserveCallback, observe
 
-__all__ = ["calibrate", "load_laws", "profile", "register", "save_laws", "use"]
+__all__ = [
+    "ObserveCallback",
+    "calibrate",
+    "load_laws",
+    "observe",
+    "profile",
+    "register",
+    "save_laws",
+    "use",
+]

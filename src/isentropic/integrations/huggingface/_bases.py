@@ -24,6 +24,7 @@ from transformers.masking_utils import (
 
 from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
+from isentropic.integrations._observe import visible_counts
 from isentropic.integrations.huggingface._interface import (
     NAME,
     attend,
@@ -31,7 +32,6 @@ from isentropic.integrations.huggingface._interface import (
     positions_from_1,
     register,
     visibility_mask,
-    visible_counts,
 )
 from isentropic.laws._law import Law
 

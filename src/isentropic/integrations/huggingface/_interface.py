@@ -11,17 +11,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from isentropic._attention.functions import attention, attention_state, attention_weights, scale_queries
-from isentropic._attention.generic import AttentionState, merge_states
 from isentropic._checks import type_error, value_error
+from isentropic.integrations._observe import visible_counts, with_sink
 from isentropic.laws._law import Law
-from isentropic.masks import Mask, as_mask, causal
+from isentropic.masks import Mask, causal
 
 LawAndCount: TypeAlias = tuple[Law | None, str]  # a law, and what its n counts
 
 NAME = "isentropic"
-# Attributes of an attention module.
-LAW = "_isentropic_law"  # a LawAndCount
-RECORD = "_isentropic_record"
+LAW = "_isentropic_law"  # the attribute of an attention module that holds a LawAndCount
 # Arguments with which some models ask for attention that the mask and the logits do not determine.
 _UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
 
@@ -84,23 +82,9 @@ def attend(
 
     The query is (B, H, L, E). The key and the value have grouped heads.
     """
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            must = "be None: the attention of isentropic does not support it"
-            raise value_error(name, must, type(kwargs[name]).__name__)
-    mask, bias = visibility_mask(module, query, attention_mask, is_causal), position_bias
-    if attention_mask is not None and attention_mask.is_floating_point():
-        bias = attention_mask if bias is None else bias + attention_mask
-    law, count = law_of(module)
-    options: dict[str, Any] = {
-        "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "enable_gqa": True,
-    }  # fmt: skip
-    if law is not None and count == "positions":
-        options["n_keys"] = positions_from_1(query, kwargs.get("position_ids"))
-
-    record = getattr(module, RECORD, None)
-    if record is not None:
-        record(query, key, s_aux, law, options)
+    law, options = law_and_options(
+        module, query, attention_mask, scaling, is_causal, softcap, position_bias, kwargs
+    )
     weights = None
     if kwargs.get("output_attentions"):
         weights = _weights(query, key, s_aux, law, options)
@@ -114,13 +98,45 @@ def attend(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def law_and_options(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+    softcap: float | None,
+    position_bias: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Law | None, dict[str, Any]]:
+    """The law of a call by transformers, and the other arguments of `attention`."""
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            must = "be None: the attention of isentropic does not support it"
+            raise value_error(name, must, type(kwargs[name]).__name__)
+    mask, bias = visibility_mask(module, query, attention_mask, is_causal), position_bias
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
+        bias = attention_mask if bias is None else bias + attention_mask
+    law, count = law_of(module)
+    options: dict[str, Any] = {
+        "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "enable_gqa": True,
+    }  # fmt: skip
+    if law is not None and count == "positions":
+        options["n_keys"] = positions_from_1(query, kwargs.get("position_ids"))
+    return law, options
+
+
 def visibility_mask(
-    module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: Mask | torch.Tensor | None,
+    is_causal: bool | None,
 ) -> Mask | torch.Tensor | None:
     """The mask that is True where a key is visible, or None if all keys are."""
     if mask is not None:
         # A floating-point mask, as for "eager", has the lowest number of its dtype at hidden keys.
-        return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask
+        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+            return mask > torch.finfo(mask.dtype).min / 2
+        return mask
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Transformers omits the mask in two cases: for a single query, which sees all keys, and for a cache
     # that was empty before. In the second case queries and keys start at the same position, and the
@@ -139,11 +155,7 @@ def positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> tor
 def state_of(query: Any, key: Any, value: Any, sink: Any, law: Law | None, options: Any) -> Any:
     """The state of attention, with a sink (H,): a logit per head that takes weight but has no value."""
     state = attention_state(query, key, value, law=law, **options)
-    if sink is None:
-        return state
-    zero = torch.zeros_like(state.normalizer)
-    no_value = None if state.weighted_value is None else torch.zeros_like(state.weighted_value)
-    return merge_states(state, AttentionState(zero + sink[:, None], zero + 1, no_value, zero))
+    return state if sink is None else with_sink(state, sink)
 
 
 def _weights(query: Any, key: Any, sink: Any, law: Law | None, options: Any) -> Any:
@@ -174,11 +186,3 @@ def _attend_with_dropout(
     return scaled_dot_product_attention(
         query, key, value, mask, dropout_p=dropout, scale=options["scale"], enable_gqa=True
     )
-
-
-def visible_counts(query: torch.Tensor, key: torch.Tensor, mask: Mask | torch.Tensor | None) -> Any:
-    """The number of keys that each query sees, broadcastable to (B, 1, L)."""
-    if mask is None:
-        return torch.full((1, 1, query.shape[2]), key.shape[2], device=query.device)
-    n: Any = as_mask(mask).visible_count(query.shape[2], key.shape[2], like=query)
-    return n.expand(*n.shape[:-1], query.shape[2])

@@ -15,16 +15,13 @@ from tqdm import tqdm
 from isentropic import laws as laws_module
 from isentropic._checks import check_real, type_error, value_error
 from isentropic.drift import FACTORS, DriftReport, Recorder
-from isentropic.integrations.huggingface._interface import (
-    RECORD,
-    law_of,
-    state_of,
-    visible_counts,
-)
+from isentropic.integrations._observe import Call, listening, visible_counts
+from isentropic.integrations.huggingface._interface import law_of, state_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._modules import attention_modules
+from isentropic.integrations.huggingface._observe import watch
 from isentropic.laws._formulas import AffineLog
-from isentropic.laws._law import Constant, Law
+from isentropic.laws._law import Constant
 
 _Add = Callable[[Any, list[Any], Any], None]
 
@@ -210,31 +207,29 @@ def _recording(
     `n` is (B or 1, L). `entropies` has an array (B, H, L) for each factor on the logits. `counted`
     (B, L) is True for queries that are not padding.
     """
-    try:
-        for layer, module in enumerate(modules):
-            setattr(module, RECORD, partial(_record, factors, partial(add, layer)))
-        with torch.no_grad():
-            yield
-    finally:
-        for module in modules:
-            vars(module).pop(RECORD, None)
+    layers = {module: layer for layer, module in enumerate(modules)}
+
+    def record(module: torch.nn.Module, call: Call) -> None:
+        if module in layers:
+            _record(factors, partial(add, layers[module]), call)
+
+    watch()
+    with listening(record), torch.no_grad():
+        yield
 
 
-def _record(
-    factors: Sequence[float], add: _Add, query: Any, key: Any, sink: Any, law: Law | None, options: Any
-) -> None:
+def _record(factors: Sequence[float], add: _Add, call: Call) -> None:
+    query, key, law, options, sink = call[:5]
     n_queries, mask = query.shape[2], options["mask"]
     if key.shape[2] != n_queries:
         must = "have self-attention alone, and no cache"
         raise value_error("model", must, f"{n_queries} queries of {key.shape[2]} keys")
     n = visible_counts(query, key, mask)
+    if isinstance(mask, torch.Tensor) and mask.shape[1] != 1:
+        raise value_error("model", "have masks that are the same for all heads", mask.shape)
     counted = torch.ones(query.shape[0], n_queries, dtype=torch.bool, device=query.device)
-    if isinstance(mask, torch.Tensor):
-        if mask.shape[1] != 1:
-            raise value_error("model", "have masks that are the same for all heads", mask.shape)
-        # In self-attention, a query that does not see its own position is padding.
-        visible = mask.expand(-1, -1, n_queries, n_queries)[:, 0]
-        counted = counted & visible.diagonal(dim1=-2, dim2=-1)
+    if call.counted is not None:
+        counted = counted & call.counted[:, 0]
     entropies = []
     for factor in factors:
         scaled_law = Constant(factor) if law is None else laws_module.scaled(law, factor)

@@ -1,0 +1,387 @@
+"""Statistics of attention while a PyTorch model is trained.
+
+Whatever computes attention announces its queries and keys to the listeners. Observers and
+`huggingface.profile` listen.
+
+In shapes, B is the batch size, H the number of heads, L the number of queries and S the number of keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isentropic._attention.functions import attention_state
+from isentropic._attention.generic import AttentionState, merge_states
+from isentropic._checks import check_count, check_real, type_error, value_error
+from isentropic.laws._law import Law
+from isentropic.masks import Mask, as_mask
+
+if TYPE_CHECKING:
+    import numpy as np
+
+QUANTITIES = ("entropy", "normalized_entropy", "log_normalizer", "sink_mass", "largest_logit")
+# How many heads a warning names.
+_MOST_NAMED = 5
+
+
+class Call(NamedTuple):
+    """A call of attention."""
+
+    query: Tensor  # (B, H, L, E)
+    key: Tensor  # (B, G, S, E)
+    law: Law | None
+    options: dict[str, Any]  # `mask`, `bias`, `n_keys`, … of `attention_state`
+    sink: Tensor | None = None  # (H,), logits that take weight and have no value
+    counted: Tensor | None = None  # (B or 1, H or 1, L): False for queries that are padding
+    is_first: Tensor | None = None  # (B or 1, S): True for the first key of each sequence
+
+
+Listener = Callable[[torch.nn.Module, Call], None]
+listeners: list[Listener] = []
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call ``listener(module, call)`` for every call of attention."""
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
+
+
+@torch.compiler.disable(reason="attention is observed outside of the graph")
+def announce(module: torch.nn.Module, call: Callable[[], Call]) -> None:
+    """Tell the listeners that a module computes attention. None of this changes the step."""
+    if listeners:
+        with torch.no_grad():
+            arguments = call()
+            for listener in tuple(listeners):
+                listener(module, arguments)
+
+
+def visible_counts(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> Any:
+    """The number of keys that each query sees, broadcastable to (B, 1, L)."""
+    if mask is None:
+        return torch.full((1, 1, query.shape[2]), key.shape[2], device=query.device)
+    n: Any = as_mask(mask).visible_count(query.shape[2], key.shape[2], like=query)
+    return n.expand(*n.shape[:-1], query.shape[2])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Observation:
+    """Statistics of the attention in one forward pass, by layer and head.
+
+    All arrays are NumPy arrays of the shape (layers, heads). They are NaN for a layer that did not run,
+    and for heads that the layer does not have. Means are over the queries that are not padding.
+
+    Attributes
+    ----------
+    step : int
+        The number of the forward pass, from 0. Only passes in training mode are counted.
+    layers : tuple of str
+        The names of the layers in the model.
+    entropy : array
+        The mean entropy of the attention weights in nats. If the model has sinks, this is the entropy
+        of the distribution over the keys and the sink.
+    normalized_entropy : array
+        The mean of entropy / log n, where n is the number of keys that the query sees, plus 1 for a
+        sink. Queries with n = 1 are left out.
+    log_normalizer : array
+        The mean of log Σ eˢ over the logits s.
+    sink_mass : array
+        The mean attention weight of the first key of the sequence, plus the weight of the sink if the
+        model has one.
+    largest_logit : array
+        The largest logit of a visible key: after the scale, the law, a soft cap and a bias.
+    """
+
+    step: int
+    layers: tuple[str, ...]
+    entropy: np.ndarray
+    normalized_entropy: np.ndarray
+    log_normalizer: np.ndarray
+    sink_mass: np.ndarray
+    largest_logit: np.ndarray
+
+    def scalars(self, prefix: str = "attention", *, heads: bool = False) -> dict[str, float]:
+        """The statistics under names for a logger.
+
+        Parameters
+        ----------
+        prefix : str
+            The start of the names, such as ``attention/entropy/layer_0/mean``.
+        heads : bool
+            Whether to add every head, such as ``attention/entropy/layer_0/head_3``.
+
+        Returns
+        -------
+        dict of str to float
+            For each layer the means over the heads. The largest logit has the maximum over the heads in
+            place of the mean, and the normalized entropy has the minimum too. NaN is left out.
+        """
+        values = {}
+        for name in QUANTITIES:
+            for layer, row in enumerate(getattr(self, name)):
+                known = row[row == row]
+                if not known.size:
+                    continue
+                parts = {"max": known.max()} if name == "largest_logit" else {"mean": known.mean()}
+                if name == "normalized_entropy":
+                    parts["min"] = known.min()
+                if heads:
+                    parts |= {f"head_{head}": x for head, x in enumerate(row) if x == x}
+                for part, x in parts.items():
+                    values[f"{prefix}/{name}/layer_{layer}/{part}"] = float(x)
+        return values
+
+    def __repr__(self) -> str:
+        layers, heads = self.entropy.shape
+        return f"Observation(step={self.step}, {layers} layers, {heads} heads)"
+
+
+class Observer:
+    """Measures the attention of a model in some of its forward passes. `observe` makes it.
+
+    It is a context manager: the end of a ``with`` block closes it.
+
+    Attributes
+    ----------
+    latest : Observation or None
+        The statistics of the last pass that was observed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Mapping[str, torch.nn.Module],
+        *,
+        every: int | None,
+        sequences: int | None,
+        then: Callable[[Observation], None] | None,
+        warn_below: float | None,
+        patience: int,
+    ) -> None:
+        for name, x in {"every": every, "sequences": sequences}.items():
+            if x is not None:
+                check_count(name, x)
+        check_count("patience", patience)
+        if warn_below is not None:
+            check_real("warn_below", warn_below, above=0)
+        if then is not None and not callable(then):
+            raise type_error("then", "be callable", type(then).__name__)
+        self.latest: Observation | None = None
+        self._model = model
+        self._every, self._sequences, self._then = every, sequences, then
+        self._alarm = None if warn_below is None else _Alarm(warn_below, patience)
+        original: torch.nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+        self._names = {module: name for name, module in original.named_modules()}
+        self._layers = set(layers.values())
+        self._passes, self._is_requested = 0, False
+        self._sums: dict[torch.nn.Module, Tensor] = {}
+        self._handles, self._pass = contextlib.ExitStack(), contextlib.ExitStack()
+        self._handles.callback(self._pass.close)
+        for handle in (
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ):
+            self._handles.callback(handle.remove)
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Call a function when the observer is closed."""
+        self._handles.callback(callback)
+
+    def request(self) -> None:
+        """Observe the next forward pass in training mode, whatever ``every`` says."""
+        self._is_requested = True
+
+    def close(self) -> None:
+        """Stop observing. The model is as before; `latest` remains."""
+        self._handles.close()
+
+    def __deepcopy__(self, memo: Any) -> Observer:
+        """Itself: the hooks of a copied model refer to this observer, which ignores the copy."""
+        return self
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @torch.compiler.disable(reason="attention is observed outside of the graph")
+    def _begin(self, model: torch.nn.Module, inputs: Any) -> None:
+        if model is not self._model or not model.training:
+            return
+        # In the backward pass, a checkpointed model computes the same forward pass again.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        is_due = self._every is not None and self._passes % self._every == 0
+        if is_due or self._is_requested:
+            self._is_requested = False
+            self._sums = {}
+            if hasattr(model, "_orig_mod"):  # of torch.compile: its code does not announce attention
+                self._pass.enter_context(torch.compiler.set_stance("force_eager"))
+            self._pass.enter_context(listening(self._hear))
+        self._passes += 1
+
+    @torch.compiler.disable(reason="attention is observed outside of the graph")
+    def _end(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if model is not self._model or self._hear not in listeners:
+            return
+        self._pass.close()
+        if output is None:  # the pass has failed
+            return
+        if not self._sums:
+            must = "run attention that announces its queries and keys"
+            raise value_error("model", must, "a forward pass without any")
+        self.latest, self._sums = self._observation(), {}
+        if self._alarm is not None:
+            self._alarm(self.latest)
+        if self._then is not None:
+            self._then(self.latest)
+
+    def _hear(self, module: torch.nn.Module, call: Call) -> None:
+        if module in self._names:
+            with torch.autocast(call.query.device.type, enabled=False):
+                sums = _statistics(_first_sequences(call, self._sequences))
+            if module in self._sums:  # the layers of some models share a module
+                sums = _added(self._sums[module], sums)
+            self._sums[module] = sums
+            self._layers.add(module)
+
+    def _observation(self) -> Observation:
+        import numpy as np
+
+        modules = [module for module in self._names if module in self._layers]
+        rows = {module: _means(sums.cpu().numpy()) for module, sums in self._sums.items()}
+        table = np.full((len(QUANTITIES), len(modules), max(x.shape[1] for x in rows.values())), np.nan)
+        for layer, module in enumerate(modules):
+            if module in rows:
+                table[:, layer, : rows[module].shape[1]] = rows[module]
+        table.flags.writeable = False
+        names = tuple(self._names[module] for module in modules)
+        return Observation(self._passes - 1, names, **dict(zip(QUANTITIES, table, strict=True)))
+
+
+class _Alarm:
+    """A warning for heads whose normalized entropy stays below a threshold."""
+
+    def __init__(self, threshold: float, patience: int) -> None:
+        self._threshold, self._patience = threshold, patience
+        self._counts: Any = 0  # in how many observations in a row each head was below
+
+    def __call__(self, observation: Observation) -> None:
+        import numpy as np
+
+        low = observation.normalized_entropy < self._threshold
+        if np.shape(self._counts) != low.shape:
+            self._counts = np.zeros(low.shape, int)
+        self._counts = np.where(low, self._counts + 1, 0)
+        new = np.argwhere(self._counts == self._patience).tolist()
+        if new:
+            named = ", ".join(f"{observation.layers[i]} head {head}" for i, head in new[:_MOST_NAMED])
+            more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
+            warnings.warn(
+                f"At forward pass {observation.step} the attention entropy of {named}{more} is below "
+                f"{self._threshold:g} log n in the last {self._patience} observations.",
+                stacklevel=2,
+            )
+
+
+def _first_sequences(call: Call, count: int | None) -> Call:
+    """The call for the first sequences of the batch alone; all of them if the mask cannot be cut."""
+    query, key, _, options, _, counted, is_first = call
+    mask = options.get("mask")
+    is_cuttable = not isinstance(mask, Mask) or all(
+        x.ndim == 4 or x.shape == (query.shape[2], key.shape[2]) for x in mask.arrays
+    )
+    if count is None or count >= len(query) or not is_cuttable:
+        return call
+
+    def cut(x: Any, ndim: int) -> Any:
+        if isinstance(x, Mask):
+            return x.with_arrays(cut(array, ndim) for array in x.arrays)
+        return x[:count] if isinstance(x, Tensor) and x.ndim == ndim and x.shape[0] > 1 else x
+
+    ndims = {"mask": 4, "bias": 4, "n_keys": 3}
+    return call._replace(
+        query=query[:count],
+        key=key[:count],
+        options=options | {name: cut(options.get(name), ndim) for name, ndim in ndims.items()},
+        counted=cut(counted, 3),
+        is_first=cut(is_first, 2),
+    )
+
+
+# The rows of sums after the quantities: the numbers of counted queries, and of those among them that
+# see two keys or more.
+_COUNT, _COUNT_OF_MANY = len(QUANTITIES), len(QUANTITIES) + 1
+
+
+def _statistics(call: Call) -> Tensor:
+    """Sums of the quantities over the counted queries, and the numbers of queries, (7, H).
+
+    The row of the largest logit has the maximum.
+    """
+    query, key, law, options, sink, counted, is_first = call
+    if is_first is None:
+        is_first = torch.arange(key.shape[2], device=key.device)[None] == 0
+    # With the value 1 at the first keys and 0 elsewhere, the output is the weight of the first keys.
+    value = is_first[:, None, :, None].to(key.dtype).expand(*key.shape[:-1], 1)
+    state = attention_state(query, key, value, law=law, **options)
+    n: Any = visible_counts(query, key, options.get("mask"))
+    is_counted = n > 0 if counted is None else counted & (n > 0)
+    largest_logit, sink_weight = state.maximum, 0.0
+    if sink is not None:
+        state, n = with_sink(state, sink), n + 1
+        sink_weight = torch.exp(sink[:, None] - state.log_normalizer())
+    is_many, entropy = is_counted & (n > 1), state.entropy()
+
+    def total(x: Any, is_used: Tensor = is_counted) -> Tensor:
+        return torch.where(is_used, x, 0.0).sum((0, 2))
+
+    one = torch.ones_like(entropy)
+    return torch.stack([
+        total(entropy),
+        total(entropy / torch.log(n.clamp(min=2).to(entropy.dtype)), is_many),
+        total(state.log_normalizer()),
+        total(state.output()[..., 0] + sink_weight),
+        torch.where(is_counted, largest_logit, -math.inf).amax((0, 2)),
+        total(one),
+        total(one, is_many),
+    ])  # fmt: skip
+
+
+def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
+    """The state with a sink (H,): a logit per head that takes weight but has no value."""
+    zero = torch.zeros_like(state.normalizer)
+    no_value = None if state.weighted_value is None else torch.zeros_like(state.weighted_value)
+    return merge_states(state, AttentionState(zero + sink[:, None], zero + 1, no_value, zero))
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    total = a + b
+    largest = QUANTITIES.index("largest_logit")
+    total[largest] = torch.maximum(a[largest], b[largest])
+    return total
+
+
+def _means(sums: np.ndarray) -> np.ndarray:
+    """The quantities (5, H); NaN without a query."""
+    import numpy as np
+
+    counts = np.repeat(sums[_COUNT][None], len(QUANTITIES), axis=0)
+    counts[QUANTITIES.index("normalized_entropy")] = sums[_COUNT_OF_MANY]
+    counts[QUANTITIES.index("largest_logit")] = sums[_COUNT] > 0
+    result = np.full(counts.shape, np.nan)
+    np.divide(sums[: len(QUANTITIES)], counts, out=result, where=counts > 0)
+    return result
