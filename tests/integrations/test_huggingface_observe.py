@@ -416,6 +416,10 @@ class TestWhen:
             model(**batch())
             model(**batch())
             assert observer.latest.step == 1
+            model.eval()
+            observer.request()
+            model(**batch())
+            assert observer.latest.step == 3
 
     def test_models_are_independent(self):
         one, other = decoder("Llama").train(), decoder("Llama").train()
@@ -437,7 +441,12 @@ class TestWhen:
             x.entropy[0, 0] = 1
         with pytest.raises(AttributeError):
             x.entropy = 1
-        assert repr(x) == "Observation(step=0, 2 layers, 4 heads)"
+        title, header, *rows = repr(x).splitlines()
+        assert title == "Attention in forward pass 0, over 4 heads a layer"
+        assert [row.split()[0] for row in rows] == list(x.layers)
+        assert header.split("  ")[-1].strip() == "largest logit"
+        assert rows[1].split()[-1] == f"{x.largest_logit[1].max():.3f}"
+        assert rows[1].split()[2] == f"{x.entropy[1].min():.3f}"
         scalars = x.scalars("a", heads=True)
         assert scalars["a/entropy/layer_1/mean"] == pytest.approx(x.entropy[1].mean())
         assert scalars["a/largest_logit/layer_0/max"] == x.largest_logit[0].max()

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 QUANTITIES = ("entropy", "normalized_entropy", "log_normalizer", "sink_mass", "largest_logit")
 # How many heads a warning names.
 _MOST_NAMED = 5
+# The width of a column of the table.
+_WIDTH = 16
 
 
 class Call(NamedTuple):
@@ -78,7 +80,7 @@ def visible_counts(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> An
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Observation:
-    """Statistics of the attention in one forward pass, by layer and head.
+    """Statistics of the attention in one forward pass, by layer and head. Its `repr` is a table.
 
     All arrays are NumPy arrays of the shape (layers, heads). They are NaN for a layer that did not run,
     and for heads that the layer does not have. Means are over the queries that are not padding.
@@ -86,7 +88,7 @@ class Observation:
     Attributes
     ----------
     step : int
-        The number of the forward pass, from 0. Only passes in training mode are counted.
+        How many forward passes in training mode came before.
     layers : tuple of str
         The names of the layers in the model.
     entropy : array
@@ -144,8 +146,26 @@ class Observation:
         return values
 
     def __repr__(self) -> str:
-        layers, heads = self.entropy.shape
-        return f"Observation(step={self.step}, {layers} layers, {heads} heads)"
+        columns = {
+            "entropy": (self.entropy, "mean"),
+            "lowest": (self.entropy, "min"),
+            "/ log n": (self.normalized_entropy, "mean"),
+            "log-normalizer": (self.log_normalizer, "mean"),
+            "sink mass": (self.sink_mass, "mean"),
+            "largest logit": (self.largest_logit, "max"),
+        }
+        width = max(len("layer"), *map(len, self.layers))
+        lines = [
+            f"Attention in forward pass {self.step}, over {self.entropy.shape[1]} heads a layer",
+            "layer".ljust(width) + "".join(title.rjust(_WIDTH) for title in columns),
+        ]
+        for layer, name in enumerate(self.layers):
+            line = name.ljust(width)
+            for x, part in columns.values():
+                known = x[layer][x[layer] == x[layer]]
+                line += (f"{getattr(known, part)():.3f}" if known.size else "–").rjust(_WIDTH)
+            lines.append(line)
+        return "\n".join(lines)
 
 
 class Observer:
@@ -185,7 +205,7 @@ class Observer:
         original: torch.nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self._names = {module: name for name, module in original.named_modules()}
         self._layers = set(layers.values())
-        self._passes, self._is_requested = 0, False
+        self._passes, self._step, self._is_requested = 0, 0, False
         self._sums: dict[torch.nn.Module, Tensor] = {}
         self._handles, self._pass = contextlib.ExitStack(), contextlib.ExitStack()
         self._handles.callback(self._pass.close)
@@ -200,7 +220,7 @@ class Observer:
         self._handles.callback(callback)
 
     def request(self) -> None:
-        """Observe the next forward pass in training mode, whatever ``every`` says."""
+        """Observe the next forward pass, whatever ``every`` says, in training mode or not."""
         self._is_requested = True
 
     def close(self) -> None:
@@ -219,19 +239,19 @@ class Observer:
 
     @torch.compiler.disable(reason="attention is observed outside of the graph")
     def _begin(self, model: torch.nn.Module, inputs: Any) -> None:
-        if model is not self._model or not model.training:
+        if model is not self._model:
             return
         # In the backward pass, a checkpointed model computes the same forward pass again.
         if torch._C._current_graph_task_id() != -1:
             return
-        is_due = self._every is not None and self._passes % self._every == 0
+        is_due = model.training and self._every is not None and self._passes % self._every == 0
         if is_due or self._is_requested:
             self._is_requested = False
-            self._sums = {}
+            self._step, self._sums = self._passes, {}
             if hasattr(model, "_orig_mod"):  # of torch.compile: its code does not announce attention
                 self._pass.enter_context(torch.compiler.set_stance("force_eager"))
             self._pass.enter_context(listening(self._hear))
-        self._passes += 1
+        self._passes += model.training
 
     @torch.compiler.disable(reason="attention is observed outside of the graph")
     def _end(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -269,7 +289,7 @@ class Observer:
                 table[:, layer, : rows[module].shape[1]] = rows[module]
         table.flags.writeable = False
         names = tuple(self._names[module] for module in modules)
-        return Observation(self._passes - 1, names, **dict(zip(QUANTITIES, table, strict=True)))
+        return Observation(self._step, names, **dict(zip(QUANTITIES, table, strict=True)))
 
 
 class _Alarm:
