@@ -5,6 +5,8 @@ import pytest
 import torch
 import transformers
 
+from isentropic.integrations.huggingface._layer_law import LayerLaw
+
 WINDOW = 5
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -33,6 +35,13 @@ def decoder(name, **changes):
     config = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     config = getattr(transformers, config)(**{**SIZES, **DECODERS.get(name, {}), **changes})
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def with_law(module, law, count="keys"):
+    """A bare attention module with a law, or None for standard attention."""
+    like = torch.empty(0)
+    module.isentropic_law = None if law is None else LayerLaw(law, count, False, like)
+    return module
 
 
 def pretrained(**options):

@@ -226,7 +226,8 @@ def to_numpy(x: Array) -> Any:
         xp = array_api_compat.array_namespace(x)
         x = xp.astype(x, xp.float32)
     if is_torch_array(x):
-        return x.detach().cpu().numpy().copy()  # type: ignore[attr-defined]
+        # Not a copy of x.numpy(), which would fix the size of the memory of x. FSDP changes it.
+        return x.detach().to("cpu", copy=True).numpy()  # type: ignore[attr-defined]
     if array_api_compat.is_jax_array(x):  # it may be sharded, and DLPack exports one device
         return np.array(x)
     if array_api_compat.is_cupy_array(x):

@@ -27,6 +27,7 @@ from tiny_models import (  # noqa: E402
     pretrained,
     step_by_step,
     text_batch,
+    with_law,
     with_positions,
 )
 from torch import nn  # noqa: E402
@@ -37,6 +38,9 @@ from isentropic.integrations.huggingface import _measure  # noqa: E402
 from isentropic.integrations.torch import LawModule  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+NO_LAWS = pytest.mark.filterwarnings("ignore:.*because its model has no laws:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +100,7 @@ LAWS = {
 }
 
 
+@NO_LAWS
 class TestRegister:
     def test_name(self):
         huggingface.register()  # again
@@ -112,6 +117,7 @@ class TestRegister:
             huggingface.register(3)
 
 
+@NO_LAWS
 class TestWithoutLaws:
     """Equal to transformers' own attention."""
 
@@ -289,8 +295,7 @@ class TestPositions:
         assert torch.equal(cached, anew)
 
     def test_dropout(self):
-        module = nn.Module()
-        module._isentropic_law = laws.LogLength(4), "positions"
+        module = with_law(nn.Module(), laws.LogLength(4), "positions")
         query, key, value = torch.randn(3, 1, 2, 6, 8)
         positions = torch.arange(10, 16)[None]
         attend = transformers.AttentionInterface()["isentropic"]
@@ -334,8 +339,7 @@ class TestPositions:
 
     @pytest.mark.parametrize("shape", [(6,), (1, 5), (3, 1, 6)])
     def test_positions_of_another_shape(self, shape):
-        module = nn.Module()
-        module._isentropic_law = laws.LogLength(4), "positions"
+        module = with_law(nn.Module(), laws.LogLength(4), "positions")
         attend = transformers.AttentionInterface()["isentropic"]
         with pytest.raises(ValueError, match=r"`count` must be 'keys' .*\(batch, queries\)"):
             attend(module, *torch.ones(3, 1, 2, 6, 8), None, position_ids=torch.zeros(shape))
@@ -350,8 +354,7 @@ class TestPositions:
 class TestDropout:
     def weights(self, law, training, **options):
         """Values of one-hot rows: the output is the weights."""
-        module = nn.Module().train(training)
-        module._isentropic_law = law, "keys"
+        module = with_law(nn.Module(), law).train(training)
         query, key = torch.randn(2, 1, 4, 6, 8)
         value = torch.eye(6)[None, None].expand(1, 4, 6, 6)
         mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
@@ -370,8 +373,7 @@ class TestDropout:
         assert 0.3 < dropped[expected > 0].float().mean() < 0.7
 
     def test_the_mask_may_be_left_out(self):
-        module = nn.Module()
-        module._isentropic_law = laws.LogLength(4), "keys"
+        module = with_law(nn.Module(), laws.LogLength(4))
         query, key, value = torch.randn(3, 1, 2, 6, 8)
         attend = transformers.AttentionInterface()["isentropic"]
         torch.manual_seed(1)
@@ -530,8 +532,8 @@ class TestLaws:
         model = decoder("GptOss")
         slope = nn.Parameter(SLOPE.clone())
         grads = []
-        huggingface.use(model, laws.AffineLog(slope, 0.5))
-        model(**batch("left")).logits.square().mean().backward()
+        with huggingface.use(model, laws.AffineLog(slope, 0.5)):
+            model(**batch("left")).logits.square().mean().backward()
         grads.append(slope.grad.clone())
         Reference(monkeypatch, lambda module, n: slope[:, None] * log(n) + 0.5)
         model.set_attn_implementation("reference")
@@ -544,14 +546,15 @@ class TestLaws:
         model = decoder("Llama").double()
         nested = laws.scaled(laws.shifted(laws.LogLength(np.full(4, 8.0)), 1), np.float32([1, 2, 3, 4]))
         huggingface.use(model, nested)
-        law, _ = model.model.layers[0].self_attn._isentropic_law
+        law, _ = huggingface.laws_of(model)["model.layers.0.self_attn"]
         assert [x.dtype for x in law.arrays] == [torch.float64] * 2
         assert {x.device for x in law.arrays} == {model.device}
         assert outputs(model, batch()).dtype == torch.float64
         half = decoder("Llama").bfloat16()
         parameter = nn.Parameter(SLOPE.clone())
         huggingface.use(half, laws.AffineLog(parameter))
-        assert half.model.layers[1].self_attn._isentropic_law[0].slope is parameter
+        law, _ = huggingface.laws_of(half)["model.layers.1.self_attn"]
+        assert law.slope is parameter
 
     def test_compiled(self):
         model = decoder("GptOss", num_hidden_layers=1, layer_types=["sliding_attention"])
@@ -807,7 +810,7 @@ class TestParameters:
         model = decoder("Llama")
         with huggingface.use(model, laws.LogLength()):
             pass
-        assert not any("_isentropic_law" in vars(module) for module in model.modules())
+        assert not any(hasattr(module, "isentropic_law") for module in model.modules())
 
 
 class TestArguments:

@@ -457,11 +457,15 @@ class TestUse:
         with pytest.raises(ValueError, match="scaled_dot_product_attention"):
             huggingface.use(model, LAW, base="sdpa")
         assert model.config._attn_implementation == "eager"
-        assert not any(hasattr(module, "_isentropic_law") for module in model.modules())
+        assert not any(hasattr(module, "isentropic_law") for module in model.modules())
 
     def test_no_eager_attention(self):
+        layer = nn.Linear(2, 2)
+        layer.config = transformers.LlamaConfig(attn_implementation="sdpa")
+        _bases.let_laws_in([layer])
+        layer.config._attn_implementation = "eager"
         with pytest.raises(ValueError, match=r"`base` must not be 'eager' for .*, got it for Linear"):
-            _bases._put_law_into_eager(nn.Linear(2, 2))
+            _bases.let_laws_in([layer])
 
 
 class TestUnknownCounts:

@@ -249,6 +249,7 @@ class TestMasks:
 class TestStep:
     """The step is the same with and without observing."""
 
+    @pytest.mark.filterwarnings("ignore:.*because its model has no laws:UserWarning")
     @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
     @pytest.mark.parametrize("kind", ["eager", "sdpa", "isentropic"])
     def test_bits_of_loss_and_gradients(self, kind, checkpointing):

@@ -720,6 +720,28 @@ def test_fields_with_the_names_of_methods_and_attributes_of_modules():
     torch.testing.assert_close(law(torch.tensor([2.0])), torch.full((H, 1), 2.0, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_half_precision_does_not_round_buffers(dtype):
+    slope, intercept = torch.nn.Parameter(torch.full((H,), 1 / 3)), torch.full((H,), 1 / 3)
+    module = LawModule(laws.scaled(laws.AffineLog(slope, intercept), intercept)).to(dtype)
+    law = module()
+    assert law.law.slope.dtype == dtype
+    for x in (law.factor, law.law.intercept):
+        assert x.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(x, intercept.to(x.dtype))
+    assert torch.device("meta") == module.to("meta")().factor.device
+
+
+def test_borrowed_tensors():
+    slope, factor = torch.nn.Parameter(torch.ones(H)), torch.ones(H, requires_grad=True)
+    module = LawModule(laws.scaled(laws.AffineLog(slope, torch.zeros(H)), factor), borrow=True)
+    assert not list(module.parameters())
+    assert [name for name, _ in module.named_buffers()] == ["law.intercept"]
+    law = module.double()()
+    assert law.factor is factor
+    assert law.law.slope is slope
+
+
 class TestErrors:
     @pytest.fixture
     def module(self):

@@ -54,8 +54,12 @@ class LawModule(torch.nn.Module):
     law : Law
         Each `torch.nn.Parameter` of the law becomes a parameter of the module, with the name of its
         field. Other tensors are configuration, like numbers: they become buffers, which move with the
-        module but are not in its state dict. A law inside the law (of `isentropic.laws.scaled` and
-        ``shifted``) becomes a submodule with the name ``law``.
+        module but are not in its state dict. Casts to half precision leave buffers as they are. A law
+        inside the law (of `isentropic.laws.scaled` and ``shifted``) becomes a submodule with the name
+        ``law``.
+    borrow : bool
+        Whether tensors that require gradients belong to someone else: then they are neither parameters
+        nor buffers of the module.
 
     Raises
     ------
@@ -76,23 +80,30 @@ class LawModule(torch.nn.Module):
 
     __prepare_scriptable__ = _refuse_scripting  # `torch.jit.script` calls this first
 
-    def __init__(self, law: Law) -> None:
+    def __init__(self, law: Law, *, borrow: bool = False) -> None:
         super().__init__()
         check_law(law)
-        self._kind, self._numbers = type(law), {}
+        self._kind, self._numbers, self._names = type(law), {}, []
+        self._is_trained = not borrow and any(isinstance(x, torch.nn.Parameter) for x in law.arrays)
+        self._law: Law | None = None  # the last one, which is kept unless it is trained
         for name, x in vars(law).items():
             # Not setattr: a field may have the name of a method of modules, such as `half`.
             if isinstance(x, Law):
-                self._modules[name] = LawModule(x)
-            elif isinstance(x, torch.nn.Parameter):
-                self._parameters[name] = x
-            elif isinstance(x, Tensor):
-                self._buffers[name] = x
-                self._non_persistent_buffers_set.add(name)
-            elif is_array(x):
+                self._modules[name] = LawModule(x, borrow=borrow)
+            elif not is_array(x) or (borrow and isinstance(x, Tensor) and x.requires_grad):
+                self._numbers[name] = x
+            elif not isinstance(x, Tensor):
                 raise type_error("law", "hold numbers and tensors", type(x).__name__)
             else:
-                self._numbers[name] = x
+                self._names.append(name)
+                self._hold(name, x)
+
+    def _hold(self, name: str, x: Tensor) -> None:
+        if isinstance(x, torch.nn.Parameter):
+            self._parameters[name] = x
+        else:
+            self._buffers[name] = x
+            self._non_persistent_buffers_set.add(name)
 
     def forward(self) -> Law:
         """The law with the present values of the tensors.
@@ -107,11 +118,33 @@ class LawModule(torch.nn.Module):
             If training has moved a parameter out of its valid range. This is only checked for numbers
             on the CPU, outside of transformations.
         """
-        inner = {name: module() for name, module in self._modules.items()}
-        return self._kind(**inner, **self._numbers, **self._parameters, **self._buffers)
+        parts = {name: module() for name, module in self._modules.items()}
+        parts |= {name: self._tensor(name) for name in self._names}
+        law = self._law
+        if law is None or any(vars(law)[name] is not x for name, x in parts.items()):
+            law = self._kind(**self._numbers, **parts)
+            if not self._is_trained and not torch.compiler.is_compiling():
+                self._law = law
+        return law
+
+    def _tensor(self, name: str) -> Tensor:
+        # Fully sharded data parallelism makes plain attributes of parameters.
+        for held in (self._parameters, self._buffers, vars(self)):
+            if name in held:
+                return held[name]
+        raise AttributeError(f"{type(self).__name__} has lost the tensor {name!r}")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, x in before.items():
+            # Buffers are configuration, which half precision would round.
+            if self._buffers[name].dtype.itemsize < min(4, x.dtype.itemsize):
+                self._buffers[name] = x.to(self._buffers[name].device)
+        return self
 
     def extra_repr(self) -> str:
-        tensors = {name: tuple(x.shape) for name, x in (self._parameters | self._buffers).items()}
+        tensors = {name: tuple(self._tensor(name).shape) for name in self._names}
         shown = (f"{name}={x}" for name, x in (tensors | self._numbers).items())
         return ", ".join((self._kind.__name__.strip("_"), *shown))
 

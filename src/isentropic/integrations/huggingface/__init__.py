@@ -3,7 +3,10 @@
 In shapes, B is the batch size, H the number of heads and L the number of queries. The attention layers
 of a model are numbered from 0, in the order of ``model.modules()``.
 
-Laws are attributes of the attention modules, so that models with different laws are independent.
+Laws are submodules of the attention modules, so that models with different laws are independent. A
+model is saved with its laws. So that ``from_pretrained`` brings them back, importing this module
+registers ``attn_implementation="isentropic"`` and adds a step to four methods of PreTrainedModel, which
+do nothing for models without laws.
 """
 
 from isentropic._checks import requires_extra
@@ -15,13 +18,15 @@ with requires_extra(__name__):
 
 from isentropic.integrations.huggingface._files import load_laws, save_laws
 from isentropic.integrations.huggingface._interface import register
-from isentropic.integrations.huggingface._laws import use
+from isentropic.integrations.huggingface._laws import laws_of, use
 from isentropic.integrations.huggingface._measure import calibrate, profile
 from isentropic.integrations.huggingface._observe import ObserveCallback, observe
+from isentropic.integrations.huggingface._saving import extend_transformers
 
 __all__ = [
     "ObserveCallback",
     "calibrate",
+    "laws_of",
     "load_laws",
     "observe",
     "profile",
@@ -29,3 +34,6 @@ __all__ = [
     "save_laws",
     "use",
 ]
+
+register()
+extend_transformers()

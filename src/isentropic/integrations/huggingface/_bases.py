@@ -26,8 +26,6 @@ from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
 from isentropic.integrations._observe import visible_counts
 from isentropic.integrations.huggingface._interface import (
-    NAME,
-    attend,
     law_of,
     positions_from_1,
     register,
@@ -53,17 +51,17 @@ def set_base(model: Any, modules: Iterable[Any], base: str) -> None:
     if base != "eager" and base not in known and "/" not in base:
         must = f"be 'eager', the name of a kernel of the Hub, or one of {', '.join(map(repr, known))}"
         raise value_error("base", must, repr(base))
-    # Parts of some models keep what they have. Kernels are registered by names of their own.
     model.set_attn_implementation(base)
-    present = {module: module.config._attn_implementation for module in modules}
-    if set(present.values()) == {NAME}:
-        return
-    for name, function in list(known.items()):
-        if function is not attend:
-            AttentionInterface.register(name, with_law(function, _counter(name)))
-    for module, name in present.items():
-        if name == "eager":
-            _put_law_into_eager(module)
+    let_laws_in(modules)
+
+
+def let_laws_in(modules: Iterable[Any]) -> None:
+    """Let all implementations apply the laws of these modules, whichever the model uses later."""
+    # Kernels of the Hub are registered, by names of their own, when a model uses them first.
+    for name, function in list(AttentionInterface().items()):
+        AttentionInterface.register(name, with_law(function, _counter(name)))
+    for module in modules:
+        _put_law_into_eager(module)
 
 
 def with_law(function: Callable[..., Any], counted: _Counter) -> Callable[..., Any]:
@@ -101,7 +99,7 @@ def _put_law_into_eager(module: torch.nn.Module) -> None:
     """Replace the eager attention in the file of the module, where its `forward` finds it."""
     forward = inspect.unwrap(type(module).forward)
     names = [name for name in forward.__code__.co_names if name.endswith(_EAGER)]
-    if not names:
+    if not names and module.config._attn_implementation == "eager":
         must = f"not be 'eager' for a model without a function {_EAGER}"
         raise value_error("base", must, f"it for {type(module).__name__}")
     for name in names:

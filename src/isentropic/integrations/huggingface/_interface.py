@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +21,7 @@ from isentropic.masks import Mask, causal
 LawAndCount: TypeAlias = tuple[Law | None, str]  # a law, and what its n counts
 
 NAME = "isentropic"
-LAW = "_isentropic_law"  # the attribute of an attention module that holds a LawAndCount
+LAW = "isentropic_law"  # the attribute of an attention module that holds a LayerLaw, or None
 # Arguments with which some models ask for attention that the mask and the logits do not determine.
 _UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
 
@@ -27,7 +29,8 @@ _UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
 def register(name: str = NAME) -> None:
     """Register ``attn_implementation="isentropic"`` with transformers.
 
-    It computes the same attention as "eager" and "sdpa", until `use` applies laws to a model.
+    It computes the same attention as "eager" and "sdpa", until `use` applies laws to a model. Importing
+    this module registers it under its own name.
 
     Parameters
     ----------
@@ -60,8 +63,18 @@ def register(name: str = NAME) -> None:
 
 
 def law_of(module: torch.nn.Module) -> LawAndCount:
-    """The law of an attention module, and what its n counts."""
-    return getattr(module, LAW, (None, "keys"))
+    """The law of an attention module, with the present values of its parameters."""
+    held = getattr(module, LAW, None)
+    return (None, "keys") if held is None else (held(), held.count)
+
+
+@functools.cache  # once
+def _warn_of_no_laws(kind: str) -> None:
+    warnings.warn(
+        f"{kind} computes standard attention with {NAME!r}, because its model has no laws. "
+        "Apply them by `huggingface.use(model, laws)`, where None stands for standard attention.",
+        stacklevel=4,
+    )
 
 
 def attend(
@@ -82,6 +95,8 @@ def attend(
 
     The query is (B, H, L, E). The key and the value have grouped heads.
     """
+    if not hasattr(module, LAW) and not torch.compiler.is_compiling():
+        _warn_of_no_laws(type(module).__name__)
     law, options = law_and_options(
         module, query, attention_mask, scaling, is_causal, softcap, position_bias, kwargs
     )
@@ -96,6 +111,9 @@ def attend(
     else:
         out = state_of(query, key, value, s_aux, law, options).output().to(query.dtype)
     return out.transpose(1, 2).contiguous(), weights
+
+
+attend.takes_laws = True  # type: ignore[attr-defined]
 
 
 def law_and_options(

@@ -9,19 +9,27 @@ from typing import Any, TypeAlias
 import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
-from isentropic._namespace import to_numpy
 from isentropic.integrations.huggingface._bases import set_base
-from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount
-from isentropic.integrations.huggingface._modules import attention_modules, n_heads
+from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, law_of
+from isentropic.integrations.huggingface._layer_law import COUNTS, layer_law
+from isentropic.integrations.huggingface._modules import attention_modules
 from isentropic.integrations.huggingface._rules import warn_of_rules
-from isentropic.laws._law import Law, check_law
+from isentropic.integrations.huggingface._saving import write_entry
+from isentropic.laws._law import Law
 
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int, Law | None] | None
 
-_COUNTS = ("keys", "positions")
+_MISSING = object()
 
 
-def use(model: Any, laws: Laws, *, count: str = "keys", base: str = NAME) -> contextlib.ExitStack:
+def use(
+    model: Any,
+    laws: Laws,
+    *,
+    count: str = "keys",
+    base: str = NAME,
+    trainable: bool | str = False,
+) -> contextlib.ExitStack:
     """Apply laws to the attention of a model, permanently or for a ``with`` block.
 
     Parameters
@@ -32,10 +40,10 @@ def use(model: Any, laws: Laws, *, count: str = "keys", base: str = NAME) -> con
     laws : Law, None, sequence or mapping
         One law for all attention layers, a sequence with one law per layer, or a mapping from layer
         numbers to laws. Layers that are not in the mapping, and layers with None, use standard
-        attention. Array parameters of a law have the shape (H,), one number per head. `use` moves them
-        to the device of the layer, in float32, or in float64 for a float64 model; so move the model
-        first. Tensors that require gradients are not moved, and must be on that device. They are not
-        parameters of the model, so pass them to the optimizer separately.
+        attention. Array parameters of a law have the shape (H,), one number per head. They become
+        buffers of the layer, on its device, in float32, or in float64 for a float64 model. Tensors that
+        require gradients are not copied, and must be on that device. They are not parameters of the
+        model, so pass them to the optimizer separately, or let the model have its own by `trainable`.
     count : {"keys", "positions"}
         What the n of a law counts: the keys that the query sees, or its position plus one. The table in
         `isentropic.laws.preset` says what the rules of other models count.
@@ -43,6 +51,12 @@ def use(model: Any, laws: Laws, *, count: str = "keys", base: str = NAME) -> con
         The attention implementation that does the rest: "isentropic", or another one of transformers,
         such as "sdpa", "eager", "flash_attention_2", "flex_attention" or the name of a kernel on the
         Hub. The law goes into the queries of the others.
+    trainable : bool or "head"
+        Whether the numbers and arrays of the laws become parameters of the model, with names such as
+        ``model.layers.0.self_attn.isentropic_law.slope``. With True, a number becomes one parameter per
+        layer, (1,), and with "head" one per head, (H,). Those that say where a law acts are never
+        trained: ``base``, ``period``, ``shift``, ``minimum``, ``head_dim`` and ``lengths``. Laws that
+        have no others can be trained in `isentropic.laws.scaled`.
 
     Returns
     -------
@@ -56,9 +70,10 @@ def use(model: Any, laws: Laws, *, count: str = "keys", base: str = NAME) -> con
         For a `model` that is not a transformers model, and for `laws` that are not laws.
     ValueError
         For a model whose attention implementation cannot be changed, for layer numbers that it does not
-        have, for parameters that do not fit its heads, and for a `base` that does not exist or does not
-        support the model. Calling the model raises it with ``count="positions"`` if the model does not
-        pass positions to its attention, and with another base if that does not tell the number of keys.
+        have, for parameters that do not fit its heads, for `trainable` laws with nothing to train, and
+        for a `base` that does not exist or does not support the model. Calling the model raises it with
+        ``count="positions"`` if the model does not pass positions to its attention, and with another
+        base if that does not tell the number of keys.
     ImportError
         For a `base` that is not installed.
 
@@ -78,7 +93,12 @@ def use(model: Any, laws: Laws, *, count: str = "keys", base: str = NAME) -> con
 
     A `base` other than "isentropic" gets scaled queries, rounded to their dtype, and otherwise does
     what it does without a law. The functions of transformers stay replaced by ones that know laws, and
-    are as before for models without laws.
+    are as before for models without laws. So a model with laws keeps them if its attention
+    implementation is changed later.
+
+    The model keeps its laws: ``save_pretrained`` writes them into its configuration, and
+    ``from_pretrained`` makes them again, if this module has been imported. So does every new model of
+    the same configuration. Laws of your own classes cannot be saved.
 
     Gradient checkpointing computes attention again in the backward pass, with the laws that the model
     has at that time. So run the backward pass within the ``with`` block too.
@@ -96,15 +116,51 @@ def use(model: Any, laws: Laws, *, count: str = "keys", base: str = NAME) -> con
     >>> model.config._attn_implementation
     'sdpa'
     """
+    if not isinstance(trainable, bool):
+        check_choice("trainable", trainable, ("head",))
     modules = list(attention_modules(model).values())
     layer_laws = per_layer(laws, count, len(modules))
     warn_of_rules(modules, [law for law, _ in layer_laws])
-    return apply(model, modules, layer_laws, base)
+    return apply(model, modules, layer_laws, base, trainable)
+
+
+def laws_of(model: Any) -> dict[str, LawAndCount]:
+    """The laws that a model has now.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+
+    Returns
+    -------
+    dict
+        By the names of the attention modules, in the order of the layers: the law, with the present
+        values of its parameters, or None for standard attention; and what its n counts.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For models to which `use` cannot apply laws.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from isentropic import laws
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=2))
+    >>> _ = huggingface.use(model, {1: laws.LogLength(512)})
+    >>> for name, (law, count) in huggingface.laws_of(model).items():
+    ...     print(name, law, count)
+    model.layers.0.self_attn None keys
+    model.layers.1.self_attn LogLength(base=512, minimum=None) keys
+    """
+    return {name: law_of(module) for name, module in attention_modules(model).items()}
 
 
 def per_layer(laws: Laws, count: str, n_layers: int) -> list[LawAndCount]:
     """A law, and what its n counts, for each layer."""
-    check_choice("count", count, _COUNTS)
+    check_choice("count", count, COUNTS)
     if laws is None or isinstance(laws, Law):
         return [(laws, count)] * n_layers
     if isinstance(laws, Mapping):
@@ -139,43 +195,25 @@ def check_numbers(laws: Mapping[int, Any]) -> None:
 
 
 def apply(
-    model: Any, modules: Sequence[Any], laws: Sequence[LawAndCount], base: str = NAME
+    model: Any,
+    modules: Sequence[Any],
+    laws: Sequence[LawAndCount],
+    base: str = NAME,
+    trainable: bool | str = False,
 ) -> contextlib.ExitStack:
-    converted = [
-        (None if law is None else _convert_arrays(law, f"laws[{i}]", module, model), count)
+    held = [
+        None if law is None else layer_law(law, count, module, model, f"laws[{i}]", trainable)
         for i, ((law, count), module) in enumerate(zip(laws, modules, strict=True))
     ]
 
     with contextlib.ExitStack() as stack:
-        stack.callback(_restore, _implementations(model), [(m, getattr(m, LAW, None)) for m in modules])
+        before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
+        stack.callback(_restore, model, _implementations(model), before)
         set_base(model, modules, base)
-        for module, law_and_count in zip(modules, converted, strict=True):
-            setattr(module, LAW, law_and_count)
+        for module, law in zip(modules, held, strict=True):
+            setattr(module, LAW, law)
+        write_entry(model)
         return stack.pop_all()
-
-
-def _convert_arrays(law: Law, name: str, module: Any, model: Any) -> Law:
-    """The law with its arrays as tensors on the device of the module."""
-    check_law(law)
-    heads = n_heads(module)
-    parameter = next(module.parameters(), None)
-    device = model.device if parameter is None else parameter.device
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-
-    def convert(x: Any) -> Any:
-        if heads is not None and tuple(x.shape) not in ((), (1,), (heads,)):
-            must = f"have numbers as parameters, or one per head, ({heads},)"
-            raise value_error(name, must, tuple(x.shape))
-        if not isinstance(x, torch.Tensor):
-            x = torch.tensor(to_numpy(x))  # a copy, because the NumPy array may be read-only
-        if not x.requires_grad:
-            return x.to(device, dtype)
-        # A copy on another device would not be trained.
-        if x.device != device:
-            raise value_error(name, f"be on the device of the layer ({device})", x.device)
-        return x
-
-    return law._with_arrays(convert)
 
 
 def _implementations(model: Any) -> list[tuple[Any, str | None]]:
@@ -194,10 +232,14 @@ def _implementations(model: Any) -> list[tuple[Any, str | None]]:
     return list(implementations.values())
 
 
-def _restore(implementations: list[tuple[Any, str | None]], laws: list[tuple[Any, Any]]) -> None:
+def _restore(
+    model: Any, implementations: list[tuple[Any, str | None]], laws: list[tuple[Any, Any]]
+) -> None:
     for config, implementation in implementations:
         config._attn_implementation = implementation
     for module, law in laws:
-        setattr(module, LAW, law)
-        if law is None:
+        if law is not _MISSING:
+            setattr(module, LAW, law)
+        elif hasattr(module, LAW):
             delattr(module, LAW)
+    write_entry(model)

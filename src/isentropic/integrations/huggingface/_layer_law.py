@@ -1,0 +1,131 @@
+"""The law of an attention module, as a module in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from numbers import Real
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from isentropic import laws as laws_module
+from isentropic._checks import check_choice, is_array, value_error
+from isentropic._namespace import to_numpy
+from isentropic.integrations.huggingface._modules import n_heads
+from isentropic.integrations.torch import LawModule
+from isentropic.laws._law import Law, check_law
+
+COUNTS = ("keys", "positions")
+# Fields that are never trained. They say where a law acts, not how strongly, and most have a range that
+# training could leave.
+_FIXED = frozenset({"base", "head_dim", "lengths", "minimum", "period", "shift"})
+
+
+class LayerLaw(LawModule):
+    """A law, what its n counts, and the values that its tensors start from.
+
+    Tensors that require gradients belong to the caller, unless the law is `trainable`.
+    """
+
+    count: str
+    trainable: bool
+    initial: Law  # with NumPy arrays, but for the tensors of the caller
+
+    def __init__(self, law: Law, count: str, trainable: bool, like: torch.Tensor) -> None:
+        super().__init__(_with_tensors(law, trainable, like), borrow=not trainable)
+        # Not setattr: a field of the law may have the same name.
+        self.__dict__.update(count=count, trainable=trainable, initial=law)
+        # Transformers may initialize a model again, but only modules without this flag.
+        self._is_hf_initialized = like.device.type != "meta"
+
+    def values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors of the module, with their initial values."""
+        for name, x in (*self.named_parameters(), *self.named_buffers()):
+            yield x, torch.from_numpy(attrgetter(name)(self.initial))
+
+    def reset_parameters(self) -> None:
+        """Set all tensors to their initial values."""
+        with torch.no_grad():
+            for x, value in self.values():
+                x.copy_(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The law with its initial values, for JSON. The state dict has those that are trained."""
+        law = laws_module.to_dict(self.initial)
+        return {"law": law, "count": self.count} | ({"trainable": True} if self.trainable else {})
+
+
+def layer_law(
+    law: Law, count: str, module: Any, model: Any, name: str, trainable: bool | str = False
+) -> LayerLaw:
+    """The law of an attention module, in the precision of the model but not below float32."""
+    check_law(law)
+    check_choice("count", count, COUNTS)
+    heads = n_heads(module)
+    if trainable:
+        if trainable == "head" and heads is None:
+            must = "be True for attention layers that do not say how many heads they have"
+            raise value_error("trainable", must, f"'head' with {type(module).__name__}")
+        initial = _with_arrays_to_train(law, heads if trainable == "head" else None)
+        if not _is_trainable(initial):
+            must = "have a parameter that can be trained (`laws.scaled(law, 1.0)` has one)"
+            raise value_error(name, must, repr(law))
+    else:
+        initial = law
+    for _, shape, _ in initial._named_shapes():
+        if heads is not None and shape not in ((), (1,), (heads,)):
+            must = f"have numbers as parameters, or one per head, ({heads},)"
+            raise value_error(name, must, shape)
+    parameter = next(module.parameters(), None)
+    device = model.device if parameter is None else parameter.device
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+
+    def placed(x: Any) -> Any:
+        if trainable or not getattr(x, "requires_grad", False):
+            return to_numpy(x)
+        # A copy on another device would not be trained.
+        if x.device != device:
+            raise value_error(name, f"be on the device of the layer ({device})", x.device)
+        return x
+
+    like = torch.empty(0, device=device, dtype=dtype)
+    return LayerLaw(initial._with_arrays(placed), count, bool(trainable), like)
+
+
+def _with_arrays_to_train(law: Law, heads: int | None) -> Law:
+    """The law with NumPy arrays as the parameters to train: of each head, if `heads` are given."""
+    import numpy as np
+
+    changes: dict[str, Any] = {}
+    for name, x in vars(law).items():
+        if isinstance(x, Law):
+            changes[name] = _with_arrays_to_train(x, heads)
+        elif name not in _FIXED and (is_array(x) or isinstance(x, (Real, tuple))):
+            value = to_numpy(x) if is_array(x) else np.asarray(x, dtype=np.float64)
+            knots = value.shape[-1:] if name == "factors" else ()
+            shape = value.shape[: value.ndim - len(knots)]
+            # Fully sharded data parallelism refuses parameters without axes.
+            shape = np.broadcast_shapes(shape, (1,) if heads is None else (heads,))
+            changes[name] = np.broadcast_to(value, (*shape, *knots)).copy()
+    return replace(law, **changes)
+
+
+def _is_trainable(law: Law) -> bool:
+    return any(
+        _is_trainable(x) if isinstance(x, Law) else name not in _FIXED and is_array(x)
+        for name, x in vars(law).items()
+    )
+
+
+def _with_tensors(law: Law, trainable: bool, like: torch.Tensor) -> Law:
+    """The law with parameters or tensors in place of NumPy arrays."""
+    changes: dict[str, Any] = {}
+    for name, x in vars(law).items():
+        if isinstance(x, Law):
+            changes[name] = _with_tensors(x, trainable, like)
+        elif is_array(x) and not isinstance(x, torch.Tensor):
+            x = torch.tensor(x, device=like.device, dtype=like.dtype)
+            changes[name] = torch.nn.Parameter(x) if trainable and name not in _FIXED else x
+    return replace(law, **changes)

@@ -1,0 +1,257 @@
+"""Laws in the configuration of a model, so that `save_pretrained` and `from_pretrained` keep them.
+
+The configuration says which laws a model has, and with which values they start. What training makes of
+them is in the state dict, under the names of the modules. `extend_transformers` is the one place that
+changes transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, initialization
+
+from isentropic import laws as laws_module
+from isentropic._checks import type_error, value_error
+from isentropic.integrations.huggingface._bases import let_laws_in
+from isentropic.integrations.huggingface._interface import LAW, NAME
+from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
+
+ENTRY, _VERSION = "isentropic_laws", 1
+# What transformers reads, but does not write. So it refuses to load a model with laws without this
+# package, and does not compute its attention without them.
+_IMPLEMENTATION = "attn_implementation"
+
+
+def extend_transformers() -> None:
+    """Let the models of transformers keep their laws.
+
+    Four methods of PreTrainedModel get a step before or after. It does nothing for models without laws.
+    Calling this again has no effect.
+    """
+    for name, extend in _EXTENSIONS.items():
+        original = getattr(PreTrainedModel, name)
+        if not hasattr(original, "keeps_laws"):
+            method = functools.wraps(original)(extend(original))
+            method.keeps_laws = True  # type: ignore[attr-defined]
+            setattr(PreTrainedModel, name, method)
+
+
+def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_init(self: Any) -> None:
+        made = make_laws(self)  # before the weights are initialized or loaded
+        original(self)
+        if made:
+            # Loading in half precision would round the laws.
+            self._keep_in_fp32_modules_strict.add(LAW)
+
+    return post_init
+
+
+def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(module, LayerLaw):
+            return original(self, module, *args, **kwargs)
+        if not module._is_hf_initialized:
+            for x, value in module.values():
+                initialization.copy_(x, value)  # unless it has been loaded
+            module._is_hf_initialized = True
+        return None
+
+    return initialize
+
+
+def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, kind in write_entry(self).items():
+            warnings.warn(
+                f"The law of {name} cannot be saved: only those of isentropic.laws can, got {kind}.",
+                stacklevel=2,
+            )
+        return original(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _set_attn_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        let_laws_in(module for module in self.modules() if getattr(module, LAW, None) is not None)
+        return result
+
+    return set_attn_implementation
+
+
+_EXTENSIONS = {
+    "post_init": _post_init,
+    "_initialize_weights": _initialize_weights,
+    "save_pretrained": _save_pretrained,
+    "set_attn_implementation": _set_attn_implementation,
+}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A law, or None for standard attention, and the models around it by name, outer first."""
+
+    name: str
+    law: LayerLaw | None
+    models: tuple[tuple[str, Any], ...]
+
+    @property
+    def implementation(self) -> str | None:
+        return self.models[-1][1].config._attn_implementation
+
+    def home(self) -> tuple[Any, str]:
+        """The configuration that is saved with the law, and the name of the module there.
+
+        It is that of the innermost model of those whose configuration is saved. The name is the one
+        within the base model, which is the same with every head on top.
+        """
+        saved = {id(config) for config in _configs(self.models[0][1].config)}
+        config = next(m.config for _, m in reversed(self.models) if id(m.config) in saved)
+        prefix, model = next((p, m) for p, m in self.models if m.config is config)
+        name = self.name.removeprefix(f"{prefix}.")
+        is_base = model.base_model is model
+        return config, name if is_base else name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def _held_laws(module: Any, name: str = "", models: tuple[Any, ...] = ()) -> Iterator[_Held]:
+    if isinstance(module, PreTrainedModel):
+        models = (*models, (name, module))
+    if hasattr(module, LAW) and models:
+        yield _Held(name, getattr(module, LAW), models)
+    for key, child in module.named_children():
+        yield from _held_laws(child, f"{name}.{key}" if name else key, models)
+
+
+def write_entry(model: torch.nn.Module) -> dict[str, str]:
+    """Write the present laws of a model into its configurations.
+
+    Returns
+    -------
+    dict
+        The names of attention modules whose law cannot be described, and the classes of these laws.
+    """
+    unsaved: dict[str, str] = {}
+    for root in _outermost_models(model):
+        for config in _configs(root.config):
+            vars(config).pop(ENTRY, None)
+            if NAME in str(vars(config).get(_IMPLEMENTATION)):  # it may be of someone else
+                vars(config).pop(_IMPLEMENTATION)
+        for held in _held_laws(root):
+            config, name = held.home()
+            empty = {"version": _VERSION, "base": NAME, "layers": {}}
+            entry = vars(config).setdefault(ENTRY, empty)
+            entry["layers"][name] = description = _description(held.law)
+            if description is not None:
+                entry["base"] = held.implementation
+                if "unsaved" in description:
+                    unsaved[name] = description["unsaved"]
+        for config in _configs(root.config):
+            if not any(vars(config).get(ENTRY, {"layers": {}})["layers"].values()):
+                vars(config).pop(ENTRY, None)
+        _require_implementation(root.config)
+    return unsaved
+
+
+def _require_implementation(config: Any) -> Any:
+    """Let transformers ask for this package's attention in each configuration that has laws.
+
+    Returns
+    -------
+    str, dict or None
+        What to ask for in `config`: a dictionary with one value per configuration within it, and its
+        own under "". Some outer configurations overwrite what the inner ones ask for, others do not.
+    """
+    own = NAME if ENTRY in vars(config) else None
+    inner = {key: getattr(config, key, None) for key in config.sub_configs}
+    wanted = {key: _require_implementation(x) for key, x in inner.items() if x is not None}
+    wanted = {key: x for key, x in {"": own, **wanted}.items() if x is not None}
+    asked = own if wanted.keys() <= {""} else wanted
+    if asked is not None:
+        setattr(config, _IMPLEMENTATION, asked)
+    return asked
+
+
+def _description(law: Any) -> dict[str, Any] | None:
+    if law is None:
+        return None
+    try:
+        return law.to_dict()
+    except TypeError:
+        return {"unsaved": law._kind.__name__}
+
+
+def _outermost_models(module: torch.nn.Module) -> list[Any]:
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [model for child in module.children() for model in _outermost_models(child)]
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for key in config.sub_configs:
+        if (inner := getattr(config, key, None)) is not None:
+            yield from _configs(inner)
+
+
+def make_laws(model: Any) -> bool:
+    """Give a new model the laws that its configuration describes. Say whether there were any."""
+    entry = vars(model.config).get(ENTRY)
+    if entry is None:
+        return False
+    _check(entry)
+    made = []
+    for name, description in entry["layers"].items():
+        module = _find(model, name)
+        # An inner model may have made the law already.
+        if module is not None and not hasattr(module, LAW):
+            setattr(module, LAW, _from_description(description, module, model, name))
+            made.append(module)
+    if made:
+        let_laws_in(made)
+        setattr(model.config, _IMPLEMENTATION, NAME)  # transformers has removed it
+        base = entry.get("base", NAME)
+        if model.config._attn_implementation == NAME != base:
+            model.set_attn_implementation(base)
+    return bool(made)
+
+
+def _check(entry: Any) -> None:
+    layers = entry.get("layers") if isinstance(entry, dict) else None
+    if not isinstance(layers, dict) or not all(isinstance(x, dict | None) for x in layers.values()):
+        must = "be a dictionary whose 'layers' are dictionaries or None"
+        raise type_error(f"config.{ENTRY}", must, repr(layers))
+    if type(entry.get("version")) is not int or entry["version"] != _VERSION:
+        must = f"have the version {_VERSION}; a newer isentropic may read it"
+        raise value_error(f"config.{ENTRY}", must, repr(entry.get("version")))
+
+
+def _find(model: Any, name: str) -> Any:
+    for owner in (model.base_model, model):
+        try:
+            return owner.get_submodule(name)
+        except AttributeError:
+            continue
+    return None
+
+
+def _from_description(description: Any, module: Any, model: Any, name: str) -> LayerLaw | None:
+    if description is None:
+        return None
+    if "unsaved" in description:
+        warnings.warn(
+            f"The law {description['unsaved']} of {name} was not saved, and so {name} has standard "
+            "attention. Apply the law by `huggingface.use`.",
+            stacklevel=4,
+        )
+        return None
+    law = laws_module.from_dict(description.get("law"))
+    trainable = description.get("trainable", False) is True
+    return layer_law(law, description.get("count"), module, model, name, trainable)
