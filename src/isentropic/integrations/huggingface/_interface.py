@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from isentropic._attention.functions import attention, attention_state, attention_weights, scale_queries
+from isentropic._attention.functions import attention, attention_weights, scale_queries
 from isentropic._checks import type_error, value_error
-from isentropic.integrations._observe import visible_counts, with_sink
+from isentropic.integrations._observe import visible_counts
 from isentropic.laws._law import Law
 from isentropic.masks import Mask, causal
 
@@ -102,14 +102,11 @@ def attend(
     )
     weights = None
     if kwargs.get("output_attentions"):
-        weights = _weights(query, key, s_aux, law, options)
-    out: Any
+        weights = attention_weights(query, key, law=law, sinks=s_aux, **options)
     if dropout > 0 and module.training:
         out = _attend_with_dropout(query, key, value, s_aux, law, options, dropout)
-    elif s_aux is None:
-        out = attention(query, key, value, law=law, **options)
     else:
-        out = state_of(query, key, value, s_aux, law, options).output().to(query.dtype)
+        out = attention(query, key, value, law=law, sinks=s_aux, **options)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -168,22 +165,6 @@ def positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> tor
         must = "be 'keys' if a model passes no `position_ids` (batch, queries) to its attention"
         raise value_error("count", must, "'positions'")
     return positions[:, None] + 1
-
-
-def state_of(query: Any, key: Any, value: Any, sink: Any, law: Law | None, options: Any) -> Any:
-    """The state of attention, with a sink (H,): a logit per head that takes weight but has no value."""
-    state = attention_state(query, key, value, law=law, **options)
-    return state if sink is None else with_sink(state, sink)
-
-
-def _weights(query: Any, key: Any, sink: Any, law: Law | None, options: Any) -> Any:
-    weights = attention_weights(query, key, law=law, **options)
-    if sink is None:
-        return weights
-    log_keys, log_total = (
-        state_of(query, key, None, x, law, options).log_normalizer() for x in (None, sink)
-    )
-    return (weights * torch.exp(log_keys - log_total)[..., None]).to(query.dtype)
 
 
 def _attend_with_dropout(

@@ -13,10 +13,11 @@ import torch
 from tqdm import tqdm
 
 from isentropic import laws as laws_module
+from isentropic._attention.functions import attention_entropy
 from isentropic._checks import check_real, type_error, value_error
 from isentropic.drift import FACTORS, DriftReport, Recorder
 from isentropic.integrations._observe import Call, listening, visible_counts
-from isentropic.integrations.huggingface._interface import law_of, state_of
+from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._modules import attention_modules
 from isentropic.integrations.huggingface._observe import watch
@@ -233,5 +234,5 @@ def _record(factors: Sequence[float], add: _Add, call: Call) -> None:
     entropies = []
     for factor in factors:
         scaled_law = Constant(factor) if law is None else laws_module.scaled(law, factor)
-        entropies.append(state_of(query, key, None, sink, scaled_law, options).entropy())
+        entropies.append(attention_entropy(query, key, law=scaled_law, sinks=sink, **options))
     add(n.reshape(-1, n_queries), entropies, counted)
