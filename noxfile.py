@@ -285,6 +285,13 @@ def search(session: nox.Session) -> None:
     session.run("python", "docs/examples/source_search.py", *session.posargs)
 
 
+@nox.session
+def models(session: nox.Session) -> None:
+    """Survey the models of transformers for the documentation. Arguments: model types."""
+    install(session, "test", "torch", "transformers")
+    session.run("python", "docs/models_page.py", *session.posargs)
+
+
 EXPERIMENTS = ["first", "masked_language", "entropies", "dimension", "recall"]
 
 

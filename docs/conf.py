@@ -51,6 +51,7 @@ html_theme_options = {
         "**": [],
         "reference/index": ["page-toc"],
         "reference/what-runs-where": ["page-toc"],
+        "reference/models": ["page-toc"],
         "explanation/ledger": ["page-toc"],
         "explanation/experiments": ["page-toc"],
     },
@@ -91,6 +92,13 @@ def write_capabilities(app):
     write(app, "capabilities.md", page())
 
 
+def write_models(app):
+    """The tables of models of transformers, from the stored survey."""
+    from models_page import page
+
+    write(app, "models.md", page())
+
+
 def write(app, name, text):
     path = Path(app.srcdir, "generated", name)
     path.parent.mkdir(exist_ok=True)
@@ -108,3 +116,4 @@ def setup(app):
     app.connect("builder-inited", write_ledger)
     app.connect("builder-inited", write_experiments)
     app.connect("builder-inited", write_capabilities)
+    app.connect("builder-inited", write_models)

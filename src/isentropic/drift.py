@@ -53,7 +53,9 @@ class DriftReport:
         The number of queries in each group, in the layer that has most of them.
     entropy : NumPy array (lengths, layers, heads)
         The mean entropy of these queries in nats. It is NaN where a layer has no query in a group, for
-        example because of a window.
+        example because of a window, and for heads that a layer has not, if others have more.
+    names : tuple of str, or None
+        The names of the layers. None if they have none but their numbers.
 
     Examples
     --------
@@ -69,6 +71,12 @@ class DriftReport:
     lengths: np.ndarray
     counts: np.ndarray
     entropy: np.ndarray
+    names: tuple[str, ...] | None = None
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The names of the layers, or ``"layer 0"`` and so on."""
+        return self.names or tuple(f"layer {i}" for i in range(self.entropy.shape[1]))
 
     @property
     def slope(self) -> np.ndarray:
@@ -107,9 +115,9 @@ class DriftReport:
         result = np.full(self.entropy.shape[1:], np.nan)
         for layer, head in np.ndindex(result.shape):
             h = self.entropy[:, layer, head]
-            known = h == h
-            n = np.log(self.lengths[known])
-            result[layer, head] = np.interp(np.log(length), n, h[known], np.nan, np.nan)
+            if (known := h == h).any():
+                n = np.log(self.lengths[known])
+                result[layer, head] = np.interp(np.log(length), n, h[known], np.nan, np.nan)
         return result
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +126,8 @@ class DriftReport:
         Returns
         -------
         dict
-            ``lengths``, ``counts``, ``entropy`` and ``slope``, with None in place of NaN.
+            ``lengths``, ``counts``, ``entropy`` and ``slope``, with None in place of NaN, and ``names``
+            if there are any.
         """
         import numpy as np
 
@@ -126,7 +135,8 @@ class DriftReport:
         fields = {name: np.asarray(getattr(self, name)).astype(object) for name in names}
         for x in fields.values():
             x[x != x] = None
-        return {name: x.tolist() for name, x in fields.items()}
+        lists = {name: x.tolist() for name, x in fields.items()}
+        return lists if self.names is None else lists | {"names": list(self.names)}
 
     def __repr__(self) -> str:
         import numpy as np
@@ -135,21 +145,22 @@ class DriftReport:
         shown = np.linspace(0, groups - 1, min(groups, _MOST_COLUMNS)).round().astype(int)
         lengths, entropies, slope = self.lengths[shown], self.entropy[shown], self.slope
         selection = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
+        rows = [("all layers", entropies.reshape(len(shown), -1), slope)]
+        if layers > 1:
+            rows += zip(self.layer_names, entropies.swapaxes(0, 1), slope, strict=True)
+        width = max(len(name) for name, _, _ in rows)
         lines = [
             f"Attention entropy in nats, mean over {heads} heads a layer{selection}",
-            "n".ljust(10)
+            "n".ljust(width)
             + "".join(format(n, ".0f" if n >= 100 else ".3g").rjust(8) for n in lengths)
             + "   dH/dlog n: mean, lowest, highest",
         ]
-        rows = [("all layers", entropies.reshape(len(shown), -1), slope)]
-        if layers > 1:
-            rows += [(f"layer {i}", entropies[:, i], slope[i]) for i in range(layers)]
         for name, entropy, slope in rows:
             known = slope[slope == slope]
             drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
             means = [_mean(h) for h in entropy]
-            lines.append(name.ljust(10) + _format_row(means) + "   " + _format_row(drift))
-        lines.append("log n".ljust(10) + _format_row(math.log(n) for n in lengths))
+            lines.append(name.ljust(width) + _format_row(means) + "   " + _format_row(drift))
+        lines.append("log n".ljust(width) + _format_row(math.log(n) for n in lengths))
         return "\n".join(lines)
 
 
@@ -177,6 +188,8 @@ class Recorder:
     def __init__(self, argument: str, factors: Sequence[float] = (1.0,)) -> None:
         self.argument = argument  # the name in messages about samples that cannot be used
         self.factors = tuple(factors)
+        self.names: tuple[str, ...] | None = None  # of the layers
+        self._heads: dict[int, int] = {}  # the number of heads of each layer
         # By (group, layer): the number of queries, the sum of log n, and the sums of entropies
         # (factors, heads). A group is n, or −i for the half octave around 2^{i/2}.
         self._sums: dict[tuple[int, int], tuple[int, float, Any]] = {}
@@ -193,7 +206,7 @@ class Recorder:
 
         h = np.stack([to_numpy(x).astype(np.float64) for x in entropies])
         h = np.moveaxis(h, -2, 0)  # (heads, factors, ..., L)
-        heads = next(iter(self._sums.values()))[2].shape[-1] if self._sums else h.shape[0]
+        heads = self._heads.setdefault(layer, h.shape[0])
         if h.shape[0] != heads:
             raise value_error(self.argument, f"have as many heads all of them, {heads}", h.shape[0])
         shape = h.shape[2:]
@@ -227,17 +240,18 @@ class Recorder:
             raise value_error(self.argument, "have queries that see two keys or more", "none")
         if len({group for group, _ in self._sums if group > 0}) > _MOST_LENGTHS:
             self._merge_into_half_octaves()
-        layers = sorted({layer for _, layer in self._sums})
-        heads = next(iter(self._sums.values()))[2].shape[-1]
+        layers = sorted(self._heads)
+        shape = len(self.factors), len(layers), max(self._heads.values())
         means = []
         for group in {group for group, _ in self._sums}:
             sums = {layer: self._sums[group, layer] for layer in layers if (group, layer) in self._sums}
-            unknown = np.full((len(self.factors), heads), np.nan)
-            parts = [sums[i][2] / sums[i][0] if i in sums else unknown for i in layers]
+            mean = np.full(shape, np.nan)
+            for layer, (count, _, total) in sums.items():
+                mean[:, layers.index(layer), : self._heads[layer]] = total / count
             counts = [count for count, _, _ in sums.values()]
             log_n = sum(total for _, total, _ in sums.values()) / sum(counts)
             length = math.exp(log_n) if group < 0 else group
-            means.append((length, max(counts), np.stack(parts, axis=-2)))
+            means.append((length, max(counts), mean))
         means.sort(key=lambda mean: mean[0])
         lengths, counts, entropy = zip(*means, strict=True)
         return np.asarray(lengths, dtype=np.float64), np.asarray(counts), np.stack(entropy, axis=1)
@@ -253,7 +267,7 @@ class Recorder:
     def report(self) -> DriftReport:
         """The entropies at the factor 1."""
         lengths, counts, entropy = self.means()
-        return DriftReport(lengths, counts, entropy[self.factors.index(1.0)])
+        return DriftReport(lengths, counts, entropy[self.factors.index(1.0)], self.names)
 
     def target(self, reference_length: float) -> np.ndarray:
         """The mean entropies at the reference length, (layers, heads)."""
@@ -280,18 +294,17 @@ class Recorder:
         import numpy as np
 
         lengths, counts, entropy = self.means()
-        layers, heads = entropy.shape[2:]
         laws = []
-        for layer in range(layers):
+        for layer, heads in sorted(self._heads.items()):
             known = np.isfinite(entropy[0, :, layer, 0])
-            if not np.isfinite(target[layer]).all():
+            if not np.isfinite(target[layer, :heads]).all():
                 # The reference length is not within the range of this layer, perhaps for a window.
                 laws.append(AffineLog(np.zeros(heads), np.ones(heads)))
                 continue
             n = lengths[known]
             start = None if current is None else to_numpy(current[layer](n)).T
             factor, is_met = _holding_factors(
-                self.factors, entropy[:, known, layer], target[layer], start
+                self.factors, entropy[:, known, layer, :heads], target[layer, :heads], start
             )
             laws.append(_fitted(n, factor, is_met * (counts[known] * n)[:, None], reference_length))
         return laws

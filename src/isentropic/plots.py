@@ -124,7 +124,10 @@ def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
     _set_integer_ticks(ax.xaxis, heads)
-    _set_integer_ticks(ax.yaxis, layers)
+    if report.names is None:
+        _set_integer_ticks(ax.yaxis, layers)
+    else:
+        ax.set_yticks(range(layers), report.names)
     return ax
 
 

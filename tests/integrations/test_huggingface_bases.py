@@ -462,10 +462,10 @@ class TestUse:
     def test_no_eager_attention(self):
         layer = nn.Linear(2, 2)
         layer.config = transformers.LlamaConfig(attn_implementation="sdpa")
-        _bases.let_laws_in([layer])
+        _bases._put_law_into_eager(layer)
         layer.config._attn_implementation = "eager"
         with pytest.raises(ValueError, match=r"`base` must not be 'eager' for .*, got it for Linear"):
-            _bases.let_laws_in([layer])
+            _bases._put_law_into_eager(layer)
 
 
 class TestUnknownCounts:

@@ -5,7 +5,7 @@ of a model are numbered from 0, in the order of ``model.modules()``.
 
 Laws are submodules of the attention modules, so that models with different laws are independent. A
 model is saved with its laws. So that ``from_pretrained`` brings them back, importing this module
-registers ``attn_implementation="isentropic"`` and adds a step to four methods of PreTrainedModel, which
+registers ``attn_implementation="isentropic"`` and adds a step to five methods of PreTrainedModel, which
 do nothing for models without laws.
 """
 
@@ -20,6 +20,7 @@ from isentropic.integrations.huggingface._files import load_laws, save_laws
 from isentropic.integrations.huggingface._interface import register
 from isentropic.integrations.huggingface._laws import laws_of, use
 from isentropic.integrations.huggingface._measure import calibrate, profile
+from isentropic.integrations.huggingface._modules import layer_names
 from isentropic.integrations.huggingface._observe import ObserveCallback, observe
 from isentropic.integrations.huggingface._saving import extend_transformers
 
@@ -27,6 +28,7 @@ __all__ = [
     "ObserveCallback",
     "calibrate",
     "laws_of",
+    "layer_names",
     "load_laws",
     "observe",
     "profile",

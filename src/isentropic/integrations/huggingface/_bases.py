@@ -25,12 +25,14 @@ from transformers.masking_utils import (
 from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
 from isentropic.integrations._observe import visible_counts
+from isentropic.integrations.huggingface._hooks import set_implementation
 from isentropic.integrations.huggingface._interface import (
     law_of,
     positions_from_1,
     register,
     visibility_mask,
 )
+from isentropic.integrations.huggingface._modules import uses_interface
 from isentropic.laws._law import Law
 
 _Counter: TypeAlias = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, Any, dict[str, Any]], Any]
@@ -51,7 +53,7 @@ def set_base(model: Any, modules: Iterable[Any], base: str) -> None:
     if base != "eager" and base not in known and "/" not in base:
         must = f"be 'eager', the name of a kernel of the Hub, or one of {', '.join(map(repr, known))}"
         raise value_error("base", must, repr(base))
-    model.set_attn_implementation(base)
+    set_implementation(model, base)
     let_laws_in(modules)
 
 
@@ -61,7 +63,8 @@ def let_laws_in(modules: Iterable[Any]) -> None:
     for name, function in list(AttentionInterface().items()):
         AttentionInterface.register(name, with_law(function, _counter(name)))
     for module in modules:
-        _put_law_into_eager(module)
+        if uses_interface(module):
+            _put_law_into_eager(module)
 
 
 def with_law(function: Callable[..., Any], counted: _Counter) -> Callable[..., Any]:

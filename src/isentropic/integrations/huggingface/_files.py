@@ -11,7 +11,7 @@ from typing import Any
 
 from isentropic import laws as laws_module
 from isentropic._checks import value_error
-from isentropic.integrations.huggingface._laws import Laws, check_numbers, not_laws_error
+from isentropic.integrations.huggingface._laws import Laws, check_keys, not_laws_error
 from isentropic.laws._law import Law
 
 _FORMAT, _VERSION = "isentropic-laws", 1
@@ -47,8 +47,8 @@ def save_laws(laws: Laws, path: str | os.PathLike[str]) -> None:
     if isinstance(laws, Law):
         content: dict[str, Any] = {"law": laws_module.to_dict(laws)}
     elif isinstance(laws, Mapping):
-        check_numbers(laws)
-        content = {"layers": {str(i): _law_to_json(law) for i, law in sorted(laws.items())}}
+        check_keys(laws)
+        content = {"layers": {str(key): _law_to_json(law) for key, law in laws.items()}}
     elif isinstance(laws, Sequence) and not isinstance(laws, str):
         content = {"layers": [_law_to_json(law) for law in laws]}
     else:
@@ -106,9 +106,9 @@ def load_laws(path: str | os.PathLike[str]) -> Laws:
     layers = content.get("layers")
     if isinstance(layers, list):
         return [_law_from_json(x) for x in layers]
-    if not isinstance(layers, dict) or not all(_LAYER.fullmatch(key) for key in layers):
+    if not isinstance(layers, dict):
         raise value_error("path", "be a file with a 'law' or with 'layers'", path)
-    return {int(key): _law_from_json(x) for key, x in layers.items()}
+    return {int(key) if _LAYER.fullmatch(key) else key: _law_from_json(x) for key, x in layers.items()}
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
 from isentropic.integrations.huggingface._bases import set_base
+from isentropic.integrations.huggingface._hooks import hooks
 from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, law_of
 from isentropic.integrations.huggingface._layer_law import COUNTS, layer_law
 from isentropic.integrations.huggingface._modules import attention_modules
@@ -17,7 +20,7 @@ from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.integrations.huggingface._saving import write_entry
 from isentropic.laws._law import Law
 
-Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int, Law | None] | None
+Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
 
 _MISSING = object()
 
@@ -35,15 +38,20 @@ def use(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model, which is changed in place: its attention implementation becomes `base`. It may be a
-        part of a model, such as the text model of a multimodal one.
+        The model, which is changed in place: its attention implementation becomes `base`, unless it
+        does not use the AttentionInterface. It may be a part of a model, such as the text model of a
+        multimodal one.
     laws : Law, None, sequence or mapping
-        One law for all attention layers, a sequence with one law per layer, or a mapping from layer
-        numbers to laws. Layers that are not in the mapping, and layers with None, use standard
-        attention. Array parameters of a law have the shape (H,), one number per head. They become
-        buffers of the layer, on its device, in float32, or in float64 for a float64 model. Tensors that
-        require gradients are not copied, and must be on that device. They are not parameters of the
-        model, so pass them to the optimizer separately, or let the model have its own by `trainable`.
+        One law for all attention layers, a sequence with one law per layer, or a mapping to laws. The
+        keys of a mapping are numbers of layers, names of layers, or patterns of names, such as
+        ``"*.language_model.*"``, as in `fnmatch.fnmatchcase`; `layer_names` lists the names. If several
+        keys match a layer, the last of them counts. Layers that no key matches, and layers with None,
+        use standard attention.
+
+        Array parameters of a law have the shape (H,), one number per head. They become buffers of the
+        layer, on its device, in float32, or in float64 for a float64 model. Tensors that require
+        gradients are not copied, and must be on that device. They are not parameters of the model, so
+        pass them to the optimizer separately, or let the model have its own by `trainable`.
     count : {"keys", "positions"}
         What the n of a law counts: the keys that the query sees, or its position plus one. The table in
         `isentropic.laws.preset` says what the rules of other models count.
@@ -69,9 +77,9 @@ def use(
     TypeError
         For a `model` that is not a transformers model, and for `laws` that are not laws.
     ValueError
-        For a model whose attention implementation cannot be changed, for layer numbers that it does not
-        have, for parameters that do not fit its heads, for `trainable` laws with nothing to train, and
-        for a `base` that does not exist or does not support the model. Calling the model raises it with
+        For a model on whose attention laws cannot act, for layers that it does not have, for parameters
+        that do not fit its heads, for `trainable` laws with nothing to train, and for a `base` that
+        does not exist or does not support the model. Calling the model raises it with
         ``count="positions"`` if the model does not pass positions to its attention, and with another
         base if that does not tell the number of keys.
     ImportError
@@ -82,7 +90,13 @@ def use(
     The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, and
     keys outside a sliding window are not counted, so decoding with a cache equals prefill. Sinks are
     not counted as keys. The law multiplies the products of queries and keys, before a soft cap and
-    position biases.
+    position biases, such as those of T5, ALiBi and MPNet. Where positions are products with the query
+    or the key, as in DeBERTa, Funnel and SpeechT5, the law multiplies these too.
+
+    Modules that do not use the AttentionInterface of transformers keep their own code, and hooks apply
+    the law. :doc:`/reference/models` lists what runs in which way, and what does not. In some of them,
+    such as DeBERTa, the law f acts on the weights p, which become p^f / Σ p^f. There in float16 it does
+    not bring back weights below 6e-8, which are 0.
 
     For a model that already scales its attention logits by a rule of its own, a warning names the
     rule and says how to switch it off. `isentropic.laws.from_config` returns these rules.
@@ -118,8 +132,8 @@ def use(
     """
     if not isinstance(trainable, bool):
         check_choice("trainable", trainable, ("head",))
-    modules = list(attention_modules(model).values())
-    layer_laws = per_layer(laws, count, len(modules))
+    named = attention_modules(model)
+    modules, layer_laws = list(named.values()), per_layer(laws, count, list(named))
     warn_of_rules(modules, [law for law, _ in layer_laws])
     return apply(model, modules, layer_laws, base, trainable)
 
@@ -158,23 +172,34 @@ def laws_of(model: Any) -> dict[str, LawAndCount]:
     return {name: law_of(module) for name, module in attention_modules(model).items()}
 
 
-def per_layer(laws: Laws, count: str, n_layers: int) -> list[LawAndCount]:
-    """A law, and what its n counts, for each layer."""
+def per_layer(laws: Laws, count: str, names: Sequence[str]) -> list[LawAndCount]:
+    """A law, and what its n counts, for each of the layers with these names."""
     check_choice("count", count, COUNTS)
     if laws is None or isinstance(laws, Law):
-        return [(laws, count)] * n_layers
+        return [(laws, count)] * len(names)
     if isinstance(laws, Mapping):
-        check_numbers(laws)
-        if laws and max(laws) >= n_layers:
-            must = f"name attention layers of the model, 0 to {n_layers - 1}"
-            raise value_error("laws", must, max(laws))
-        return [(laws.get(i), count) for i in range(n_layers)]
+        check_keys(laws)
+        chosen = {name: law for key, law in laws.items() for name in _matching(key, names)}
+        return [(chosen.get(name), count) for name in names]
     if not isinstance(laws, Sequence) or isinstance(laws, str):
         raise not_laws_error(laws)
-    if len(laws) != n_layers:
-        must = f"be as many as the model has attention layers, {n_layers}"
+    if len(laws) != len(names):
+        must = f"be as many as the model has attention layers, {len(names)}"
         raise value_error("laws", must, len(laws))
     return [(law, count) for law in laws]
+
+
+def _matching(key: int | str, names: Sequence[str]) -> list[str]:
+    """The names of the layers that a key of a mapping of laws means."""
+    if isinstance(key, str):
+        if found := [name for name in names if name == key or fnmatchcase(name, key)]:
+            return found
+        closest = ", ".join(map(repr, get_close_matches(key, names, cutoff=0)))
+        must = f"have names or patterns of attention layers as keys, such as {closest} (`layer_names`)"
+        raise value_error("laws", must, repr(key))
+    if key >= len(names):
+        raise value_error("laws", f"name attention layers of the model, 0 to {len(names) - 1}", key)
+    return [names[key]]
 
 
 def not_laws_error(x: Any) -> TypeError:
@@ -186,11 +211,11 @@ def not_laws_error(x: Any) -> TypeError:
     return type_error("laws", must, type(x).__name__)
 
 
-def check_numbers(laws: Mapping[int, Any]) -> None:
+def check_keys(laws: Mapping[int | str, Any]) -> None:
     for key in laws:
-        if not is_integer(key):
-            raise type_error("laws", "have the numbers of layers as keys", repr(key))
-        if key < 0:
+        if not is_integer(key) and not isinstance(key, str):
+            raise type_error("laws", "have the numbers or names of layers as keys", repr(key))
+        if not isinstance(key, str) and key < 0:
             raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
 
 
@@ -210,6 +235,7 @@ def apply(
         before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
         stack.callback(_restore, model, _implementations(model), before)
         set_base(model, modules, base)
+        stack.enter_context(hooks(modules))
         for module, law in zip(modules, held, strict=True):
             setattr(module, LAW, law)
         write_entry(model)

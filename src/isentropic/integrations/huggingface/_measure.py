@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,16 +16,24 @@ from tqdm import tqdm
 from isentropic import laws as laws_module
 from isentropic._attention.functions import attention_entropy
 from isentropic._checks import check_real, type_error, value_error
+from isentropic._entropy import entropy
 from isentropic.drift import FACTORS, DriftReport, Recorder
 from isentropic.integrations._observe import Call, listening, visible_counts
+from isentropic.integrations.huggingface._families import family_of
+from isentropic.integrations.huggingface._hooks import (
+    argument_names,
+    cached_length,
+    key_source,
+    weights_with_law,
+)
 from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._modules import attention_modules
 from isentropic.integrations.huggingface._observe import watch
 from isentropic.laws._formulas import AffineLog
-from isentropic.laws._law import Constant
+from isentropic.laws._law import Constant, Law
 
-_Add = Callable[[Any, list[Any], Any], None]
+_Add = Callable[[int, Any, list[Any], Any], None]
 
 
 def profile(
@@ -40,12 +49,13 @@ def profile(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        An encoder or a decoder with self-attention only. If it has a head on top, such as one for
-        language modeling, that runs too. ``model.base_model`` avoids the memory for its logits.
+        If it has a head on top, such as one for language modeling, that runs too. ``model.base_model``
+        avoids the memory for its logits.
     batches : iterable
         The inputs of the model: mappings of tensors (such as ``input_ids`` and ``attention_mask``), or
         tensors. They are moved to the device of the model. An encoder needs batches of different
-        lengths; in a decoder, queries see different numbers of keys anyway.
+        lengths; in a decoder, queries see different numbers of keys anyway. For an encoder–decoder they
+        have the inputs of the decoder too, such as ``decoder_input_ids`` or ``labels``.
     laws : Law, sequence or mapping, optional
         Laws as in `use`, applied during the measurement. By default the model keeps its laws.
     count : {"keys", "positions"}
@@ -57,19 +67,26 @@ def profile(
     -------
     DriftReport
         The report does not include padding. In models with sinks, the entropy is that of the
-        distribution over the keys and the sink.
+        distribution over the keys and the sink. If the layers are not all of one kind, as in an
+        encoder–decoder, they have their names in the report. The n of cross-attention is the number of
+        keys of the encoder.
 
     Raises
     ------
     TypeError, ValueError
-        As in `use`; also for `batches` of another type, for cross-attention, and for `count` without
-        `laws`.
+        As in `use`; also for `batches` of another type, for inputs with a cache, and for `count`
+        without `laws`.
 
     Notes
     -----
     The entropies are exact. They need no L×S arrays beyond the masks that transformers makes, and cost
     as much as computing attention once more. The model runs without gradients, in evaluation mode.
     Queries are grouped as in `isentropic.entropy_drift`.
+
+    Models that do not use the AttentionInterface of transformers form the L×S weights themselves. Their
+    entropies are those of these weights, which takes about as much memory as such a model takes anyway.
+
+    Padding among the queries of cross-attention is that of the self-attention before it.
 
     Examples
     --------
@@ -106,9 +123,9 @@ def calibrate(
     Returns
     -------
     list of AffineLog
-        One law per layer, with NumPy arrays (H,) as parameters, for `use` and `save_laws`. For a layer
-        whose queries never see as many keys as the reference length, the law is the constant 1, which
-        is standard attention.
+        One law per layer, in the order of `layer_names`, with NumPy arrays (H,) as parameters, for
+        `use` and `save_laws`. For a layer whose queries never see as many keys as the reference length,
+        the law is the constant 1, which is standard attention.
 
     Raises
     ------
@@ -157,19 +174,18 @@ def _measure(
     progress: bool,
     count: str = "keys",
 ) -> Recorder:
-    modules = list(attention_modules(model).values())
+    named = attention_modules(model)
+    modules = list(named.values())
     accepted = inspect.signature(model.forward).parameters
-    if "decoder_input_ids" in accepted:
-        must = "be an encoder or a decoder alone (such as `model.get_encoder()`)"
-        raise value_error("model", must, type(model).__name__)
     if isinstance(batches, (Mapping, torch.Tensor)):
         raise type_error("batches", "be an iterable of batches", type(batches).__name__)
     if laws is None:
         layer_laws = [law_of(module) for module in modules]
     else:
-        layer_laws = per_layer(laws, count, len(modules))
+        layer_laws = per_layer(laws, count, list(named))
     # With a cache, transformers does not detect packed sequences.
     options = {"use_cache": False} if "use_cache" in accepted else {}
+    recorder.names = _report_names(list(named))
     run_layers = set()
 
     def add(layer: int, n: Any, entropies: list[Any], counted: Any) -> None:
@@ -199,40 +215,95 @@ def _to_device(x: Any, device: Any) -> Any:
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
+def _report_names(names: Sequence[str]) -> tuple[str, ...] | None:
+    """The names for a report, or None if the layers are all of one kind, and so numbers suffice."""
+    kinds = {re.sub(r"[0-9]+", "", name) for name in names}
+    return tuple(names) if len(kinds) > 1 else None
+
+
 @contextlib.contextmanager
-def _recording(
-    modules: Sequence[Any], factors: Sequence[float], add: Callable[[int, Any, list[Any], Any], None]
-) -> Iterator[None]:
+def _recording(modules: Sequence[Any], factors: Sequence[float], add: _Add) -> Iterator[None]:
     """Call ``add(layer, n, entropies, counted)`` for every attention of the modules.
 
     `n` is (B or 1, L). `entropies` has an array (B, H, L) for each factor on the logits. `counted`
     (B, L) is True for queries that are not padding.
     """
-    layers = {module: layer for layer, module in enumerate(modules)}
+    run = _Run(factors, add)
+    layers: dict[torch.nn.Module, int] = {}
 
-    def record(module: torch.nn.Module, call: Call) -> None:
+    def hear(module: torch.nn.Module, call: Call) -> None:
         if module in layers:
-            _record(factors, partial(add, layers[module]), call)
+            run.record(layers[module], call)
 
     watch()
-    with listening(record), torch.no_grad():
+    with contextlib.ExitStack() as stack:
+        for layer, module in enumerate(modules):
+            start = partial(run.start, argument_names(module))
+            stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
+            if family_of(module) is None:
+                layers[module] = layer
+            else:
+                end = partial(run.run_again, layer)
+                stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
+        stack.enter_context(listening(hear))
+        stack.enter_context(torch.no_grad())
         yield
 
 
-def _record(factors: Sequence[float], add: _Add, call: Call) -> None:
-    query, key, law, options, sink = call[:5]
-    n_queries, mask = query.shape[2], options["mask"]
-    if key.shape[2] != n_queries:
-        must = "have self-attention alone, and no cache"
-        raise value_error("model", must, f"{n_queries} queries of {key.shape[2]} keys")
-    n = visible_counts(query, key, mask)
-    if isinstance(mask, torch.Tensor) and mask.shape[1] != 1:
-        raise value_error("model", "have masks that are the same for all heads", mask.shape)
-    counted = torch.ones(query.shape[0], n_queries, dtype=torch.bool, device=query.device)
-    if call.counted is not None:
-        counted = counted & call.counted[:, 0]
-    entropies = []
-    for factor in factors:
-        scaled_law = Constant(factor) if law is None else laws_module.scaled(law, factor)
-        entropies.append(attention_entropy(query, key, law=scaled_law, sinks=sink, **options))
-    add(n.reshape(-1, n_queries), entropies, counted)
+class _Run:
+    """What is recorded while a model runs."""
+
+    def __init__(self, factors: Sequence[float], add: _Add) -> None:
+        self.factors, self.add = factors, add
+        self.is_cross = False  # whether the present attention is cross-attention
+        self.counted: Any = None  # those queries of the last self-attention that are not padding
+
+    def start(self, names: Sequence[str], module: Any, args: Any, kwargs: Any) -> None:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        self.is_cross = key_source(arguments) is not None
+        if not self.is_cross and (cached := cached_length(module, arguments)):
+            raise value_error("model", "have no cache", f"one of {cached} keys")
+
+    def record(self, layer: int, call: Call) -> None:
+        query, key, law, options, sink = call[:5]
+        n = visible_counts(query, key, options["mask"])
+        entropies = [
+            attention_entropy(query, key, law=_scaled(law, factor), sinks=sink, **options)
+            for factor in self.factors
+        ]
+        counted = self.counted_queries(options["mask"], entropies[0], key.shape[2])
+        self.add(layer, n.reshape(-1, query.shape[2]), entropies, counted)
+
+    def run_again(self, layer: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        law, count = law_of(module)
+        entropies, n_keys, mask = [], 0, None
+        for factor in self.factors:
+            weights, mask = weights_with_law(module, args, kwargs, _scaled(law, factor), count)
+            entropies.append(entropy(weights.float()))
+            n_keys = weights.shape[-1]
+        n = torch.tensor([n_keys]) if mask is None else mask.sum(-1)
+        counted = self.counted_queries(mask, entropies[0], n_keys)
+        self.add(layer, n.reshape(-1, n.shape[-1]), entropies, counted)
+
+    def counted_queries(self, mask: Any, entropies: Any, n_keys: int) -> Any:
+        """Those of the queries (B, L) that are not padding."""
+        batch, _, n_queries = entropies.shape
+        counted = torch.ones(batch, n_queries, dtype=torch.bool, device=entropies.device)
+        if self.is_cross:
+            known = self.counted is not None and self.counted.shape == counted.shape
+            return self.counted if known else counted
+        if n_keys != n_queries:
+            must = "have as many queries as keys in self-attention"
+            raise value_error("model", must, f"{n_queries} and {n_keys}")
+        if isinstance(mask, torch.Tensor):
+            if mask.shape[1] != 1:
+                raise value_error("model", "have masks that are the same for all heads", mask.shape)
+            # In self-attention, a query that does not see its own position is padding.
+            visible = mask.expand(-1, -1, n_queries, n_queries)[:, 0]
+            counted = counted & visible.diagonal(dim1=-2, dim2=-1)
+        self.counted = counted
+        return counted
+
+
+def _scaled(law: Law | None, factor: float) -> Law:
+    return Constant(factor) if law is None else laws_module.scaled(law, factor)

@@ -8,28 +8,73 @@ from typing import Any
 import torch
 
 from isentropic._checks import type_error, value_error
+from isentropic.integrations.huggingface._families import REFUSED, class_name, family_of
 
 
 def attention_modules(model: Any) -> dict[str, Any]:
-    """By name, the modules whose `forward` looks up its attention in the AttentionInterface."""
+    """By name, the modules on whose attention laws can act."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "set_attn_implementation"):
         raise type_error("model", "be a model of transformers", type(model).__name__)
-
-    def uses_interface(module: torch.nn.Module) -> bool:
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-    modules = {name: module for name, module in model.named_modules() if uses_interface(module)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if uses_interface(module) or family_of(module) is not None
+    }
     if not modules:
-        must = "be a model whose attention goes through the AttentionInterface of transformers"
-        raise value_error("model", must, type(model).__name__)
+        must = (
+            "be a model whose attention goes through the AttentionInterface of transformers, or of a "
+            "family for which isentropic has hooks"
+        )
+        raise value_error("model", must, ": ".join((type(model).__name__, *reasons(model))))
     return modules
+
+
+def uses_interface(module: Any) -> bool:
+    """Whether the module looks up its attention in the AttentionInterface, and laws can act there."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    is_looked_up = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return is_looked_up and class_name(module) not in REFUSED
+
+
+def reasons(model: Any) -> list[str]:
+    """Why laws cannot act on some of the attention of a model."""
+    known = {name: REFUSED[name] for name in map(class_name, model.modules()) if name in REFUSED}
+    return [f"{name.partition('.')[2]}: {reason}" for name, reason in known.items()]
+
+
+def layer_names(model: Any) -> list[str]:
+    """The names of the attention layers of a model, in the order of their numbers.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+
+    Returns
+    -------
+    list of str
+        The names, as in ``model.named_modules()``. The mapping of laws in `use` takes them as keys.
+        Attention that is not in the list stays standard attention.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `use`.
+
+    Examples
+    --------
+    >>> from transformers import BertConfig, BertModel
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> huggingface.layer_names(BertModel(BertConfig(**size, num_hidden_layers=2)))
+    ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
+    """
+    return list(attention_modules(model))
 
 
 def n_heads(module: Any) -> int | None:
     for owner, name in (
-        (module, "num_heads"), (module, "num_attention_heads"), (module, "n_heads"),
-        (getattr(module, "config", None), "num_attention_heads"),
+        (module, "num_heads"), (module, "num_attention_heads"), (module, "n_heads"), (module, "n_head"),
+        (module, "num_attn_heads"), (getattr(module, "config", None), "num_attention_heads"),
     ):  # fmt: skip
         if isinstance(n := getattr(owner, name, None), int):
             return n

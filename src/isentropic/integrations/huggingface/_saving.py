@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, initialization
 from isentropic import laws as laws_module
 from isentropic._checks import type_error, value_error
 from isentropic.integrations.huggingface._bases import let_laws_in
+from isentropic.integrations.huggingface._hooks import hooks
 from isentropic.integrations.huggingface._interface import LAW, NAME
 from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
 
@@ -31,7 +32,7 @@ _IMPLEMENTATION = "attn_implementation"
 def extend_transformers() -> None:
     """Let the models of transformers keep their laws.
 
-    Four methods of PreTrainedModel get a step before or after. It does nothing for models without laws.
+    Five methods of PreTrainedModel get a step before or after. It does nothing for models without laws.
     Calling this again has no effect.
     """
     for name, extend in _EXTENSIONS.items():
@@ -40,6 +41,16 @@ def extend_transformers() -> None:
             method = functools.wraps(original)(extend(original))
             method.keeps_laws = True  # type: ignore[attr-defined]
             setattr(PreTrainedModel, name, method)
+
+
+def _check_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
+    def check_implementation(self: Any, name: str | None, *args: Any, **kwargs: Any) -> Any:
+        entry = vars(self.config).get(ENTRY)
+        if name == NAME and kwargs.get("is_init_check") and isinstance(entry, dict):
+            name = entry.get("base", NAME)  # before the model makes its layers for it
+        return original(self, name, *args, **kwargs)
+
+    return check_implementation
 
 
 def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +99,7 @@ def _set_attn_implementation(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 _EXTENSIONS = {
+    "_check_and_adjust_attn_implementation": _check_implementation,
     "post_init": _post_init,
     "_initialize_weights": _initialize_weights,
     "save_pretrained": _save_pretrained,
@@ -216,10 +228,8 @@ def make_laws(model: Any) -> bool:
             made.append(module)
     if made:
         let_laws_in(made)
+        hooks(made)
         setattr(model.config, _IMPLEMENTATION, NAME)  # transformers has removed it
-        base = entry.get("base", NAME)
-        if model.config._attn_implementation == NAME != base:
-            model.set_attn_implementation(base)
     return bool(made)
 
 

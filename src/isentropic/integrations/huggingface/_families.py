@@ -1,0 +1,191 @@
+"""Attention classes of transformers that do not look up their attention in the AttentionInterface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+# From an attention module and its number of heads: features as axes, and the index of the query.
+_Split: TypeAlias = Callable[[Any, int], tuple[tuple[int, ...], Any]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a law reaches the attention of a class, whose code stays as it is.
+
+    Attributes
+    ----------
+    child : str
+        The child module on which the law acts.
+    query : function or None
+        The child gives features. The function says which are the query, (..., heads, E), that the law
+        multiplies. None if attention weights p of shape (B, H, L, S) pass through the child: the factor
+        f makes p^f / Σ p^f of them, which multiplies all logits by f.
+    masks : tuple of str
+        The arguments that say which keys are visible.
+    cross_mask : str
+        The argument that says so in cross-attention, if it is another.
+    marks_hidden : bool
+        Whether a boolean mask is True at hidden keys.
+    buffer : str
+        The buffer (1, 1, positions, positions) that hides keys too; empty if there is none.
+    positions_first : bool
+        Whether the positions are the first axis of the input, and the batch is the second.
+    unless : str
+        An attribute or argument that must not be set, because the law would act in a wrong place.
+    """
+
+    child: str
+    query: _Split | None = None
+    masks: tuple[str, ...] = ("attention_mask",)
+    cross_mask: str = ""
+    marks_hidden: bool = False
+    buffer: str = ""
+    positions_first: bool = False
+    unless: str = ""
+
+
+def _alone(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
+    return (heads, -1), ...
+
+
+def _in_each_head(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
+    return (heads, 3, -1), (..., 0, slice(None))
+
+
+def _before_all_keys(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
+    return (3, heads, -1), (..., 0, slice(None), slice(None))
+
+
+def _in_blocks(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
+    blocks = 4  # the number of TPU cores on which CodeGen was trained
+    return (blocks, 3, heads // blocks, -1), (..., 0, slice(None), slice(None))
+
+
+def _in_groups(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
+    all_but_key_and_value = (..., slice(-2), slice(None))
+    if module.new_decoder_architecture:
+        groups = module.num_kv_heads
+        return (groups, heads // groups + 2, -1), all_but_key_and_value
+    if module.multi_query:
+        return (heads + 2, -1), all_but_key_and_value
+    return _in_each_head(module, heads)
+
+
+# By the module and the class that define the forward method.
+FAMILIES = {
+    "big_bird.BigBirdSelfAttention": Family("query", _alone, cross_mask="encoder_attention_mask"),
+    "bigbird_pegasus.BigBirdPegasusSelfAttention": Family(
+        "query", _alone, cross_mask="encoder_attention_mask"
+    ),
+    "blip.BlipAttention": Family("qkv", _before_all_keys),
+    "blip_text.BlipTextSelfAttention": Family("query", _alone, cross_mask="encoder_attention_mask"),
+    "bloom.BloomAttention": Family("query_key_value", _in_each_head),
+    # It also multiplies the query with the places of the boxes.
+    "bros.BrosSelfAttention": Family("query", _alone, cross_mask="encoder_attention_mask"),
+    "canine.CanineSelfAttention": Family("query", _alone),
+    "codegen.CodeGenAttention": Family("qkv_proj", _in_blocks),
+    # The query also gives the kernel of the convolution.
+    "convbert.ConvBertSelfAttention": Family("dropout"),
+    "cpmant.CpmAntAttention": Family("project_q", _alone),
+    "data2vec_vision.Data2VecVisionSelfAttention": Family("query", _alone),
+    # The products of contents and positions are logits too, of which one does not have the query.
+    "deberta.DisentangledSelfAttention": Family("dropout"),
+    "deberta_v2.DisentangledSelfAttention": Family("dropout"),
+    "falcon.FalconAttention": Family("query_key_value", _in_groups),
+    "flaubert.MultiHeadAttention": Family("q_lin", _alone, masks=("mask",)),
+    "flava.FlavaSelfAttention": Family("query", _alone),
+    "fsmt.Attention": Family(
+        "q_proj", _alone, ("key_padding_mask", "attn_mask"), marks_hidden=True, positions_first=True
+    ),
+    # The query is added to learned vectors before the products.
+    "funnel.FunnelRelMultiheadAttention": Family("attention_dropout", masks=("attention_inputs",)),
+    "git.GitSelfAttention": Family("query", _alone),
+    "gpt_neo.GPTNeoSelfAttention": Family("q_proj", _alone, buffer="bias"),
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": Family("query_key_value", _in_each_head),
+    "gptj.GPTJAttention": Family("q_proj", _alone),
+    "groupvit.GroupViTAttention": Family("q_proj", _alone),
+    "glpn.GLPNEfficientSelfAttention": Family("dropout"),
+    "ibert.IBertSelfAttention": Family("dropout", unless="quant_mode"),
+    "imagegpt.ImageGPTAttention": Family(
+        "c_attn", _before_all_keys, buffer="bias", unless="is_cross_attention"
+    ),
+    "layoutlmv3.LayoutLMv3SelfAttention": Family("query", _alone),
+    "led.LEDDecoderAttention": Family("q_proj", _alone),
+    # Words and entities have queries of their own.
+    "luke.LukeSelfAttention": Family("dropout"),
+    "lxmert.LxmertAttention": Family("query", _alone),
+    "megatron_bert.MegatronBertSelfAttention": Family("query", _alone),
+    "mgp_str.MgpstrAttention": Family("qkv", _before_all_keys),
+    "mobilevit.MobileViTSelfAttention": Family("query", _alone),
+    "mpnet.MPNetSelfAttention": Family("q", _alone),
+    "mpt.MptAttention": Family("Wqkv", _before_all_keys, marks_hidden=True, unless="clip_qkv"),
+    "mvp.MvpAttention": Family("q_proj", _alone, unless="attn_prompt"),
+    "openai.Attention": Family("c_attn", _before_all_keys, buffer="bias"),
+    "pvt.PvtEfficientSelfAttention": Family("dropout"),
+    "pvt_v2.PvtV2SelfAttention": Family("attn_drop"),
+    "rembert.RemBertSelfAttention": Family("query", _alone),
+    "roformer.RoFormerSelfAttention": Family("query", _alone),
+    "sew_d.DisentangledSelfAttention": Family("dropout"),
+    "speecht5.SpeechT5Attention": Family("q_proj", _alone),
+    # Its features come before its positions.
+    "squeezebert.SqueezeBertSelfAttention": Family("dropout"),
+    "tapas.TapasSelfAttention": Family("query", _alone),
+    "timesformer.TimesformerSelfAttention": Family("qkv", _before_all_keys),
+    "trocr.TrOCRAttention": Family("q_proj", _alone),
+    "tvp.TvpAttention": Family("query", _alone),
+    "vilt.ViltSelfAttention": Family("query", _alone),
+    "visual_bert.VisualBertSelfAttention": Family("query", _alone),
+    "xglm.XGLMAttention": Family("q_proj", _alone),
+    "xlm.MultiHeadAttention": Family("q_lin", _alone, masks=("mask",)),
+}
+
+# Why a law cannot act on other classes.
+_SPARSE = "each query sees a block of keys, and the masks do not say how many"
+_PRODUCTS = "its logits are not products of queries and keys"
+REFUSED = {
+    "autoformer.AutoformerAttention": _PRODUCTS,
+    "big_bird.BigBirdBlockSparseAttention": _SPARSE,
+    "bigbird_pegasus.BigBirdPegasusBlockSparseAttention": _SPARSE,
+    "informer.InformerProbSparseAttention": _SPARSE,
+    "imagegpt.ImageGPTAttention": Family(
+        "c_attn", _before_all_keys, buffer="bias", unless="is_cross_attention"
+    ),
+    "layoutlmv3.LayoutLMv3SelfAttention": Family("query", _alone),
+    "led.LEDEncoderSelfAttention": _SPARSE,
+    "lilt.LiltSelfAttention": "it has two queries, of the texts and of their layout",
+    "longformer.LongformerSelfAttention": _SPARSE,
+    "longt5.LongT5LocalAttention": _SPARSE,
+    "longt5.LongT5TransientGlobalAttention": _SPARSE,
+    "mra.MraSelfAttention": "it approximates the softmax",
+    "nllb_moe.NllbMoeAttention": "its experts read the mask, and expect that of eager attention",
+    "nystromformer.NystromformerSelfAttention": "it approximates the softmax",
+    "pegasus_x.PegasusXAttention": "its encoder reads the mask, and expects that of eager attention",
+    "pegasus_x.PegasusXGlobalLocalAttention": _SPARSE,
+    "prophetnet.ProphetNetNgramSelfAttention": "it has several streams of queries",
+    "reformer.LSHSelfAttention": _SPARSE,
+    "reformer.LocalSelfAttention": _SPARSE,
+    "swin2sr.Swin2SRSelfAttention": "it divides the queries by their lengths",
+    "swinv2.Swinv2SelfAttention": "it divides the queries by their lengths",
+    "wavlm.WavLMAttention": "it passes the weights of its projections to a function of PyTorch",
+    "xlnet.XLNetRelativeAttention": "it has two streams of queries",
+    "yoso.YosoSelfAttention": "it approximates the softmax",
+}
+
+
+def class_name(module: Any) -> str:
+    """The class that defines the forward method of a module, with the name of its file."""
+    forward = inspect.unwrap(type(module).forward)
+    file = forward.__module__.rpartition(".")[2].removeprefix("modeling_")
+    return f"{file}.{forward.__qualname__.rpartition('.')[0]}"
+
+
+def family_of(module: Any) -> Family | None:
+    """How a law reaches a module that computes its attention itself; None for other modules."""
+    return (
+        FAMILIES.get(class_name(module))
+        if type(module).__module__.startswith("transformers.")
+        else None
+    )

@@ -1,0 +1,259 @@
+"""Laws on attention modules that compute their attention themselves, by hooks.
+
+A hook on the attention module counts the keys that each query sees. A hook on one of its children then
+applies the law, as the `Family` of the module says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from isentropic._attention.functions import attention_weights, scale_queries
+from isentropic._checks import value_error
+from isentropic.integrations.huggingface._families import Family, family_of
+from isentropic.integrations.huggingface._interface import law_of, positions_from_1
+from isentropic.integrations.huggingface._modules import n_heads, uses_interface
+from isentropic.laws._law import Law
+
+_Arguments: TypeAlias = Mapping[str, Any]  # of the forward method of an attention module
+
+_HOOKED = "_isentropic_hooked"  # an attribute of attention modules that have hooks
+_PENDING = "_isentropic_pending"  # an attribute of the child until it is called: the law, and n
+# Arguments with the states of which keys are made.
+_KEY_SOURCES = (
+    "key_value_states", "encoder_hidden_states", "cross_attention_states", "hidden_kv", "context",
+    "key", "kv",
+)  # fmt: skip
+_CACHES = {"past_key_values", "layer_past", "layer_state", "cache"}
+
+
+def set_implementation(model: Any, name: str) -> None:
+    """Set the attention implementation of those parts of a model that have one to choose."""
+    owners: dict[int, Any] = {}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # outer before inner
+            owners |= {id(module): part for module in part.modules()}
+    modules = [module for module in model.modules() if id(module) in owners]
+    kept = {}
+    for module in modules:
+        if family_of(module) is not None:
+            config = owners[id(module)].config
+            kept[id(config)] = config, config._attn_implementation
+    if any(map(uses_interface, modules)):
+        model.set_attn_implementation(name)
+    for config, implementation in kept.values():
+        # Modules with hooks expect their own masks. The property would also set inner configurations.
+        config._attn_implementation_internal = implementation
+
+
+def hooks(modules: Iterable[Any]) -> contextlib.ExitStack:
+    """Let laws act on those of the modules that compute their attention themselves, until closed."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            family = family_of(module)
+            if family is None or hasattr(module, _HOOKED):
+                continue
+            setattr(module, _HOOKED, True)
+            stack.callback(delattr, module, _HOOKED)
+            for handle in _hook(family, module):
+                stack.callback(handle.remove)
+        return stack.pop_all()
+
+
+def _hook(family: Family, module: Any) -> Iterator[Any]:
+    before = partial(_before, family, argument_names(module))
+    yield module.register_forward_pre_hook(before, with_kwargs=True)
+    yield module.register_forward_hook(partial(_after, family), always_call=True)
+    child = module.get_submodule(family.child)
+    if family.query is None:
+        yield child.register_forward_pre_hook(_scale_logits)
+    else:
+        features, query = family.query(module, n_heads(module) or 1)
+        yield child.register_forward_hook(
+            partial(_scale_query, features, query, family.positions_first)
+        )
+
+
+def argument_names(module: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _before(family: Family, names: tuple[str, ...], module: Any, args: Any, kwargs: Any) -> None:
+    law, count = law_of(module)
+    if law is not None:
+        _prepare(family, module, dict(zip(names, args, strict=False)) | kwargs, law, count)
+
+
+def _after(family: Family, module: Any, args: Any, output: Any) -> None:
+    child = module.get_submodule(family.child)
+    if hasattr(child, _PENDING):
+        delattr(child, _PENDING)
+        if output is not None:  # after an error it is None
+            must = "have the modules that it had when `use` was called (call it again)"
+            raise value_error("model", must, f"another `{family.child}`")
+
+
+def _prepare(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
+    """Leave the law and n for the hook on the child."""
+    if family.unless and (
+        getattr(module, family.unless, None) or arguments.get(family.unless) is not None
+    ):
+        must = f"not have `{family.unless}` while it has a law"
+        raise value_error("model", must, type(module).__name__)
+    n: Any
+    if count == "positions":
+        states = _states(family, arguments)[:, None]
+        n = positions_from_1(states, arguments.get("position_ids"))
+    else:
+        visible = visible_keys(family, module, arguments)
+        n = None if visible is None else visible.sum(-1)
+        if n is None and family.query is not None:
+            n = _n_keys(family, module, arguments)
+    setattr(module.get_submodule(family.child), _PENDING, (law, n))
+
+
+def _states(family: Family, arguments: _Arguments) -> Any:
+    """The states (B, L, features) of which the queries are made."""
+    states = next(iter(arguments.values()))
+    return states.transpose(0, 1) if family.positions_first else states
+
+
+def _n_keys(family: Family, module: Any, arguments: _Arguments) -> int:
+    """The number of keys, for attention without a mask."""
+    if (states := key_source(arguments)) is not None:
+        return int(states.shape[0 if family.positions_first else 1])
+    return int(_states(family, arguments).shape[1]) + cached_length(module, arguments)
+
+
+def key_source(arguments: _Arguments) -> Any:
+    """The states of which the keys of cross-attention are made; None in self-attention."""
+    states = next(iter(arguments.values()), None)
+    sources = (arguments.get(name) for name in _KEY_SOURCES)
+    return next((x for x in sources if x is not None and x is not states), None)
+
+
+def cached_length(module: Any, arguments: _Arguments) -> int:
+    """The number of keys in the cache of self-attention, before the call."""
+    for name in _CACHES & arguments.keys():
+        if arguments[name] is not None:
+            layer = getattr(module, "layer_idx", None) or getattr(module, "layer_id", None) or 0
+            return int(arguments[name].get_seq_length(layer))
+    return 0
+
+
+def visible_keys(family: Family, module: Any, arguments: _Arguments) -> Any:
+    """The mask (B, 1, L, S), in which axes may be 1, that is True where a key is visible; or None."""
+    is_cross = family.cross_mask and key_source(arguments) is not None
+    masks = [arguments.get(name) for name in ((family.cross_mask,) if is_cross else family.masks)]
+    visible = None
+    for mask in masks:
+        if mask is not None:
+            # In Falcon the heads differ, because their biases are in the mask.
+            part = _as_visible(mask, family.marks_hidden)[:, :1]
+            visible = part if visible is None else visible & part
+    if family.buffer:
+        length = _states(family, arguments).shape[1]
+        cached = cached_length(module, arguments)
+        n_keys = length + cached if visible is None else visible.shape[-1]
+        buffer = getattr(module, family.buffer)[..., n_keys - length : n_keys, :n_keys].bool()
+        visible = buffer if visible is None else visible & buffer
+    return visible
+
+
+def _as_visible(mask: Any, marks_hidden: bool) -> Any:
+    if isinstance(mask, tuple):
+        mask = mask[
+            2
+        ].bool()  # the attention inputs of Funnel: positions, types, mask, and another mask
+    if mask.is_floating_point() and mask.ndim != 3:
+        added = mask if mask.ndim == 4 else mask[None, None]
+        return added > torch.finfo(mask.dtype).min / 2
+    visible = ~mask.bool() if marks_hidden and not mask.is_floating_point() else mask.bool()
+    if mask.ndim == 2:  # of keys
+        return visible[:, None, None]
+    return visible[:, None] if mask.ndim == 3 else visible
+
+
+def _scale_query(
+    features: tuple[int, ...], index: Any, positions_first: bool, child: Any, args: Any, output: Any
+) -> Any:
+    """Multiply the query among the features of a projection by the law."""
+    if not hasattr(child, _PENDING):
+        return output
+    law, n = getattr(child, _PENDING)
+    delattr(child, _PENDING)
+    result = output.unflatten(-1, features).clone()
+    axes = (1, 2, 0) if positions_first else (0, 2, 1)
+    query = result[index].flatten(2, -2).permute(*axes, 3)
+    query = scale_queries(query, n, law=law).permute(*sorted(range(3), key=axes.__getitem__), 3)
+    result[index] = query.reshape(result[index].shape)
+    return result.flatten(-len(features))
+
+
+def _scale_logits(child: Any, args: Any) -> Any:
+    """Multiply the logits by the law: from weights p to p^law / Σ p^law."""
+    if not hasattr(child, _PENDING):
+        return args
+    law, n = getattr(child, _PENDING)
+    delattr(child, _PENDING)
+    weights, *others = args
+    p = weights.float() if weights.dtype.itemsize < 4 else weights
+    # The logarithm of 0 has no gradient.
+    is_zero = p <= 0
+    logits = p.masked_fill(is_zero, 1).log()
+    logits = scale_queries(logits, p.shape[-1] if n is None else n, law=law)
+    return torch.softmax(logits.masked_fill(is_zero, -math.inf), -1).to(weights.dtype), *others
+
+
+def weights_with_law(module: Any, args: Any, kwargs: Any, law: Law, count: str) -> tuple[Any, Any]:
+    """The attention weights (B, H, L, S) that the module forms with a law, by a further run of it.
+
+    Also returns which keys are visible, as `visible_keys`.
+    """
+    family = family_of(module)
+    assert family is not None
+    arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
+    # The run before may have filled a cache.
+    arguments |= dict.fromkeys(_CACHES & arguments.keys())
+    visible = visible_keys(family, module, arguments)
+    _prepare(family, module, arguments, law, count)
+    try:
+        with _LastWeights() as last:
+            module.forward(**arguments)
+    finally:
+        _after(family, module, args, last.output)
+    weights = last.output
+    return weights.reshape(-1, n_heads(module) or 1, *weights.shape[-2:]), visible
+
+
+class _LastWeights(TorchFunctionMode):
+    """Keeps the last attention weights: those of softmax, or of PyTorch's attention."""
+
+    output: Any = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if getattr(function, "__name__", "") == "softmax":
+            self.output = result
+        elif function is scaled_dot_product_attention:
+            self.output = _weights(*args, **kwargs)
+        return result
+
+
+def _weights(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any
+) -> Any:
+    is_bias = attn_mask is not None and attn_mask.is_floating_point()
+    mask = {"bias" if is_bias else "mask": attn_mask}
+    return attention_weights(query, key, law=None, **mask, **options)
