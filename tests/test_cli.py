@@ -124,6 +124,34 @@ class TestModel:
         heads = json.loads(run(*arguments, "--json").stdout)["factors"]["layer 0"]
         assert heads == [[1.0, 1 + np.log(8)], [1.0, 1 + np.log(64)]]
 
+    def test_the_laws_of_a_saved_model(self, run, model, tmp_path):
+        import transformers
+
+        from isentropic.integrations import huggingface
+
+        network = transformers.BertModel.from_pretrained(model, num_hidden_layers=2)
+        huggingface.use(network, {1: laws.LogLength(8)})
+        network.save_pretrained(tmp_path)
+        rows = run("laws", tmp_path, "--lengths", "8,64").stdout.splitlines()[1:]
+        names = [f"encoder.layer.{i}.attention.self" for i in range(2)]
+        assert [row.split() for row in rows] == [
+            [names[0], "1.0000", "1.0000"], [names[1], "1.0000", "2.0000"],
+        ]  # fmt: skip
+
+    def test_observe(self, run, model, texts):
+        def observed(*options):
+            return json.loads(run("observe", model, *texts, "--length", 48, "--json", *options).stdout)
+
+        standard, sharper = observed(), observed("--laws", "su:base=2")
+        assert len(standard["layers"]) == 6
+        profiled = json.loads(run("profile", model, *texts, "--lengths", "48", "--json").stdout)
+        np.testing.assert_allclose(standard["entropy"], profiled["entropy"][0], rtol=1e-4)
+        factor = np.log(48) / np.log(2)
+        first = np.array(standard["largest_logit"][0]) * factor
+        np.testing.assert_allclose(sharper["largest_logit"][0], first, rtol=1e-4)
+        table = run("observe", model, *texts, "--length", 48).stdout.splitlines()
+        assert table[2].split()[:2] == [standard["layers"][0], f"{np.mean(standard['entropy'][0]):.3f}"]
+
     def test_profile(self, run, model, texts, tmp_path):
         options = ["--lengths", "32,64", "--plot", tmp_path / "drift.png"]
         result = run("profile", model, *texts, *options, "--json")
@@ -132,7 +160,8 @@ class TestModel:
         assert data["counts"] == [64, 128]
         assert np.shape(data["entropy"]) == (2, 6, 12)
         assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
-        assert "2/2" in result.stderr  # the progress bar
+        assert "entropies: 100%" in result.stderr  # the progress bar
+        assert "2/2" in result.stderr
         table = run("profile", model, *texts, "--lengths", "32,64").stdout
         mean = np.mean(data["entropy"], axis=(1, 2))
         assert f"all layers{mean[0]:8.3f}{mean[1]:8.3f}" in table

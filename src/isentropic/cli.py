@@ -71,8 +71,9 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
     """Print the factors of laws for given numbers of keys.
 
     NAME is one of the presets, with its parameters: isentropic laws su qwen:length=2048.
-    FILE has the laws of a model, from `isentropic calibrate`: one row per layer, with the mean over the
-    heads. Without names, print all presets that do not need parameters.
+    FILE has the laws of a model, from `isentropic calibrate`. It may also be the folder of a model that
+    was saved with its laws. There is one row per layer, with the mean over the heads. Without names,
+    print all presets that do not need parameters.
     """
     chosen = dict(_named_laws(names)) if names else dict(_laws_without_parameters())
     factors = {name: [_factor(law, n) for n in lengths] for name, law in chosen.items()}
@@ -89,7 +90,7 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
 def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | None]]:
     """The laws of presets, and those of the layers in files."""
     for name in names:
-        model_laws = _laws_of_file(name) if Path(name).is_file() else _law(name)
+        model_laws = _laws_of_path(name) if Path(name).exists() else _law(name)
         if isinstance(model_laws, (laws_module.Law, type(None))):
             yield name, model_laws
         else:
@@ -167,12 +168,20 @@ def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: 
     click.echo(f"{criterion:>9.1f}  entropy criterion, 8.33 log n: no guarantee about distances")
 
 
+_READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_laws_option = click.option(
+    "--laws",
+    "chosen",
+    metavar="FILE|NAME[:PARAMETER=VALUE,...]",
+    help="Laws to apply: a file from `calibrate`, or a preset.",
+)
+
+
 def _add_model_arguments(command: Any) -> Any:
     """Add the arguments that `profile` and `calibrate` share."""
-    readable = click.Path(exists=True, dir_okay=False, path_type=Path)
     options = (
         click.argument("model"),
-        click.argument("texts", nargs=-1, required=True, type=readable, metavar="TEXT..."),
+        click.argument("texts", nargs=-1, required=True, type=_READABLE, metavar="TEXT..."),
         click.option(
             "--lengths", type=_Numbers(), help="Numbers of tokens.  [default: 64,128,256,512]"
         ),
@@ -190,12 +199,7 @@ def _add_model_arguments(command: Any) -> Any:
 
 @main.command()
 @_add_model_arguments
-@click.option(
-    "--laws",
-    "chosen",
-    metavar="FILE|NAME[:PARAMETER=VALUE,...]",
-    help="Laws to apply: a file from `calibrate`, or a preset.",
-)
+@_laws_option
 def profile(
     model: str,
     texts: Sequence[Path],
@@ -216,14 +220,16 @@ def profile(
     network, batches = _load_model_and_batches(model, texts, lengths)
     with _without_traceback():
         report = huggingface.profile(network, batches, laws=model_laws, progress=True)
+        present = huggingface.laws_of(network).values() if model_laws is None else [(model_laws, "")]
     click.echo(json.dumps(report.to_dict()) if as_json else report)
-    _draw(plot, {"standard attention" if model_laws is None else "with laws": report})
+    has_laws = any(law is not None for law, _ in present)
+    _draw(plot, {"with laws" if has_laws else "standard attention": report})
 
 
 def _laws_of_file_or_preset(text: str) -> Any:
     """The laws in a file, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
     if Path(text).is_file():
-        return _laws_of_file(text)
+        return _laws_of_path(text)
     try:
         return _law(text)
     except click.UsageError as error:
@@ -231,10 +237,39 @@ def _laws_of_file_or_preset(text: str) -> Any:
         raise click.UsageError(message) from None
 
 
-def _laws_of_file(path: str) -> Any:
+def _laws_of_path(path: str) -> Any:
+    """The laws in a file, or those of the model in a folder by the names of its layers."""
     huggingface = _import_huggingface()
     with _without_traceback():
-        return huggingface.load_laws(path)
+        if Path(path).is_file():
+            return huggingface.load_laws(path)
+        return {name: law for name, (law, _) in huggingface.laws_of(*_load(path, "AutoModel")).items()}
+
+
+@main.command()
+@click.argument("model")
+@click.argument("texts", nargs=-1, required=True, type=_READABLE, metavar="TEXT...")
+@click.option("--length", type=click.IntRange(min=2), help="Number of tokens.  [default: 512]")
+@_laws_option
+@_as_json
+def observe(
+    model: str, texts: Sequence[Path], length: int | None, chosen: str | None, as_json: bool
+) -> None:
+    """Print entropies, largest logits and sinks of the attention in one pass of a model.
+
+    MODEL and TEXT are as for `profile`. Each text is truncated to the same length.
+    """
+    huggingface = _import_huggingface()
+    model_laws = None if chosen is None else _laws_of_file_or_preset(chosen)
+    network, batches = _load_model_and_batches(model, texts, None if length is None else (length,))
+    with _without_traceback(), contextlib.ExitStack() as stack:
+        if model_laws is not None:
+            stack.enter_context(huggingface.use(network, model_laws))
+        observer = stack.enter_context(huggingface.observe(network, every=None))
+        observer.request()
+        with importlib.import_module("torch").no_grad():
+            network(batches[-1])
+    click.echo(json.dumps(observer.latest.to_dict()) if as_json else observer.latest)
 
 
 @main.command()
@@ -272,7 +307,7 @@ def calibrate(
         )
         huggingface.save_laws(fitted, output)
         reports = {
-            name: huggingface.profile(network, batches, laws=chosen, progress=True)
+            name: huggingface.profile(network, batches, laws=chosen, progress=name)
             for name, chosen in (("standard", {}), ("calibrated", fitted))
         }
     if as_json:
@@ -320,6 +355,17 @@ def _load_model_and_batches(
     name: str, texts: Sequence[Path], lengths: Sequence[int] | None
 ) -> tuple[Any, list[Any]]:
     """The model, from a folder or from the Hub, and the texts as batches of tokens."""
+    tokenizer, model = _load(name, "AutoTokenizer", "AutoModel")
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if lengths is None:
+        lengths = [n for n in _LENGTHS if n <= longest]
+    elif max(lengths) > longest:
+        raise click.UsageError(f"--lengths: the model takes {longest} tokens at most")
+    return model.eval(), list(_batches(tokenizer, texts, lengths))
+
+
+def _load(name: str, *kinds: str) -> list[Any]:
+    """What these classes of transformers load from a folder or from the Hub."""
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -327,8 +373,7 @@ def _load_model_and_batches(
     hub_error = None if is_folder else _hub_error(name)
     options = {"local_files_only": is_folder or hub_error is not None}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        model = transformers.AutoModel.from_pretrained(name, **options).eval()
+        return [getattr(transformers, kind).from_pretrained(name, **options) for kind in kinds]
     except Exception as error:  # the loaders raise exceptions of many types
         if hub_error is None:
             message = f"{name} does not contain a model that loads: {_first_line(error)}"
@@ -336,12 +381,6 @@ def _load_model_and_batches(
             tried = "is not a folder, does not load from the cache, and the Hub cannot be reached"
             message = f"{name} {tried}: {hub_error}"
         raise click.ClickException(message) from None
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if lengths is None:
-        lengths = [n for n in _LENGTHS if n <= longest]
-    elif max(lengths) > longest:
-        raise click.UsageError(f"--lengths: the model takes {longest} tokens at most")
-    return model, list(_batches(tokenizer, texts, lengths))
 
 
 def _hub_error(name: str) -> str | None:

@@ -145,6 +145,20 @@ class Observation:
                     values[f"{prefix}/{name}/layer_{layer}/{part}"] = float(x)
         return values
 
+    def to_dict(self) -> dict[str, Any]:
+        """The observation as plain lists, for JSON.
+
+        Returns
+        -------
+        dict
+            ``step``, ``layers`` and the arrays by their names, with None in place of NaN.
+        """
+        arrays = {name: getattr(self, name).astype(object) for name in QUANTITIES}
+        for x in arrays.values():
+            x[x != x] = None
+        lists = {name: x.tolist() for name, x in arrays.items()}
+        return {"step": self.step, "layers": list(self.layers)} | lists
+
     def __repr__(self) -> str:
         columns = {
             "entropy": (self.entropy, "mean"),

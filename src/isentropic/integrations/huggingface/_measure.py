@@ -42,7 +42,7 @@ def profile(
     *,
     laws: Laws = None,
     count: str = "keys",
-    progress: bool = False,
+    progress: bool | str = False,
 ) -> DriftReport:
     """Measure how the attention entropies of a model change with the number of keys.
 
@@ -60,8 +60,8 @@ def profile(
         Laws as in `use`, applied during the measurement. By default the model keeps its laws.
     count : {"keys", "positions"}
         What the n of `laws` counts, as in `use`. The lengths of the report are always numbers of keys.
-    progress : bool
-        Whether to show a progress bar.
+    progress : bool or str
+        Whether to show a progress bar. A string is its label.
 
     Returns
     -------
@@ -102,11 +102,16 @@ def profile(
     """
     if laws is None and count != "keys":
         raise value_error("count", "come with `laws`", repr(count))
-    return _measure(model, batches, Recorder("batches"), laws, progress, count).report()
+    label = "entropies" if progress is True else progress
+    return _measure(model, batches, Recorder("batches"), laws, label, count).report()
 
 
 def calibrate(
-    model: Any, batches: Iterable[Any], *, reference_length: float | None = None, progress: bool = False
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    reference_length: float | None = None,
+    progress: bool | str = False,
 ) -> list[AffineLog]:
     """Fit a law to every attention head of a model, which keeps its entropy at that of one length.
 
@@ -156,13 +161,15 @@ def calibrate(
         check_real("reference_length", reference_length, least=2)
     if isinstance(batches, Iterator):
         batches = list(batches)
-    standard = _measure(model, batches, Recorder("batches", FACTORS), {}, progress)
+    label = "laws" if progress is True else progress
+    labels = [label and f"{label}, run {i} of 2" for i in (1, 2)]
+    standard = _measure(model, batches, Recorder("batches", FACTORS), {}, labels[0])
     if reference_length is None:
         lengths = standard.report().lengths
         reference_length = math.sqrt(lengths[0] * lengths[-1])
     target = standard.target(reference_length)
     first = standard.laws(reference_length, target)
-    second = _measure(model, batches, Recorder("batches", FACTORS), first, progress)
+    second = _measure(model, batches, Recorder("batches", FACTORS), first, labels[1])
     return second.laws(reference_length, target, first)
 
 
@@ -171,7 +178,7 @@ def _measure(
     batches: Iterable[Any],
     recorder: Recorder,
     laws: Laws,
-    progress: bool,
+    label: str | bool,
     count: str = "keys",
 ) -> Recorder:
     named = attention_modules(model)
@@ -198,7 +205,7 @@ def _measure(
             stack.callback(setattr, module, "training", module.training)
         model.eval()
         stack.enter_context(_recording(modules, recorder.factors, add))
-        for batch in tqdm(batches, disable=not progress):
+        for batch in tqdm(batches, desc=str(label), unit=" batches", disable=not label):
             if isinstance(batch, torch.Tensor):
                 model(batch.to(model.device), **options)
             elif isinstance(batch, Mapping):
