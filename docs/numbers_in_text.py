@@ -45,6 +45,7 @@ def what_holds() -> dict[str, str]:
 
 
 def johnson_lindenstrauss() -> dict[str, str]:
+    from layers.test_linear import errors_of_estimates
     from ledger.test_dimensions import constants_at_half, criterion, famous_constant
     from ledger.test_maps import failures_of_a_spike
 
@@ -54,14 +55,23 @@ def johnson_lindenstrauss() -> dict[str, str]:
         method: str(min_dim(10_000, eps=0.2, delta=0.01, method=method, n_features=5000))
         for method in ("exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff")
     }
-    famous = famous_constant()
-    return dimensions | {
-        "criterion": str(famous["k"]),
-        "off": f"{famous['off']:.0f} of the {famous['pairs']:_d}".replace("_", " "),
-        "natural": f"{constants_at_half()['natural']:.1f}",
-        "of-512": f"{criterion()['of_512']:.1f}",
-        **{name: _power_of_ten(p) for name, p in failures_of_a_spike().items()},
+    features = {
+        f"features-{d}-{square}": " | ".join(f"{x:.2g}" for x in errors_of_estimates(d, square))
+        for d in (64, 8)
+        for square in (1, 4, 7, 16)
     }
+    famous = famous_constant()
+    return (
+        dimensions
+        | features
+        | {
+            "criterion": str(famous["k"]),
+            "off": f"{famous['off']:.0f} of the {famous['pairs']:_d}".replace("_", " "),
+            "natural": f"{constants_at_half()['natural']:.1f}",
+            "of-512": f"{criterion()['of_512']:.1f}",
+            **{name: _power_of_ten(p) for name, p in failures_of_a_spike().items()},
+        }
+    )
 
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {

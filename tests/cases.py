@@ -159,6 +159,16 @@ CASES = {
     "hadamard_transform": lambda a: it.jl.hadamard_transform(a["x"]),
     "hadamard_transform-axis": lambda a: it.jl.hadamard_transform(a["q"], axis=1, norm="backward"),
     "PositiveFeatures": lambda a: it.layers.PositiveFeatures(a["omega"])(a["q"] * 0.3),
+    "PositiveFeatures-variance": lambda a: it.layers.PositiveFeatures(
+        a["omega"], a["weights_scale"]
+    )(a["q"] * 0.3),
+    "linear_attention-variance": lambda a: it.layers.linear_attention(
+        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"], a["weights_scale"]),
+        is_causal=True, scale=0.2,
+    ),
+    "linear_attention_error-variance": lambda a: it.layers.linear_attention_error(
+        a["q"], a["k"], it.layers.PositiveFeatures(a["omega"], a["weights_scale"]), scale=0.1
+    ),
     "linear_attention": lambda a: it.layers.linear_attention(
         a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
     ),

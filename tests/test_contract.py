@@ -18,7 +18,8 @@ IN_FLOAT32 = {
     "attention_entropy-sinks", "attention_information-sinks", "attention_received", "attention_received-sinks",
     "attention_state", "attention_state-parts", "attention_state-sinks", "attention_statistics",
     "attention_statistics-all", "AttentionState-from_output", "cross_entropy", "entropy", "entropy-2",
-    "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error", "merge_states",
+    "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error",
+    "linear_attention_error-variance", "merge_states",
 }  # fmt: skip
 
 

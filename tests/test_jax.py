@@ -622,7 +622,15 @@ EXPLICIT_BROADCASTS = {
     "rotary-positions": lambda a: it.layers.rotary(a["q"], a["n_keys"][:1]),
     "rotary-interleaved-positions": lambda a: it.layers.rotary(a["q"], a["ids"], interleaved=True),
     "PositiveFeatures-heads": lambda a: _heads_of_features(a)(a["q"]),
+    "PositiveFeatures-heads-variance": lambda a: it.layers.PositiveFeatures(
+        jnp.stack([a["omega"]] * 4), a["slope"] + 1
+    )(a["q"]),
     "linear_attention": cases.CASES["linear_attention"],
+    "linear_attention-variance": cases.CASES["linear_attention-variance"],
+    "linear_attention-heads-variance": lambda a: it.layers.linear_attention(
+        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(jnp.stack([a["omega"]] * 4), a["slope"] + 1)
+    ),
+    "linear_attention_error-variance": cases.CASES["linear_attention_error-variance"],
     "linear_attention-causal": lambda a: it.layers.linear_attention(
         a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True
     ),

@@ -9,13 +9,17 @@ First the features attend to the keys, with the bias −‖y‖²/2. Then the qu
 with the log-normalizers of the first attention as bias. Both are the stable pass over tiles. So nothing
 overflows, no maximum over later keys violates causality, and exp needs no additive constant, which
 would bias the estimate.
+
+Importance sampling draws the directions from a wider normal distribution, of the variance s, and
+multiplies each term by the ratio of the densities, e^{ℓ_r} = s^{d/2} e^{−(1 − 1/s)‖ω_r‖²/2}. The mean
+stays, and the variance falls. The ℓ_r are one more bias of the second attention.
 """
 
 from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._attention.generic import (
     AttentionState,
@@ -58,6 +62,9 @@ from isentropic.jl._draws import draw_matrix, generator_of, place_draw, random_o
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
+if TYPE_CHECKING:
+    import numpy as np
+
 
 @equal_by_value
 class PositiveFeatures(NamedTuple):
@@ -69,6 +76,9 @@ class PositiveFeatures(NamedTuple):
     ----------
     weights : array (..., m, d)
         The directions ω. The axes ``...``, if any, give each head directions of its own.
+    variance : array () or (...), above 1/2, optional
+        The variance of the normal entries of the directions; 1 by default. One for all heads, or one
+        for each. In float32 or better.
 
     Examples
     --------
@@ -82,6 +92,7 @@ class PositiveFeatures(NamedTuple):
     """
 
     weights: Array
+    variance: Array | None = None
 
     @property
     def n_features(self) -> int:
@@ -95,17 +106,23 @@ class PositiveFeatures(NamedTuple):
 
     @quietly
     def __call__(self, x: ArrayT) -> ArrayT:
-        """The features ``exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m). They may overflow for large x."""
-        xp = namespace_with_drawn(("features", (self.weights,)), x=x)
+        """The features ``√r exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m). They may overflow for large x.
+
+        r is the ratio of the standard normal density to the one of the directions, at ω.
+        """
+        xp = namespace_with_drawn(("features", tuple(present(**self._asdict()).values())), x=x)
         check_floating(xp, x=x)
         check_ndim(1, x=x)
         if x.shape[-1] != self.n_features:
             raise value_error("x", f"have a last dimension of {self.n_features}", x.shape[-1])
         dtype = accumulator(xp, x.dtype)
         y = xp.astype(x, dtype, copy=False)
-        directions = xp.matrix_transpose(xp.astype(self.weights, dtype, copy=False))
-        score = product(xp, y, directions)
-        phi = xp.exp(score + _norm_term(xp, y)) * self.n_components**-0.5
+        weights, log_ratio = _directions(xp, self, dtype)
+        if x.ndim == 1:
+            log_ratio = log_ratio[..., 0, :]
+        score = product(xp, y, xp.matrix_transpose(weights))
+        score, log_ratio, norm = align(score, log_ratio, _norm_term(xp, y))
+        phi = xp.exp(score + log_ratio / 2 + norm) * self.n_components**-0.5
         return xp.astype(phi, x.dtype, copy=False)
 
 
@@ -140,11 +157,12 @@ def positive_features(
     n_features: int,
     n_components: int,
     *,
+    squared_norm: float = 0.0,
     orthogonal: bool = True,
     rng: Any = None,
     like: Array | None = None,
 ) -> PositiveFeatures:
-    r"""Positive random features of the softmax kernel (FAVOR+).
+    r"""Positive random features of the softmax kernel (FAVOR+, and FAVOR++ with `squared_norm`).
 
     Parameters
     ----------
@@ -152,6 +170,10 @@ def positive_features(
         The dimension d of queries and keys.
     n_components : int ≥ 1
         The number m of features.
+    squared_norm : float ≥ 0
+        The typical ‖x + y‖² of the pairs whose kernel is estimated. The directions are drawn such that
+        the variance of the estimate is least there. The estimate is unbiased with any number. With 0
+        the directions are standard normal, as in FAVOR+.
     orthogonal : bool
         Make the directions orthogonal within blocks of d, with the lengths of normal vectors. The
         estimate is unbiased, as with independent directions, and has less variance.
@@ -165,43 +187,97 @@ def positive_features(
     Raises
     ------
     TypeError
-        If a size is not an integer, if `rng` has another type, or if `like` is not an array of floats.
+        If a size is not an integer, if `squared_norm` is not a number, if `rng` has another type, or if
+        `like` is not an array of floats.
     ValueError
-        If a size is out of range.
+        If a size or `squared_norm` is out of range.
 
     Notes
     -----
-    The features are ``φ(x) = m^{−1/2} exp(ω·x − ‖x‖²/2)``. Without the norm term φ(x)·φ(y) would
-    estimate :math:`e^{\|x+y\|^2/2}`. For independent features the relative variance of the estimate is
-    :math:`(e^{\|x+y\|^2} - 1)/m`. So the required m grows **exponentially** with the squared norms, and
-    does not depend on the number of keys. It is not true that m = O(log n) features suffice.
+    With standard normal directions the features are ``φ(x) = m^{−1/2} exp(ω·x − ‖x‖²/2)``. Without the
+    norm term φ(x)·φ(y) would estimate :math:`e^{\|x+y\|^2/2}`. With directions of the variance s the
+    features have one more factor, the root of the ratio of the densities,
+    :math:`s^{d/4} e^{-(1 - 1/s)\|\omega\|^2/4}`. For independent directions the relative variance of
+    the estimate is
+
+    .. math:: \frac1m\left[\left(\frac{s^2}{2s-1}\right)^{d/2} e^{\|x+y\|^2/(2s-1)} - 1\right],
+
+    for s = 1 :math:`(e^{\|x+y\|^2} - 1)/m`. It is least at s = (1 + t)/2, where
+    :math:`2t = 1 + 2r + \sqrt{(1+2r)^2 + 8r}` and r is ‖x + y‖²/d. That is the s used, with
+    `squared_norm` for ‖x + y‖².
+
+    With s = 1 the required m grows **exponentially** with the squared norms. With the best s it does so
+    while ‖x + y‖² is below d, and beyond that like the power d/2 of it. Either way it does not depend
+    on the number of keys: it is not true that m = O(log n) features suffice.
     `linear_attention_error` reports the measured and the predicted error.
+
+    For attention x and y are queries and keys times the root of the scale, so ‖x + y‖² is
+    ``scale · ‖q + k‖²`` where the law is 1. Its mean over all pairs is the mean of ‖x‖², plus that of
+    ‖y‖², plus twice the product of the mean x and the mean y.
 
     References
     ----------
-    Choromanski et al. 2021, "Rethinking attention with Performers", arXiv 2009.14794.
+    Choromanski et al. 2021, "Rethinking attention with Performers", arXiv 2009.14794; Likhosherstov et
+    al. 2022, "Chefs' random tables", arXiv 2205.15317.
 
     Examples
     --------
-    >>> from isentropic.layers import positive_features
+    >>> import numpy as np
+    >>> from isentropic.layers import linear_attention_error, positive_features
     >>> phi = positive_features(16, 64, rng=0)
     >>> phi.n_features, phi.n_components
     (16, 64)
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 100, 16))  # ‖q + k‖² is 32 on average
+    >>> wide = positive_features(16, 64, squared_norm=32 / 16**0.5, rng=0)
+    >>> errors = [linear_attention_error(q, k, f, law=None).predicted.mean() for f in (phi, wide)]
+    >>> bool(errors[1] < errors[0] / 3)
+    True
     """
-    import numpy as np
-
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     check_flag(orthogonal=orthogonal)
-    if not orthogonal:
-        return PositiveFeatures(
-            draw_matrix(rng, n_features, n_components, like, lambda g, shape: g.standard_normal(shape))
-        )
+    check_real("squared_norm", squared_norm, least=0)
+    variance = _best_variance(float(squared_norm) / n_features)
+    draw = _orthogonal_directions if orthogonal else _independent_directions
+    weights = draw(rng, n_features, n_components, math.sqrt(variance), like)
+    if squared_norm == 0:
+        return PositiveFeatures(weights)
+    xp = namespace(weights=weights)
+    dtype, device = accumulator(xp, weights.dtype), common_device(weights=weights)
+    return PositiveFeatures(weights, xp.asarray(variance, dtype=dtype, device=device))
+
+
+def _best_variance(ratio: float) -> float:
+    """The variance s of the directions' entries with the least second moment; `ratio` is ‖x + y‖²/d.
+
+    With t = 2s − 1 the logarithm of the second moment is d log((1 + t)/2) − (d/2) log t + ‖x + y‖²/t.
+    Its derivative is 0 where t² − (1 + 2r) t − 2r = 0.
+    """
+    b = 1 + 2 * ratio
+    t = (b + math.hypot(b, math.sqrt(8 * ratio))) / 2
+    return (1 + t) / 2
+
+
+def _independent_directions(
+    rng: Any, n_features: int, n_components: int, deviation: float, like: Array | None
+) -> Array:
+    def draw(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+        return deviation * generator.standard_normal(shape)
+
+    return draw_matrix(rng, n_features, n_components, like, draw)
+
+
+def _orthogonal_directions(
+    rng: Any, n_features: int, n_components: int, deviation: float, like: Array | None
+) -> Array:
+    import numpy as np
+
     generator = generator_of(rng)
     blocks = []
     for _ in range(-(-n_components // n_features)):
-        lengths = np.sqrt(generator.chisquare(n_features, size=(n_features, 1)))
+        lengths = deviation * np.sqrt(generator.chisquare(n_features, size=(n_features, 1)))
         blocks.append(lengths * random_orthonormal(generator, n_features, n_features))
-    return PositiveFeatures(place_draw(np.concatenate(blocks)[:n_components], like))
+    directions: Array = place_draw(np.concatenate(blocks)[:n_components], like)
+    return directions
 
 
 @quietly
@@ -251,8 +327,12 @@ def linear_attention(
     -----
     The error grows with the norms; see `positive_features`. Let y be the keys times the root of the
     scale, and x the queries times the root of the scale and the law. The error is large where
-    ‖x + y‖² exceeds log m. `linear_attention_error` measures it. The computation takes
+    ‖x + y‖² exceeds log m, and for heads of few features less so with the argument `squared_norm` of
+    `positive_features`. `linear_attention_error` measures it. The computation takes
     O((L + S) m (E + Ev)) operations. Causality adds O(L m) for each of the keys in a chunk of 128.
+
+    Far above log m, and with many features E, the plain mean of the values is nearer to attention than
+    the estimate. A constant added to φ, as in other implementations, draws the result to that mean.
 
     References
     ----------
@@ -269,30 +349,33 @@ def linear_attention(
     True
     """
     check_given(value=value)
-    plan, queries, keys, weights = _prepare(
+    plan, queries, keys, directions = _prepare(
         query, key, value, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
     xp, n_queries, total = plan.xp, plan.n_queries, plan.n_keys
     bias = xp.matrix_transpose(_norm_term(xp, keys))
     paired = min(n_queries, total)
     if not is_causal or paired == 0:
-        sums = _attend(weights, keys, value, bias)
-        out = output_of_columns(xp, _attend_features(queries, weights, sums))
+        sums = _attend(directions.weights, keys, value, bias)
+        out = output_of_columns(xp, _attend_features(queries, directions, sums))
         return xp.astype(out, plan.dtype, copy=False)
 
     # If S > L, all queries see the first S − L keys. If L > S, the first L − S queries see no key.
     # The remaining queries and keys form pairs.
     before, n_blind = total - paired, n_queries - paired
-    sums = _attend(weights, keys[..., :before, :], value[..., :before, :], bias[..., :before])
+    sums = _attend(
+        directions.weights, keys[..., :before, :], value[..., :before, :], bias[..., :before]
+    )
 
     def step(sums: AttentionState, rows: Block) -> tuple[AttentionState, Array]:
         start, size = rows
         x, columns = take(queries[..., n_blind:, :], rows, -2), (start + before, size)
         y, v, b = take(keys, columns, -2), take(value, columns, -2), take(bias, columns, -1)
         seen = merge_columns(
-            xp, _attend_features(x, weights, sums), _attend_chunk(xp, x, y, v, b, weights), None
+            xp, _attend_features(x, directions, sums), _attend_chunk(xp, x, y, v, b, directions), None
         )
-        return merge_columns(xp, sums, _attend(weights, y, v, b), None), output_of_columns(xp, seen)
+        sums = merge_columns(xp, sums, _attend(directions.weights, y, v, b), None)
+        return sums, output_of_columns(xp, seen)
 
     # One chunk covers all pairs if lengths may be symbolic.
     chunk = paired if is_compiling(xp) else BLOCKS.chunk
@@ -327,8 +410,8 @@ def linear_attention_error(
     -------
     LinearAttentionError
         Two arrays (..., L) in float32 or better, both root mean squares over the visible keys: of the
-        relative error, and of its standard deviation, whose square is
-        :math:`(e^{\|x+y\|^2} - 1)/m`. 0 for a query that sees no key.
+        relative error, and of its standard deviation, whose square is the relative variance that
+        `positive_features` states. 0 for a query that sees no key.
 
     Raises
     ------
@@ -351,10 +434,10 @@ def linear_attention_error(
     >>> bool(error.measured.mean() < error.predicted.mean() < 0.1)
     True
     """
-    plan, x, y, weights = _prepare(
+    plan, x, y, directions = _prepare(
         query, key, None, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
-    xp, m = plan.xp, weights.shape[-2]
+    xp, m = plan.xp, features.n_components
     if plan.n_keys == 0:
         zeros = xp.zeros((*plan.batch, plan.n_queries), dtype=x.dtype, device=plan.device)
         return LinearAttentionError(zeros, zeros)
@@ -363,15 +446,15 @@ def linear_attention_error(
     def errors(rows: Block) -> tuple[Array, Array]:
         z = take(x, rows, -2)
         exact = z @ xp.matrix_transpose(y)
-        estimate = _log_kernel(xp, z, y, norms, weights) + _norm_term(xp, z) - math.log(m)
+        estimate = _log_kernel(xp, z, y, norms, directions) + _norm_term(xp, z) - math.log(m)
         # ‖x + y‖² = 2 (x·y + ‖x‖²/2 + ‖y‖²/2), and `_norm_term` is −‖·‖²/2.
         square = 2 * (exact - _norm_term(xp, z) - xp.matrix_transpose(norms))
-        square = clip(xp, square, min=0.0)
+        moment = _log_second_moment(xp, clip(xp, square, min=0.0), features)
         log_error = 2 * log_or(xp, xp.abs(xp.expm1(estimate - exact)), -math.inf)
         visible = None
         if is_causal:
             visible = causal().block(plan.frame, rows, (0, plan.n_keys))
-        log_variance = square + log_or(xp, -xp.expm1(-square), -math.inf) - math.log(m)
+        log_variance = moment + log_or(xp, -xp.expm1(-moment), -math.inf) - math.log(m)
         return _root_mean_exp(xp, log_error, visible), _root_mean_exp(xp, log_variance, visible)
 
     measured, predicted = map_blocks(xp, errors, plan.n_queries, BLOCKS.chunk)
@@ -388,7 +471,7 @@ def _prepare(
     scale: float | None,
     law: Law | None,
     n_keys: int | Array | None,
-) -> tuple[Plan, Array, Array, Array]:
+) -> tuple[Plan, Array, Array, _Directions]:
     """Return the plan, queries and keys whose products are the logits, and the directions."""
     if not isinstance(features, PositiveFeatures):
         raise type_error("features", "be PositiveFeatures", type(features).__name__)
@@ -397,7 +480,7 @@ def _prepare(
     if scale is not None:
         check_real("scale", scale, above=0)
     plan, operands = prepare(Arguments(query, key, value, scale=1.0))
-    namespace_with_drawn(("features", (features.weights,)), query=query)
+    namespace_with_drawn(("features", tuple(present(**features._asdict()).values())), query=query)
     law_group = ("law", () if law is None else law.arrays)
     call_arrays = {"query": query} | present(n_keys=array_or_none(n_keys))
     xp = namespace(law_group, **call_arrays)
@@ -417,7 +500,43 @@ def _prepare(
         n = visible_lengths(plan, mask, n_keys)
     if law is not None:
         x = x * factor(xp, law, n, (*plan.batch, plan.n_queries))
-    return plan, x, y, xp.astype(features.weights, dtype, copy=False)
+    return plan, x, y, _directions(xp, features, dtype)
+
+
+class _Directions(NamedTuple):
+    """What a computation needs of `PositiveFeatures`, in its dtype."""
+
+    weights: Array  # (..., m, E)
+    log_ratio: Array  # the ℓ_r of importance sampling, (..., 1, m)
+
+
+def _directions(xp: ModuleType, features: PositiveFeatures, dtype: Any) -> _Directions:
+    weights = xp.astype(features.weights, dtype, copy=False)
+    if features.variance is None:
+        zeros = xp.zeros((1, weights.shape[-2]), dtype=dtype, device=common_device(weights=weights))
+        return _Directions(weights, zeros)
+    s = _variance_of_heads(xp, features, dtype)
+    square = xp.matrix_transpose(xp.sum(weights * weights, axis=-1, keepdims=True))
+    log_ratio = (weights.shape[-1] * xp.log(s) - (s - 1) / s * square) / 2
+    return _Directions(weights, log_ratio)
+
+
+def _variance_of_heads(xp: ModuleType, features: PositiveFeatures, dtype: Any) -> Array:
+    """The variance of the directions' entries, (..., 1, 1) with the rank of the directions."""
+    variance, weights = features.variance, features.weights
+    assert variance is not None
+    if tuple(variance.shape) not in ((), tuple(weights.shape[:-2])):
+        raise value_error("features", "have one variance, or one for each head", variance.shape)
+    return lift(xp.astype(variance, dtype, copy=False)[..., None, None], weights.ndim)
+
+
+def _log_second_moment(xp: ModuleType, square: Array, features: PositiveFeatures) -> Array:
+    """Log of E[estimate²]/exact² for a single feature, where ‖x + y‖² is `square`."""
+    if features.variance is None:
+        return square
+    square, s = align(square, _variance_of_heads(xp, features, square.dtype))
+    # s²/(2s − 1) = 1/(1 − (1 − 1/s)²), without cancellation near s = 1.
+    return square / (2 * s - 1) - features.n_features / 2 * xp.log1p(-(((s - 1) / s) ** 2))
 
 
 def _norm_term(xp: ModuleType, x: Array) -> Array:
@@ -430,16 +549,15 @@ def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> Attention
     return Tiles.of(*prepare(Arguments(queries, keys, value, bias=bias, scale=1.0))).state(None)
 
 
-def _attend_features(queries: Array, weights: Array, sums: AttentionState) -> AttentionState:
+def _attend_features(queries: Array, directions: _Directions, sums: AttentionState) -> AttentionState:
     """The state of the queries over all keys that `sums`, the state of the features, contains."""
     xp = namespace(queries=queries)
-    return _attend(
-        queries, weights, output_of_columns(xp, sums), xp.matrix_transpose(sums.log_normalizer())
-    )
+    bias, log_ratio = align(xp.matrix_transpose(sums.log_normalizer()), directions.log_ratio)
+    return _attend(queries, directions.weights, output_of_columns(xp, sums), bias + log_ratio)
 
 
 def _attend_chunk(
-    xp: ModuleType, x: Array, y: Array, value: Array, bias: Array, weights: Array
+    xp: ModuleType, x: Array, y: Array, value: Array, bias: Array, directions: _Directions
 ) -> AttentionState:
     """The state of the queries of a chunk over the keys of the same chunk, with the causal mask."""
     # A later key has weight 0, but 0 · NaN is NaN in the products. So nonfinite numbers are replaced by
@@ -454,16 +572,17 @@ def _attend_chunk(
         ..., None, :
     ]
 
-    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), weights) + key_nan
+    s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), directions) + key_nan
     index = xp.arange(x.shape[-2], device=common_device(x=x))
     s = xp.where(lift(index[:, None] >= index[None, :], s.ndim), s, -math.inf)
     return tile_state(xp, s, lambda weight: weight @ value, None)
 
 
-def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, weights: Array) -> Array:
-    """Log Σ_r exp(ω_r·x + ω_r·y + bias), (..., L, S), without overflow."""
-    directions = xp.matrix_transpose(weights)
-    a, b = x @ directions, y @ directions + bias
+def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, directions: _Directions) -> Array:
+    """Log Σ_r exp(ω_r·x + ω_r·y + ℓ_r + bias), (..., L, S), without overflow."""
+    weights = xp.matrix_transpose(directions.weights)
+    a, log_ratio = align(x @ weights, directions.log_ratio)
+    a, b = a + log_ratio, y @ weights + bias
     x_max, y_max = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
     kernel = xp.exp(a - x_max) @ xp.matrix_transpose(xp.exp(b - y_max))
     return log_or(xp, kernel, -math.inf) + x_max + xp.matrix_transpose(y_max)
