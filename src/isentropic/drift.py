@@ -51,7 +51,7 @@ class DriftReport:
         or the geometric mean over a half octave.
     counts : NumPy array (lengths,)
         The number of queries in each group, in the layer that has most of them.
-    entropy : NumPy array (lengths, layers, heads)
+    entropy : NumPy array, ``(lengths, layers, heads)``
         The mean entropy of these queries in nats. It is NaN where a layer has no query in a group, for
         example because of a window, and for heads that a layer has not, if others have more.
     names : tuple of str, or None
