@@ -25,6 +25,7 @@ def inputs(dtype="float32", n=7):
     dense = it.jl.sparse_projection(16, 5, rng=1)
     hadamard = it.jl.hadamard_projection(16, 5, rounds=2, rng=2)
     sketch = it.jl.count_sketch(16, 6, nonzeros=2, rng=3)
+    rotation = it.jl.rotation(16, blocks=2, independent=True, rng=5)
     return {
         "q": normal(2, 4, n, 8),
         "k": normal(2, 4, n, 8),
@@ -51,6 +52,8 @@ def inputs(dtype="float32", n=7):
         "sketch_signs": sketch.signs.astype(dtype),
         "components": sketch.components,
         "features": sketch.features,
+        "rotation_signs": rotation.signs[0].astype(dtype),
+        "rotation_factor": rotation.factors[0].astype(dtype),
         "omega": it.layers.positive_features(8, 12, rng=4).weights.astype(dtype),
     }
 
@@ -65,6 +68,10 @@ def hadamard(a, rounds=2):
 
 def sketch(a):
     return it.jl.CountSketch(a["sketch_signs"], a["components"], a["features"])
+
+
+def rotation(a):
+    return it.jl.Rotation((a["rotation_signs"],), (a["rotation_factor"],))
 
 
 CASES = {
@@ -156,6 +163,10 @@ CASES = {
     "CountSketch-axis": lambda a: sketch(a)(a["w"], axis=1),
     "CountSketch-adjoint": lambda a: sketch(a).adjoint(a["x"][:, :6, :], axis=1),
     "CountSketch-matrix": lambda a: sketch(a).matrix(),
+    "Rotation": lambda a: rotation(a)(a["x"]),
+    "Rotation-adjoint": lambda a: rotation(a).adjoint(a["w"], axis=1),
+    "Rotation-matrix": lambda a: rotation(a).matrix(),
+    "Rotation-fold_into": lambda a: rotation(a).fold_into(a["w"], side="output"),
     "hadamard_transform": lambda a: it.jl.hadamard_transform(a["x"]),
     "hadamard_transform-axis": lambda a: it.jl.hadamard_transform(a["q"], axis=1, norm="backward"),
     "PositiveFeatures": lambda a: it.layers.PositiveFeatures(a["omega"])(a["q"] * 0.3),
@@ -249,6 +260,7 @@ TRIED = {
     "hadamard_projection": lambda a: it.jl.hadamard_projection(16, 5, rng=0, like=a["x"]),
     "orthogonal_projection": lambda a: it.jl.orthogonal_projection(16, 5, rng=0, like=a["x"]),
     "rademacher_projection": lambda a: it.jl.rademacher_projection(16, 5, rng=0, like=a["x"]),
+    "rotation": lambda a: it.jl.rotation(16, rng=0, like=a["x"]),
     "sparse_projection": lambda a: it.jl.sparse_projection(16, 5, rng=0, like=a["x"]),
     "distortion": lambda a: it.jl.distortion(a["x"][0, ...], a["x"][0, :, :5]).distance,
     "min_dim": lambda a: it.jl.min_dim(_sizes(a), eps=0.3),
@@ -284,7 +296,7 @@ DISCRETE = {"visible", "lengths", "ids", "n_keys", "rows", "components", "featur
 # Arrays of these names are parts of maps, and stay in memory where the data are lazy.
 PARTS = {
     "weights", "weights_scale", "signs1", "signs2", "rows", "sketch_signs", "components", "features",
-    "omega",
+    "omega", "rotation_signs", "rotation_factor",
 }  # fmt: skip
 
 

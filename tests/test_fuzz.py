@@ -317,6 +317,7 @@ class TestRefused:
             lambda: it.jl.orthogonal_projection(3, 2, rng=rng),
             lambda: it.jl.hadamard_projection(3, 2, rng=rng),
             lambda: it.jl.count_sketch(3, 2, rng=rng),
+            lambda: it.jl.rotation(3, rng=rng),
             lambda: it.layers.positive_features(3, 2, rng=rng),
             lambda: it.jl.distortion(x, x, pairs=2, rng=rng),
         ):

@@ -616,7 +616,7 @@ EXPLICIT_BROADCASTS = {
     if name.partition("-")[0]
     in {
         "CountSketch", "DenseProjection", "HadamardProjection", "PositiveFeatures",
-        "hadamard_transform", "rotary",
+        "Rotation", "hadamard_transform", "rotary",
     }
 } | {
     "rotary-positions": lambda a: it.layers.rotary(a["q"], a["n_keys"][:1]),

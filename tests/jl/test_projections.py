@@ -458,7 +458,7 @@ def test_memory_of_float32_draws():
     [
         it.jl.gaussian_projection, it.jl.rademacher_projection, it.jl.sparse_projection,
         it.jl.orthogonal_projection, it.jl.hadamard_projection, it.jl.count_sketch, it.layers.positive_features,
-        it.jl.distortion,
+        it.jl.distortion, it.jl.rotation,
     ],
 )  # fmt: skip
 def test_the_source_of_a_draw_is_rng(function, name):

@@ -45,6 +45,7 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
     projection = it.jl.hadamard_projection(100, 10, rng=0, like=x)
     assert_type(projection(x), np.ndarray)
     assert_type(projection.n_components, int)
+    assert_type(it.jl.rotation(100, rng=0).fold_into(x, side="input"), np.ndarray)
     assert_type(it.jl.distortion(x, projection(x)).failure_rate(0.1), it.jl.FailureRate)
     assert_type(it.jl.min_dim(100), Any)  # an int, or an array of them
 

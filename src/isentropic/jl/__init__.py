@@ -12,10 +12,11 @@ distances.
 True
 """
 
+from isentropic.jl._dictionaries import from_dict, to_dict
 from isentropic.jl._dimensions import eps, failure_probability, lower_bound, min_dim
 from isentropic.jl._distortion import DistortionReport, FailureRate, distortion
 from isentropic.jl._hadamard import hadamard_transform
-from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection
+from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection, Rotation
 from isentropic.jl._projections import (
     count_sketch,
     gaussian_projection,
@@ -24,6 +25,7 @@ from isentropic.jl._projections import (
     rademacher_projection,
     sparse_projection,
 )
+from isentropic.jl._rotation import rotation
 
 __all__ = [
     "CountSketch",
@@ -31,10 +33,12 @@ __all__ = [
     "DistortionReport",
     "FailureRate",
     "HadamardProjection",
+    "Rotation",
     "count_sketch",
     "distortion",
     "eps",
     "failure_probability",
+    "from_dict",
     "gaussian_projection",
     "hadamard_projection",
     "hadamard_transform",
@@ -42,5 +46,7 @@ __all__ = [
     "min_dim",
     "orthogonal_projection",
     "rademacher_projection",
+    "rotation",
     "sparse_projection",
+    "to_dict",
 ]

@@ -1,10 +1,16 @@
 """Random draws: made once on the host in float64, then converted to the library, dtype and device.
 
 So the same seed gives the same numbers in every library and dtype, and on every device.
+
+NumPy promises that the raw words of a bit generator stay the same for ever, but not how a
+`numpy.random.Generator` makes distributions of them (NEP 19). So the distributions are made here, of
+raw words of 64 bits. They take additions, products, divisions and square roots only, one at a time,
+which IEEE 754 rounds in one way. So a draw has the same bits on every machine. A seed is that of PCG64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +20,14 @@ from isentropic._namespace import Array, accumulator, from_numpy, is_dask, names
 if TYPE_CHECKING:
     import numpy as np
 
-    Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+    Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 # Functions that draw also accept the names that other libraries give to `rng`: `random_state` in
 # scikit-learn, `seed` in SciPy and `generator` in PyTorch.
 takes_rng = with_name_hints(seed="rng", random_state="rng", generator="rng")
+
+_LOG_2 = 0.6931471805599453
+_HALF_PI = 1.5707963267948966
 
 # How many numbers are drawn at a time. In blocks, a float64 draw that is stored in a narrower dtype
 # does not need twice the memory.
@@ -26,11 +35,13 @@ _BLOCK_SIZE = 2**18
 
 
 def generator_of(rng: Any) -> np.random.Generator:
-    """`rng` if it is a generator, otherwise a new generator with that seed."""
+    """`rng` if it is a generator, otherwise a new generator of PCG64 with that seed."""
     import numpy as np
 
     try:
-        return np.random.default_rng(rng)
+        # The bit generator of `default_rng` may change in later versions of NumPy.
+        sources = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+        return np.random.default_rng(rng if isinstance(rng, sources) else np.random.PCG64(rng))
     except (TypeError, ValueError):
         must = "be None, an integer of at least 0, or a numpy.random.Generator"
         got = rng if is_integer(rng) else type(rng).__name__
@@ -57,16 +68,93 @@ def draw_rows(rng: Any, columns: int, rows: int, draw: Draw) -> Iterator[np.ndar
         yield draw(generator, (min(block_rows, rows - start), columns))
 
 
+def random_words(generator: np.random.Generator, count: int) -> np.ndarray:
+    """The next raw words of 64 bits of the generator's bit generator."""
+    import numpy as np
+
+    if isinstance(generator.bit_generator, np.random.MT19937):  # its words have 32 bits
+        halves = generator.bit_generator.random_raw(2 * count)
+        return halves[::2] << np.uint64(32) | halves[1::2]
+    return generator.bit_generator.random_raw(count)
+
+
 def random_signs(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Independent signs ±1 with equal probabilities, in float64."""
-    return 1.0 - 2.0 * generator.integers(0, 2, size=shape, dtype="int8")
+    """Independent signs ±1 with equal probabilities: the bits of the words, the lowest first."""
+    import numpy as np
+
+    count = math.prod(shape)
+    words = random_words(generator, -(-count // 64)).astype("<u8")
+    bits = np.unpackbits(words.view("uint8"), count=count, bitorder="little")
+    return (1.0 - 2.0 * bits).reshape(shape)
+
+
+def random_uniforms(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Independent uniform numbers in (0, 1): the highest 52 bits of a word each."""
+    return _uniforms(random_words(generator, math.prod(shape))).reshape(shape)
+
+
+def random_normals(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Independent standard normal numbers (Box & Muller 1958): the polar coordinates of a pair.
+
+    The radius takes the highest bits of a word. The angle takes those of another word, whose two lowest
+    bits are the signs.
+    """
+    import numpy as np
+
+    count = math.prod(shape)
+    pairs = -(-count // 2)
+    radius = np.sqrt(-2.0 * _log(_uniforms(random_words(generator, pairs))))
+    words = random_words(generator, pairs)
+    signs = [1.0 - 2.0 * (words >> np.uint64(i) & np.uint64(1)) for i in (0, 1)]
+    points = _cos_sin(_HALF_PI * _uniforms(words))
+    halves = [radius * (sign * point) for sign, point in zip(signs, points, strict=True)]
+    return np.concatenate(halves)[:count].reshape(shape)
+
+
+def random_permutation(generator: np.random.Generator, n: int) -> np.ndarray:
+    """A uniformly random permutation: the order of n words, of which two are equal hardly ever."""
+    import numpy as np
+
+    return np.argsort(random_words(generator, n), kind="stable")
+
+
+def _uniforms(words: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return ((words >> np.uint64(12)) + 0.5) * 2.0**-52
+
+
+def _log(x: np.ndarray) -> np.ndarray:
+    """The natural logarithm, by its series: libraries round theirs in different ways."""
+    import numpy as np
+
+    mantissa, exponent = np.frexp(x)
+    is_low = mantissa < 0.5**0.5
+    mantissa = np.where(is_low, 2.0 * mantissa, mantissa)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    series = _polynomial([1 / (2 * i + 1) for i in range(12)], s * s)
+    return (exponent - is_low) * _LOG_2 + 2.0 * s * series
+
+
+def _cos_sin(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of angles in [0, π/2], by their series."""
+    cosine, sine = ([(-1) ** i / math.factorial(2 * i + j) for i in range(12)] for j in (0, 1))
+    return _polynomial(cosine, x * x), x * _polynomial(sine, x * x)
+
+
+def _polynomial(coefficients: list[float], x: np.ndarray) -> np.ndarray:
+    """``Σ coefficients[i] x^i``, by Horner's rule."""
+    total = x * coefficients[-1]
+    for coefficient in coefficients[-2:0:-1]:
+        total = (total + coefficient) * x
+    return total + coefficients[0]
 
 
 def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     """A matrix (rows, columns) with orthonormal rows, uniformly distributed (Mezzadri 2007)."""
     import numpy as np
 
-    q, r = np.linalg.qr(generator.standard_normal((columns, rows)))
+    q, r = np.linalg.qr(random_normals(generator, (columns, rows)))
     # QR is unique only with a positive diagonal of r. Without these signs the draw is not uniform.
     return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0)).T
 
@@ -79,6 +167,16 @@ def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False)
     xp = namespace(like=like)
     check_floating(xp, like=like)
     return from_numpy(values, like, xp.int32 if integer else None)
+
+
+def place_wide(values: np.ndarray, like: Array | None) -> Any:
+    """As `place_draw`, in float32 or better."""
+    if like is None:
+        return values
+    like = _block_sample(like)
+    xp = namespace(like=like)
+    check_floating(xp, like=like)
+    return from_numpy(values, like, accumulator(xp, like.dtype))
 
 
 def _host_dtype(like: Array | None) -> str:

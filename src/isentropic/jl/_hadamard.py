@@ -20,9 +20,9 @@ from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
 from isentropic._numerics import product
 
-# The order of each of Paley's matrices, and its prime q. With order 1, and times powers of two, these
-# are all orders here. For n ≥ 17 the least order that is at least n is at most 18 % above n.
-_PRIMES = {12: 11, 20: 19, 28: 13, 36: 17, 44: 43, 60: 59}
+# The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
+# all their orders. For n ≥ 17 the least order that is at least n is at most 18 % above n.
+_PALEY_ORDERS = (12, 20, 28, 36, 44, 60)
 _FACTOR_BITS = 5  # log₂ of the order of a factor
 _MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
 
@@ -103,7 +103,7 @@ def _sylvester_rows(
 
 def hadamard_order(n: int) -> Order:
     """The smallest order of a Hadamard matrix, among those of this module, that is at least n."""
-    orders = [(base, max(0, (-(-n // base) - 1).bit_length())) for base in (1, *_PRIMES)]
+    orders = [(base, max(0, (-(-n // base) - 1).bit_length())) for base in (1, *_PALEY_ORDERS)]
     return min(orders, key=lambda order: order[0] << order[1])
 
 
@@ -200,29 +200,61 @@ def _matrix(xp: ModuleType, order: Order, dtype: Any, device: Any) -> Array:
     if base == 1:
         h = xp.ones((1, 1), dtype=dtype, device=device)
     else:
-        h = xp.asarray(_paley(base), dtype=dtype, device=device)
+        h = xp.asarray(paley(base), dtype=dtype, device=device)
     for _ in range(doublings):
         h = xp.concat((xp.concat((h, h), axis=1), xp.concat((h, -h), axis=1)), axis=0)
     return h
 
 
-def _paley(order: int) -> list[list[float]]:
-    """Paley's matrix of a given order, from the squares modulo a prime q.
+def paley(order: int) -> list[list[float]] | None:
+    """Paley's Hadamard matrix of an order divisible by 4, or None if there is none.
 
-    The order is q + 1 for q = 3 modulo 4, and 2(q + 1) for q = 1 modulo 4.
+    The order is q + 1 for q = 3 modulo 4, or 2(q + 1) for q = 1 modulo 4, where q is a prime or the
+    square of a prime.
     """
-    q = _PRIMES[order]
-    squares = {i * i % q for i in range(1, q)}
-    legendre = [0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)]
-    jacobsthal = [legendre[q - i :] + legendre[: q - i] for i in range(q)]
-    if order == q + 1:
-        rows = [[1.0] * (q + 1)] + [[-1.0, *row] for row in jacobsthal]
-        for i in range(1, q + 1):
+    if is_prime(order - 1):
+        rows = [[1.0] * order] + [[-1.0, *row] for row in jacobsthal(order - 1)]
+        for i in range(1, order):
             rows[i][i] = 1.0
         return rows
-    rows = [[0.0] + [1.0] * q] + [[1.0, *row] for row in jacobsthal]
-    # In this conference matrix each entry e = ±1 becomes the block e·[[1, 1], [1, −1]], and each 0
-    # becomes the block [[1, −1], [−1, −1]].
+    q = order // 2 - 1
+    if q % 4 != 1 or not has_field(q):
+        return None
+    # In a conference matrix each entry e = ±1 becomes the block e·[[1, 1], [1, −1]], and each 0 becomes
+    # the block [[1, −1], [−1, −1]].
+    rows = conference(order // 2)
     upper = [[y for e in row for y in ((e, e) if e else (1.0, -1.0))] for row in rows]
     lower = [[y for e in row for y in ((e, -e) if e else (-1.0, -1.0))] for row in rows]
     return [row for pair in zip(upper, lower, strict=True) for row in pair]
+
+
+def conference(order: int) -> list[list[float]]:
+    """The symmetric matrix C with zeros on the diagonal, else ±1, and C² = q·I.
+
+    The order is q + 1, where q = 1 modulo 4 is a prime or the square of a prime.
+    """
+    return [[0.0] + [1.0] * (order - 1)] + [[1.0, *row] for row in jacobsthal(order - 1)]
+
+
+def jacobsthal(q: int) -> list[list[float]]:
+    """The matrix whose entry (i, j) tells whether j − i is a square of the field of q elements.
+
+    It is 1 if it is, −1 if it is not, and 0 for i = j. Rows sum to 0. The product with the transpose is
+    q·I − J, where J is the matrix of ones.
+    """
+    p = q if is_prime(q) else math.isqrt(q)
+    # The field is that of integers modulo p, or that of a + b√r, where r is not a square.
+    r = next(i for i in range(2, 2 * p) if pow(i, p // 2, p) != 1)
+    field = [(a, b) for a in range(p) for b in range(q // p)]
+    squares = {((a * a + r * b * b) % p, 2 * a * b % p) for a, b in field}
+    symbol = {x: 1.0 if x in squares else -1.0 for x in field} | {(0, 0): 0.0}
+    return [[symbol[(c - a) % p, (d - b) % p] for c, d in field] for a, b in field]
+
+
+def has_field(q: int) -> bool:
+    """Whether q is an odd prime or the square of one, so that `jacobsthal` has its field."""
+    return q % 2 == 1 and (is_prime(q) or (math.isqrt(q) ** 2 == q and is_prime(math.isqrt(q))))
+
+
+def is_prime(n: int) -> bool:
+    return n > 1 and all(n % i for i in range(2, math.isqrt(n) + 1))

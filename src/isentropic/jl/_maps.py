@@ -1,4 +1,4 @@
-"""Linear maps that preserve distances, applied along any axis: dense, Hadamard, count sketch.
+"""Linear maps that preserve distances, applied along any axis: dense, Hadamard, count sketch, rotation.
 
 A map is an immutable tuple of arrays, and so a pytree in JAX and PyTorch. `_projections` draws maps.
 
@@ -13,7 +13,14 @@ import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._checks import check_axis, check_floating, check_shape, type_error, value_error
+from isentropic._checks import (
+    check_axis,
+    check_choice,
+    check_floating,
+    check_shape,
+    type_error,
+    value_error,
+)
 from isentropic._linear import LinearMap, RowFunction, apply_to_rows
 from isentropic._loops import map_chunks
 from isentropic._namespace import (
@@ -345,7 +352,166 @@ class CountSketch(NamedTuple):
         return spread
 
 
-Projection = DenseProjection | HadamardProjection | CountSketch
+@equal_by_value
+class Rotation(NamedTuple):
+    """An orthogonal map ``f(x) = R x``, whose inverse is its adjoint.
+
+    Made by `rotation`, whose notes have the formula.
+
+    Attributes
+    ----------
+    signs : tuple of arrays of ±1 (n_blocks, size)
+        One array per round. Each of the blocks of `size` consecutive features is rotated by itself.
+    factors : tuple of arrays (m, m)
+        Orthogonal matrices, in float32 or better. Their Kronecker product has the order D ≤ size.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic.jl import rotation
+    >>> f = rotation(11_008, rng=0)
+    >>> x = np.ones((3, 11_008))
+    >>> bool(np.allclose(f.adjoint(f(x)), x)), [factor.shape for factor in f.factors]
+    (True, [(16, 16), (16, 16), (43, 43)])
+    """
+
+    signs: tuple[Array, ...]
+    factors: tuple[Array, ...]
+
+    @property
+    def n_features(self) -> int:
+        """The dimension d of the vectors."""
+        n_blocks, size = self.signs[0].shape
+        return n_blocks * size
+
+    @property
+    def n_components(self) -> int:
+        """The dimension of their images, which is d too."""
+        return self.n_features
+
+    def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
+        """Rotate along an axis with n_features entries.
+
+        The image has the dtype of `x`. A Dask array stays lazy.
+        """
+        return _along("x", x, axis, self)
+
+    def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
+        """Rotate back along an axis: ``f.adjoint(f(x))`` is x, but for rounding."""
+        return _along("y", y, axis, self, adjoint=True)
+
+    def matrix(self) -> Array:
+        """The orthogonal matrix R (n_features, n_features) of the map."""
+        xp, signs = _checked_namespace(self), self.signs[0]
+        return self.adjoint(
+            xp.eye(self.n_features, dtype=signs.dtype, device=common_device(signs=signs))
+        )
+
+    def fold_into(self, weight: ArrayT, *, side: str) -> ArrayT:
+        """The weight of a linear layer whose input or output is rotated.
+
+        Parameters
+        ----------
+        weight : array (..., out, in)
+            The matrix W of ``y = W x``, as in ``torch.nn.Linear``. For weights (in, out), as in Flax,
+            transpose before and after.
+        side : {"input", "output"}
+            ``"input"`` returns W Rᵀ: the layer takes ``f(x)``, and its output is the same as before.
+            ``"output"`` returns R W: the output becomes ``f(y)``. Rotate a bias too, with ``f(bias)``.
+
+        Returns
+        -------
+        array
+            In the shape and dtype of `weight`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from isentropic.jl import rotation
+        >>> w1, w2, x = np.random.default_rng(1).normal(size=(3, 8, 8))
+        >>> f = rotation(8, rng=0)
+        >>> hidden = x @ f.fold_into(w1, side="output").T  # equal to f(x @ w1.T)
+        >>> bool(np.allclose(hidden @ f.fold_into(w2, side="input").T, x @ w1.T @ w2.T))
+        True
+        """
+        check_choice("side", side, ("input", "output"))
+        return _along("weight", weight, -1 if side == "input" else -2, self)
+
+    def _check(self) -> None:
+        for name, arrays in (("signs", self.signs), ("factors", self.factors)):
+            if not isinstance(arrays, tuple):
+                raise type_error(name, "be a tuple of arrays", type(arrays).__name__)
+        if not self.signs:
+            raise value_error("signs", "hold an array for each round", self.signs)
+        check_shape("signs[0]", self.signs[0], (None, None))
+        for i, signs in enumerate(self.signs):
+            check_shape(f"signs[{i}]", signs, self.signs[0].shape)
+        for i, factor in enumerate(self.factors):
+            check_shape(f"factors[{i}]", factor, (None, None))
+            check_shape(f"factors[{i}]", factor, (factor.shape[0],) * 2)
+        size = self.signs[0].shape[1]
+        if self._order > size:
+            raise value_error("factors", f"have a product of the order {size} or less", self._order)
+
+    @property
+    def _order(self) -> int:
+        """The order D of the product of the factors."""
+        return math.prod([factor.shape[0] for factor in self.factors])
+
+    def _row_size(self, trail: int) -> int | None:
+        is_product = self._is_product and trail == 1
+        return None if is_product else self.n_features * trail
+
+    @property
+    def _is_product(self) -> bool:
+        """Whether the map is a single product with a matrix."""
+        n_blocks, size = self.signs[0].shape
+        return n_blocks == 1 and len(self.factors) == 1 and self._order == size
+
+    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+        factors = [xp.astype(factor, dtype, copy=False) for factor in self.factors]
+        all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
+        if self._is_product and trail == 1:
+            transposed = xp.permute_dims(factors[0] * all_signs[0], (1, 0))
+            return lambda rows: product(xp, rows, transposed)
+        (n_blocks, size), order = self.signs[0].shape, self._order
+
+        def rotate(block: Array) -> Array:
+            lead = block.shape[0]
+            for signs in all_signs:
+                z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
+                z = xp.reshape(z, (lead * n_blocks, size, trail))
+                head = xp.reshape(z[:, :order, :], (lead * n_blocks, order * trail))
+                head = xp.reshape(apply_kronecker(xp, factors, head, trail), (-1, order, trail))
+                # What is left out moves to the front, where the next round takes it.
+                block = head if order == size else _concat(xp, z[:, order:, :], head)
+            return xp.reshape(block, (lead, n_blocks * size * trail))
+
+        return rotate
+
+    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+        factors = [xp.astype(xp.permute_dims(f, (1, 0)), dtype, copy=False) for f in self.factors]
+        all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
+        if self._is_product and trail == 1:
+            weights = xp.permute_dims(factors[0], (1, 0)) * all_signs[0]
+            return lambda rows: product(xp, rows, weights)
+        (n_blocks, size), order = self.signs[0].shape, self._order
+        rest = size - order
+
+        def rotate_back(block: Array) -> Array:
+            lead = block.shape[0]
+            for signs in reversed(all_signs):
+                z = xp.reshape(block, (lead * n_blocks, size, trail))
+                head = xp.reshape(z[:, rest:, :], (lead * n_blocks, order * trail))
+                head = xp.reshape(apply_kronecker(xp, factors, head, trail), (-1, order, trail))
+                z = head if order == size else _concat(xp, head, z[:, :rest, :])
+                block = xp.reshape(z, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
+            return xp.reshape(block, (lead, n_blocks * size * trail))
+
+        return rotate_back
+
+
+Projection = DenseProjection | HadamardProjection | CountSketch | Rotation
 
 
 @quietly
@@ -404,6 +570,12 @@ def _pad(xp: ModuleType, z: Array, size: int) -> Array:
     lead, have, trail = z.shape
     if have == size:
         return z
-    zeros = xp.zeros((lead, size - have, trail), dtype=z.dtype, device=common_device(z=z))
+    return _concat(
+        xp, z, xp.zeros((lead, size - have, trail), dtype=z.dtype, device=common_device(z=z))
+    )
+
+
+def _concat(xp: ModuleType, *parts: Array) -> Array:
+    """Join along the second axis."""
     # Batched gradients of `torch.autograd` support `cat`, but not its alias `concat`.
-    return xp.cat((z, zeros), 1) if is_torch(xp) else xp.concat((z, zeros), axis=1)
+    return xp.cat(parts, 1) if is_torch(xp) else xp.concat(parts, axis=1)

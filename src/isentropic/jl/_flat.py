@@ -1,0 +1,135 @@
+"""Flat orthogonal matrices of every order, as Kronecker products of small ones.
+
+The flatness of an orthogonal matrix of order n is √n times its largest absolute entry. It is 1 for
+Hadamard matrices, which exist for the orders 1, 2 and multiples of 4 only, and √n for the identity.
+The flatness of a Kronecker product is the product of those of its factors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from isentropic.jl._hadamard import conference, has_field, jacobsthal, paley
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# The largest order of a factor. Larger ones are taken only where they are the only ones.
+_LIMITS = (128, 1024)
+# A factor of order f takes about as long as this number and f multiplications for each entry.
+_PASS = 128
+
+
+class Split(NamedTuple):
+    """Orders of factors. Of two splits the smaller tuple is better: flatter, and then faster."""
+
+    log_flatness: float
+    work: int
+    orders: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def factor_orders(n: int) -> tuple[int, ...]:
+    """The orders of the factors for vectors of n entries. Their product D is n if that is possible.
+
+    It is impossible only if n has a prime factor above 1024. Then D ≥ n/2 is the largest order below n
+    of a Hadamard matrix with small factors.
+    """
+    for limit in _LIMITS:
+        if split := _split(n, limit):
+            return split.orders
+    smaller = (_split(m, _LIMITS[0]) for m in range(n - 1, 0, -1))
+    return next(split.orders for split in smaller if split and split.log_flatness == 0)
+
+
+@functools.lru_cache(maxsize=128)
+def flat_matrix(n: int) -> np.ndarray:
+    """The flattest orthogonal matrix of order n that is known here, in float64."""
+    import numpy as np
+
+    factors = [_elementary(part) for part in _elements(n).orders]
+    return functools.reduce(np.kron, factors, np.ones((1, 1)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _split(n: int, limit: int) -> Split | None:
+    """The best split of n into orders of at most `limit`."""
+    if n == 1:
+        return Split(0.0, 0, ())
+    splits = []
+    for order in _divisors(n):
+        rest = _split(n // order, limit) if order <= limit else None
+        if rest:
+            orders = tuple(sorted((order, *rest.orders)))
+            log_flatness = _sum(rest.log_flatness, _elements(order).log_flatness)
+            splits.append(Split(log_flatness, rest.work + order + _PASS, orders))
+    return min(splits, default=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _elements(n: int) -> Split:
+    """The best split of n into orders of elementary matrices."""
+    if n == 1:
+        return Split(0.0, 0, ())
+    splits = []
+    for order in _divisors(n):
+        matrix = _elementary(order)
+        if matrix is not None:
+            rest = _elements(n // order)
+            flatness = math.log(abs(matrix).max() * order**0.5)
+            splits.append(
+                Split(_sum(rest.log_flatness, flatness), rest.work + order, (order, *rest.orders))
+            )
+    return min(splits)
+
+
+def _sum(*log_flatness: float) -> float:
+    # Rounded, so that the choice does not depend on the rounding of a library.
+    return round(math.fsum(log_flatness), 9) + 0.0
+
+
+def _divisors(n: int) -> Iterable[int]:
+    """The divisors of n that are above 1."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)} - {1})
+
+
+@functools.lru_cache(maxsize=256)
+def _elementary(n: int) -> np.ndarray | None:
+    """An orthogonal matrix of order n that is flatter than a product: each odd n has one."""
+    import numpy as np
+
+    if n % 2:
+        matrices = [_hartley(n), *([_core(n)] if has_field(n) else [])]
+        return min(matrices, key=lambda matrix: abs(matrix).max())
+    if n == 2:
+        return np.asarray([[1.0, 1.0], [1.0, -1.0]]) * 0.5**0.5
+    if n % 4 == 0:
+        rows = paley(n)
+        return None if rows is None else np.asarray(rows) * n**-0.5
+    return np.asarray(conference(n)) * (n - 1) ** -0.5 if has_field(n - 1) else None
+
+
+def _hartley(n: int) -> np.ndarray:
+    """The matrix of the discrete Hartley transform; its flatness is at most √2."""
+    import numpy as np
+
+    i = np.arange(n)
+    angle = 2 * math.pi / n * (np.outer(i, i) % n)
+    return (np.cos(angle) + np.sin(angle)) * n**-0.5
+
+
+def _core(q: int) -> np.ndarray:
+    """An orthogonal matrix made of Jacobsthal's matrix S. Its flatness is about 1 + 1/√q.
+
+    S + a·I + b·J is orthogonal up to its scale, with a = 1 where S is skew-symmetric (q = 3 modulo 4),
+    else with a = 0: then its product with its transpose is (q + a²)·I + (q·b² + 2ab − 1)·J.
+    """
+    import numpy as np
+
+    a = 1 if q % 4 == 3 else 0
+    b = ((a + q) ** 0.5 - a) / q  # the root of q·b² + 2ab − 1
+    return (np.asarray(jacobsthal(q)) + a * np.eye(q) + b) * (q + a) ** -0.5
