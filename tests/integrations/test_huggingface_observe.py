@@ -468,6 +468,16 @@ class TestWhen:
             huggingface.observe(model, then=1)
         assert not model._forward_hooks
 
+    def test_attention_of_its_own(self):
+        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+        model = transformers.MPNetModel(transformers.MPNetConfig(**sizes, num_hidden_layers=1))
+        message = (
+            "AttentionInterface .*to be observed, got MPNetModel, where MPNetSelfAttention does not"
+        )
+        with pytest.raises(ValueError, match=message):
+            huggingface.observe(model)
+        assert not model._forward_pre_hooks
+
 
 class TestAlarm:
     def test_collapsed_heads(self):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
+from torch.nn.functional import pad
+
 # From an attention module and its number of heads: features as axes, and the index of the query.
 _Split: TypeAlias = Callable[[Any, int], tuple[tuple[int, ...], Any]]
+# From an attention module and its arguments: the numbers of keys (B, 1, L) that the queries of each
+# child see, by the names of those children that the call runs.
+_Counts: TypeAlias = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+# From the arguments of an attention module, and a number for each row of each of its softmaxes: the
+# numbers of the queries, (B, H, L).
+_Rows: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -32,9 +41,16 @@ class Family:
     buffer : str
         The buffer (1, 1, positions, positions) that hides keys too; empty if there is none.
     positions_first : bool
-        Whether the positions are the first axis of the input, and the batch is the second.
+        Whether the positions are the first axis of the input of the child, and the batch is the second.
     unless : str
         An attribute or argument that must not be set, because the law would act in a wrong place.
+    further : tuple of str
+        Further children, which give other queries.
+    counts : function or None
+        Counts the keys that queries see, where that is not what the masks say. For `child` it counts
+        those of all queries, in whichever way they see keys.
+    rows : function or None
+        Says where the queries are in the weights, if these are not (B, H, L, S).
     """
 
     child: str
@@ -45,6 +61,13 @@ class Family:
     buffer: str = ""
     positions_first: bool = False
     unless: str = ""
+    further: tuple[str, ...] = ()
+    counts: _Counts | None = None
+    rows: _Rows | None = None
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        return self.child, *self.further
 
 
 def _alone(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
@@ -73,6 +96,38 @@ def _in_groups(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
         return (heads + 2, -1), all_but_key_and_value
     return _in_each_head(module, heads)
 
+
+def _in_window_or_global(module: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Local queries see a window and the global keys, global queries all keys that are not hidden."""
+    mask = arguments[
+        "attention_mask"
+    ]  # (B, L): 0 at local keys, positive at global, negative at hidden
+    side, length = module.one_sided_attn_window_size, mask.shape[1]
+    n_before = pad((mask == 0).cumsum(-1), (1, 0))
+    start = torch.arange(length, device=mask.device) - side
+    n_near = n_before[:, (start + 2 * side + 1).clamp(max=length)] - n_before[:, start.clamp(min=0)]
+    n_global, n_all = ((mask > 0).sum(-1, keepdim=True), (mask >= 0).sum(-1, keepdim=True))
+    n = {"query": torch.where(mask > 0, n_all, n_near + n_global)}
+    if arguments["is_global_attn"]:
+        n["query_global"] = n_all
+    return {child: x[:, None] for child, x in n.items()}
+
+
+def _local_and_global(arguments: Mapping[str, Any], local: Any, of_global: Any = None) -> Any:
+    """From (B, L, H), and for global queries (B H, globals), which do not use their local rows."""
+    rows = local.transpose(1, 2).clone()
+    if of_global is not None:
+        is_global = arguments["is_index_global_attn"]
+        batch, position = is_global.nonzero(as_tuple=True)
+        number = is_global.cumsum(-1)[batch, position] - 1
+        rows[batch, :, position] = of_global.unflatten(0, rows.shape[:2])[batch, :, number]
+    return rows
+
+
+_LONGFORMER = Family(
+    "query", _alone, ("is_index_masked",), marks_hidden=True, positions_first=True,
+    further=("query_global",), counts=_in_window_or_global, rows=_local_and_global,
+)  # fmt: skip
 
 # By the module and the class that define the forward method.
 FAMILIES = {
@@ -114,6 +169,8 @@ FAMILIES = {
     ),
     "layoutlmv3.LayoutLMv3SelfAttention": Family("query", _alone),
     "led.LEDDecoderAttention": Family("q_proj", _alone),
+    "led.LEDEncoderSelfAttention": _LONGFORMER,
+    "longformer.LongformerSelfAttention": _LONGFORMER,
     # Words and entities have queries of their own.
     "luke.LukeSelfAttention": Family("dropout"),
     "lxmert.LxmertAttention": Family("query", _alone),
@@ -150,13 +207,7 @@ REFUSED = {
     "big_bird.BigBirdBlockSparseAttention": _SPARSE,
     "bigbird_pegasus.BigBirdPegasusBlockSparseAttention": _SPARSE,
     "informer.InformerProbSparseAttention": _SPARSE,
-    "imagegpt.ImageGPTAttention": Family(
-        "c_attn", _before_all_keys, buffer="bias", unless="is_cross_attention"
-    ),
-    "layoutlmv3.LayoutLMv3SelfAttention": Family("query", _alone),
-    "led.LEDEncoderSelfAttention": _SPARSE,
     "lilt.LiltSelfAttention": "it has two queries, of the texts and of their layout",
-    "longformer.LongformerSelfAttention": _SPARSE,
     "longt5.LongT5LocalAttention": _SPARSE,
     "longt5.LongT5TransientGlobalAttention": _SPARSE,
     "mra.MraSelfAttention": "it approximates the softmax",

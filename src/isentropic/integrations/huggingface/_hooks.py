@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from isentropic._attention.functions import attention_weights, scale_queries
 from isentropic._checks import value_error
+from isentropic._entropy import entropy
 from isentropic.integrations.huggingface._families import Family, family_of
 from isentropic.integrations.huggingface._interface import law_of, positions_from_1
 from isentropic.integrations.huggingface._modules import n_heads, uses_interface
@@ -74,14 +75,14 @@ def _hook(family: Family, module: Any) -> Iterator[Any]:
     before = partial(_before, family, argument_names(module))
     yield module.register_forward_pre_hook(before, with_kwargs=True)
     yield module.register_forward_hook(partial(_after, family), always_call=True)
-    child = module.get_submodule(family.child)
-    if family.query is None:
-        yield child.register_forward_pre_hook(_scale_logits)
-    else:
-        features, query = family.query(module, n_heads(module) or 1)
-        yield child.register_forward_hook(
-            partial(_scale_query, features, query, family.positions_first)
-        )
+    for child in map(module.get_submodule, family.children):
+        if family.query is None:
+            yield child.register_forward_pre_hook(_scale_logits)
+        else:
+            features, query = family.query(module, n_heads(module) or 1)
+            yield child.register_forward_hook(
+                partial(_scale_query, features, query, family.positions_first)
+            )
 
 
 def argument_names(module: Any) -> tuple[str, ...]:
@@ -95,31 +96,40 @@ def _before(family: Family, names: tuple[str, ...], module: Any, args: Any, kwar
 
 
 def _after(family: Family, module: Any, args: Any, output: Any) -> None:
-    child = module.get_submodule(family.child)
-    if hasattr(child, _PENDING):
-        delattr(child, _PENDING)
-        if output is not None:  # after an error it is None
-            must = "have the modules that it had when `use` was called (call it again)"
-            raise value_error("model", must, f"another `{family.child}`")
+    children = {name: module.get_submodule(name) for name in family.children}
+    pending = [name for name, child in children.items() if hasattr(child, _PENDING)]
+    for name in pending:
+        delattr(children[name], _PENDING)
+    if pending and output is not None:  # after an error it is None
+        must = "have the modules that it had when `use` was called (call it again)"
+        raise value_error("model", must, f"another `{pending[0]}`")
 
 
 def _prepare(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
-    """Leave the law and n for the hook on the child."""
+    """Leave the law and n for the hooks on the children."""
     if family.unless and (
         getattr(module, family.unless, None) or arguments.get(family.unless) is not None
     ):
         must = f"not have `{family.unless}` while it has a law"
         raise value_error("model", must, type(module).__name__)
+    for child, n in _counts(family, module, arguments, count).items():
+        setattr(module.get_submodule(child), _PENDING, (law, n))
+
+
+def _counts(family: Family, module: Any, arguments: _Arguments, count: str) -> dict[str, Any]:
+    """The n of the queries, by the child that gives them."""
     n: Any
     if count == "positions":
         states = _states(family, arguments)[:, None]
         n = positions_from_1(states, arguments.get("position_ids"))
+    elif family.counts is not None:
+        return family.counts(module, arguments)
     else:
         visible = visible_keys(family, module, arguments)
         n = None if visible is None else visible.sum(-1)
         if n is None and family.query is not None:
             n = _n_keys(family, module, arguments)
-    setattr(module.get_submodule(family.child), _PENDING, (law, n))
+    return {family.child: n}
 
 
 def _states(family: Family, arguments: _Arguments) -> Any:
@@ -215,39 +225,62 @@ def _scale_logits(child: Any, args: Any) -> Any:
     return torch.softmax(logits.masked_fill(is_zero, -math.inf), -1).to(weights.dtype), *others
 
 
-def weights_with_law(module: Any, args: Any, kwargs: Any, law: Law, count: str) -> tuple[Any, Any]:
-    """The attention weights (B, H, L, S) that the module forms with a law, by a further run of it.
+def arguments_without_cache(module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by their names, but for the cache, which the call may have filled."""
+    arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
+    return arguments | dict.fromkeys(_CACHES & arguments.keys())
 
-    Also returns which keys are visible, as `visible_keys`.
+
+def entropies_with_law(module: Any, arguments: _Arguments, law: Law, count: str) -> tuple[Any, int]:
+    """The entropies (B, H, L) of the weights that the module forms with a law, by a further run of it.
+
+    Also returns the number of keys.
     """
     family = family_of(module)
     assert family is not None
-    arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
-    # The run before may have filled a cache.
-    arguments |= dict.fromkeys(_CACHES & arguments.keys())
-    visible = visible_keys(family, module, arguments)
     _prepare(family, module, arguments, law, count)
+    weights = None
     try:
-        with _LastWeights() as last:
+        with _Weights() as run:
             module.forward(**arguments)
+        weights = run.weights
     finally:
-        _after(family, module, args, last.output)
-    weights = last.output
-    return weights.reshape(-1, n_heads(module) or 1, *weights.shape[-2:]), visible
+        _after(family, module, (), weights)
+    if family.rows is not None:
+        rows = family.rows(arguments, *map(_entropy, weights))
+        return rows, rows.shape[-1]
+    *_, n_queries, n_keys = weights[-1].shape
+    return _entropy(weights[-1]).reshape(-1, n_heads(module) or 1, n_queries), n_keys
 
 
-class _LastWeights(TorchFunctionMode):
-    """Keeps the last attention weights: those of softmax, or of PyTorch's attention."""
+def keys_of_queries(module: Any, arguments: _Arguments) -> tuple[Any, Any]:
+    """The number of keys that each query sees, (B, 1, L), and `visible_keys`; None for all keys."""
+    family = family_of(module)
+    assert family is not None
+    visible = visible_keys(family, module, arguments)
+    if family.counts is not None:
+        return family.counts(module, arguments)[family.child], visible
+    return None if visible is None else visible.sum(-1), visible
 
-    output: Any = None
+
+def _entropy(weights: Any) -> Any:
+    return entropy(weights.float())
+
+
+class _Weights(TorchFunctionMode):
+    """Keeps the attention weights: those of softmaxes, and of PyTorch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Any] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if getattr(function, "__name__", "") == "softmax":
-            self.output = result
+            self.weights.append(result)
         elif function is scaled_dot_product_attention:
-            self.output = _weights(*args, **kwargs)
+            self.weights.append(_weights(*args, **kwargs))
         return result
 
 

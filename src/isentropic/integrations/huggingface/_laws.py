@@ -89,9 +89,10 @@ def use(
     -----
     The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, and
     keys outside a sliding window are not counted, so decoding with a cache equals prefill. Sinks are
-    not counted as keys. The law multiplies the products of queries and keys, before a soft cap and
-    position biases, such as those of T5, ALiBi and MPNet. Where positions are products with the query
-    or the key, as in DeBERTa, Funnel and SpeechT5, the law multiplies these too.
+    not counted as keys. In Longformer, a query sees its window and the global tokens, and the query of
+    a global token sees all tokens. The law multiplies the products of queries and keys, before a soft
+    cap and position biases, such as those of T5, ALiBi and MPNet. Where positions are products with the
+    query or the key, as in DeBERTa, Funnel and SpeechT5, the law multiplies these too.
 
     Modules that do not use the AttentionInterface of transformers keep their own code, and hooks apply
     the law. :doc:`/reference/models` lists what runs in which way, and what does not. In some of them,

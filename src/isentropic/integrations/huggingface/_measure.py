@@ -16,15 +16,16 @@ from tqdm import tqdm
 from isentropic import laws as laws_module
 from isentropic._attention.functions import attention_entropy
 from isentropic._checks import check_real, type_error, value_error
-from isentropic._entropy import entropy
 from isentropic.drift import FACTORS, DriftReport, Recorder
 from isentropic.integrations._observe import Call, listening, visible_counts
 from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import (
     argument_names,
+    arguments_without_cache,
     cached_length,
+    entropies_with_law,
     key_source,
-    weights_with_law,
+    keys_of_queries,
 )
 from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
@@ -83,8 +84,9 @@ def profile(
     as much as computing attention once more. The model runs without gradients, in evaluation mode.
     Queries are grouped as in `isentropic.entropy_drift`.
 
-    Models that do not use the AttentionInterface of transformers form the L×S weights themselves. Their
-    entropies are those of these weights, which takes about as much memory as such a model takes anyway.
+    Models that do not use the AttentionInterface of transformers form the weights themselves, most of
+    them L×S. Their entropies are those of these weights, which takes about as much memory as such a
+    model takes anyway. In Longformer, a query with global attention counts as one query, with all keys.
 
     Padding among the queries of cross-attention is that of the self-attention before it.
 
@@ -282,14 +284,15 @@ class _Run:
         self.add(layer, n.reshape(-1, query.shape[2]), entropies, counted)
 
     def run_again(self, layer: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        arguments = arguments_without_cache(module, args, kwargs)
         law, count = law_of(module)
-        entropies, n_keys, mask = [], 0, None
+        entropies, n_keys = [], 0
         for factor in self.factors:
-            weights, mask = weights_with_law(module, args, kwargs, _scaled(law, factor), count)
-            entropies.append(entropy(weights.float()))
-            n_keys = weights.shape[-1]
-        n = torch.tensor([n_keys]) if mask is None else mask.sum(-1)
-        counted = self.counted_queries(mask, entropies[0], n_keys)
+            rows, n_keys = entropies_with_law(module, arguments, _scaled(law, factor), count)
+            entropies.append(rows)
+        n, visible = keys_of_queries(module, arguments)
+        n = torch.tensor([n_keys]) if n is None else n
+        counted = self.counted_queries(visible, entropies[0], n_keys)
         self.add(layer, n.reshape(-1, n.shape[-1]), entropies, counted)
 
     def counted_queries(self, mask: Any, entropies: Any, n_keys: int) -> Any:

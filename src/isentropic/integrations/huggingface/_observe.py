@@ -10,10 +10,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import AttentionInterface, TrainerCallback
 
-from isentropic._checks import check_count, check_flag
+from isentropic._checks import check_count, check_flag, value_error
 from isentropic.integrations._observe import Call, Observation, Observer, announce, listeners
 from isentropic.integrations.huggingface._interface import law_and_options
-from isentropic.integrations.huggingface._modules import attention_modules
+from isentropic.integrations.huggingface._modules import attention_modules, uses_interface
 from isentropic.masks import Mask, as_mask, causal, segments, window
 
 
@@ -58,7 +58,7 @@ def observe(
     TypeError
         For a `model` that is not a transformers model, and arguments of the wrong type.
     ValueError
-        For a model whose attention does not go through the AttentionInterface, and numbers out of
+        For a model none of whose attention goes through the AttentionInterface, and numbers out of
         range. An observed forward pass raises it if no attention could be observed.
 
     Warns
@@ -82,6 +82,10 @@ def observe(
     In self-attention a query is padding if it does not see its own position. In cross-attention all
     queries are counted.
 
+    Attention that does not go through the AttentionInterface of transformers cannot be observed, with
+    or without laws: :doc:`/reference/models` lists it as "through hooks". Its rows are NaN. `profile`
+    measures it.
+
     Examples
     --------
     >>> import torch
@@ -96,7 +100,7 @@ def observe(
     (3, 2)
     >>> observer.close()
     """
-    layers = attention_modules(model)
+    layers = _attention_to_observe(model)
     watch()
     return Observer(
         model, layers, every=every, sequences=sequences, then=then, warn_below=warn_below,
@@ -174,7 +178,7 @@ class ObserveCallback(TrainerCallback):
         watch()
         model, wrapped = kwargs["model"], self._trainer.model_wrapped
         outermost = wrapped if hasattr(wrapped, "_orig_mod") else model  # of torch.compile
-        self.observer = Observer(outermost, attention_modules(model), every=None, **self._options)
+        self.observer = Observer(outermost, _attention_to_observe(model), every=None, **self._options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The number of the step that begins is one more than that of the steps that have ended.
@@ -193,6 +197,15 @@ class ObserveCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.observer is not None:
             self.observer.close()
+
+
+def _attention_to_observe(model: Any) -> dict[str, Any]:
+    named = attention_modules(model)
+    if not any(map(uses_interface, named.values())):
+        kinds = ", ".join(sorted({type(module).__name__ for module in named.values()}))
+        must = "have attention that goes through the AttentionInterface of transformers, to be observed"
+        raise value_error("model", must, f"{type(model).__name__}, where {kinds} does not")
+    return named
 
 
 def watch() -> None:
