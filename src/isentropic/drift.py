@@ -174,6 +174,11 @@ def _mean(x: np.ndarray) -> float:
     return float(known.mean()) if known.size else math.nan
 
 
+def _round_if_near(x: float) -> float:
+    """A number that rounding has moved away from a whole one, as the whole one."""
+    return round(x) if math.isclose(x, round(x), rel_tol=1e-12) else x
+
+
 def _half_octave(n: Any) -> Any:
     """The group of n keys: −i for the half octave around 2^{i/2}, and n itself for n ≤ 4."""
     import numpy as np
@@ -250,7 +255,7 @@ class Recorder:
                 mean[:, layers.index(layer), : self._heads[layer]] = total / count
             counts = [count for count, _, _ in sums.values()]
             log_n = sum(total for _, total, _ in sums.values()) / sum(counts)
-            length = math.exp(log_n) if group < 0 else group
+            length = _round_if_near(math.exp(log_n)) if group < 0 else group
             means.append((length, max(counts), mean))
         means.sort(key=lambda mean: mean[0])
         lengths, counts, entropy = zip(*means, strict=True)

@@ -3,6 +3,8 @@
 FlashAttention needs a GPU: here its functions are replaced by PyTorch's. Flex attention is not compiled.
 """
 
+import subprocess
+import sys
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -459,13 +461,35 @@ class TestUse:
         assert model.config._attn_implementation == "eager"
         assert not any(hasattr(module, "isentropic_law") for module in model.modules())
 
-    def test_no_eager_attention(self):
-        layer = nn.Linear(2, 2)
-        layer.config = transformers.LlamaConfig(attn_implementation="sdpa")
-        _bases._put_law_into_eager(layer)
-        layer.config._attn_implementation = "eager"
-        with pytest.raises(ValueError, match=r"`base` must not be 'eager' for .*, got it for Linear"):
-            _bases._put_law_into_eager(layer)
+
+class TestLookup:
+    """A law acts on whatever function transformers looks up."""
+
+    def test_registered_again(self, monkeypatch):
+        model, forward = decoder("Llama"), transformers.AttentionInterface()["sdpa"]
+        huggingface.use(model, laws.LogLength(4), base="sdpa")
+        expected = outputs(model, batch())
+        again = {"sdpa": lambda *args, **kwargs: forward.__wrapped__(*args, **kwargs)}
+        monkeypatch.setattr(
+            transformers.AttentionInterface,
+            "_global_mapping",
+            transformers.AttentionInterface._global_mapping | again,
+        )
+        assert torch.equal(outputs(model, batch()), expected)
+
+    @pytest.mark.parametrize("base", ["sdpa", "eager"])
+    def test_pickled_for_another_process(self, tmp_path, base):
+        model = decoder("Llama")
+        huggingface.use(model, laws.LogLength(4), base=base)
+        torch.save((model, batch(), outputs(model, batch())), tmp_path / "model.pt")
+        code = f"""
+import torch
+model, inputs, expected = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+with torch.no_grad():
+    got = model(**inputs)[0][inputs["attention_mask"].bool()]
+torch.testing.assert_close(got, expected)
+"""
+        subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 class TestUnknownCounts:

@@ -416,7 +416,8 @@ def attention_statistics(
         - ``mean``: ``Σ p s``, the log-normalizer less the entropy;
         - ``variance``: ``Σ p (s − mean)²``, at least 0.
 
-        For a query that sees no key, `maximum` and `log_normalizer` are −∞, and the others 0.
+        For a query that sees neither a key nor a sink, `maximum` and `log_normalizer` are −∞, and the
+        others 0.
 
     Raises
     ------

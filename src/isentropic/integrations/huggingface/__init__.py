@@ -5,8 +5,8 @@ of a model are numbered from 0, in the order of ``model.modules()``.
 
 Laws are submodules of the attention modules, so that models with different laws are independent. A
 model is saved with its laws. So that ``from_pretrained`` brings them back, importing this module
-registers ``attn_implementation="isentropic"`` and adds a step to five methods of PreTrainedModel, which
-do nothing for models without laws.
+registers ``attn_implementation="isentropic"``. It also adds a step to four methods of PreTrainedModel
+and to the lookup of attention functions, which do nothing for models without laws.
 """
 
 from isentropic._checks import requires_extra
@@ -16,6 +16,7 @@ with requires_extra(__name__):
     import tqdm  # noqa: F401
     import transformers  # noqa: F401
 
+from isentropic.integrations.huggingface._bases import extend_interface
 from isentropic.integrations.huggingface._files import load_laws, save_laws
 from isentropic.integrations.huggingface._interface import register
 from isentropic.integrations.huggingface._laws import laws_of, use
@@ -38,4 +39,5 @@ __all__ = [
 ]
 
 register()
+extend_interface()
 extend_transformers()

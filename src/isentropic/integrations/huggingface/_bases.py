@@ -2,14 +2,14 @@
 
 An implementation keeps its name, because transformers goes by names: FlashAttention gets other
 arguments, only some implementations get a paged cache, and only some sparse masks. So what is replaced
-is the function behind the name. It stays replaced, and is as before for modules without a law.
+is the function that transformers gets when it looks up a name. For modules without a law it does what
+it did.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -32,19 +32,18 @@ from isentropic.integrations.huggingface._interface import (
     register,
     visibility_mask,
 )
-from isentropic.integrations.huggingface._modules import uses_interface
 from isentropic.laws._law import Law
 
 _Counter: TypeAlias = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, Any, dict[str, Any]], Any]
 
-_EAGER = "eager_attention_forward"  # how its names end in the files of the models
+_WITH_LAW: dict[tuple[Any, str], Callable[..., Any]] = {}
 # FlashAttention needs all of them.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Elements of a mask that are formed at a time.
 _TILE = 2**24
 
 
-def set_base(model: Any, modules: Iterable[Any], base: str) -> None:
+def set_base(model: Any, base: str) -> None:
     """Let a model compute its attention by `base`, with the laws of its modules."""
     if not isinstance(base, str):
         raise type_error("base", "be the name of an attention implementation", type(base).__name__)
@@ -54,23 +53,38 @@ def set_base(model: Any, modules: Iterable[Any], base: str) -> None:
         must = f"be 'eager', the name of a kernel of the Hub, or one of {', '.join(map(repr, known))}"
         raise value_error("base", must, repr(base))
     set_implementation(model, base)
-    let_laws_in(modules)
 
 
-def let_laws_in(modules: Iterable[Any]) -> None:
-    """Let all implementations apply the laws of these modules, whichever the model uses later."""
-    # Kernels of the Hub are registered, by names of their own, when a model uses them first.
-    for name, function in list(AttentionInterface().items()):
-        AttentionInterface.register(name, with_law(function, _counter(name)))
-    for module in modules:
-        if uses_interface(module):
-            _put_law_into_eager(module)
+def extend_interface() -> None:
+    """Let every function that transformers looks up in an AttentionInterface apply laws.
+
+    Calling this again has no effect.
+    """
+    get_item, get_interface = AttentionInterface.__getitem__, AttentionInterface.get_interface
+    if hasattr(get_interface, "applies_laws"):
+        return
+
+    @functools.wraps(get_item)
+    def get_item_with_law(self: Any, name: str) -> Any:
+        return with_law(get_item(self, name), name)
+
+    @functools.wraps(get_interface)
+    def get_interface_with_law(self: Any, name: str, default: Any) -> Any:
+        return with_law(get_interface(self, name, default), "eager")  # others have theirs by their name
+
+    get_interface_with_law.applies_laws = True  # type: ignore[attr-defined]
+    AttentionInterface.__getitem__ = get_item_with_law
+    AttentionInterface.get_interface = get_interface_with_law
 
 
-def with_law(function: Callable[..., Any], counted: _Counter) -> Callable[..., Any]:
+def with_law(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The function of an implementation, which gets scaled queries from modules that have a law."""
     if hasattr(function, "takes_laws"):
         return function
+    # The same object for every lookup: otherwise torch.compile would compile again.
+    if (known := _WITH_LAW.get((function, name))) is not None:
+        return known
+    counted = _counter(name)
 
     @functools.wraps(function)
     def attend_with_law(
@@ -86,6 +100,8 @@ def with_law(function: Callable[..., Any], counted: _Counter) -> Callable[..., A
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
     attend_with_law.takes_laws = True  # type: ignore[attr-defined]
+    if not torch.compiler.is_compiling():
+        _WITH_LAW[function, name] = attend_with_law
     return attend_with_law
 
 
@@ -96,17 +112,6 @@ def _scaled(query: torch.Tensor, n: torch.Tensor, law: Law) -> torch.Tensor:
     n = torch.clamp(n.to(dtype), min=1)
     factor = law.evaluate_checked(namespace(query=query), n)
     return (query.to(dtype) * factor[..., None]).to(query.dtype)
-
-
-def _put_law_into_eager(module: torch.nn.Module) -> None:
-    """Replace the eager attention in the file of the module, where its `forward` finds it."""
-    forward = inspect.unwrap(type(module).forward)
-    names = [name for name in forward.__code__.co_names if name.endswith(_EAGER)]
-    if not names and module.config._attn_implementation == "eager":
-        must = f"not be 'eager' for a model without a function {_EAGER}"
-        raise value_error("base", must, f"it for {type(module).__name__}")
-    for name in names:
-        forward.__globals__[name] = with_law(forward.__globals__[name], _by_mask)
 
 
 def _counter(name: str) -> _Counter:

@@ -40,7 +40,7 @@ def use(
     model : transformers.PreTrainedModel
         The model, which is changed in place: its attention implementation becomes `base`, unless it
         does not use the AttentionInterface. It may be a part of a model, such as the text model of a
-        multimodal one.
+        multimodal one. Models with hooks (see the notes) keep their implementation.
     laws : Law, None, sequence or mapping
         One law for all attention layers, a sequence with one law per layer, or a mapping to laws. The
         keys of a mapping are numbers of layers, names of layers, or patterns of names, such as
@@ -97,7 +97,8 @@ def use(
     Modules that do not use the AttentionInterface of transformers keep their own code, and hooks apply
     the law. :doc:`/reference/models` lists what runs in which way, and what does not. In some of them,
     such as DeBERTa, the law f acts on the weights p, which become p^f / Σ p^f. There in float16 it does
-    not bring back weights below 6e-8, which are 0.
+    not bring back weights below 6e-8, which are 0. Call `torch.compile` after `use`: a compiled model
+    does not see hooks that are added later.
 
     For a model that already scales its attention logits by a rule of its own, a warning names the
     rule and says how to switch it off. `isentropic.laws.from_config` returns these rules.
@@ -107,9 +108,7 @@ def use(
     ``position_ids``, its positions count the padding on the left too.
 
     A `base` other than "isentropic" gets scaled queries, rounded to their dtype, and otherwise does
-    what it does without a law. The functions of transformers stay replaced by ones that know laws, and
-    are as before for models without laws. So a model with laws keeps them if its attention
-    implementation is changed later.
+    what it does without a law. A model keeps its laws if its attention implementation is changed later.
 
     The model keeps its laws: ``save_pretrained`` writes them into its configuration, and
     ``from_pretrained`` makes them again, if this module has been imported. So does every new model of
@@ -132,7 +131,7 @@ def use(
     'sdpa'
     """
     if not isinstance(trainable, bool):
-        check_choice("trainable", trainable, ("head",))
+        check_choice("trainable", trainable, (True, False, "head"))
     named = attention_modules(model)
     modules, layer_laws = list(named.values()), per_layer(laws, count, list(named))
     warn_of_rules(modules, [law for law, _ in layer_laws])
@@ -150,7 +149,8 @@ def laws_of(model: Any) -> dict[str, LawAndCount]:
     -------
     dict
         By the names of the attention modules, in the order of the layers: the law, with the present
-        values of its parameters, or None for standard attention; and what its n counts.
+        values of its parameters, or None for standard attention; and what its n counts. Tensors of
+        trained laws are those of the model, and no copies.
 
     Raises
     ------
@@ -181,13 +181,19 @@ def per_layer(laws: Laws, count: str, names: Sequence[str]) -> list[LawAndCount]
     if isinstance(laws, Mapping):
         check_keys(laws)
         chosen = {name: law for key, law in laws.items() for name in _matching(key, names)}
-        return [(chosen.get(name), count) for name in names]
+        return [(_law_or_none(chosen.get(name)), count) for name in names]
     if not isinstance(laws, Sequence) or isinstance(laws, str):
         raise not_laws_error(laws)
     if len(laws) != len(names):
         must = f"be as many as the model has attention layers, {len(names)}"
         raise value_error("laws", must, len(laws))
-    return [(law, count) for law in laws]
+    return [(_law_or_none(law), count) for law in laws]
+
+
+def _law_or_none(law: Any) -> Law | None:
+    if law is not None and not isinstance(law, Law):
+        raise not_laws_error(law)
+    return law
 
 
 def _matching(key: int | str, names: Sequence[str]) -> list[str]:
@@ -209,6 +215,8 @@ def not_laws_error(x: Any) -> TypeError:
         must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
     elif isinstance(x, torch.nn.Module):
         must += " (a LawModule gives its law when it is called)"
+    elif isinstance(x, tuple):
+        must += " (`laws_of` gives pairs of a law and what it counts; pass the laws alone)"
     return type_error("laws", must, type(x).__name__)
 
 
@@ -235,7 +243,7 @@ def apply(
     with contextlib.ExitStack() as stack:
         before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
         stack.callback(_restore, model, _implementations(model), before)
-        set_base(model, modules, base)
+        set_base(model, base)
         stack.enter_context(hooks(modules))
         for module, law in zip(modules, held, strict=True):
             setattr(module, LAW, law)

@@ -83,9 +83,11 @@ def _message(rule: ModelRule) -> str:
 
 
 def _about_constant(rule: ModelRule, factor: float) -> str:
-    part = " of the rotated features" if rule.scales == "rotated products" else ""
+    part = "the part of its logits that comes from rotated features"
+    if rule.scales != "rotated products":
+        part = "its logits"
     return (
-        f"The model already multiplies the products of queries and keys{part} by the constant "
-        f"{factor:.4g}, {_CONSTANTS[rule.name]}. The law multiplies them too, which is meant if it was "
-        "fitted to this model, or follows the length beyond it."
+        f"The model already multiplies {part} by the constant {factor:.4g}, {_CONSTANTS[rule.name]}. The "
+        "law multiplies them too. That is right if the law was fitted to this model, or if it is 1 up to "
+        "the lengths that the constant is for."
     )

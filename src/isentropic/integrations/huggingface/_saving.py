@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, initialization
 
 from isentropic import laws as laws_module
 from isentropic._checks import type_error, value_error
-from isentropic.integrations.huggingface._bases import let_laws_in
 from isentropic.integrations.huggingface._hooks import hooks
 from isentropic.integrations.huggingface._interface import LAW, NAME
 from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
@@ -32,7 +31,7 @@ _IMPLEMENTATION = "attn_implementation"
 def extend_transformers() -> None:
     """Let the models of transformers keep their laws.
 
-    Five methods of PreTrainedModel get a step before or after. It does nothing for models without laws.
+    Four methods of PreTrainedModel get a step before or after. It does nothing for models without laws.
     Calling this again has no effect.
     """
     for name, extend in _EXTENSIONS.items():
@@ -89,21 +88,11 @@ def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _set_attn_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        let_laws_in(module for module in self.modules() if getattr(module, LAW, None) is not None)
-        return result
-
-    return set_attn_implementation
-
-
 _EXTENSIONS = {
     "_check_and_adjust_attn_implementation": _check_implementation,
     "post_init": _post_init,
     "_initialize_weights": _initialize_weights,
     "save_pretrained": _save_pretrained,
-    "set_attn_implementation": _set_attn_implementation,
 }
 
 
@@ -227,7 +216,6 @@ def make_laws(model: Any) -> bool:
             setattr(module, LAW, _from_description(description, module, model, name))
             made.append(module)
     if made:
-        let_laws_in(made)
         hooks(made)
         setattr(model.config, _IMPLEMENTATION, NAME)  # transformers has removed it
     return bool(made)
