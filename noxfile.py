@@ -292,7 +292,7 @@ def models(session: nox.Session) -> None:
     session.run("python", "docs/models_page.py", *session.posargs)
 
 
-EXPERIMENTS = ["first", "masked_language", "entropies", "dimension", "recall"]
+EXPERIMENTS = ["first", "masked_language", "entropies", "dimension", "recall", "max_retrieval"]
 
 
 @nox.session

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 RESULTS = Path(__file__).parent / "results"
 
 Verdict = Literal["reproduced", "in part", "not reproduced", "not decided", "not tested"]
+Effect = Literal["helps", "no effect", "harms", "not decided"]
 
 
 class Claim(NamedTuple):
@@ -31,11 +32,79 @@ class Claim(NamedTuple):
     source: str
     says: str
     found: str
-    verdict: Verdict
+    verdict: Verdict | Effect
 
 
 def verdict(reproduced: bool) -> Verdict:
     return "reproduced" if reproduced else "not reproduced"
+
+
+# -------------------------------------------------------------------------------------- decisions
+
+
+class Decision(NamedTuple):
+    """What paired differences say about an effect: the verdict, their mean and its interval.
+
+    `needed` is the number of differences that would decide, if their mean and spread stay the same. It
+    is None if they decide already, or if the mean is the smallest effect itself, so that none would.
+    """
+
+    verdict: Effect
+    mean: float
+    low: float
+    high: float
+    needed: int | None = None
+
+    def __str__(self) -> str:
+        more = f" (n = {self.needed} would decide)" if self.needed else ""
+        return f"{self.verdict}{more}"
+
+    def interval(self, form: str = "+.1f") -> str:
+        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+def decide(differences: Sequence[float], smallest: float, confidence: float = 0.95) -> Decision:
+    """Decide by the t interval of the mean of paired differences (of seeds, or of texts).
+
+    `smallest` is the smallest effect that matters. An interval above it is "helps", one between
+    −smallest and smallest is "no effect" (of that size), and one below −smallest is "harms".
+    """
+    mean, n = statistics.fmean(differences), len(differences)
+    deviation = statistics.stdev(differences)
+    half = half_width(deviation, n, confidence)
+    low, high = mean - half, mean + half
+    if low > smallest:
+        return Decision("helps", mean, low, high)
+    if high < -smallest:
+        return Decision("harms", mean, low, high)
+    if -smallest < low and high < smallest:
+        return Decision("no effect", mean, low, high)
+    return Decision(
+        "not decided", mean, low, high, deciding_number(mean, deviation, smallest, confidence)
+    )
+
+
+def half_width(deviation: float, n: int, confidence: float = 0.95) -> float:
+    """Half the width of the t interval of the mean of n normal numbers."""
+    from scipy import special
+
+    quantile = float(special.stdtrit(n - 1, (1 + confidence) / 2))
+    return quantile * deviation / math.sqrt(n)
+
+
+def deciding_number(
+    mean: float, deviation: float, smallest: float, confidence: float = 0.95
+) -> int | None:
+    """The least number of differences whose interval has neither of ±smallest in it."""
+    distance = abs(abs(mean) - smallest)
+    # Where the mean is so near that rounding decides, no number does.
+    if distance <= 1e-9 * max(smallest, deviation):
+        return None
+    quantile = statistics.NormalDist().inv_cdf((1 + confidence) / 2)  # below that of t
+    n = max(2, math.floor((quantile * deviation / distance) ** 2))
+    while half_width(deviation, n, confidence) >= distance:
+        n += 1
+    return n
 
 
 # ------------------------------------------------------------------------------------------ runs

@@ -1,6 +1,7 @@
 """The experiments of the documentation: that they run, and what their committed results show."""
 
 import math
+import statistics
 from typing import get_args
 
 import numpy as np
@@ -202,6 +203,53 @@ def test_committed_results_are_reported(module):
     figure = module.picture(results)
     assert all(ax.lines for ax in figure.axes)
     experiment.plt.close(figure)
+
+
+class TestDecision:
+    """With the smallest effect 3."""
+
+    @pytest.mark.parametrize(
+        ("mean", "verdict"), [(9, "helps"), (-9, "harms"), (0.5, "no effect"), (-0.5, "no effect")]
+    )
+    def test_decided(self, mean, verdict):
+        found = experiment.decide([mean - 1, mean, mean + 1, mean], 3)
+        assert found.verdict == str(found) == verdict
+        assert found.needed is None
+
+    def test_interval(self):
+        from scipy import stats
+
+        x = [1.0, 4.0, 2.5, 7.0, -1.0]
+        found = experiment.decide(x, 3, confidence=0.9)
+        expected = stats.ttest_1samp(x, 0).confidence_interval(0.9)
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+        assert found.interval() == f"{np.mean(x):+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+
+    @pytest.mark.parametrize("mean", [5, -5, 3.5, 2.5, 0, -2.8])
+    @pytest.mark.parametrize("deviation", [4, 40])
+    def test_the_number_that_would_decide(self, mean, deviation):
+        """So many differences with the same mean and spread decide, and one less does not."""
+
+        def differences(n):
+            x = np.resize([-1.0, 1.0], n)
+            x = x - x.mean()
+            return list(mean + deviation * x / x.std(ddof=1))
+
+        few = experiment.decide(differences(3), 3)
+        assert few.verdict == "not decided"
+        assert str(few) == f"not decided (n = {few.needed} would decide)"
+        decided = experiment.decide(differences(few.needed), 3)
+        assert decided.verdict == ("no effect" if abs(mean) < 3 else "helps" if mean > 0 else "harms")
+        assert experiment.decide(differences(few.needed - 1), 3).verdict == "not decided"
+
+    def test_no_number_decides_at_the_smallest_effect(self):
+        found = experiment.decide([2.0, 4.0], 3)
+        assert (str(found), found.needed) == ("not decided", None)
+        assert experiment.decide([3.0, 3.0], 3).verdict == "not decided"
+
+    def test_one_difference_has_no_spread(self):
+        with pytest.raises(statistics.StatisticsError):
+            experiment.decide([5.0], 3)
 
 
 class TestHarness:

@@ -3,9 +3,9 @@
 FlashAttention needs a GPU: here its functions are replaced by PyTorch's. Flex attention is not compiled.
 """
 
+import math
 import subprocess
 import sys
-import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise

@@ -181,19 +181,13 @@ def per_layer(laws: Laws, count: str, names: Sequence[str]) -> list[LawAndCount]
     if isinstance(laws, Mapping):
         check_keys(laws)
         chosen = {name: law for key, law in laws.items() for name in _matching(key, names)}
-        return [(_law_or_none(chosen.get(name)), count) for name in names]
+        return [(chosen.get(name), count) for name in names]
     if not isinstance(laws, Sequence) or isinstance(laws, str):
         raise not_laws_error(laws)
     if len(laws) != len(names):
         must = f"be as many as the model has attention layers, {len(names)}"
         raise value_error("laws", must, len(laws))
-    return [(_law_or_none(law), count) for law in laws]
-
-
-def _law_or_none(law: Any) -> Law | None:
-    if law is not None and not isinstance(law, Law):
-        raise not_laws_error(law)
-    return law
+    return [(law, count) for law in laws]
 
 
 def _matching(key: int | str, names: Sequence[str]) -> list[str]:
@@ -215,8 +209,6 @@ def not_laws_error(x: Any) -> TypeError:
         must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
     elif isinstance(x, torch.nn.Module):
         must += " (a LawModule gives its law when it is called)"
-    elif isinstance(x, tuple):
-        must += " (`laws_of` gives pairs of a law and what it counts; pass the laws alone)"
     return type_error("laws", must, type(x).__name__)
 
 
@@ -235,6 +227,9 @@ def apply(
     base: str = NAME,
     trainable: bool | str = False,
 ) -> contextlib.ExitStack:
+    if any(isinstance(law, tuple) for law, _ in laws):
+        must = "be laws, not the pairs of a law and what it counts that `laws_of` returns"
+        raise type_error("laws", must, "tuples")
     held = [
         None if law is None else layer_law(law, count, module, model, f"laws[{i}]", trainable)
         for i, ((law, count), module) in enumerate(zip(laws, modules, strict=True))

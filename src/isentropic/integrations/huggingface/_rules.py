@@ -87,7 +87,7 @@ def _about_constant(rule: ModelRule, factor: float) -> str:
     if rule.scales != "rotated products":
         part = "its logits"
     return (
-        f"The model already multiplies {part} by the constant {factor:.4g}, {_CONSTANTS[rule.name]}. The "
-        "law multiplies them too. That is right if the law was fitted to this model, or if it is 1 up to "
-        "the lengths that the constant is for."
+        f"The model already multiplies {part} by the constant {factor:.4g}, {_CONSTANTS[rule.name]}. "
+        "The law multiplies them too. That is right if the law was fitted to this model, or if it is 1 "
+        "up to the lengths that the constant is for."
     )

@@ -1,0 +1,592 @@
+"""Max Retrieval: does a law of the length help where dilution is what fails, more than a constant does?
+
+    python max_retrieval.py            # about an hour on two free cores
+    python max_retrieval.py --quick    # half a minute: only shows that everything runs
+
+This is the task of Veličković et al. (2024, arXiv 2410.01104). The input is a set of items. Each has
+a priority and one of 10 classes. The answer is the class of the item with the highest priority. There
+are no positions. One head of attention, whose query is made from a random number, reads the set.
+Models are trained with 5 to 16 items, and tested with up to 4096.
+
+Every run of an arm and a seed is written to a file when it is finished. Start the command again to go
+on where it was interrupted.
+
+Arms that are trained:
+
+- O: the standard scale.
+- constant: a learned constant factor. A control: whatever it gains is not due to the length.
+- log: log n/log 16.
+- slope: a · log n with learned a (SSMax, Nakanishi 2025, arXiv 2501.19399).
+- affine: a · log n + b with learned a and b (SSMax with its intercept).
+- power: (n/16)^a with learned a.
+- query alone: a learned function of the query, and not of the length. A control for the next arm.
+- query: δ + β · log(n + 1)^γ with learned δ, and with β and γ that depend on the query (the form of
+  ASEntmax, Vasylenko et al. 2025, arXiv 2506.16640, but with a softmax).
+
+The laws of the length start with the factor 1 at n = 16, and with the slope of log there (query:
+nearly). The two controls start with the factor 1. All arms of a seed start with the same
+weights, and see the same sets in training and in the test. The query contains nothing of the items,
+so a function of it is a learned temperature with more numbers.
+
+Arms at test time, on the weights of O:
+
+- O + log: the factor log n/log 16.
+- O + affine, O + power: the laws that these arms have learned with the same seed, divided by their
+  factors at n = 16. (For slope, this is O + log.)
+- O + held: for each set the factor at which the entropy is O's mean entropy at n = 16. This also
+  makes the entropies of all sets equal, which changes results at n = 16 already.
+- O + held mean: for each n one factor, with which the mean entropy of other sets is that of n = 16.
+- O + best constant: the factor, of 11 from 1 to 32, that is best on the test data themselves at each
+  n. So it is an upper bound for what a constant can do there, and no method.
+
+What decides
+------------
+This section was written before the experiment was run. Smaller runs had been seen, and O, affine and
+power of full size with one other seed.
+
+The quantity is the accuracy in percent at n = 1024; that at n = 256 is reported too. The smallest
+effect that matters is 3 points. There are 48 seeds. The differences between two arms are paired: one
+difference per seed. Their 95 % t interval decides (`experiment.decide`). Above 3 points, the arm
+helps. Within ±3 points, it has no effect of that size. Below −3 points, it harms. Otherwise it is not
+decided, and the number of seeds that would decide is stated. The questions are in `QUESTIONS`, and
+each pair in them is decided alone: the intervals are not widened for their number. Nothing else is
+concluded. In particular, the accuracy at n = 4096 and the learned numbers are reported without a
+verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import experiment
+import matplotlib.pyplot as plt
+import torch
+from experiment import Claim, Decision, decide, spread, table
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import isentropic as it
+from isentropic import laws
+
+NAME = "max_retrieval"
+SHORTEST, LONGEST = 5, 16  # numbers of items in training
+WIDTH, CLASSES = 32, 10
+BATCH, RATE = 128, 3e-3
+CONSTANTS = tuple(2 ** (i / 2) for i in range(11))  # 1 to 32, for O + best constant
+CALIBRATION = 2**19  # items of each length for the held entropies
+FACTORS = (0.1, 1000.0)  # the range of the search for the factor of O + held mean
+TOGETHER = 2**16  # items in one pass of the test
+PASS = 8  # A pass of the test takes about as long as so many steps of training.
+
+# What decides
+SMALLEST = 3.0  # points of accuracy
+SEEDS = 48
+QUESTIONS = {
+    "Does a law in training beat a learned constant?": [
+        (arm, "constant") for arm in ("log", "slope", "affine", "power", "query")
+    ],
+    "Does the held entropy beat the log law, both at test time?": [
+        ("O + held", "O + log"),
+        ("O + held mean", "O + log"),
+    ],
+    "Does a learned affine law beat the log law?": [("slope", "log"), ("affine", "log")],
+    "Does a law in training beat the same law at test time only?": [
+        ("log", "O + log"),
+        ("slope", "O + log"),
+        ("affine", "O + affine"),
+        ("power", "O + power"),
+    ],
+    "Does the length help a law of the query?": [("query", "query alone")],
+}
+
+
+class Settings(NamedTuple):
+    """The size of an experiment."""
+
+    steps: int
+    lengths: tuple[int, ...]
+    decided: tuple[int, ...]  # the lengths of the verdicts, the primary one first
+    sets: int  # in the test of each length
+    items: int  # the most that these sets have together
+
+
+FULL = Settings(2000, (16, 64, 256, 1024, 4096), (1024, 256), 2048, 2**21)
+QUICK = Settings(200, (16, 64, 256), (256, 64), 256, 2**16)
+
+
+# ----------------------------------------------------------------------------------------- task
+
+
+class Sample(NamedTuple):
+    """Sets of n items: priorities and classes (count, n), answers (count,), and numbers (count, 1)."""
+
+    priority: Tensor
+    kind: Tensor
+    answer: Tensor
+    number: Tensor
+
+
+def draw(count: int, n: int, generator: torch.Generator) -> Sample:
+    priority = torch.rand(count, n, generator=generator)
+    kind = torch.randint(CLASSES, (count, n), generator=generator)
+    answer = kind.gather(1, priority.argmax(dim=1, keepdim=True))[:, 0]
+    return Sample(priority, kind, answer, torch.rand(count, 1, generator=generator))
+
+
+def test_sets(seed: int, n: int, settings: Settings) -> Iterator[Sample]:
+    """The sets of n items that all arms of a seed are tested with, in parts."""
+    generator = torch.Generator().manual_seed(10**6 * (seed + 1) + n)
+    for count in parts(n, settings):
+        yield draw(count, n, generator)
+
+
+def parts(n: int, settings: Settings) -> list[int]:
+    """The numbers of sets in each pass of the test."""
+    left, most = min(settings.sets, max(1, settings.items // n)), max(1, TOGETHER // n)
+    return [min(most, left - start) for start in range(0, left, most)]
+
+
+# ----------------------------------------------------------------------------------------- laws
+
+
+class Learned(nn.Module):
+    """A law with learned numbers."""
+
+    def __init__(self, form: Callable[..., laws.Law], **start: float) -> None:
+        super().__init__()
+        self.form = form
+        self.numbers = nn.ParameterDict({name: torch.tensor([x]) for name, x in start.items()})
+
+    def forward(self, hidden: Tensor) -> laws.Law:
+        return self.form(**self.numbers)
+
+
+class Fixed(nn.Module):
+    """A law without learned numbers, or none."""
+
+    def __init__(self, law: laws.Law | None) -> None:
+        super().__init__()
+        self.law = law
+
+    def forward(self, hidden: Tensor) -> laws.Law | None:
+        return self.law
+
+
+class OfQuery(nn.Module):
+    """A law with numbers that are maps of what the query is made from, and others that are learned."""
+
+    def __init__(self, form: Callable[..., laws.Law], *start: float, **others: float) -> None:
+        super().__init__()
+        self.form = form
+        self.maps = nn.Linear(WIDTH, len(start))
+        nn.init.zeros_(self.maps.weight)
+        self.maps.bias.data.copy_(torch.tensor(start))
+        self.numbers = nn.ParameterDict({name: torch.tensor([x]) for name, x in others.items()})
+
+    def forward(self, hidden: Tensor) -> laws.Law:
+        return self.form(*self.maps(hidden).unbind(-1), **self.numbers)
+
+
+def of_query_alone(h: Tensor) -> laws.Law:
+    return laws.Constant(laws.per_query(nn.functional.softplus(h)))
+
+
+def of_query_and_length(h1: Tensor, h2: Tensor, offset: Tensor) -> laws.Law:
+    coefficient, exponent = nn.functional.softplus(h1), 2 * h2.tanh()
+    law = laws.PowerLog(offset, laws.per_query(coefficient), laws.per_query(exponent))
+    return laws.shifted(law, 1)
+
+
+def inverse_softplus(x: float) -> float:
+    return math.log(math.expm1(x))
+
+
+LOG = math.log(LONGEST)
+TRAINED: dict[str, Callable[[], nn.Module]] = {
+    "O": lambda: Fixed(None),
+    "constant": lambda: Learned(laws.Constant, value=1.0),
+    "log": lambda: Fixed(laws.LogLength(LONGEST)),
+    "slope": lambda: Learned(laws.AffineLog, slope=1 / LOG),
+    "affine": lambda: Learned(laws.AffineLog, slope=1 / LOG, intercept=0.0),
+    "power": lambda: Learned(partial(laws.Power, base=LONGEST), exponent=1 / LOG),
+    "query alone": lambda: OfQuery(of_query_alone, inverse_softplus(1)),
+    # It starts with δ = 0, γ = 1.
+    "query": lambda: OfQuery(
+        of_query_and_length, inverse_softplus(1 / math.log(LONGEST + 1)), math.atanh(0.5), offset=0.0
+    ),
+}
+# The learned laws that are also tested on the weights of O. Divided by its factor at 16, "slope" is
+# "log", and the law of the query needs its own weights.
+TRANSFERRED = ("affine", "power")
+AT_TEST = (
+    "O + log",
+    *(f"O + {arm}" for arm in TRANSFERRED),
+    "O + held",
+    "O + held mean",
+    "O + best constant",
+)
+ARMS = (*TRAINED, *AT_TEST)
+
+
+# ---------------------------------------------------------------------------------------- model
+
+
+class Heads(NamedTuple):
+    """What attention reads: (count, 1, 1 or n, WIDTH). `hidden` is what the query is made from."""
+
+    hidden: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Retriever(nn.Module):
+    """A model that reads a set with one head of attention."""
+
+    def __init__(self, arm: str) -> None:
+        super().__init__()
+        self.items = perceptron(1 + CLASSES)
+        self.number = perceptron(1)
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key_value = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.answer = nn.Sequential(perceptron(WIDTH), nn.GELU(), nn.Linear(WIDTH, CLASSES))
+        self.law = TRAINED[arm]()  # last, so that the other weights of all arms start alike
+
+    def heads(self, sample: Sample) -> Heads:
+        one_hot = nn.functional.one_hot(sample.kind, CLASSES)
+        items = self.items(torch.cat((sample.priority[..., None], one_hot), dim=-1))
+        key, value = self.key_value(items)[:, None].chunk(2, dim=-1)
+        hidden = self.number(sample.number)[:, None, None]
+        return Heads(hidden, self.query(hidden), key, value)
+
+    def forward(self, sample: Sample) -> Tensor:
+        """The logits of the classes (count, CLASSES), with the law of the arm."""
+        heads = self.heads(sample)
+        law = self.law(heads.hidden)
+        return self.answer(it.attention(heads.query, heads.key, heads.value, law=law)[:, 0, 0])
+
+
+def perceptron(inputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def train(arm: str, seed: int, steps: int) -> Retriever:
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = Retriever(arm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        n = torch.randint(SHORTEST, LONGEST + 1, (), generator=generator)
+        sample = draw(BATCH, int(n), generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(sample), sample.answer).backward()
+        optimizer.step()
+        schedule.step()
+        experiment.advance()
+    return model
+
+
+# ----------------------------------------------------------------------------------------- test
+
+Rule = Callable[[Heads, int], laws.Law | None]  # the law for sets of n items
+
+
+def measure(model: Retriever, heads: Heads, law: laws.Law | None, answer: Tensor) -> dict[str, Tensor]:
+    """Of each set: 100 where the answer is right, the entropy of the attention, and the factor."""
+    state = it.attention_state(heads.query, heads.key, heads.value, law=law)
+    right = model.answer(state.output()[:, 0, 0]).argmax(-1) == answer
+    factor = 1.0 if law is None else law(heads.key.shape[-2])
+    return {
+        "accuracy": 100 * right.double(),
+        "entropy": state.entropy().flatten().double(),
+        "factor": torch.as_tensor(factor).double().expand(len(answer), 1, 1).flatten(),
+    }
+
+
+@torch.no_grad()
+def test(
+    model: Retriever, rules: dict[str, Rule], seed: int, settings: Settings
+) -> dict[str, dict[str, list[float]]]:
+    """The mean accuracy and entropy, and the median factor, for each rule at each length."""
+    result: dict[str, dict[str, list[float]]] = {arm: {} for arm in rules}
+    for n in settings.lengths:
+        found: dict[str, list[dict[str, Tensor]]] = {arm: [] for arm in rules}
+        for sample in test_sets(seed, n, settings):
+            heads = model.heads(sample)
+            for arm, rule in rules.items():
+                found[arm].append(measure(model, heads, rule(heads, n), sample.answer))
+            experiment.advance(PASS)
+        for arm, of_parts in found.items():
+            for what in of_parts[0]:
+                of_sets = torch.cat([part[what] for part in of_parts])
+                # Sets whose highest priorities are nearly equal need huge factors to hold an entropy.
+                middle = of_sets.median() if what == "factor" else of_sets.mean()
+                result[arm].setdefault(what, []).append(middle.item())
+    return result
+
+
+def rules_at_test(model: Retriever, seed: int, settings: Settings, learned: dict[str, dict]) -> dict:
+    """The rules that are tested on the weights of O. `learned` has the results of other arms."""
+    target = mean_entropy(calibration_heads(model, seed, LONGEST))
+    rules: dict[str, Rule] = {"O": lambda heads, n: None}
+    rules["O + log"] = lambda heads, n: laws.LogLength(LONGEST)
+    for arm, result in learned.items():
+        factors = dict(zip(settings.lengths, result["factor"], strict=True))
+        rules[f"O + {arm}"] = partial(transferred, factors)
+    of_mean = {n: factor_of_mean(calibration_heads(model, seed, n), target) for n in settings.lengths}
+    rules["O + held"] = partial(held, target)
+    rules["O + held mean"] = lambda heads, n: laws.Constant(of_mean[n])
+    for x in CONSTANTS:
+        rules[constant_name(x)] = partial(lambda x, heads, n: laws.Constant(x), x)
+    return rules
+
+
+@torch.no_grad()
+def calibration_heads(model: Retriever, seed: int, n: int) -> Heads:
+    """What attention reads of sets that are not in the test."""
+    generator = torch.Generator().manual_seed(10**9 + 10**6 * seed + n)
+    return model.heads(draw(CALIBRATION // n, n, generator))
+
+
+def transferred(factors: dict[int, float], heads: Heads, n: int) -> laws.Law:
+    return laws.Constant(factors[n] / factors[LONGEST])
+
+
+def held(target: float, heads: Heads, n: int) -> laws.Law:
+    factor = it.factor_for_attention_entropy(heads.query, heads.key, target)
+    return laws.Constant(laws.per_query(factor))
+
+
+@torch.no_grad()
+def mean_entropy(heads: Heads, factor: float = 1.0) -> float:
+    return it.attention_entropy(factor * heads.query, heads.key, law=None).mean().item()
+
+
+@torch.no_grad()
+def factor_of_mean(heads: Heads, target: float) -> float:
+    """The factor at which the mean entropy of all sets is `target`, by bisection of its logarithm."""
+    low, high = map(math.log, FACTORS)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        if mean_entropy(heads, math.exp(middle)) > target:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)
+
+
+def constant_name(x: float) -> str:
+    return f"O + constant {x:.3g}"
+
+
+def with_best_constant(arms: dict[str, dict]) -> dict[str, dict]:
+    """The results with those of the best constant at each length in place of those of all constants."""
+    others = dict(arms)
+    constants = [others.pop(constant_name(x)) for x in CONSTANTS]
+    accuracies = list(zip(*(found["accuracy"] for found in constants), strict=True))
+    best = [column.index(max(column)) for column in accuracies]
+    others["O + best constant"] = {
+        what: [constants[i][what][at] for at, i in enumerate(best)] for what in constants[0]
+    }
+    return others
+
+
+# ----------------------------------------------------------------------------------------- runs
+
+
+class Job(NamedTuple):
+    """An arm to be trained with a seed. That of O has the arms at test time too."""
+
+    arm: str
+    seed: int
+    settings: Settings
+    folder: Path
+
+    def file(self) -> Path:
+        return self.folder / f"{self.arm.replace(' ', '_')}-{self.seed}.json"
+
+    def identity(self) -> dict[str, Any]:
+        """What the result depends on. A file with another identity is of another experiment."""
+        return {
+            "arm": self.arm,
+            "seed": self.seed,
+            **self.settings._asdict(),
+            "model": [WIDTH, CLASSES, BATCH, RATE, SHORTEST, LONGEST],
+            "test": [CALIBRATION, *FACTORS, *CONSTANTS],
+        }
+
+    def result(self) -> dict[str, dict] | None:
+        """The results by arm if the job is finished."""
+        if not self.file().exists():
+            return None
+        stored = json.loads(self.file().read_text())
+        is_same = stored["job"] == json.loads(json.dumps(self.identity()))
+        return stored["arms"] if is_same else None
+
+    def write(self, arms: dict[str, dict]) -> None:
+        # The file gets its name when it is complete, so that an interruption leaves no half of it.
+        part = self.file().with_suffix(".part")
+        part.write_text(json.dumps({"job": self.identity(), "arms": arms}))
+        part.replace(self.file())
+
+
+def work(job: Job) -> None:
+    """Train and test, and write the results."""
+    model = train(job.arm, job.seed, job.settings.steps)
+    if job.arm == "O":
+        learned = {arm: (job._replace(arm=arm).result() or {})[arm] for arm in TRANSFERRED}
+        rules = rules_at_test(model, job.seed, job.settings, learned)
+        job.write(with_best_constant(test(model, rules, job.seed, job.settings)))
+    else:
+        rules = {job.arm: lambda heads, n: model.law(heads.hidden)}
+        job.write(test(model, rules, job.seed, job.settings))
+
+
+def finish(jobs: list[Job]) -> None:
+    """Run those of the jobs that are not finished."""
+    left = [job for job in jobs if job.result() is None]
+    if left:
+        passes = sum(len(parts(n, left[0].settings)) for n in left[0].settings.lengths)
+        experiment.run(work, left, len(left) * (left[0].settings.steps + PASS * passes))
+
+
+def run(seeds: int, settings: Settings, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [Job(arm, seed, settings, folder) for seed in range(seeds) for arm in TRAINED]
+    # O comes last: laws that others have learned are tested on its weights.
+    finish([job for job in jobs if job.arm != "O"])
+    finish([job for job in jobs if job.arm == "O"])
+    arms: dict[str, list] = {arm: [] for arm in ARMS}
+    for job in jobs:
+        for arm, found in (job.result() or {}).items():
+            arms[arm].append(found)
+    return {
+        "lengths": list(settings.lengths),
+        "decided": list(settings.decided),
+        "seeds": seeds,
+        "arms": arms,
+    }
+
+
+# -------------------------------------------------------------------------------------- results
+
+
+def values(results: dict[str, Any], arm: str, what: str, n: int) -> list[float]:
+    """The values of all seeds at one of the lengths."""
+    at = results["lengths"].index(n)
+    return [found[what][at] for found in results["arms"][arm]]
+
+
+def decision(results: dict[str, Any], arm: str, other: str, n: int) -> Decision:
+    """Whether an arm has a higher accuracy than another."""
+    pairs = zip(*(values(results, x, "accuracy", n) for x in (arm, other)), strict=True)
+    return decide([a - b for a, b in pairs], SMALLEST)
+
+
+def decisions_table(results: dict[str, Any], pairs: list[tuple[str, str]]) -> str:
+    head = ["arm against other, points [95 % interval]"]
+    for n in results["decided"]:
+        head += [f"n = {n}", "verdict"]
+    rows = []
+    for arm, other in pairs:
+        found = [decision(results, arm, other, n) for n in results["decided"]]
+        cells = [cell for x in found for cell in (x.interval(), str(x))]
+        rows.append([f"{arm} against {other}", *cells])
+    return table(head, rows)
+
+
+def means_table(results: dict[str, Any], what: str, form: str, title: str) -> str:
+    lengths = results["lengths"]
+    rows = [[arm, *(spread(values(results, arm, what, n), form) for n in lengths)] for arm in ARMS]
+    return table([f"{title}, n =", *lengths], rows)
+
+
+def report(results: dict[str, Any]) -> str:
+    accuracy = means_table(results, "accuracy", ".1f", "accuracy in %")
+    factor = means_table(results, "factor", ".2f", "median factor")
+    entropy = means_table(results, "entropy", ".2f", "entropy in nats")
+    questions = "\n\n".join(
+        f"{question}\n\n{decisions_table(results, pairs)}" for question, pairs in QUESTIONS.items()
+    )
+    return f"""\
+{accuracy}
+
+The differences are paired over {results["seeds"]} seeds. An effect matters from {SMALLEST:g} points.
+The accuracy at n = {results["decided"][0]} decides. Each row is decided alone.
+
+{questions}
+
+"O + best constant" was chosen by the accuracy on the test data themselves.
+
+{factor}
+
+{entropy}
+"""
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    n = results["decided"][0]
+
+    def found(arm: str, other: str) -> tuple[str, experiment.Effect]:
+        x = decision(results, arm, other, n)
+        points = f"{arm} against {other}, points of accuracy: {x.interval()}"
+        return f"Max Retrieval, trained with up to {LONGEST}, n = {n}, {points}.", x.verdict
+
+    return [
+        Claim(
+            "001, 004",
+            "A factor log n improves extrapolation to longer contexts.",
+            *found("log", "constant"),
+        ),
+        Claim(
+            "004, Entropy invariance",
+            "For lengths beyond those of training the entropy should not depend on n.",
+            *found("O + held mean", "O + log"),
+        ),
+    ]
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Plot the mean accuracies of trained arms and of those at test time, and the factors."""
+    lengths = results["lengths"]
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    panels = [("accuracy", tuple(TRAINED)), ("accuracy", ("O", *AT_TEST)), ("factor", ARMS)]
+    colors = dict(zip(ARMS, plt.get_cmap("tab20").colors, strict=False))
+    for ax, (what, arms) in zip(axes, panels, strict=True):
+        for arm in arms:
+            mean = [statistics.fmean(values(results, arm, what, n)) for n in lengths]
+            style = "o--" if arm in AT_TEST else "o-"
+            ax.plot(lengths, mean, style, color=colors[arm], label=arm, markersize=4)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [str(n) for n in lengths])
+        ax.set_xlabel("items")
+        ax.set_ylabel("accuracy in %" if what == "accuracy" else "factor on the scale")
+    for ax, title in zip(axes[:2], ("trained", "the weights of O, at test time"), strict=True):
+        ax.set_title(title, fontsize=10)
+        ax.legend(fontsize=7)
+    axes[2].set_yscale("log", base=2)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = experiment.parser(NAME, __doc__, seeds=SEEDS)
+    parser.add_argument("--quick", action="store_true", help="two seeds, and less of everything")
+    options = parser.parse_args(arguments)
+    if options.seeds < 2:
+        parser.error("argument --seeds: differences have no spread with fewer than 2")
+    name, seeds, settings = NAME, options.seeds, FULL
+    if options.quick:
+        name, seeds, settings = f"{NAME}_quick", min(seeds, 2), QUICK
+    results = run(seeds, settings, options.output / f"{name}_runs")
+    experiment.finish(name, results, report, picture, options.output)
+
+
+if __name__ == "__main__":
+    main()
