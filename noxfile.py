@@ -292,14 +292,23 @@ def models(session: nox.Session) -> None:
     session.run("python", "docs/models_page.py", *session.posargs)
 
 
-EXPERIMENTS = ["first", "masked_language", "entropies", "dimension", "recall", "max_retrieval"]
+EXPERIMENTS = [
+    "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "smollm2",
+]  # fmt: skip
 
 
 @nox.session
 @nox.parametrize("experiment", EXPERIMENTS, ids=EXPERIMENTS)
 def experiments(session: nox.Session, experiment: str) -> None:
-    """Repeat an experiment of the documentation. Arguments: options (--help)."""
-    install(session, "demo", "torch", model=True)
+    """Repeat an experiment of the documentation. Arguments: options (--help).
+
+    All take minutes, but `smollm2` takes three hours.
+    """
+    if experiment == "smollm2":
+        install(session, "demo", "torch", "transformers")
+        session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "smollm2"))
+    else:
+        install(session, "demo", "torch", model=True)
     session.run("python", f"docs/examples/{experiment}.py", *session.posargs)
 
 

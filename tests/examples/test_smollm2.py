@@ -1,0 +1,298 @@
+"""The experiment with a language model, on a tiny model with random weights."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+import smollm2  # noqa: E402
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from isentropic import laws  # noqa: E402
+from isentropic.integrations import huggingface  # noqa: E402
+
+TRAINED, LENGTH, LAYERS, HEADS = 32, 64, 2, 4
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch):
+    sizes = {
+        "TRAINED": TRAINED,
+        "CHUNK": 8,
+        "QUERIES": 4,
+        "SPANS": 2,
+        "SPAN": 4,
+        "CUE": 1,
+        "CHECKED": 16,
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(smollm2, name, value)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=TRAINED,
+        rope_parameters={"rope_type": "default", "rope_theta": smollm2.THETA},
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=0.3)
+    return model
+
+
+@pytest.fixture
+def model(weights):
+    smollm2.set_positions(weights, "YaRN × 2")
+    return weights
+
+
+def tokenizer(text, add_special_tokens):
+    assert not add_special_tokens
+    return {"input_ids": [ord(c) % 64 for c in text]}
+
+
+@pytest.fixture
+def document():
+    return smollm2.read("source argparse", tokenizer, LENGTH)
+
+
+SIZE = smollm2.Size(
+    LENGTH, ("topics 0", "source argparse"), smollm2.FULL.fit, tuple(smollm2.ARMS), orientation=1
+)
+
+
+def full_pass(model, document, law):
+    """The losses of a document in one pass."""
+    with torch.no_grad(), huggingface.use(model, law):
+        logits = model(document.ids[None, :-1]).logits[0]
+    return torch.nn.functional.cross_entropy(logits, document.ids[1:], reduction="none")
+
+
+SLOPES = [torch.linspace(-0.5, 2, HEADS), torch.linspace(1, -0.5, HEADS)]
+
+
+class TestLaw:
+    def test_is_1_up_to_the_trained_length(self):
+        law = smollm2.BeyondLog(torch.tensor([-0.5, 0.5]), TRAINED)
+        n = torch.arange(1.0, 2 * TRAINED + 1)
+        found = law(n)
+        assert (found[:, :TRAINED] == 1).all()
+        growth = torch.tensor([[-0.5], [0.5]]) * torch.log(n[TRAINED:] / TRAINED)
+        torch.testing.assert_close(found[:, TRAINED:], 1 + growth)
+
+    def test_su_is_a_slope(self):
+        n = np.arange(1.0, 2 * TRAINED + 1)
+        slope = np.asarray([1 / math.log(TRAINED)])
+        found = smollm2.BeyondLog(slope, TRAINED)(n)[0]
+        np.testing.assert_allclose(found, laws.LogLength(TRAINED, minimum=1)(n))
+
+    @pytest.mark.parametrize("arm", [x for x, arm in smollm2.ARMS.items() if arm.constant == 1])
+    def test_nothing_changes_within_the_trained_length(self, model, document, arm):
+        slopes = SLOPES if smollm2.ARMS[arm].law not in ("", "Su") else None
+        found = full_pass(model, document, smollm2.laws_of(smollm2.ARMS[arm], slopes))
+        plain = full_pass(model, document, None)
+        torch.testing.assert_close(found[:TRAINED], plain[:TRAINED])
+        changes = (found - plain)[TRAINED:].abs().max() > 1e-3
+        assert changes == bool(smollm2.ARMS[arm].law)
+
+    def test_the_constant_is_that_of_yarn(self, model, document):
+        found = full_pass(model, document, laws.Constant(smollm2.TEMPERATURE))
+        plain = full_pass(model, document, None)
+        del model.config.rope_parameters["attention_factor"]
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        expected = full_pass(model, document, None)
+        torch.testing.assert_close(found, expected)
+        assert (plain - expected).abs().max() > 1e-2
+
+
+class TestMeasure:
+    @pytest.mark.parametrize("constant", [1.0, smollm2.TEMPERATURE])
+    @pytest.mark.parametrize("slopes", [None, SLOPES])
+    def test_a_common_prefix_equals_a_full_pass(self, model, document, constant, slopes):
+        arm = smollm2.Arm(constant=constant)
+        start = smollm2.prefix(model, document, arm)
+        losses = full_pass(model, document, smollm2.laws_of(arm, slopes))
+        edges = SIZE.edges
+        expected = [losses[a:b].mean().item() for a, b in pairwise(edges)]
+        for _ in range(2):  # the first time leaves the prefix as it was
+            found = smollm2.measure(model, document, start, arm, slopes, edges)
+            np.testing.assert_allclose(found["bands"], expected, rtol=1e-5)
+        assert start.cache.get_seq_length() == TRAINED
+
+    def test_bands(self):
+        assert SIZE.edges == [0, 16, 32, 40, 48, 56, 64]
+        means = [1.0, 2.0, 3.0, 4.0, 5.0, 8.0]
+        results = {"edges": SIZE.edges, "arms": {"a": {"text": {"bands": means}}}}
+        assert smollm2.loss(results, "a", "text", beyond=False) == 1.5
+        assert smollm2.loss(results, "a", "text", beyond=True) == 5
+
+    def test_copies(self, monkeypatch, document):
+        fed = []
+
+        def losses(model, ids, cache):
+            fed.append(ids)
+            return torch.arange(len(ids) - 1.0)
+
+        monkeypatch.setattr(smollm2, "losses", losses)
+        found = smollm2.copying(None, document.ids[:56], None)
+        step = (56 - 4) // 2
+        expected = [document.ids[55:56], document.ids[:4], document.ids[step : step + 4]]
+        assert (fed[0] == torch.cat(expected)).all()
+        assert found == np.mean([1, 2, 3, 5, 6, 7])
+
+    @pytest.mark.parametrize("size", [smollm2.FULL, smollm2.QUICK])
+    def test_documents_are_apart(self, size):
+        names = (*size.test, *size.fit)
+        assert len(set(names)) == len(names)
+        found = [smollm2.read(name, tokenizer, LENGTH) for name in names if "docstrings" not in name]
+        assert len({x.digest for x in found}) == len(found)
+        assert {len(x.ids) for x in found} == {LENGTH + 1}
+
+
+class TestFit:
+    @pytest.mark.parametrize("per", ["model", "layer", "head"])
+    def test_lowers_the_loss(self, model, monkeypatch, per):
+        monkeypatch.setattr(smollm2, "RATE", 0.1)
+        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        found = smollm2.fit(model, documents * 4, smollm2.Fit(per, 8))
+        slopes = [torch.tensor(x) for x in found["slopes"]]
+        assert len(found["losses"]) == 8 * (LENGTH - TRAINED) // 8
+        assert [x.shape for x in slopes] == [(HEADS if per == "head" else 1,)] * LAYERS
+        assert (len({float(x[0]) for x in slopes}) == 1) == (per == "model")
+
+        def mean(law):
+            return sum(full_pass(model, x, law)[TRAINED:].mean() for x in documents)
+
+        assert mean(smollm2.laws_of(smollm2.Arm(), slopes)) < mean(None) - 1e-3
+
+    def test_calibrated_queries_are_those_of_the_model(self, model, document):
+        seen = []
+
+        def keep(module, query, key, *others, **options):
+            seen.append(query[:, :, -4:])
+            return attend(module, query, key, *others, **options)
+
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        attend = AttentionInterface()["sdpa"]
+        AttentionInterface.register("smollm2-test", keep)
+        AttentionMaskInterface.register("smollm2-test", AttentionMaskInterface()["sdpa"])
+        before = model.config._attn_implementation
+        model.set_attn_implementation("smollm2-test")
+        try:
+            with torch.no_grad(), smollm2.queries(model) as found:
+                smollm2.losses(model, document.ids[:8], DynamicCache(config=model.config))
+        finally:
+            model.set_attn_implementation(before)
+        torch.testing.assert_close(found, seen)
+
+
+class TestRun:
+    @pytest.fixture
+    def started(self, monkeypatch, model):
+        """The documents and laws that a run computes."""
+        computed = []
+
+        def counted(function):
+            def count(*args):
+                computed.append(function.__name__)
+                return function(*args)
+
+            return count
+
+        # The docstrings of packages are those of this test, which is quicker.
+        monkeypatch.setattr(smollm2, "docstrings", lambda package: __doc__ * 20 + package)
+        monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+        monkeypatch.setattr(smollm2, "FULL", SIZE)
+        monkeypatch.setattr(smollm2, "SANE", (0, math.inf))
+        for name in ("measure", "fit", "calibrated", "prefix"):
+            monkeypatch.setattr(smollm2, name, counted(getattr(smollm2, name)))
+        return computed
+
+    def test_goes_on_where_it_was(self, started, monkeypatch, tmp_path, capsys):
+        arguments = ["--output", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+        measure = smollm2.measure
+
+        def stop(*args):
+            if started.count("measure") == 3:
+                raise KeyboardInterrupt
+            return measure(*args)
+
+        monkeypatch.setattr(smollm2, "measure", stop)
+        with pytest.raises(KeyboardInterrupt):
+            smollm2.main(arguments)
+        assert started.count("fit") == len(smollm2.FITS)
+        monkeypatch.setattr(smollm2, "measure", measure)
+        smollm2.main(arguments)
+        others = 3  # the other positions, on the first document only
+        assert started.count("measure") == 2 * len(smollm2.ARMS) - others
+        assert started.count("fit") == len(smollm2.FITS)
+        assert started.count("calibrated") == 1
+
+        text = (tmp_path / "out" / "smollm2.json").read_text()
+        started.clear()
+        smollm2.main(arguments)
+        assert started == []
+        assert (tmp_path / "out" / "smollm2.json").read_text() == text
+
+        results = json.loads(text)
+        assert set(results["documents"]) == {*SIZE.test, *SIZE.fit}
+        plain, su = (results["arms"][arm]["topics 0"]["bands"] for arm in (smollm2.NO_LAW, "Su"))
+        assert plain[:2] == su[:2]
+        assert plain[2:] != su[2:]
+        assert len(smollm2.claims(results)) == 2
+        assert "nan" not in smollm2.report(results)
+
+    def test_refuses_a_model_that_reads_nothing(self, started, monkeypatch, tmp_path):
+        monkeypatch.setattr(smollm2, "SANE", (0, 0.1))
+        with pytest.raises(ValueError, match="must have a loss"):
+            smollm2.run(SIZE, tmp_path)
+        assert started == []
+
+
+class TestAnswers:
+    @pytest.mark.parametrize(
+        ("within", "beyond", "expected"),
+        [
+            (2.0, 2.5, "yes"),
+            (2.1, 2.5, "yes, but YaRN's constant is better by 0.100 within"),
+            (2.2, 2.5, "helps beyond, but loses 0.100 within"),
+            (2.0, 2.995, "no effect"),
+            (2.0, 3.5, "harms"),
+        ],
+    )
+    def test_answers(self, monkeypatch, within, beyond, expected):
+        monkeypatch.setattr(smollm2, "FULL", SIZE)
+
+        def arm(within, beyond):
+            shift = enumerate(SIZE.test)  # what documents differ by cancels
+            return {x: {"bands": [i + within] * 2 + [i + beyond] * 4} for i, x in shift}
+
+        arms = {
+            smollm2.CONSTANT: arm(2.0, 3.0),
+            smollm2.NO_LAW: arm(2.1, 3.0),
+            "new": arm(within, beyond),
+        }
+        results = {"edges": SIZE.edges, "arms": arms}
+        assert smollm2.answers(results, "new") == expected
+        arms["new"].popitem()
+        assert smollm2.answers(results, "new") == "not run on all documents"
