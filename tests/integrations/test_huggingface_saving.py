@@ -417,7 +417,9 @@ class TestTrainable:
             huggingface.use(decoder("Llama"), law, trainable=True)
 
     def test_arguments(self):
-        with pytest.raises(ValueError, match=r"`trainable` must be 'head', got 'layer'"):
+        with pytest.raises(
+            ValueError, match=r"`trainable` must be True or False or 'head', got 'layer'"
+        ):
             huggingface.use(decoder("Llama"), None, trainable="layer")
 
     def test_factor_1_changes_nothing(self):
