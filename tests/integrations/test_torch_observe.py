@@ -220,3 +220,28 @@ class TestAnnounce:
             model(x)
             assert sum(issubclass(type(t), torch.Tensor) for t in gc.get_objects()) == tensors
         assert not any(isinstance(t, torch.Tensor) for t in vars(observer.latest).values())
+
+
+def test_a_module_that_runs_twice():
+    torch.manual_seed(0)
+    layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
+    layer.train()
+
+    class Model(torch.nn.Module):
+        def __init__(self, factors):
+            super().__init__()
+            self.layer, self.factors = layer, factors
+
+        def forward(self, x):
+            return [self.layer(f * x, f * x, x)[0] for f in self.factors]
+
+    def observed(*factors):
+        with observe(Model(factors).train()) as observer:
+            observer._model(x)
+        return observer.latest
+
+    small, large, both = observed(1.0), observed(3.0), observed(1.0, 3.0)
+    for other in (both, observed(3.0, 1.0)):
+        np.testing.assert_allclose(other.largest_logit, large.largest_logit, rtol=1e-5)
+        np.testing.assert_allclose(other.entropy, (small.entropy + large.entropy) / 2, rtol=1e-5)
+    assert (large.largest_logit > small.largest_logit).all()
