@@ -32,6 +32,7 @@ from isentropic.integrations.huggingface._interface import (
     register,
     visibility_mask,
 )
+from isentropic.integrations.huggingface._observe import announced
 from isentropic.laws._law import Law
 
 _Counter: TypeAlias = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, Any, dict[str, Any]], Any]
@@ -56,7 +57,7 @@ def set_base(model: Any, base: str) -> None:
 
 
 def extend_interface() -> None:
-    """Let every function that transformers looks up in an AttentionInterface apply laws.
+    """Let the functions that transformers looks up apply laws and announce their calls.
 
     Calling this again has no effect.
     """
@@ -70,7 +71,8 @@ def extend_interface() -> None:
 
     @functools.wraps(get_interface)
     def get_interface_with_law(self: Any, name: str, default: Any) -> Any:
-        return with_law(get_interface(self, name, default), "eager")  # others have theirs by their name
+        # Only the default, "eager", has no law yet. A call is announced with the query before the law.
+        return announced(with_law(get_interface(self, name, default), "eager"), name)
 
     get_interface_with_law.applies_laws = True  # type: ignore[attr-defined]
     AttentionInterface.__getitem__ = get_item_with_law

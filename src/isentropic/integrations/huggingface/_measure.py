@@ -30,7 +30,6 @@ from isentropic.integrations.huggingface._hooks import (
 from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._modules import attention_modules
-from isentropic.integrations.huggingface._observe import watch
 from isentropic.laws._formulas import AffineLog
 from isentropic.laws._law import Constant, Law
 
@@ -244,7 +243,6 @@ def _recording(modules: Sequence[Any], factors: Sequence[float], add: _Add) -> I
         if module in layers:
             run.record(layers[module], call)
 
-    watch()
     with contextlib.ExitStack() as stack:
         for layer, module in enumerate(modules):
             start = partial(run.start, argument_names(module))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from transformers import AttentionInterface, TrainerCallback
+from transformers import TrainerCallback
 
 from isentropic._checks import check_count, check_flag, value_error
 from isentropic.integrations._observe import Call, Observation, Observer, announce, listeners
@@ -101,7 +101,6 @@ def observe(
     >>> observer.close()
     """
     layers = _attention_to_observe(model)
-    watch()
     return Observer(
         model, layers, every=every, sequences=sequences, then=then, warn_below=warn_below,
         patience=patience,
@@ -175,7 +174,6 @@ class ObserveCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        watch()
         model, wrapped = kwargs["model"], self._trainer.model_wrapped
         outermost = wrapped if hasattr(wrapped, "_orig_mod") else model  # of torch.compile
         self.observer = Observer(outermost, _attention_to_observe(model), every=None, **self._options)
@@ -208,22 +206,9 @@ def _attention_to_observe(model: Any) -> dict[str, Any]:
     return named
 
 
-def watch() -> None:
-    """Make the attention functions that transformers looks up announce their calls to listeners.
-
-    This replaces a method of transformers once and for all. Without listeners it does what it did.
-    """
-    get_interface: Any = AttentionInterface.get_interface
-    if hasattr(get_interface, "_is_watched"):
-        return
-
-    @functools.wraps(get_interface)
-    def get_watched(self: Any, implementation: str, default: Any) -> Any:
-        function = get_interface(self, implementation, default)
-        return functools.partial(_attend, function, implementation) if listeners else function
-
-    get_watched._is_watched = True  # type: ignore[attr-defined]
-    AttentionInterface.get_interface = get_watched
+def announced(function: Any, implementation: str) -> Any:
+    """The function of an implementation, which announces its calls while there are listeners."""
+    return functools.partial(_attend, function, implementation) if listeners else function
 
 
 def _attend(
