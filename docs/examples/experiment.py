@@ -84,6 +84,19 @@ def decide(differences: Sequence[float], smallest: float, confidence: float = 0.
     )
 
 
+def answered(found: Decision) -> Verdict:
+    """The verdict on a claim that something helps."""
+    verdicts: dict[str, Verdict] = {"helps": "reproduced", "not decided": "not decided"}
+    return verdicts.get(found.verdict, "not reproduced")
+
+
+def as_large(differences: Sequence[float], claimed: float, smallest: float) -> Verdict:
+    """The verdict on a claim that the mean of the differences is `claimed`, to within `smallest`."""
+    found = decide([x - claimed for x in differences], smallest).verdict
+    verdicts: dict[str, Verdict] = {"no effect": "reproduced", "not decided": "not decided"}
+    return verdicts.get(found, "not reproduced")
+
+
 def half_width(deviation: float, n: int, confidence: float = 0.95) -> float:
     """Half the width of the t interval of the mean of n normal numbers."""
     from scipy import special
@@ -150,6 +163,25 @@ def advance(steps: int = 1) -> None:
     if _done is not None:
         with _done.get_lock():
             _done.value += steps
+
+
+def stored(file: Path, identity: dict[str, Any]) -> dict[str, dict] | None:
+    """The results by arm in the file of a finished job.
+
+    `identity` is what the results depend on. A file with another identity is of another experiment.
+    """
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text())
+    return found["arms"] if found["job"] == json.loads(json.dumps(identity)) else None
+
+
+def store(file: Path, identity: dict[str, Any], arms: dict[str, dict]) -> None:
+    """Write the file that `stored` reads."""
+    # The file gets its name when it is complete, so that an interruption leaves no half of it.
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps({"job": identity, "arms": arms}))
+    part.replace(file)
 
 
 # --------------------------------------------------------------------------------------- results

@@ -165,7 +165,7 @@ class TestArmsAtTest:
             for i, name in enumerate(names)
         }
         # O is the same as the constant 1, and must stay.
-        found = max_retrieval.with_best_constant({"O": arms[names[0]], **arms})
+        found = max_retrieval.with_best_constant({"O": arms[names[0]], **arms}, max_retrieval.CONSTANTS)
         assert list(found) == ["O", "O + best constant"]
         assert found["O + best constant"] == {"accuracy": [1.0, 1.0], "factor": [0, 3]}
 
