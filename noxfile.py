@@ -293,7 +293,8 @@ def models(session: nox.Session) -> None:
 
 
 EXPERIMENTS = [
-    "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "smollm2",
+    "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "recall_causal",
+    "smollm2",
 ]  # fmt: skip
 
 

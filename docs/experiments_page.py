@@ -4,17 +4,24 @@ from importlib import import_module
 
 import experiment
 
-EXPERIMENTS = ("first", "masked_language", "entropies", "dimension", "recall")
+EXPERIMENTS = ("max_retrieval", "first", "masked_language", "recall", "entropies", "dimension")
+ANSWERS = ("max_retrieval", "first", "masked_language", "recall")  # to whether a law helps
 
 
 def texts() -> dict[str, str]:
-    """Markdown by file name: a report per experiment, and the table of verdicts."""
+    """Markdown by file name: a report per experiment, the answers, and the table of verdicts."""
     reports = {f"{name}.md": report(name) for name in EXPERIMENTS}
-    return {**reports, "verdicts.md": verdicts()}
+    return {**reports, "answers.md": answers(), "verdicts.md": verdicts()}
 
 
 def report(name: str) -> str:
     return import_module(name).report(experiment.load(name))
+
+
+def answers() -> str:
+    """A sentence or two about each experiment that asks whether a law helps."""
+    found = (import_module(name).answer(experiment.load(name)) for name in ANSWERS)
+    return "".join(f"- {x}\n" for x in found)
 
 
 def verdicts() -> str:

@@ -427,28 +427,30 @@ def report_words(results: dict) -> str:
     by_size = {row["k"]: row["cosine variance"] for row in rows}
     variances = by_size[size], results["cosine variance"], by_size[SIZES[-1]]
     return f"""{n} word vectors of {results["width"]} dimensions; their cosines have the variance \
-{results["cosine variance"]:.4f}. Nothing is trained here, and the levels of "enough", {KEPT} % and \
-one half, were chosen after trials. The lemma asks for k = {needed}.
+{results["cosine variance"]:.4f}. Nothing is trained here. The levels that count as enough, {KEPT} % \
+and one half, were chosen after trials. The lemma requires k = {needed}.
 
 {first}
 
 At k = {size}, 8.33 log N, Fast JL keeps {jl:.0f} % of the nearest neighbors and PCA {pca:.0f} %. \
-The doubling of k up to there brings {bends[0][0]:.0f} and {bends[1][0]:.0f} points, the next one \
-{bends[0][1]:.0f} and {bends[1][1]:.0f}.
+Doubling k up to this value gains {bends[0][0]:.0f} and {bends[1][0]:.0f} points. Doubling it once \
+more gains {bends[0][1]:.0f} and {bends[1][1]:.0f}.
 
-The variance of the cosines, the measure of document 000, is {variances[0] / variances[1]:.1f} times \
-that of all dimensions at k = {size}, and {variances[2] / variances[1]:.1f} times at k = {SIZES[-1]}.
+Document 000 measures the variance of the cosines. Relative to its value with all dimensions, it is \
+{variances[0] / variances[1]:.1f} times as large at k = {size}, and {variances[2] / variances[1]:.1f} \
+times as large at k = {SIZES[-1]}.
 
-The k that keeps {KEPT} %, of random subsets too:
+The k that keeps {KEPT} % of the neighbors, also for random subsets of the words:
 
 {second}
 
-Per unit of log N it changes by {", ".join(whole(x) for x in slopes)}; 8.33 log N by 8.33.
+Per unit of log N this k changes by {", ".join(whole(x) for x in slopes)}. The formula 8.33 log N \
+changes by 8.33.
 """
 
 
 def report_heads(results: dict) -> str:
-    parts = "Weight in % moved to other keys by Fast JL / by the k dimensions with the nearest logits."
+    parts = "Weight in % moved to other keys: by Fast JL / by the least-squares map to k dimensions."
     for kind in KINDS:
         sizes = HEAD_SIZES[kind]
         rows = (
@@ -506,16 +508,16 @@ The k that moves {100 * MOVED:.0f} % of the weight:
 
 {needed}
 
-Per unit of log n it changes by {slopes}.
+Per unit of log n this k changes by {slopes}.
 
-The errors of the logits are {min(ratios):.2f} to {max(ratios):.2f} times those expected of inner \
-products, at every n. So the entropy is that of noisier normal logits (initial, Gaussian map, found / \
-predicted from the standard deviation per query):
+At every n, the errors of the logits are {min(ratios):.2f} to {max(ratios):.2f} times those predicted \
+for inner products. So the entropy is that of normal logits with more noise. For "initial" and the \
+Gaussian map, the entropy found / predicted from the standard deviation of each query:
 
 {entropies}
 
-Of both maps this is off by {apart[0]:.2f} at most, and with one variance for all queries, 1 + d/k for \
-the Gaussian map, by {apart[1]:.2f}.
+For both maps the error of this prediction is at most {apart[0]:.2f}. With one variance for all \
+queries, which is 1 + d/k for the Gaussian map, the error is up to {apart[1]:.2f}.
 
 Error of the outputs after Fast JL, relative to their size:
 
@@ -533,13 +535,14 @@ def report_lookup(results: dict) -> str:
     slopes = ", ".join(
         f"{whole(growth(found[x]), '.1f')} / {2 / math.log1p(x**-2):.1f}" for x in NOISES
     )
-    return f"""lookup, the k that puts {100 * FOUND:.0f} % of the weight on the right key, found / \
-capacity:
+    return f"""Lookup: the k that puts {100 * FOUND:.0f} % of the weight on the right key, found / \
+from the capacity:
 
 {table(["n", "8.33 log n", *(f"noise {x:g}" for x in NOISES)], rows)}
 
-Here the size does grow like log n, by {slopes} per unit of it. The coefficient is that of a noisy \
-channel, 2/log(1 + 1/σ²) for noise of deviation σ, and no constant of attention.
+Here k does grow like log n, by {slopes} per unit of log n (found / from the capacity). The \
+coefficient is that of a noisy channel, 2/log(1 + 1/σ²) for noise of standard deviation σ. It is \
+not a constant of attention.
 """
 
 

@@ -185,13 +185,14 @@ Mean entropy in nats at initialization:
 {table(["n", *lengths], rows)}
 
 The entropies are those of Gaussian scores, about log n − β²/2 for the factor β. A factor that grows
-like log n holds none of them: at these n, β²/2 grows more slowly than log n.
+like log n does not hold any of them: at these n, β²/2 grows more slowly than log n.
 
 Trained models:
 
 {table(["", "n", "O", "with the law", "dH/d log n: O", "with the law", "base"], growing)}
 
-The law takes a part of the growth away: all of it among needles, and in no trained model.
+The law removes a part of the growth. It removes all of it only in the needle model, and in none of the
+trained models.
 """
 
 

@@ -4,8 +4,8 @@
     python entropy_growth.py torch      # PyTorch
 
 The script runs MiniLM-L6 on the sources of the standard library, truncated to 32 … 512 tokens, with the
-standard scale (O, 1/√d) and with the scale of the law (E, log_128 n · 1/√d). It prints the mean entropy
-of the attention weights, and plots it against the length.
+standard scale 1/√d and with the scale of the law, log n/(log 128 · √d). It prints the mean entropy of
+the attention weights, and plots it against the length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ NAMESPACES = {
     "strict": "array_api_strict",
 }
 LENGTHS = (32, 64, 128, 256, 512)
-LAWS = {"O: 1/√d": None, "E: log n/(log 128 · √d)": laws.LogLength(128)}
+LAWS = {
+    "standard attention, scale 1/√d": None,
+    "with a law, scale log n/(log 128 · √d)": laws.LogLength(128),
+}
 
 
 def measure(
@@ -67,7 +70,15 @@ def to_numpy(x) -> np.ndarray:
 def picture(reports: dict[str, it.drift.DriftReport], path: Path) -> None:
     figure, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
     plots.entropy(reports, ax=ax)
-    ax.set_title("MiniLM-L6 on source code: mean of 72 heads, band: middle half of them", fontsize=10)
+    ax.set_title(
+        "Attention spreads out as the context grows\n"
+        "(MiniLM-L6 on source code: mean of 72 heads, band: the middle half of them)",
+        fontsize=10,
+    )
+    ax.set_xlabel("context: number of keys n")
+    keys = ax.secondary_yaxis("right", functions=(np.exp, lambda x: np.log(np.maximum(x, 1e-9))))
+    keys.set_ylabel("keys that share the attention, e^entropy")
+    keys.set_yticks([8, 16, 32, 64, 128, 256, 512], minor=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

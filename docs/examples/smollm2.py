@@ -79,7 +79,7 @@ from typing import Any, NamedTuple
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, Verdict, decide, table
+from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -614,12 +614,10 @@ it? {PRIMARY}: {found.get(PRIMARY, "not run")}. Other arms: {others}.
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:
-    verdicts: dict[str, Verdict] = {"helps": "reproduced", "not decided": "not decided"}
-
     def claim(source: str, says: str, arm: str) -> Claim:
         found = decide(gains(results, arm, NO_LAW), SMALLEST)
         text = f"Gain in nats per token beyond the trained length: {show(found)}."
-        return Claim(source, says, text, verdicts.get(found.verdict, "not reproduced"))
+        return Claim(source, says, text, answered(found))
 
     return [
         claim(

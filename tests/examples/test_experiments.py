@@ -96,7 +96,7 @@ class TestFirst:
     def test_what_holds_for_every_seed(self):
         results = experiment.load("first")
         plain, law, e = (np.asarray(first.accuracies(results, arm)) for arm in ("O", "O + law", "E"))
-        assert plain.shape == (8, 6)
+        assert plain.shape == (first.SEEDS, 6)
         assert (plain[:, 0] == 100).all()  # at the length of training
         assert (plain[:, -1] < 75).any()
         assert (law >= plain).all()
@@ -143,7 +143,7 @@ class TestMaskedLanguage:
             monkeypatch.setattr(masked_language, name, value)
         size = masked_language.SIZES["tiny"]._replace(steps=2)
         found = masked_language.work((kind, size, 0, "cpu"))
-        assert set(found) == ({"E"} if kind == "E" else set(masked_language.CONTROLS))
+        assert set(found) == set(masked_language.OF_E if kind == "E" else masked_language.OF_O)
         for arm in found.values():
             assert np.asarray(arm["entropy"]).shape == (2, size.layers)
             assert arm["loss"][0] == pytest.approx(math.log(256), abs=0.3)  # hardly trained
