@@ -191,6 +191,35 @@ class TestDriftReport:
         assert data["slope"][1] == [None, None]
 
 
+@pytest.mark.host
+class TestCalibrationReport:
+    @pytest.fixture
+    def report(self):
+        """A power, a line, a root and a constant; the second layer has one head less."""
+        n = np.asarray([80.0, 100.0, 200.0, 400.0])
+        x = np.log(n / 100)
+        curves = np.stack((np.exp(0.8 * x), 1 + 0.8 * x, np.sqrt(1 + 1.6 * x), np.ones(4)), axis=-1)
+        factors = np.stack((curves, np.where([True, True, True, False], curves, np.nan)), axis=1)
+        factors[0, 0, 1] = np.nan  # no factor reached the target there
+        return it.drift.CalibrationReport(n, np.ones(4, int), factors, 100, ("a", "b"))
+
+    def test_at(self, report):
+        lowest, expected, highest = report.at(1600)
+        x = math.log(16)
+        curves = [math.exp(0.8 * x), 1 + 0.8 * x, math.sqrt(1 + 1.6 * x), 1]
+        np.testing.assert_allclose(expected, [curves, [*curves[:3], np.nan]], rtol=1e-6)
+        np.testing.assert_allclose(lowest[:, 2], curves[2], rtol=1e-6)
+        np.testing.assert_allclose(highest[:, 0], curves[0], rtol=1e-6)
+        assert (lowest[:, :3] < highest[:, :3]).all()
+
+    def test_table(self, report):
+        lines = repr(report).splitlines()
+        assert lines[1].split() == ["n", "80", "100", "200", "400", "800", "1600"]
+        assert [line.split()[0] for line in lines[2:]] == ["all", "a", "b"]
+        means = report.at(1600)[:, 0].mean(axis=-1)
+        assert lines[3].endswith("{1:.3f} [{0:.3f}, {2:.3f}]".format(*means))
+
+
 class TestCalibrate:
     def test_holds_the_entropy_of_other_samples(self, backend, rng):
         lengths = (64, 128, 128, 256)
@@ -220,6 +249,50 @@ class TestCalibrate:
         logits = np.where(np.arange(256) < 4, 6.0, 0.0)
         exact = it.factor_for_entropy(logits, it.entropy_from_logits(logits[:64]))
         assert float(law(256)[0]) == pytest.approx(float(exact), abs=0.01)
+
+    def test_families(self, backend, rng):
+        """Their form; that all are 1 at the reference, and near each other within the fit."""
+        samples = [tuple(backend.array(x) for x in pair) for pair in _pairs(rng, (64, 128, 256))]
+        found, report = {}, None
+        for family in ("affine", "power", "knots", "auto"):
+            law, report = it.calibrate(samples, reference_length=128, family=family, report=True)
+            backend.assert_close(law(128), np.ones(2), atol=1e-5)
+            found[family] = law
+        assert found["power"].exponent.shape == found["power"].minimum.shape == (2,)
+        assert found["knots"].lengths == (1, 64, 128, 256)
+        assert found["auto"].lengths == (1, 64, *(128 * 2**i for i in range(8)))
+        np.testing.assert_allclose(report.lengths, [64, 128, 256])
+        assert np.isnan(report.factors[0, 0, 1])  # 64 keys have not as much entropy as 128
+        for n, factor in zip(report.lengths, report.factors[:, 0], strict=True):
+            backend.assert_close(found["knots"](n), np.nan_to_num(factor, nan=1.0), atol=1e-5)
+        backend.assert_close(found["knots"](8), backend.numpy(found["knots"](64)))
+        # Only one length is above the reference, so the shape is that of the affine law.
+        law = found["auto"]
+        backend.assert_close(law(512), 2 * backend.numpy(law(256)) - 1, atol=1e-5)
+        backend.assert_close(law(512), report.at(512)[1, 0], atol=1e-5)
+
+    @pytest.mark.host
+    def test_keys_in_few_dimensions(self, rng):
+        """On a sphere in d dimensions the factor that holds the entropy grows like n^(2/(d − 1))."""
+
+        def sample(n, heads=4, queries=64):
+            x = rng.normal(size=(heads, queries + n, 4)).astype("float32")
+            x /= np.linalg.norm(x, axis=-1, keepdims=True)
+            return 23 * x[:, :queries], x[:, queries:]  # the logits reach 23/√4
+
+        samples = [sample(n) for n in 3 * (64, 128, 256, 512)]
+        target = it.entropy_drift(samples).at(128)
+        far = [sample(8192, queries=32)]
+        error, law = {}, None
+        for family in ("affine", "power", "auto"):
+            law, report = it.calibrate(samples, reference_length=128, family=family, report=True)
+            error[family] = abs(it.entropy_drift(far, law=law).entropy[0] - target).mean()
+        assert error["affine"] > 1.2
+        assert error["power"] < 0.3
+        assert error["auto"] < 0.3
+        lowest, expected, _ = report.at(8192)
+        assert (lowest < expected / 1.5).all()
+        np.testing.assert_allclose(expected, law(8192)[None], rtol=1e-5)
 
     @pytest.mark.host
     def test_heads_that_do_not_answer_keep_the_factor_1(self, rng):
@@ -262,6 +335,10 @@ class TestCalibrate:
             it.calibrate(pairs, reference_length=65)
         with pytest.raises(ValueError, match="`reference_length` must be at least 2, got 1"):
             it.calibrate(pairs, reference_length=1)
+        with pytest.raises(
+            ValueError, match="`family` must be 'affine' or 'power' or 'knots' or 'auto'"
+        ):
+            it.calibrate(pairs, reference_length=32, family="log")
 
     @pytest.mark.host
     def test_steep_growth(self, rng):

@@ -586,7 +586,7 @@ class Collector:
     def __init__(self, argument, factors=(0.5, 1.0, 2.0)):
         self.factors, self.rows = factors, []
 
-    def add(self, *row):
+    def add(self, *row, weight=1.0):
         self.rows.append(row)
 
     def report(self):

@@ -24,7 +24,7 @@ class Collector:
     def __init__(self, argument, factors=(0.5, 1.0, 2.0)):
         self.factors, self.rows = factors, {}
 
-    def add(self, layer, *row):
+    def add(self, layer, *row, weight=1.0):
         self.rows[layer] = row
 
     def report(self):

@@ -17,6 +17,7 @@ with requires_extra(__name__):
     import transformers  # noqa: F401
 
 from isentropic.integrations.huggingface._bases import extend_interface
+from isentropic.integrations.huggingface._diagnose import Diagnosis, Effect, diagnose
 from isentropic.integrations.huggingface._files import load_laws, save_laws
 from isentropic.integrations.huggingface._interface import register
 from isentropic.integrations.huggingface._laws import laws_of, use
@@ -26,8 +27,11 @@ from isentropic.integrations.huggingface._observe import ObserveCallback, observ
 from isentropic.integrations.huggingface._saving import extend_transformers
 
 __all__ = [
+    "Diagnosis",
+    "Effect",
     "ObserveCallback",
     "calibrate",
+    "diagnose",
     "laws_of",
     "layer_names",
     "load_laws",

@@ -8,15 +8,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from tqdm import tqdm
 
 from isentropic import laws as laws_module
 from isentropic._attention.functions import attention_entropy
-from isentropic._checks import check_real, type_error, value_error
-from isentropic.drift import FACTORS, DriftReport, Recorder
+from isentropic._calibration import FAMILIES
+from isentropic._checks import check_choice, check_flag, check_real, type_error, value_error
+from isentropic._namespace import to_numpy
+from isentropic.drift import FACTORS, CalibrationReport, DriftReport, Recorder, at_rows, some_queries
 from isentropic.integrations._observe import Call, listening, visible_counts
 from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import (
@@ -32,8 +34,11 @@ from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._modules import attention_modules
 from isentropic.laws._formulas import AffineLog
 from isentropic.laws._law import Constant, Law
+from isentropic.masks import as_mask
 
-_Add = Callable[[int, Any, list[Any], Any], None]
+_Add = Callable[[int, Any, list[Any], Any, Any], None]
+# The factors of the second run of `calibrate`, on the laws of the first.
+_NEAR = tuple(2.0 ** (i / 2) for i in range(-2, 3))
 
 
 def profile(
@@ -107,13 +112,45 @@ def profile(
     return _measure(model, batches, Recorder("batches"), laws, label, count).report()
 
 
+@overload
+def calibrate(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    reference_length: float | None = ...,
+    family: Literal["affine"] = ...,
+    report: Literal[False] = ...,
+    progress: bool | str = ...,
+) -> list[AffineLog]: ...
+@overload
+def calibrate(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    reference_length: float | None = ...,
+    family: str,
+    report: Literal[False] = ...,
+    progress: bool | str = ...,
+) -> list[Law]: ...
+@overload
+def calibrate(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    reference_length: float | None = ...,
+    family: str = ...,
+    report: Literal[True],
+    progress: bool | str = ...,
+) -> tuple[list[Law], CalibrationReport]: ...
 def calibrate(
     model: Any,
     batches: Iterable[Any],
     *,
     reference_length: float | None = None,
+    family: str = "affine",
+    report: bool = False,
     progress: bool | str = False,
-) -> list[AffineLog]:
+) -> Sequence[Law] | tuple[list[Law], CalibrationReport]:
     """Fit a law to every attention head of a model, which keeps its entropy at that of one length.
 
     Parameters
@@ -125,26 +162,36 @@ def calibrate(
         The number of keys at which the laws are 1. The entropies at this length are the targets at the
         other lengths. By default it is the geometric mean of the smallest and the largest number of
         keys that queries see.
+    family : {"affine", "power", "knots", "auto"}
+        The kind of law, as in `isentropic.calibrate`: "knots" suits lengths within those of the
+        batches, and "auto" longer ones.
+    report : bool
+        Whether to return a report too.
 
     Returns
     -------
-    list of AffineLog
-        One law per layer, in the order of `layer_names`, with NumPy arrays (H,) as parameters, for
-        `use` and `save_laws`. For a layer whose queries never see as many keys as the reference length,
-        the law is the constant 1, which is standard attention.
+    laws : list of Law
+        One law per layer, in the order of `layer_names`, with NumPy arrays (H,) or (H, knots) as
+        parameters, for `use` and `save_laws`. For a layer whose queries never see as many keys as the
+        reference length, the law is 1 everywhere, which is standard attention.
+    report : CalibrationReport
+        The factors at each length, and those to expect beyond. Only with ``report=True``.
 
     Raises
     ------
     TypeError, ValueError
-        As in `profile`; also for a reference length outside of the range of the batches.
+        As in `profile`; also for a reference length outside of the range of the batches, and for an
+        unknown family.
 
     Notes
     -----
     The fit is that of `isentropic.calibrate`. The target entropies are those of standard attention,
-    even if the model has laws. The law of a layer changes the inputs of the layers after it, so the
-    second run applies the laws that were fitted in the first, and corrects them. Each layer measures
-    its entropy at fifteen factors on its logits, which costs as much as computing attention fifteen
-    more times.
+    even if the model has laws. The law of a layer changes the inputs of the layers after it. So the
+    second run applies laws through the factors of the first, and corrects these factors.
+
+    Each layer measures its entropy at eight factors in the first run and at five in the second, for 64
+    queries at most of each group of lengths in each sequence. Layers that compute their attention
+    themselves run once for each factor, with all queries.
 
     Examples
     --------
@@ -160,6 +207,8 @@ def calibrate(
     """
     if reference_length is not None:
         check_real("reference_length", reference_length, least=2)
+    check_choice("family", family, tuple(FAMILIES))
+    check_flag(report=report)
     if isinstance(batches, Iterator):
         batches = list(batches)
     label = "laws" if progress is True else progress
@@ -169,9 +218,11 @@ def calibrate(
         lengths = standard.report().lengths
         reference_length = math.sqrt(lengths[0] * lengths[-1])
     target = standard.target(reference_length)
-    first = standard.laws(reference_length, target)
-    second = _measure(model, batches, Recorder("batches", FACTORS), first, labels[1])
-    return second.laws(reference_length, target, first)
+    first = standard.laws(standard.calibration(reference_length, target), "knots")
+    second = _measure(model, batches, Recorder("batches", _NEAR), first, labels[1])
+    found = second.calibration(reference_length, target, first)
+    laws = second.laws(found, family)
+    return (laws, found) if report else laws
 
 
 def _measure(
@@ -196,9 +247,9 @@ def _measure(
     recorder.names = _report_names(list(named))
     run_layers = set()
 
-    def add(layer: int, n: Any, entropies: list[Any], counted: Any) -> None:
+    def add(layer: int, n: Any, entropies: list[Any], counted: Any, weight: Any) -> None:
         run_layers.add(layer)
-        recorder.add(layer, n, entropies, counted)
+        recorder.add(layer, n, entropies, counted, weight=weight)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(apply(model, modules, layer_laws))
@@ -231,10 +282,11 @@ def _report_names(names: Sequence[str]) -> tuple[str, ...] | None:
 
 @contextlib.contextmanager
 def _recording(modules: Sequence[Any], factors: Sequence[float], add: _Add) -> Iterator[None]:
-    """Call ``add(layer, n, entropies, counted)`` for every attention of the modules.
+    """Call ``add(layer, n, entropies, counted, weight)`` for every attention of the modules.
 
     `n` is (B or 1, L). `entropies` has an array (B, H, L) for each factor on the logits. `counted`
-    (B, L) is True for queries that are not padding.
+    (B, L) is True for queries that are not padding. `weight` is the number of queries that each stands
+    for. With several factors, L counts only some of the queries.
     """
     run = _Run(factors, add)
     layers: dict[torch.nn.Module, int] = {}
@@ -274,12 +326,18 @@ class _Run:
     def record(self, layer: int, call: Call) -> None:
         query, key, law, options, sink = call[:5]
         n = visible_counts(query, key, options["mask"])
+        n = n.reshape(-1, query.shape[2])
+        counted = self.counted_queries(options["mask"], query, query.shape[2], key.shape[2])
+        weight: Any = 1.0
+        if len(self.factors) > 1:
+            rows, weight = some_queries(to_numpy(n * counted.any(0)))
+            query, options = _at_rows(rows, query, key, options)
+            n, counted = n[:, rows], counted[:, rows]
         entropies = [
             attention_entropy(query, key, law=_scaled(law, factor), sinks=sink, **options)
             for factor in self.factors
         ]
-        counted = self.counted_queries(options["mask"], entropies[0], key.shape[2])
-        self.add(layer, n.reshape(-1, query.shape[2]), entropies, counted)
+        self.add(layer, n, entropies, counted, weight)
 
     def run_again(self, layer: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         arguments = arguments_without_cache(module, args, kwargs)
@@ -290,13 +348,12 @@ class _Run:
             entropies.append(rows)
         n, visible = keys_of_queries(module, arguments)
         n = torch.tensor([n_keys]) if n is None else n
-        counted = self.counted_queries(visible, entropies[0], n_keys)
-        self.add(layer, n.reshape(-1, n.shape[-1]), entropies, counted)
+        counted = self.counted_queries(visible, entropies[0], entropies[0].shape[2], n_keys)
+        self.add(layer, n.reshape(-1, n.shape[-1]), entropies, counted, 1.0)
 
-    def counted_queries(self, mask: Any, entropies: Any, n_keys: int) -> Any:
-        """Those of the queries (B, L) that are not padding."""
-        batch, _, n_queries = entropies.shape
-        counted = torch.ones(batch, n_queries, dtype=torch.bool, device=entropies.device)
+    def counted_queries(self, mask: Any, like: Any, n_queries: int, n_keys: int) -> Any:
+        """Those of the queries (B, L) that are not padding. B and the device are those of `like`."""
+        counted = torch.ones(len(like), n_queries, dtype=torch.bool, device=like.device)
         if self.is_cross:
             known = self.counted is not None and self.counted.shape == counted.shape
             return self.counted if known else counted
@@ -311,6 +368,19 @@ class _Run:
             counted = counted & visible.diagonal(dim1=-2, dim2=-1)
         self.counted = counted
         return counted
+
+
+def _at_rows(rows: Any, query: Any, key: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Some of the queries, and the options of attention for them."""
+    mask = options["mask"]
+    chosen, mask = at_rows(rows, query, key, None if mask is None else as_mask(mask))
+    options = options | {"mask": mask}
+    if (bias := options.get("bias")) is not None and bias.shape[-2] > 1:
+        options["bias"] = bias[..., rows, :]
+    n = options.get("n_keys")
+    if isinstance(n, torch.Tensor) and n.ndim and n.shape[-1] > 1:
+        options["n_keys"] = n[..., rows]
+    return chosen, options
 
 
 def _scaled(law: Law | None, factor: float) -> Law:
