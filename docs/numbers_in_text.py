@@ -17,6 +17,30 @@ PLACE = re.compile(r"(<!-- ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 
 
 def readme() -> dict[str, str]:
+    from statistics import fmean
+
+    from experiment import load
+
+    def gain(name: str, arm: str, other: str, first: int, last: int) -> str:
+        """The gain in accuracy at lengths from `first` to `last`, with its interval."""
+        results = load(name)
+        used = [i for i, n in enumerate(results["lengths"]) if first <= n <= last]
+        a, b = (
+            [fmean(x["accuracy"][i] for i in used) for x in results["arms"][y]] for y in (arm, other)
+        )
+        return _interval([x - y for x, y in zip(a, b, strict=True)], "+.1f")
+
+    recall = load("recall")["tasks"]["recall"]
+    law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
+    return {
+        "retrieval": gain("max_retrieval", "O + log", "O", 1024, 1024),
+        "masked": gain("masked_language", "O + law", "O", 128, 1024),
+        "clamped": gain("masked_language", "O, ReRoPE", "O", 128, 1024),
+        "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),
+    }
+
+
+def overview() -> dict[str, str]:
     from report import figure
 
     of_torch = figure("attention.AgainstTorch.track_ratio", "numpy", "attention", "4096")
@@ -76,6 +100,7 @@ def johnson_lindenstrauss() -> dict[str, str]:
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "README.md": readme,
+    "docs/overview.md": overview,
     "docs/performance.md": performance,
     "docs/explanation/what-holds.md": what_holds,
     "docs/explanation/johnson-lindenstrauss.md": johnson_lindenstrauss,
@@ -91,6 +116,15 @@ def filled(page: str) -> str:
     return PLACE.sub(lambda place: place[1] + numbers[place[2]] + place[4], text)
 
 
+def _interval(differences: list[float], form: str, of: Callable[[float], float] = float) -> str:
+    """The mean of paired differences with its 95 % interval, as a function of them."""
+    from experiment import decide
+
+    found = decide(differences, 0)
+    mean, low, high = (f"{of(x):{form}}" for x in (found.mean, found.low, found.high))
+    return f"{mean} [{low}, {high}]"
+
+
 def _power_of_ten(x: float) -> str:
     exponent = math.floor(math.log10(x))
     return f"{x / 10**exponent:.1f}·10" + str(exponent).translate(
@@ -99,7 +133,7 @@ def _power_of_ten(x: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    sys.path[:0] = [str(ROOT / folder) for folder in ("asv_benchmarks", "tests")]
+    sys.path[:0] = [str(ROOT / folder) for folder in ("asv_benchmarks", "tests", "docs/examples")]
     stale = [page for page in PAGES if filled(page) != (ROOT / page).read_text(encoding="utf-8")]
     for page in stale:
         if "--check" not in arguments:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.host
 ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
+    "docs/overview.md",
     "docs/performance.md",
     "docs/explanation/what-holds.md",
     "docs/explanation/johnson-lindenstrauss.md",
@@ -25,7 +26,7 @@ PAGES = [
 class TestNumbersInText:
     @pytest.fixture
     def numbers(self, monkeypatch):
-        for folder in ("docs", "asv_benchmarks"):
+        for folder in ("docs", "docs/examples", "asv_benchmarks"):
             monkeypatch.syspath_prepend(ROOT / folder)
         return importlib.import_module("numbers_in_text")
 
