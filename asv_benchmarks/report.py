@@ -24,77 +24,86 @@ TABLES = [
     (
         "Attention against PyTorch's kernel",
         "Time relative to `torch.nn.functional.scaled_dot_product_attention` of the same arrays with "
-        "the same mask (the window is of 512 keys): 8 heads of 64, n = 4096, float32. Whatever the "
-        "call, the kernel computes the output alone.",
+        "the same mask. 8 heads of 64 features, n = 4096, float32; the window has 512 keys. PyTorch's "
+        "kernel computes only the output, whatever the call.",
         "attention.AgainstTorch.track_ratio",
     ),
     (
-        "Against the naive expression in NumPy",
+        "Attention against the plain expression in NumPy",
         "n = 4096.",
         "attention.AgainstOwnLibrary.track_numpy_naive",
     ),
     (
-        "Entropy against forming the weights in PyTorch",
+        "Entropy against the entropy of stored weights in PyTorch",
         "n = 4096.",
         "attention.AgainstOwnLibrary.track_torch_entropy_of_weights",
     ),
     (
-        "Against `jax.nn.dot_product_attention`",
+        "Attention against `jax.nn.dot_product_attention`",
         "n = 4096.",
         "attention.AgainstOwnLibrary.track_jax",
     ),
     (
         "Forward and backward",
-        "Relative to forward and backward of PyTorch's kernel, and of "
+        "Time relative to the forward and backward pass of PyTorch's kernel, or of "
         "`jax.nn.dot_product_attention`, with the same mask; n = 4096.",
         "attention.Gradients.track_ratio",
     ),
     (
         "Small calls",
-        "4 heads at n = 16, relative to the plain expression in NumPy, and to PyTorch's kernel, with "
+        "4 heads, n = 16. Time relative to the plain expression in NumPy, or to PyTorch's kernel, with "
         "the same mask.",
         "attention.SmallCalls.track_ratio",
     ),
     (
         "Memory",
-        "Peak of the whole process with its libraries. L×S numbers would be "
+        "Peak memory of the whole process, including its libraries. The L×S logits alone would take "
         f"{8 * 4096**2 * 4 / 1e6:.0f} MB at n = 4096 and {8 * 16384**2 * 4 / 1e9:.1f} GB at 16 384.",
         "attention.Memory.peakmem_call",
     ),
     (
         "Error of the entropy",
-        "Largest, against float64, n = 1024.",
+        "Largest error against float64, n = 1024. `None` is the default implementation.",
         "attention.Error.track_entropy_error",
     ),
-    ("Error of the output", "Likewise.", "attention.Error.track_output_error"),
-    ("Graphs", "That ten lengths need under `torch.compile`.", "attention.Graphs.track_graphs"),
-    ("Import", "Beyond `array_api_compat`.", "attention.Imports.track_import"),
+    ("Error of the output", "As above.", "attention.Error.track_output_error"),
+    (
+        "Graphs",
+        "Number of graphs that `torch.compile` makes for ten lengths.",
+        "attention.Graphs.track_graphs",
+    ),
+    (
+        "Import",
+        "Time of `import isentropic`, without that of `array_api_compat`.",
+        "attention.Imports.track_import",
+    ),
     (
         "Linear attention",
-        "256 random features, relative to `attention` of the same arguments, n = 4096. It is an "
-        "estimate, and useless where queries and keys are long "
-        "([why](explanation/johnson-lindenstrauss.md)).",
+        "256 random features, n = 4096. Time relative to `attention` with the same arguments. Linear "
+        "attention is an estimate. It is useless where queries and keys have large norms "
+        "([why](explanation/johnson-lindenstrauss.md#random-features)).",
         "attention.LinearAttention.track_ratio",
     ),
     (
         "Hadamard transform",
-        "Rows of 64 MB, in times of a copy by NumPy. (A copy by PyTorch itself, or `x + 1` in JAX, "
-        "takes longer than NumPy's: fresh memory is the greater part.)",
+        "64 MB of rows. Time relative to a copy by NumPy. (A copy by PyTorch, or `x + 1` in JAX, takes "
+        "longer than NumPy's copy, mostly because it allocates new memory.)",
         "projections.HadamardAgainstPeers.track_copies",
     ),
     (
         "Hadamard transform against a cosine transform",
-        "Relative to `scipy.fft.dct` with all workers.",
+        "Time relative to `scipy.fft.dct` on all cores.",
         "projections.HadamardAgainstPeers.track_dct",
     ),
     (
         "Projections, applied",
-        "64 points of 65 536 features to 512 components, relative to scikit-learn's Gaussian map.",
+        "64 points, from 65 536 features to 512 components. Time relative to scikit-learn's Gaussian "
+        "map.",
         "projections.ProjectionsAgainstPeers.track_apply_sklearn_gaussian",
     ),
     (
         "Projections, drawn and applied",
-        "Likewise.",
+        "As above, with the time to draw the map.",
         "projections.ProjectionsAgainstPeers.track_draw_and_apply_sklearn_gaussian",
     ),
 ]

@@ -47,7 +47,7 @@ class Row:
     second: Cell = YES
     dask: Cell = Cell(
         False,
-        "Dask arrays are taken by the maps, and by those who draw them. Others need their arrays in memory.",
+        "Only maps, and the functions that draw them, take Dask arrays. Other functions need arrays in memory.",
         "must be an array in memory, got a Dask array",
     )
 
@@ -61,55 +61,55 @@ LAZY = Row(dask=YES)
 
 _NATIVE = Cell(
     False,
-    "PyTorch's own kernel has no second derivative. The code for all libraries has: "
+    "PyTorch's own kernel has no second derivative. The generic code has one: use "
     '`implementation="generic"`.',
     "derivative for .* is not implemented",
 )
 NATIVE = Row(second=_NATIVE)
 
 _TRACED = Cell(
-    True, "The draw is made when the call is traced, and is a constant in the compiled program."
+    True, "The numbers are drawn when the call is traced. They are constants in the compiled program."
 )
 DRAWN = Row(
     libraries=Cell(
         True,
-        "Drawn by NumPy on the host, and then moved to the library and device of `like`: the same "
-        "numbers everywhere.",
+        "NumPy draws the numbers on the host. Then they are moved to the library and device of `like`, "
+        "so they are the same everywhere.",
     ),
     jit=_TRACED,
     jax_vmap=_TRACED,
     compile=Cell(
         False,
-        "PyTorch does not compile NumPy's generators: draw before, and pass what was drawn.",
+        "PyTorch does not compile NumPy's generators. Draw before the compiled call, and pass the result.",
         "PCG64",
     ),
     torch_vmap=_TRACED,
     gradient=NOTHING,
     second=NOTHING,
-    dask=Cell(True, "The map that is drawn is in memory. Of a Dask `like` only the dtype counts."),
+    dask=Cell(True, "The map itself is in memory. Only the dtype of a Dask `like` is used."),
 )
 
 _READ = Cell(
     False,
-    "The numbers are read on the host, where the answer is made: call it on arrays that hold their values.",
+    "The function reads the numbers on the host. So its arrays must hold values, and it has no derivative.",
     "numpy.ndarray conversion method|Data-dependent branching|Cannot access data pointer"
     "|does not require grad",
 )
 READ = Row(
-    libraries=Cell(True, "The numbers are copied to the host, where the answer is made."),
+    libraries=Cell(True, "The numbers are copied to the host, and the result is computed there."),
     jit=_READ, jax_vmap=_READ, compile=_READ, torch_vmap=_READ, gradient=_READ, second=_READ,
 )  # fmt: skip
 
 _SIZES = Cell(
     False,
-    "Sizes are numbers of the host: Python's, lists and NumPy arrays are taken.",
+    "Sizes are Python numbers, lists or NumPy arrays.",
     "must be a number, or a list or NumPy array of numbers",
 )
 SIZES = Row(**dict.fromkeys(COLUMNS, _SIZES))
 
 _NODES = Cell(
     False,
-    "PyTorch does not compile what finds the nodes of the quadrature, which are NumPy's.",
+    "PyTorch does not compile the search for the nodes of the quadrature, which uses NumPy.",
     "function marked as skipped",
 )
 QUADRATURE = Row(compile=_NODES)
@@ -153,7 +153,7 @@ ROWS = {
     "laws.from_dict": Row(
         compile=Cell(
             False,
-            "PyTorch does not compile the check of a law's name and parameters: make the law before.",
+            "PyTorch does not compile the check of a law's name and parameters. Make the law before the call.",
             "dataclass fields",
         ),
         gradient=NOTHING,
@@ -209,6 +209,7 @@ ROWS = {
 
 # Public names without a row.
 WITHOUT_ROW = {
+    "drift.CalibrationReport": "a result",
     "drift.DriftReport": "a result",
     "jl.DistortionReport": "a result",
     "jl.FailureRate": "a result",

@@ -102,6 +102,19 @@ def texts():
     return [textwrap.__file__, statistics.__file__]
 
 
+def save_decoder(folder, positions=2048):
+    """A random decoder of two tokens, with its tokenizer, which has no token for padding."""
+    import tokenizers
+    import transformers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    sizes = {"vocab_size": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=positions)
+    transformers.LlamaModel(config).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 class TestModel:
     @pytest.fixture(autouse=True)
@@ -168,6 +181,7 @@ class TestModel:
 
     def test_calibrate(self, run, model, texts, tmp_path):
         options = ["--lengths", "32,64,128", "--reference-length", 64, "-o", tmp_path / "laws.json"]
+        options += ["--family", "auto"]
         data = json.loads(run("calibrate", model, *texts, *options, "--json").stdout)
         drift = {name: np.abs(report["slope"]).mean() for name, report in data.items()}
         assert drift["calibrated"] < drift["standard"] / 3
@@ -186,20 +200,19 @@ class TestModel:
         )
 
     def test_decoder_without_a_token_for_padding(self, run, texts, tmp_path):
-        import tokenizers
-        import transformers
-
-        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
-        backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        sizes = {"vocab_size": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-        config = transformers.LlamaConfig(**sizes, num_hidden_layers=1)
-        transformers.LlamaModel(config).save_pretrained(tmp_path)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+        save_decoder(tmp_path)
         out = run("profile", tmp_path, *texts, "--lengths", "33", "--json").stdout
         data = json.loads(out)
         # Queries see 2 … 33 keys, in groups of half octaves; the last of them begins at 26.9.
         assert sum(data["counts"]) == 2 * 32
         assert data["lengths"][-1] == pytest.approx(np.exp(np.log(np.arange(27, 34)).mean()))
+
+    def test_lengths_by_default(self, run, texts, tmp_path):
+        save_decoder(tmp_path, positions=128)
+        data = json.loads(run("profile", tmp_path, *texts, "--json").stdout)
+        # The model takes 128 tokens, so the lengths are 64 and 128. The first query of each text sees
+        # one key, and does not count.
+        assert sum(data["counts"]) == 2 * (63 + 127)
 
     def test_the_texts_are_the_same_at_all_lengths(self, run, model, texts, tmp_path):
         short = tmp_path / "short.txt"

@@ -199,6 +199,7 @@ RANGES = [
     (lambda x: laws.StepLog(x, 8192), "coefficient", [-0.1, 0.0], []),
     (lambda x: laws.Power(0.1, x), "base", [0.5, 2048.0], [0.0, -1.0]),
     (lambda x: laws.Power(x), "exponent", [-0.5, 0.1], []),
+    (lambda x: laws.Power(0.5, minimum=x), "minimum", [-0.5, 0.5], []),
     (lambda x: laws.PowerLog(x, 1.0, 1.0), "offset", [-1.0, 0.0], []),
     (lambda x: laws.PowerLog(1.0, x, 1.0), "coefficient", [-1.0, 0.0], []),
     (lambda x: laws.PowerLog(1.0, 1.0, x), "exponent", [-0.5, 2.0], []),

@@ -88,6 +88,12 @@ class TestMasks:
         np.testing.assert_array_equal(_dense(mask, backend, 6, 9, sizes), expected)
 
     @pytest.mark.parametrize("name", NAMES)
+    def test_rows(self, backend, name):
+        mask, dense = _examples(backend)[name]
+        rows = mask.rows(np.asarray([1, 2, 5]), 6, 9, like=backend.array(0.0))
+        np.testing.assert_array_equal(backend.numpy(rows), dense[..., [1, 2, 5], :])
+
+    @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.usefixtures("tiny_tiles")
     def test_visible_count(self, backend, name):
         mask, expected = _examples(backend)[name]

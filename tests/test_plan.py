@@ -79,6 +79,14 @@ def test_what_was_refused_is_refused_again(backend, rng):
     assert not plans._plans
 
 
+def test_the_largest_number_of_keys(backend, rng):
+    # 2**63 − 1 is the largest integer that all libraries have.
+    q = backend.array(rng.normal(size=(2, 5, 4)), "float32")
+    assert np.isfinite(backend.numpy(it.attention(q, q, q, n_keys=2**63 - 1))).all()
+    with pytest.raises(ValueError, match=r"`n_keys` must be below 2\*\*63"):
+        it.attention(q, q, q, n_keys=2**63)
+
+
 def test_contents_are_looked_at_each_time(backend, rng):
     q, k, v = (backend.array(rng.normal(size=(5, 4)), "float32") for _ in range(3))
     expected = it.attention(q, k, v, is_causal=True)

@@ -196,7 +196,8 @@ def entropy_from_logits(
     logits : array of floats
         Logits of −∞ have probability 0 and are ignored at every order. ∞ gives NaN.
     order : float in [0, ∞], default 1
-        0 the logarithm of the support size, 1 Shannon, 2 collision, ∞ min-entropy. A Python number.
+        The order α, a Python number. 0 is the logarithm of the support size, 1 is Shannon's entropy, 2
+        the collision entropy, ∞ the min-entropy.
     family : {"renyi", "tsallis"}
         Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both equal Shannon's.
     axis : int
@@ -208,7 +209,7 @@ def entropy_from_logits(
     -------
     array
         The entropy in nats; Rényi's lies in [0, log n]. It has the shape of `logits` without `axis`
-        and the dtype of `logits`, or float32 for half precision. 0 where all logits are ignored.
+        and the dtype of `logits`, or float32 for half precision. It is 0 where all logits are ignored.
 
     Raises
     ------
@@ -262,14 +263,15 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
 def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Any:
     """Entropy of the distribution `p` along an axis.
 
-    `p` is normalized to sum 1. At order 1 equivalent to `scipy.stats.entropy`.
+    `p` is normalized to sum 1. At order 1 it is equivalent to `scipy.stats.entropy`.
 
     Parameters
     ----------
     p : array of floats ≥ 0
         Probabilities or weights. Negative and infinite values give NaN.
     order : float in [0, ∞], default 1
-        0 the logarithm of the support size, 1 Shannon, 2 collision, ∞ min-entropy. A Python number.
+        The order α, a Python number. 0 is the logarithm of the support size, 1 is Shannon's entropy, 2
+        the collision entropy, ∞ the min-entropy.
     family : {"renyi", "tsallis"}
         Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``.
     axis : int
@@ -279,7 +281,7 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     -------
     array
         The entropy in nats; Rényi's lies in [0, log n]. It has the shape of `p` without `axis` and the
-        dtype of `p`, or float32 for half precision. 0 where all weights are 0.
+        dtype of `p`, or float32 for half precision. It is 0 where all weights are 0.
 
     Raises
     ------
@@ -335,8 +337,8 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     Returns
     -------
     array
-        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. It has the dtype to which
-        p and q promote, or float32 for half precision.
+        Nats, in [0, ∞]. It is ∞ if q = 0 at some p > 0, and 0 if all of p is 0. It has the dtype to
+        which p and q promote, or float32 for half precision.
 
     Raises
     ------
@@ -371,8 +373,8 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     Returns
     -------
     array
-        Nats, in [0, ∞]: ∞ where q = 0 at some p > 0; 0 where all of p is 0. It has the dtype to which
-        p and q promote, or float32 for half precision.
+        Nats, in [0, ∞]. It is ∞ if q = 0 at some p > 0, and 0 if all of p is 0. It has the dtype to
+        which p and q promote, or float32 for half precision.
 
     Raises
     ------
@@ -382,8 +384,8 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     Notes
     -----
     The divergence is computed as ``Σ p (r − 1 − log r)``, where r = q/p and both are normalized. No
-    term is negative, and each is accurate where r is near 1, so that the divergence of close
-    distributions is accurate too. Where p = 0 the gradient with respect to p is 0, although the
+    term is negative, and each is accurate where r is near 1. So the divergence of close distributions
+    is accurate too. Where p = 0 the gradient with respect to p is 0, although the
     derivative is infinite there.
 
     Examples

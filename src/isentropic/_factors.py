@@ -135,9 +135,9 @@ def factor_for_attention_entropy(
 ) -> Any:
     """The factor on the scale for which the attention of each query has the entropy `target`.
 
-    A law approximates this factor as a function of n; here it is exact, for each query. Equivalent to
-    `factor_for_entropy` of the logits ``scale · q·k``, but without the logits of all queries in memory
-    at once.
+    A law approximates this factor as a function of n. Here it is exact, for each query. It is
+    equivalent to `factor_for_entropy` of the logits ``scale · q·k``, but the logits of all queries are
+    never in memory at once.
 
     Parameters
     ----------
@@ -146,13 +146,13 @@ def factor_for_attention_entropy(
     target : float or array broadcastable to (..., L)
         The entropy to reach, in nats.
     mask, is_causal, scale, enable_gqa
-        As in `attention`. Biases, soft caps and sinks are not supported: with them the entropy need not
-        fall as the factor grows, so that there may be no solution or several.
+        As in `attention`. Biases, soft caps and sinks are not supported. With them the entropy may rise
+        with the factor, and then there may be no solution, or several.
 
     Returns
     -------
     array (..., L)
-        Factors ≥ 0 (dimensionless); multiply the queries by them. See `factor_for_entropy` for targets
+        Factors ≥ 0 (dimensionless). Multiply the queries by them. See `factor_for_entropy` for targets
         that no factor reaches.
 
     Raises

@@ -284,6 +284,13 @@ def observe(
 @click.option(
     "--reference-length", type=click.FloatRange(min=2), help="Number of keys with the target entropy."
 )  # fmt: skip
+@click.option(
+    "--family",
+    type=click.Choice(["affine", "power", "knots", "auto"]),
+    default="affine",
+    show_default=True,
+    help="Kind of the laws: knots for lengths as here, auto for longer ones.",
+)
 def calibrate(
     model: str,
     texts: Sequence[Path],
@@ -292,6 +299,7 @@ def calibrate(
     as_json: bool,
     output: Path,
     reference_length: float | None,
+    family: str,
 ) -> None:
     """Fit a law to each attention head of a model, and print the entropies with and without.
 
@@ -303,7 +311,7 @@ def calibrate(
     network, batches = _load_model_and_batches(model, texts, lengths)
     with _without_traceback():
         fitted = huggingface.calibrate(
-            network, batches, reference_length=reference_length, progress=True
+            network, batches, reference_length=reference_length, family=family, progress=True
         )
         huggingface.save_laws(fitted, output)
         reports = {

@@ -2,7 +2,7 @@
 
 A mask is a small immutable value. ``&`` and ``|`` combine masks with masks and with boolean arrays,
 and ``~`` is the complement: ``~masks.window(0)`` hides each query's own position. Write the mask
-first, as the operators of some libraries' arrays do not accept a mask on their right:
+first, because the arrays of some libraries do not accept a mask on the right of an operator:
 
 >>> from isentropic import masks
 >>> import numpy as np
@@ -11,8 +11,8 @@ first, as the operators of some libraries' arrays do not accept a mask on their 
 array([1, 2, 3, 3, 3])
 
 Positions: query i of L has the position ``i + offset`` among the keys 0 … S − 1. The default offset,
-``S − L``, aligns the ends: the last query has the position of the
-last key, as in decoding with a cache.
+``S − L``, aligns the ends: the last query has the position of the last key, as in decoding with a
+cache.
 
 Arrays in a mask (offsets, lengths, ids) have the batch and head axes ``...`` of the attention. For a
 query of shape (B, H, L, E), an array with one length per sequence has the shape (B, 1).
@@ -21,7 +21,7 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -175,6 +175,16 @@ class Mask(Record, ABC):
         group = ("mask", self.arrays)
         frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
         return self.count(frame)
+
+    def rows(self, rows: Iterable[int], n_queries: int, n_keys: int, *, like: Array) -> Array:
+        """The boolean array (..., K, S) of K queries, in the library and on the device of `like`."""
+        self.check(None, n_queries, n_keys)
+        group = ("mask", self.arrays)
+        frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
+        blocks = [self.block(frame, (int(row), 1), (0, n_keys)) for row in rows]
+        return frame.xp.concat(
+            [frame.xp.broadcast_to(x, (*x.shape[:-2], 1, n_keys)) for x in blocks], axis=-2
+        )
 
     def count(self, frame: Frame) -> Array:
         """`visible_count` for a given library and device. Takes O(L) memory."""

@@ -236,7 +236,7 @@ def gaussian_sensitivity(n: Any, beta: Any) -> Any:
     r"""Mean sensitivity of ``softmax(beta · s)`` to its logits, over n standard normal scores s.
 
     It is the sum of the magnitudes in the Jacobian, :math:`Σ_{ij} |∂p_i/∂l_j| = 2 (1 - Σ p_i^2)` with
-    the logits l = βs. The sensitivity to the scores is the factor on them times as large.
+    the logits l = βs. The sensitivity to the scores s is β times as large.
 
     Parameters
     ----------
@@ -264,8 +264,9 @@ def gaussian_sensitivity(n: Any, beta: Any) -> Any:
 
     For normal scores integration by parts gives :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. So the mean
     sensitivity to the scores is twice the mean score under the weights. It increases with β towards
-    twice the mean of the largest score, and has no maximum; for many keys it is 2β up to
-    :math:`\sqrt{2\log n}`, and stays there. Each row alone has a maximum: beyond it the row is decided.
+    twice the mean of the largest score, and has no maximum. For many keys it is 2β up to
+    β = :math:`\sqrt{2\log n}`, and constant above. Each single row has a maximum. Above it, most of the
+    weight of the row is on one key.
 
     Examples
     --------
@@ -305,8 +306,9 @@ def sphere_sensitivity(n: Any, d: Any, kappa: Any) -> Any:
 
     Notes
     -----
-    κ times it, the sensitivity to the cosines, has no maximum. In more than two dimensions it tends to
-    twice the density, at 0, of the gap between the two largest cosines; in two it grows like log κ.
+    The sensitivity to the cosines is κ times as large, and has no maximum. In more than two dimensions
+    it tends to twice the density, at 0, of the gap between the two largest cosines. In two dimensions
+    it grows like log κ.
 
     Examples
     --------
@@ -400,7 +402,7 @@ def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
 def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
     """Divergence of the von Mises–Fisher distribution from the uniform one, ``κA − log E e^{κ cos θ}``.
 
-    For many keys, the entropy of attention at κ is this much below log n, that of uniform attention.
+    For many keys, the entropy of attention at κ is log n minus this divergence.
 
     Parameters
     ----------
@@ -553,8 +555,8 @@ def needle_sensitivity(n: Any, n_relevant: Any, gap: Any) -> Any:
     Notes
     -----
     With a single relevant key, the sensitivity to the scores, which is the factor times as large, has
-    a maximum: with w the `needle_weight`, ``2 w² · gap = 1 + w`` there, for many keys. So the gap is
-    log n less a term in log log n, and w is near ``1/√(2 log n)``.
+    a maximum. For many keys, ``2 w² · gap = 1 + w`` there, where w is the `needle_weight`. So the gap
+    is log n minus a term in log log n, and w is near ``1/√(2 log n)``.
 
     Examples
     --------

@@ -80,8 +80,8 @@ def attention(
 ) -> ArrayT:
     """Scaled dot-product attention whose scale follows a law of the number of visible keys.
 
-    With ``law=None`` equivalent to `torch.nn.functional.scaled_dot_product_attention`, except that its
-    causal mask is aligned differently for L ≠ S.
+    With ``law=None`` it is equivalent to `torch.nn.functional.scaled_dot_product_attention`, except
+    that the causal mask is aligned differently for L ≠ S.
 
     Parameters
     ----------
@@ -270,13 +270,13 @@ def attention_entropy(
     query : array (..., L, E)
     key : array (..., S, E)
     order : float in [0, ∞], default 1
-        A Python number: 0 is the logarithm of the number of keys of positive weight, 1 Shannon, 2
-        collision, ∞ min-entropy.
+        The order α, a Python number. 0 is the logarithm of the number of keys with positive weight, 1
+        is Shannon's entropy, 2 the collision entropy, ∞ the min-entropy.
     family : {"renyi", "tsallis"}
         Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both equal Shannon's.
     normalized : bool
         Divide by the entropy of the uniform distribution over the n keys of the law (log n for
-        Rényi's); 0 where n ≤ 1. A sink counts as one more key here.
+        Rényi's). The result is 0 where n ≤ 1. A sink counts as one more key here.
     mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
     implementation
         As in `attention`.
@@ -284,8 +284,8 @@ def attention_entropy(
     Returns
     -------
     array (..., L)
-        The entropies in nats. Rényi's lie in [0, log n], normalized ones in [0, 1]. The dtype is
-        float32, or float64 for float64 inputs. 0 for a query that sees no key.
+        The entropies in nats. Rényi's lie in [0, log n], normalized ones in [0, 1]. The entropy of a
+        query that sees no key is 0. The dtype is float32, or float64 for float64 inputs.
 
     Raises
     ------
@@ -295,8 +295,8 @@ def attention_entropy(
     Notes
     -----
     The entropy is exact. It is computed from sums over keys relative to the maximum; see
-    `entropy_from_logits` for the formula. With sinks it is that of the distribution over the keys and
-    the sink.
+    `entropy_from_logits` for the formula. With sinks it is the entropy of the distribution over the
+    keys and the sink.
 
     Examples
     --------
@@ -349,7 +349,7 @@ def attention_weights(
     -------
     array (..., L, S)
         The weights, in [0, 1], in the dtype to which the inputs promote. Rows sum to 1, or with sinks
-        to 1 less the weight of the sink. The row of a query that sees no key is 0.
+        to 1 minus the weight of the sink. The row of a query that sees no key is 0.
 
     Raises
     ------
@@ -413,11 +413,11 @@ def attention_statistics(
         - ``entropy``: ``−Σ p log p`` in nats, in [0, log n];
         - ``maximum``: the largest logit;
         - ``log_normalizer``: ``log Σ eˢ``;
-        - ``mean``: ``Σ p s``, the log-normalizer less the entropy;
+        - ``mean``: ``Σ p s``, the log-normalizer minus the entropy;
         - ``variance``: ``Σ p (s − mean)²``, at least 0.
 
         For a query that sees neither a key nor a sink, `maximum` and `log_normalizer` are −∞, and the
-        others 0.
+        other fields are 0.
 
     Raises
     ------
@@ -426,13 +426,13 @@ def attention_statistics(
 
     Notes
     -----
-    The logits are the final ones, after law, soft cap and bias, and a sink is the logit of one more
-    key. Without soft cap, bias and sinks the variance is ``−dH/d log λ``, where λ is a factor on the
-    scale: the speed at which the entropy falls if the scale grows. With them λ changes the logits in
-    another way, and the identity does not hold.
+    The logits are the final ones, after law, soft cap and bias. A sink is the logit of one more key.
+    Without soft cap, bias and sinks the variance is ``−dH/d log λ``, where λ is a factor on the scale.
+    This is the rate at which the entropy falls if the scale grows. With a soft cap, a bias or sinks the
+    identity does not hold, because λ changes the logits in another way.
 
-    The memory is O(L). The variance is added up around the mean of each tile, so that it loses no
-    digits to large logits. Gradients in PyTorch, and ``torch.compile``, store the logits.
+    The memory is O(L). The variance is summed relative to the mean of each tile, so large logits do not
+    cost digits. Gradients in PyTorch, and ``torch.compile``, store the logits.
 
     References
     ----------
@@ -493,10 +493,10 @@ def attention_received(
 
     Notes
     -----
-    It equals the sum of `attention_weights` over the queries, without the weights in memory. Summed
-    over the keys it is the number of queries that see a key, less what the sinks take. Divide it by
-    that number for a mean weight, or each key by the number of queries that see it, as caches do that
-    keep the keys with the largest shares.
+    The result equals the sum of `attention_weights` over the queries, but the weights are never in
+    memory. Its sum over the keys is the number of queries that see a key, minus the weight of the
+    sinks. Divide it by this number to get mean weights. Caches that keep the keys with the largest
+    shares divide it, for each key, by the number of queries that see this key.
 
     The computation takes two passes over the tiles. Gradients in PyTorch, and ``torch.compile``, store
     the weights.

@@ -115,8 +115,8 @@ class AttentionState(NamedTuple):
             The log-sum-exp of the logits, as FlashAttention, FlashInfer, cuDNN and PyTorch's
             `flex_attention` return it.
         entropy : array (..., L), optional
-            The Shannon entropy of the weights in nats. Without it neither the state nor one that is
-            merged from it has an entropy.
+            The Shannon entropy of the weights in nats. Without it, the state has no entropy. Neither
+            has a state that is merged from it.
         base : float > 1
             The base of the logarithm: e, or 2 for FlashInfer.
 
@@ -129,7 +129,8 @@ class AttentionState(NamedTuple):
         Raises
         ------
         TypeError
-            If the arrays are not of floats or belong to different libraries, or if `base` is no number.
+            If the arrays are not of floats or belong to different libraries, or if `base` is not a
+            number.
         ValueError
             If the shapes do not fit, if the arrays are on different devices, or if `base` is at most 1.
 
@@ -278,7 +279,8 @@ def merge_states(
     from the first key of the block. For a block that begins at key b it is
     ``masks.causal(offset - b)``.
 
-    If the entropy of one state is unknown, that of the union is. See `AttentionState.from_output`.
+    If the entropy of one state is unknown, that of the union is unknown too. See
+    `AttentionState.from_output`.
 
     An attention sink is a logit σ that takes weight and has no value. It is one more state,
     ``AttentionState(σ, 1, 0, 0)``, in arrays of the shapes of the other states. If `attention_state` is

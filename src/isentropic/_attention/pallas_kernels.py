@@ -20,7 +20,7 @@ _LOWEST_SCORE = -1e30
 
 
 class Sizes(NamedTuple):
-    """The blocks of the kernels, and the number of keys that are no filling."""
+    """The blocks of the kernels, and the number of keys that are not padding."""
 
     rows: int
     columns: int

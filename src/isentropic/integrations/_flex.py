@@ -45,7 +45,8 @@ def to_mask_mod(mask: Mask | Array, n_queries: int, n_keys: int) -> MaskMod:
     Raises
     ------
     TypeError
-        If `mask` is neither, or has arrays that are not tensors, or if a length is not an integer.
+        If `mask` is neither of these, or has arrays that are not tensors, or if a length is not an
+        integer.
     ValueError
         If the arrays of the mask do not fit, or if a length is less than 1.
 

@@ -58,8 +58,8 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     """Reduce the dimension by a random map that preserves distances.
 
     It is like scikit-learn's ``GaussianRandomProjection`` and ``SparseRandomProjection``. In addition,
-    it has the fast Hadamard map, needs fewer dimensions, and takes arrays of every library with
-    ``sklearn.set_config(array_api_dispatch=True)``.
+    it has the fast Hadamard map, computes the dimension for a failure probability `delta`, and takes
+    arrays of every library with ``sklearn.set_config(array_api_dispatch=True)``.
 
     Parameters
     ----------

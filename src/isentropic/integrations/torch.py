@@ -1,4 +1,4 @@
-"""PyTorch modules (the extra ``torch``): attention with a law, trainable laws; distributed attention.
+"""PyTorch modules (the extra ``torch``): attention with a law, trainable laws, distributed attention.
 
 Masks of this package for `torch.nn.attention.flex_attention`.
 
@@ -525,9 +525,9 @@ def observe(
 
     Notes
     -----
-    Loss and gradients are bit for bit those without observing. Nothing is kept but the latest
-    observation, and no random numbers are drawn. Gradient checkpointing computes attention again in the
-    backward pass, which is not counted.
+    Loss and gradients are bit for bit those without observing. Only the latest observation is kept, and
+    no random numbers are drawn. Gradient checkpointing computes attention again in the backward pass,
+    which is not counted.
 
     An observed pass costs as much as another forward pass of the attention, without gradients, plus the
     projections of queries and keys. Dropout is not part of the statistics.
@@ -599,7 +599,7 @@ def announce_attention(
 
     Notes
     -----
-    While nobody observes, this does nothing and costs nothing.
+    Without an observer, this does nothing and costs nothing.
 
     Examples
     --------

@@ -69,7 +69,8 @@ class ModelRule(NamedTuple):
 def from_config(config: Any) -> tuple[ModelRule, ...]:
     """The rules by which a model already scales its attention logits, from its configuration.
 
-    A model that has a rule of its own needs no second law of the length, which would multiply it.
+    A model with a rule of its own does not need a second law of the length. Its factor would be
+    multiplied by that of the rule.
 
     Parameters
     ----------
@@ -87,28 +88,29 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     Raises
     ------
     TypeError
-        If `config` is no configuration, or if a field that sets a rule has the wrong type.
+        If `config` is not a configuration, or if a field that sets a rule has the wrong type.
     ValueError
         If a field that sets a rule is missing or out of range, or if the type of the model is not known
         to apply the rule that the field sets.
 
     Notes
     -----
-    Rules of the length: those of Llama 4, Ministral 3, Mistral 4, Mistral Large 4, Inkling, Inkling 2
-    and Beam in transformers; of Qwen (1) and Grok, whose code is elsewhere.
+    Rules of the length are those of Llama 4, Ministral 3, Mistral 4, Mistral Large 4, Inkling, Inkling
+    2 and Beam in transformers, and those of Qwen (1) and Grok, whose code is elsewhere.
 
-    Constants: the factors of YaRN and LongRoPE in all models. They are on cosine and sine, so they act
-    on queries and keys, and the law is their square. That of Phi-3.5-MoE depends on whether the longest
-    sequence of the batch exceeds a length. And ``mscale_all_dim`` in DeepSeek and the models after it.
+    Constants are the factors of YaRN and LongRoPE in all models, and ``mscale_all_dim`` in DeepSeek and
+    the models after it. The factors of YaRN and LongRoPE are on cosine and sine. So they act on queries
+    and on keys, and the law is their square. In Phi-3.5-MoE the factor depends on whether the longest
+    sequence of the batch exceeds a length.
 
-    The scale of attention itself, as in Granite and Gemma, and temperatures that are learned without a
-    length are no rules.
+    The scale of attention itself, as in Granite and Gemma, is not a rule. Neither is a learned
+    temperature that does not depend on a length.
 
-    A model of another type is read as one that rotates queries and keys as transformers does, and does
-    nothing else. A field that sets one of the rules above is an error there.
+    A model of another type is assumed to rotate queries and keys as transformers does, and to do
+    nothing else. There, a field that sets one of the rules above is an error.
 
     Where queries and keys are normalized after their rotation, as in Llama 4, the normalization cancels
-    the factors of YaRN and LongRoPE up to its ε. Then they are no rule.
+    the factors of YaRN and LongRoPE up to its ε. Then they are not a rule.
 
     Examples
     --------

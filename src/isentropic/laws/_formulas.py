@@ -97,18 +97,15 @@ class AffineLog(Law):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = log_length(xp, n) * over_queries(xp, self.slope, n)
         factor = factor + over_queries(xp, self.intercept, n)
-        if self.minimum is None:
-            return factor
-        minimum = over_queries(xp, self.minimum, n)
-        return xp.maximum(factor, minimum) if is_array(minimum) else at_least(xp, factor, minimum)
+        return _at_least(xp, factor, self.minimum, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PowerLog(Law):
     """``offset + coefficient · (ln n)^exponent``, where n ≤ 2 counts as 2.
 
-    The lower bound keeps the power finite at every exponent. The factor for n = 1 has no effect, as a
-    single key has all the weight.
+    The lower bound keeps the power finite at every exponent. The factor for n = 1 has no effect,
+    because a single key has all the weight.
 
     Parameters
     ----------
@@ -176,7 +173,7 @@ class Power(Law):
     exponent : float or array
     base : float > 0, or array
         The length at which the factor is 1.
-    minimum : float, optional
+    minimum : float or array, optional
         The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
 
     Notes
@@ -201,16 +198,18 @@ class Power(Law):
 
     exponent: Parameter
     base: Parameter = 512
-    minimum: float | None = None
+    minimum: Parameter | None = None
 
     def __post_init__(self) -> None:
         check_parameter("exponent", self.exponent)
         check_parameter("base", self.base, above=0)
-        check_minimum(self.minimum)
+        if self.minimum is not None:
+            check_parameter("minimum", self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         growth = clip(xp, n, min=1.0) / over_queries(xp, self.base, n)
-        return at_least(xp, growth ** over_queries(xp, self.exponent, n), self.minimum)
+        factor = growth ** over_queries(xp, self.exponent, n)
+        return _at_least(xp, factor, self.minimum, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -477,6 +476,13 @@ def from_kappa(kappa: Parameter, head_dim: int) -> Law:
     check_parameter("kappa", kappa)
     root = math.sqrt(head_dim)
     return AffineLog(PerQuery(kappa.value / root) if isinstance(kappa, PerQuery) else kappa / root)
+
+
+def _at_least(xp: ModuleType, factor: Array, minimum: Parameter | None, n: Array) -> Array:
+    if minimum is None:
+        return factor
+    least: Any = over_queries(xp, minimum, n)
+    return xp.maximum(factor, least) if is_array(least) else at_least(xp, factor, least)
 
 
 def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple[float, ...]:

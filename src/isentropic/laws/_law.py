@@ -250,7 +250,7 @@ class Law(ABC):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Constant(Law):
-    """The factor does not depend on n. ``Constant(1)`` is the standard attention.
+    """The factor does not depend on n. ``Constant(1)`` is standard attention.
 
     Examples
     --------

@@ -48,8 +48,8 @@ def additive_attention(
 
     Notes
     -----
-    The time is O(L·S·A). The memory holds a tile of these L·S·A numbers. There is no scale, hence no
-    law.
+    The time is O(L·S·A). The memory holds a tile of these L·S·A numbers. There is no scale, so there is
+    no law.
 
     References
     ----------

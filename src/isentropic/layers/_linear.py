@@ -214,8 +214,8 @@ def positive_features(
     `squared_norm` for ‖x + y‖².
 
     With s = 1 the required m grows **exponentially** with the squared norms. With the best s it does so
-    while ‖x + y‖² is below d, and beyond that like the power d/2 of it. Either way it does not depend
-    on the number of keys: it is not true that m = O(log n) features suffice.
+    while ‖x + y‖² is below d, and like the power d/2 of ‖x + y‖² above d. In both cases it does not
+    depend on the number of keys: it is not true that m = O(log n) features suffice.
     `linear_attention_error` reports the measured and the predicted error.
 
     For attention x and y are queries and keys times the root of the scale, so ‖x + y‖² is
@@ -335,12 +335,13 @@ def linear_attention(
     -----
     The error grows with the norms; see `positive_features`. Let y be the keys times the root of the
     scale, and x the queries times the root of the scale and the law. The error is large where
-    ‖x + y‖² exceeds log m, and for heads of few features less so with the argument `squared_norm` of
-    `positive_features`. `linear_attention_error` measures it. The computation takes
+    ‖x + y‖² exceeds log m. For heads with few features, the argument `squared_norm` of
+    `positive_features` reduces it. `linear_attention_error` measures it. The computation takes
     O((L + S) m (E + Ev)) operations. Causality adds O(L m) for each of the keys in a chunk of 128.
 
-    Far above log m, and with many features E, the plain mean of the values is nearer to attention than
-    the estimate. A constant added to φ, as in other implementations, draws the result to that mean.
+    If ‖x + y‖² is far above log m and E is large, the plain mean of the values is nearer to attention
+    than the estimate. Other implementations add a constant to φ, which draws the result towards this
+    mean.
 
     References
     ----------

@@ -25,6 +25,7 @@ from transformers.masking_utils import (
 from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
 from isentropic.integrations._observe import visible_counts
+from isentropic.integrations.huggingface._clamp import clamped
 from isentropic.integrations.huggingface._hooks import set_implementation
 from isentropic.integrations.huggingface._interface import (
     law_of,
@@ -57,7 +58,7 @@ def set_base(model: Any, base: str) -> None:
 
 
 def extend_interface() -> None:
-    """Let the functions that transformers looks up apply laws and announce their calls.
+    """Let the functions that transformers looks up apply laws, clamp positions and announce calls.
 
     Calling this again has no effect.
     """
@@ -72,7 +73,8 @@ def extend_interface() -> None:
     @functools.wraps(get_interface)
     def get_interface_with_law(self: Any, name: str, default: Any) -> Any:
         # Only the default, "eager", has no law yet. A call is announced with the query before the law.
-        return announced(with_law(get_interface(self, name, default), "eager"), name)
+        function = with_law(get_interface(self, name, default), "eager")
+        return announced(clamped(function), name)
 
     get_interface_with_law.applies_laws = True  # type: ignore[attr-defined]
     AttentionInterface.__getitem__ = get_item_with_law

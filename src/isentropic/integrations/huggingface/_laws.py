@@ -56,9 +56,9 @@ def use(
         What the n of a law counts: the keys that the query sees, or its position plus one. The table in
         `isentropic.laws.preset` says what the rules of other models count.
     base : str
-        The attention implementation that does the rest: "isentropic", or another one of transformers,
-        such as "sdpa", "eager", "flash_attention_2", "flex_attention" or the name of a kernel on the
-        Hub. The law goes into the queries of the others.
+        The attention implementation that computes the attention: "isentropic", or another one of
+        transformers, such as "sdpa", "eager", "flash_attention_2", "flex_attention" or the name of a
+        kernel on the Hub. The law goes into the queries of the others.
     trainable : bool or "head"
         Whether the numbers and arrays of the laws become parameters of the model, with names such as
         ``model.layers.0.self_attn.isentropic_law.slope``. With True, a number becomes one parameter per
@@ -150,7 +150,7 @@ def laws_of(model: Any) -> dict[str, LawAndCount]:
     dict
         By the names of the attention modules, in the order of the layers: the law, with the present
         values of its parameters, or None for standard attention; and what its n counts. Tensors of
-        trained laws are those of the model, and no copies.
+        trained laws are those of the model, not copies.
 
     Raises
     ------

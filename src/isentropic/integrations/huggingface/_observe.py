@@ -68,9 +68,9 @@ def observe(
 
     Notes
     -----
-    Loss and gradients are bit for bit those without observing. Nothing is kept but the latest
-    observation, and no random numbers are drawn. Gradient checkpointing computes attention again in the
-    backward pass, which is not counted.
+    Loss and gradients are bit for bit those without observing. Only the latest observation is kept, and
+    no random numbers are drawn. Gradient checkpointing computes attention again in the backward pass,
+    which is not counted.
 
     An observed pass costs as much as another forward pass of the attention, without gradients. Padding
     is not part of the statistics, and neither is dropout.
