@@ -294,7 +294,7 @@ def models(session: nox.Session) -> None:
 
 EXPERIMENTS = [
     "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "recall_causal",
-    "smollm2",
+    "smollm2", "calibration",
 ]  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def experiments(session: nox.Session, experiment: str) -> None:
         install(session, "demo", "torch", "transformers")
         session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "smollm2"))
     else:
-        install(session, "demo", "torch", model=True)
+        install(session, "demo", "torch", "transformers", model=True)
     session.run("python", f"docs/examples/{experiment}.py", *session.posargs)
 
 

@@ -6,11 +6,12 @@ import experiment
 
 EXPERIMENTS = ("max_retrieval", "first", "masked_language", "recall", "entropies", "dimension")
 ANSWERS = ("max_retrieval", "first", "masked_language", "recall")  # to whether a law helps
+MEASUREMENTS = ("calibration",)  # on other pages, without a verdict
 
 
 def texts() -> dict[str, str]:
     """Markdown by file name: a report per experiment, the answers, and the table of verdicts."""
-    reports = {f"{name}.md": report(name) for name in EXPERIMENTS}
+    reports = {f"{name}.md": report(name) for name in (*EXPERIMENTS, *MEASUREMENTS)}
     return {**reports, "answers.md": answers(), "verdicts.md": verdicts()}
 
 
@@ -41,4 +42,5 @@ def verdicts() -> str:
 
 def pictures() -> dict:
     """Figures by file name."""
-    return {f"{name}.svg": import_module(name).picture(experiment.load(name)) for name in EXPERIMENTS}
+    names = (*EXPERIMENTS, *MEASUREMENTS)
+    return {f"{name}.svg": import_module(name).picture(experiment.load(name)) for name in names}
