@@ -3,15 +3,15 @@
     python calibration.py            # two minutes
     python calibration.py --quick    # some seconds: only shows that everything runs
 
-MiniLM-L6. Laws are fitted on modules of Python's standard library and on texts of its manual, of at most
-256 tokens, and tried on others of each kind at 512. The error of a head is the difference between its
-mean entropy at 512 with the laws, and that at 128 without. The error of a law is the mean of |error|
-over the 72 heads. "To the length of use" is a fit that has texts of 512 tokens too.
+MiniLM-L6. Laws are fitted on modules of Python's standard library and on texts of its manual, of at
+most 256 tokens, and tried on others of each kind at 512. The error of a head is the difference between
+its mean entropy at 512 with the laws, and that at 128 without. The error of a law is the mean of
+|error| over the 72 heads. "To the length of use" is a fit that has texts of 512 tokens too.
 
-Random queries and keys. Keys are points on a sphere or standard normal, in d dimensions. Queries are like
-keys, with a length for which the mean entropy among 128 keys is 35, 50 or 70 % of log 128. Laws are
-fitted with 64 to 1024 keys, and tried with 16384. The error is the mean of the difference over draws and
-targets, with its sign. The largest |error| of a single fit is reported too.
+Random queries and keys. Keys are points on a sphere or standard normal, in d dimensions. Queries are
+like keys, with a length for which the mean entropy among 128 keys is 35, 50 or 70 % of log 128. Laws are
+fitted with 64 to 1024 keys, and tried with 16384. The error is the mean of the difference over draws
+and targets, with its sign. The largest |error| of a single fit is reported too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import experiment
@@ -28,7 +29,6 @@ import numpy as np
 import torch
 from experiment import table
 from matplotlib.figure import Figure
-from pydoc_data.topics import topics
 from tqdm import tqdm
 from transformers import AutoModel
 
@@ -74,7 +74,7 @@ def batches(ids: list[list[int]], lengths: tuple[int, ...]) -> Iterator[torch.Te
 
 
 def of_minilm(fitted: int, tried: int) -> dict[str, Any]:
-    """The mean |error| over heads per law and kind of text, and how far single factors can be trusted."""
+    """The mean |error| over heads per law and kind of text, and how far factors can be trusted."""
     model = AutoModel.from_pretrained(minilm.model_folder())
     both = {kind: texts(kind, fitted + tried) for kind in KINDS}
     fit_on = {kind: ids[:fitted] for kind, ids in both.items()}
@@ -186,22 +186,22 @@ def report(results: dict[str, Any]) -> str:
     rows = [
         [name, *(f"{found[kind]:.2f}" for kind in KINDS)] for name, found in of_model["errors"].items()
     ]
-    return f"""On MiniLM-L6, fitted on {of_model["fitted"]} modules of Python's standard library and \
-{of_model["fitted"]} texts of its manual, with 64 to 256 tokens, and tried on {of_model["tried"]} others of
-each kind with {TRIED}: how far the mean entropy of a head is from its value at {REFERENCE}, in nats, as the
-mean over heads.
+    return f"""On MiniLM-L6, fitted on {of_model["fitted"]} modules of Python's standard library and
+{of_model["fitted"]} texts of its manual, with 64 to 256 tokens, and tried on {of_model["tried"]} others
+of each kind with {TRIED}: how far the mean entropy of a head is from its value at {REFERENCE}, in nats,
+as the mean over heads.
 
 {table(["", *KINDS], rows)}
 
 The last fit has texts of {TRIED} tokens too. What remains in the others is the shape of the law, which
 differs between heads and shows little below 256 tokens. The kind of text matters less: the factors for
-{TRIED} tokens that are fitted on code and on prose differ by {100 * of_model["kinds_differ"]:.0f} %. In \
-{100 * of_model["covered"]:.0f} % of the heads, the factor for {TRIED} tokens lies in the interval of the
-report.
+{TRIED} tokens that are fitted on code and on prose differ by {100 * of_model["kinds_differ"]:.0f} %.
+In {100 * of_model["covered"]:.0f} % of the heads, the factor for {TRIED} tokens lies in the interval of
+the report.
 
-Random queries and keys, fitted with {KEYS[0]} to {KEYS[-1]} keys and the reference {REFERENCE}, and tried
-with {results["far"]}: the mean difference in nats over draws and over target entropies of 35, 50 and 70 %
-of log {REFERENCE}, and the largest difference of a single fit.
+Random queries and keys, fitted with {KEYS[0]} to {KEYS[-1]} keys and the reference {REFERENCE}, and
+tried with {results["far"]}: the mean difference in nats over draws and over target entropies of 35, 50
+and 70 % of log {REFERENCE}, and the largest difference of a single fit.
 
 {table(["keys", "affine", "largest", "auto", "largest"], synthetic_rows(synthetic))}
 """
@@ -238,6 +238,7 @@ def picture(results: dict[str, Any]) -> Figure:
             right.plot([int(d) for d in found], mean, style, marker="o", label=f"{model}, {family}")
     right.axhline(0, color="gray", lw=0.8)
     right.set_xscale("log", base=2)
+    right.set_xticks(DIMENSIONS, map(str, DIMENSIONS), minor=False)
     right.set(
         xlabel="dimension d of the keys",
         ylabel="error, in nats",

@@ -6,9 +6,9 @@ pytest.importorskip("torch")
 pytest.importorskip("tqdm")
 pytest.importorskip("transformers")
 
-import calibration  # noqa: E402
-import experiment  # noqa: E402
-import numpy as np  # noqa: E402
+import calibration
+import experiment
+import numpy as np
 
 
 def test_a_curved_law_goes_further_where_keys_are_in_few_dimensions():
