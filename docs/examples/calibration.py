@@ -1,6 +1,6 @@
 """How well fitted laws hold the entropy of attention at lengths beyond those of the fit.
 
-    python calibration.py            # two minutes
+    python calibration.py            # three minutes
     python calibration.py --quick    # some seconds: only shows that everything runs
 
 MiniLM-L6. Laws are fitted on modules of Python's standard library and on texts of its manual, of at
@@ -9,9 +9,9 @@ its mean entropy at 512 with the laws, and that at 128 without. The error of a l
 |error| over the 72 heads. "To the length of use" is a fit that has texts of 512 tokens too.
 
 Random queries and keys. Keys are points on a sphere or standard normal, in d dimensions. Queries are
-like keys, with a length for which the mean entropy among 128 keys is 35, 50 or 70 % of log 128. Laws are
-fitted with 64 to 1024 keys, and tried with 16384. The error is the mean of the difference over draws
-and targets, with its sign. The largest |error| of a single fit is reported too.
+like keys, with a length for which the mean entropy among 128 keys is 35, 50 or 70 % of log 128. Laws
+are fitted with 64 to 1024 keys, and tried with 16384. The error is the mean of the difference over
+draws and targets, with its sign. The largest |error| of a single fit is reported too.
 """
 
 from __future__ import annotations

@@ -54,12 +54,13 @@ Time. Measured on one thread of a busy Xeon of 2.5 GHz with random weights, in s
 So a document takes about 60 within the trained length, once for each constant; 124 beyond it for each
 law; and 8 for the second quantity. A step of a fit takes 62, and there are 96. With two perfect cores
 the arms take 2.1 hours, the fits 0.9, `calibrated` 0.1. A step with 512 tokens had a peak of 4.7 GB, so
-one with 1024 may need 8 GB. Each result is kept in a cache folder as soon as it is there, so that a run
-that was stopped goes on where it was; only a fit starts again.
+one with 1024 may need 8 GB. Each result is kept in the folder `smollm2` beside the others as soon as it is there, so that a
+run that was stopped goes on where it was; only a fit starts again. `--arms` runs some of the arms.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import copy
@@ -440,19 +441,19 @@ def queries(model: Any) -> Iterator[list[Tensor]]:
         yield found
 
 
-def run(size: Size, folder: Path) -> dict[str, Any]:
+def run(size: Size, converted: Path, folder: Path) -> dict[str, Any]:
     """All results. Those that the folder has are not computed again."""
-    model, tokenizer = load(folder / "model")
+    model, tokenizer = load(converted)
     test, fitting = (
         [read(x, tokenizer, size.length) for x in names] for names in (size.test, size.fit)
     )
-    checked = kept(folder / "model", "check", {"tokens": CHECKED}, lambda: check(model, tokenizer))
+    checked = kept(converted, "check", {"tokens": CHECKED}, lambda: check(model, tokenizer))
     if not SANE[0] < checked < SANE[1]:
         raise ValueError(f"the converted model must have a loss in {SANE}, got {checked:.3f}")
-    fits = fitted(model, fitting, size, folder / "results")
+    fits = fitted(model, fitting, size, folder)
     arms: dict[str, dict] = {arm: {} for arm in size.arms}
     for i, document in enumerate(tqdm(test, desc="documents", unit=" documents")):
-        for arm, found in measured(model, document, size, fits, folder / "results", i).items():
+        for arm, found in measured(model, document, size, fits, folder, i).items():
             arms[arm][document.name] = found
     return {
         "edges": size.edges,
@@ -658,12 +659,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser = experiment.parser(NAME, __doc__)
     parser.add_argument("--quick", action="store_true", help="ten minutes, and no verdict")
     parser.add_argument(
+        "--arms", type=arms, metavar="NAME,NAME", help="only these, and those without a law"
+    )
+    parser.add_argument(
         "--cache", type=Path, default=cache_folder(), metavar="FOLDER",
-        help="for the model and for results that are not computed again (%(default)s)",
+        help="for the converted model (%(default)s)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
-    experiment.finish(name, run(size, options.cache), report, picture, options.output)
+    size = size._replace(arms=options.arms or size.arms)
+    results = run(size, options.cache / "model", options.output / name)
+    experiment.finish(name, results, report, picture, options.output)
+
+
+def arms(text: str) -> tuple[str, ...]:
+    names = text.split(",")
+    if unknown := [x for x in names if x not in ARMS]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(ARMS)}, got {unknown[0]}")
+    return tuple(x for x in ARMS if x in {NO_LAW, CONSTANT, *names})
 
 
 if __name__ == "__main__":
