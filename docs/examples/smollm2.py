@@ -54,8 +54,9 @@ Time. Measured on one thread of a busy Xeon of 2.5 GHz with random weights, in s
 So a document takes about 60 within the trained length, once for each constant; 124 beyond it for each
 law; and 8 for the second quantity. A step of a fit takes 62, and there are 96. With two perfect cores
 the arms take 2.1 hours, the fits 0.9, `calibrated` 0.1. A step with 512 tokens had a peak of 4.7 GB, so
-one with 1024 may need 8 GB. Each result is kept in the folder `smollm2` beside the others as soon as it is there, so that a
-run that was stopped goes on where it was; only a fit starts again. `--arms` runs some of the arms.
+one with 1024 may need 8 GB. Each result is kept in the folder `smollm2` beside the others as soon as it
+is there, so that a run that was stopped goes on where it was; only a fit starts again. `--arms` runs
+some of the arms.
 """
 
 from __future__ import annotations

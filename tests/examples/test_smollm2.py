@@ -265,7 +265,7 @@ class TestRun:
     def test_refuses_a_model_that_reads_nothing(self, started, monkeypatch, tmp_path):
         monkeypatch.setattr(smollm2, "SANE", (0, 0.1))
         with pytest.raises(ValueError, match="must have a loss"):
-            smollm2.run(SIZE, tmp_path)
+            smollm2.run(SIZE, tmp_path / "model", tmp_path)
         assert started == []
 
 
