@@ -4,8 +4,8 @@ from importlib import import_module
 
 import experiment
 
-EXPERIMENTS = ("max_retrieval", "first", "masked_language", "recall", "entropies", "dimension")
-ANSWERS = ("max_retrieval", "first", "masked_language", "recall")  # to whether a law helps
+ANSWERS = ("max_retrieval", "recall_causal", "first", "masked_language", "recall")  # does a law help?
+EXPERIMENTS = (*ANSWERS, "entropies", "dimension")
 MEASUREMENTS = ("calibration",)  # on other pages, without a verdict
 
 

@@ -524,6 +524,20 @@ The next tables have means over layers, heads and n₀.
 """
 
 
+def answer(results: dict[str, Any]) -> str:
+    def against(arm: str, other: str) -> str:
+        found = decision(results, arm, other)
+        return f"{found.interval()} points of accuracy ({found})"
+
+    return (
+        f"Recall pairs of key and value in a causal model without positions, at "
+        f"{results['multiples'][-1]} times the trained length: the law log n in training brings "
+        f"{against('log', 'constant')} more than a learned constant. On the weights of standard "
+        f"attention it brings {against('O + log', 'O')}, and a held mean entropy "
+        f"{against('O + held mean', 'O + log')} more than the law."
+    )
+
+
 def claims(results: dict[str, Any]) -> list[Claim]:
     def found(arm: str, other: str) -> tuple[str, experiment.Effect]:
         x = decision(results, arm, other)

@@ -259,6 +259,9 @@ class TestDecisions:
         log, held = recall_causal.claims(results)
         assert (log.verdict, held.verdict) == ("helps", "no effect")
         assert "n = 16 n₀, log against constant, points of accuracy: +" in log.found
+        assert recall_causal.decision(results, "O + log", "O").interval() in recall_causal.answer(
+            results
+        )
         text = recall_causal.report(results)
         assert "| log against constant | +" in text
         assert "not learned" not in text
