@@ -93,7 +93,7 @@ def dimensions_by_chebyshev():
     "9588-38",
     says=r"At δ = 0.01, $d > 400N^2$.",
     verdict="holds",
-    correct="Enough, and far too much: with the tail of the cosine itself @{enough} dimensions do for N = @{n:_d}, not "
+    correct="It is enough, and far too much. With the exact tail of the cosine, @{enough} dimensions are enough for N = @{n:_d}, not "
     "@{chebyshev:.0e}.",
     numbers=dimensions_by_chebyshev,
 )
@@ -141,7 +141,7 @@ def constants_at_half():
     "9588-40",
     says=r"Empirically C ≈ 2: $d \ge 8\log N$ keeps distances within ε = 0.5; $8\ln(10^5)/\ln 2 \approx 92$.",
     verdict="does not hold",
-    correct=r"At $8\log N$ on average @{off:.0f} of the @{pairs:_d} pairs of 300 points are off by more than half. The rule is Su's entropy "
+    correct=r"At $8\log N$ on average @{off:.0f} of the @{pairs:_d} pairs of 300 points have an error of more than half. The rule is Su's entropy "
     r"criterion, and no bound on distances. $8\ln 10^5 = @{natural:.1f}$ without the ln 2, with it @{binary:.1f}.",
     numbers=constants_at_half,
     function="isentropic.theory.entropy_criterion_dim",
@@ -184,7 +184,7 @@ def refined_constants():
     "9588-41",
     says=r"$d \ge \frac{4\log N}{ε^2-ε^3/3} + \frac23\log\frac2δ$.",
     verdict="does not hold",
-    correct=r"The ε² lacks its ½. $d \ge \frac{4\log N + 2\log(1/δ)}{ε^2/2-ε^3/3}$ holds (Achlioptas).",
+    correct=r"The factor ½ of ε² is missing. $d \ge \frac{4\log N + 2\log(1/δ)}{ε^2/2-ε^3/3}$ holds (Achlioptas).",
     function="isentropic.jl.min_dim",
 )
 @claim(
@@ -244,8 +244,7 @@ def test_the_famous_constant():
     "9588-51",
     says=r"To tell n keys apart a head needs $d_k \ge C\log n$ dimensions.",
     verdict="holds with a condition",
-    correct=r"Such a bound holds for keeping all distances of any n points within 1 ± ε, with $C \sim 1/ε^2$. To tell n keys "
-    "apart by the largest product two dimensions are enough, at a scale of the order n².",
+    correct=r"Such a bound holds for keeping all distances of any n points within 1 ± ε, with $C \sim 1/ε^2$. Two dimensions are enough to tell n keys apart by the largest product, at a scale of the order n².",
     function="isentropic.attention_weights",
 )
 def test_keys_on_a_circle_are_told_apart():
@@ -286,7 +285,7 @@ def criterion():
     "9588-78",
     says=r"$d_{\min} = 8.33\log N$: 77, 90, 96 for N = 10⁴, 5·10⁴, 10⁵.",
     verdict="holds with a condition",
-    correct="As the entropy criterion. A least dimension is rounded up: @{of_words}.",
+    correct="This is the entropy criterion. A least dimension is rounded up: @{of_words}.",
     numbers=criterion,
     function="isentropic.theory.entropy_criterion_dim",
 )
@@ -294,7 +293,7 @@ def criterion():
     "9588-post-vocabulary",
     says=r"n word vectors need about $8\log n$ dimensions; for n = 100 000 that is 92.",
     verdict="holds with a condition",
-    correct="As a rule of thumb for telling words apart in a skip-gram model. It is no bound on distances (9588-40).",
+    correct="It is a rule of thumb for telling words apart in a skip-gram model, and not a bound on distances (9588-40).",
     function="isentropic.theory.entropy_criterion_dim",
 )
 @claim(
@@ -338,7 +337,7 @@ def factors_above_the_lower_bound():
     "9588-81",
     says=r"Maps that adapt to the points need only $k = O\left(\frac{\log n}{ε^2\log(1/ε)}\right)$.",
     verdict="does not hold",
-    correct="It contradicts 79, which is about any map, random or not, linear or not.",
+    correct="It contradicts 79, which holds for every map, random or not, linear or not.",
     function="isentropic.jl.lower_bound",
 )
 def test_no_map_does_better():

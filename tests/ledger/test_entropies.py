@@ -49,7 +49,7 @@ def plain_entropy(p):
     "8823-5",
     says=r"$\sum_i p_i\log p_i \le \sum_i p_i\log u_i = -\log n$.",
     verdict="does not hold",
-    correct=r"Gibbs' inequality is the other way: $\sum_i p_i\log p_i \ge \sum_i p_i\log u_i$. With the sign as written 3 would not follow.",
+    correct=r"Gibbs' inequality has the other direction: $\sum_i p_i\log p_i \ge \sum_i p_i\log u_i$. With the sign as written, 3 does not follow.",
     function="isentropic.kl_divergence",
 )
 def test_entropy_and_its_bounds():
@@ -160,7 +160,7 @@ def test_families():
     "8823-13",
     says=r"$H_i = \log Z_i - λ\sum_j a_{ij}s_{ij}$.",
     verdict="holds",
-    correct="Computed with the maximum subtracted from both terms: as written digits cancel where scores have a large common offset.",
+    correct="The function subtracts the maximum from both terms. As written, digits cancel where scores have a large common offset.",
     function="isentropic.attention_entropy",
 )
 @claim(
@@ -225,14 +225,14 @@ def test_range_of_attention_entropy():
     "8823-52",
     says=r"Shannon: the mean length of a code $L \ge H(p)$.",
     verdict="holds with a condition",
-    correct=r"In one unit: for binary codes $L \ge H/\ln 2$.",
+    correct=r"Both sides must have the same unit: for binary codes $L \ge H/\ln 2$.",
     function="isentropic.entropy",
 )
 @claim(
     "8823-53",
     says=r"To embed n points takes $d \ge H/\log 2 \approx \log n$ dimensions, in agreement with the lemma.",
     verdict="does not hold",
-    correct=r"$H/\ln 2 = \log_2 n$ is a number of bits, not of dimensions: n points lie apart on a line.",
+    correct=r"$H/\ln 2 = \log_2 n$ is a number of bits, not of dimensions: n different points fit on a line.",
     function="isentropic.entropy",
 )
 def test_codes_are_no_dimensions():
@@ -272,7 +272,7 @@ def test_codes_are_no_dimensions():
     "8823-6.1",
     says=r"With the entropy held, $I(Q;K) \approx \log n - \text{const}$.",
     verdict="holds with a condition",
-    correct=r"The mean of the rows is uniform. In general $I \le \log n - E[H_i]$.",
+    correct=r"This needs a mean of the rows that is uniform. In general $I \le \log n - E[H_i]$.",
     function="isentropic.attention_information",
 )
 def test_information():

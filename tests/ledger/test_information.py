@@ -22,13 +22,13 @@ def logdet(a):
     "9588-59",
     says=r"The uniform distribution in d dimensions has $H = \frac d2\log(2πe) + \frac12\log|Σ|$.",
     verdict="does not hold",
-    correct="That is the entropy of the normal distribution, the largest with the covariance Σ. Of a uniform one it is the logarithm of the volume.",
+    correct="That is the entropy of the normal distribution, the largest for the covariance Σ. The entropy of a uniform distribution is the logarithm of the volume.",
 )
 @claim(
     "9588-60",
     says=r"At Σ = I, $H = \frac d2\log(2πe)$, in proportion to d.",
     verdict="holds with a condition",
-    correct=r"For the normal distribution. Of a cube of unit covariance it is $d\log\sqrt{12}$, in proportion to d too.",
+    correct=r"This holds for the normal distribution. For a cube of unit covariance it is $d\log\sqrt{12}$, also in proportion to d.",
 )
 def test_differential_entropy():
     a = np.random.default_rng(100).normal(size=(3, 3))
@@ -45,8 +45,8 @@ def test_differential_entropy():
     "9588-61",
     says=r"$|H(f(X)) - H(X)| \le O(εd)$.",
     verdict="does not hold",
-    correct=r"They are entropies of k and d dimensions. For a normal X with Σ = I the difference is $\frac12\log|RR^\top/k| - \frac{d-k}2\log(2πe)$, "
-    r"which is of the order d whatever ε is.",
+    correct=r"The two are entropies in k and in d dimensions. For a normal X with Σ = I the difference is $\frac12\log|RR^\top/k| - \frac{d-k}2\log(2πe)$, "
+    r"which is of the order d for every ε.",
     function="isentropic.jl.gaussian_projection",
 )
 def test_entropy_of_a_projection():
@@ -67,22 +67,21 @@ def test_entropy_of_a_projection():
     "9588-70",
     says=r"$I(X;Y) = H(Y) - H(Y|X) = H(Y)$, since Y = f(X).",
     verdict="holds with a condition",
-    correct="X is discrete. For a continuous X the information is infinite, and H(Y|X) is −∞, not 0.",
+    correct="X must be discrete. For a continuous X the information is infinite, and H(Y|X) is −∞, not 0.",
     function="isentropic.entropy",
 )
 @claim(
     "9588-71",
     says=r"$I(X;Y) \le H(X)$.",
     verdict="holds with a condition",
-    correct="X is discrete. A differential entropy may be negative, and bounds nothing.",
+    correct="X must be discrete. A differential entropy may be negative, and is not a bound.",
     function="isentropic.entropy",
 )
 @claim(
     "9588-72",
     says=r"$I(X;Y) \ge (1-δ)H(X)$ with δ = O(ε), because distances are kept.",
     verdict="does not hold",
-    correct="It has nothing to do with ε. For a discrete X a Gaussian map to one dimension keeps all of the information, since it is injective on the "
-    "points; for a continuous X seen at a finite resolution k of d dimensions keep about the share k/d.",
+    correct="It has nothing to do with ε. For a discrete X a Gaussian map to one dimension keeps all of the information, since it is injective on the points. For a continuous X at a finite resolution, k of d dimensions keep about the share k/d.",
     function="isentropic.jl.gaussian_projection",
 )
 def test_information_of_a_projection():
@@ -121,14 +120,14 @@ def test_information_of_a_projection():
     "9588-74",
     says=r"$\mathcal I_Y(θ) = R^\top\mathcal I_X(θ)R$.",
     verdict="does not hold",
-    correct=r"The sizes do not fit: R is k × d. For the mean of a normal X, $\mathcal I_Y = R^\top(RΣR^\top)^{-1}R$.",
+    correct=r"The shapes do not match: R is k × d. For the mean of a normal X, $\mathcal I_Y = R^\top(RΣR^\top)^{-1}R$.",
     function="isentropic.jl.gaussian_projection",
 )
 @claim(
     "9588-75",
     says=r"$(1-ε)λ_i(\mathcal I_X) \le λ_i(\mathcal I_Y) \le (1+ε)λ_i(\mathcal I_X)$.",
     verdict="does not hold",
-    correct=r"$\mathcal I_Y$ has rank k: d − k of its eigenvalues are 0. For Σ = I the others are 1.",
+    correct=r"$\mathcal I_Y$ has rank k, so d − k of its eigenvalues are 0. For Σ = I the others are 1.",
     function="isentropic.jl.gaussian_projection",
 )
 def test_fisher_information():

@@ -76,7 +76,7 @@ def test_the_law():
     "8823-47",
     says=r"At n = 512 it is the standard attention: $κ\log512/d = 1/\sqrt d$.",
     verdict="holds with a condition",
-    correct="For the κ of 48.",
+    correct="κ is that of 48.",
     function="isentropic.laws.from_kappa",
 )
 @claim(
@@ -146,7 +146,7 @@ def test_a_factor_is_a_power():
     "9588-post-3",
     says=r"The factor that makes up for fixed d is $d_n/d = \log_{512}n$.",
     verdict="holds",
-    correct="As arithmetic; that the sum should have $d_n$ terms is an analogy, as the post says.",
+    correct="This is arithmetic. That the sum should have $d_n$ terms is an analogy, as the post says.",
     function="isentropic.theory.matched_key_dim",
 )
 @claim(
@@ -198,8 +198,7 @@ def test_matched_dimension_is_the_law():
     "8823-51",
     says=r"Ideally $d \propto \log n$ and $λ = 1/\sqrt d$; to make up for fixed d, $λ(n) \propto \log n$.",
     verdict="does not hold",
-    correct=r"It does not follow: logits of $d_n$ features at the scale $1/\sqrt{d_n}$ have the variance 1 for every n, as those of d features "
-    r"have, so there is nothing to make up for; and $1/\sqrt{C\log n}$ falls with n.",
+    correct=r"It does not follow. Logits of $d_n$ features at the scale $1/\sqrt{d_n}$ have the variance 1 for every n, as those of d features have, so nothing has to be compensated; and $1/\sqrt{C\log n}$ falls with n.",
     function="isentropic.theory.matched_key_dim",
 )
 def test_standard_scale_needs_no_compensation():
@@ -239,7 +238,7 @@ def test_factors_per_layer():
     "8823-62",
     says=r"In a decoder, row i has $λ_i = \log i/\log512$.",
     verdict="definition",
-    correct=r"On top of $1/\sqrt d$. `is_causal` counts it; row 1 sees one key, and its factor 0 changes nothing.",
+    correct=r"This factor multiplies $1/\sqrt d$. With `is_causal` the rows are counted in this way. Row 1 sees one key, so its factor 0 changes nothing.",
     function="isentropic.attention",
 )
 def test_causal_rows():
@@ -313,7 +312,7 @@ def test_log_of_256():
 
 @claim(
     "9588-post-iid",
-    says="Of independent draws of one distribution it may be better not to scale by log n: an accurate mean takes all of them.",
+    says="For independent draws from one distribution it may be better not to scale by log n: an accurate mean uses all of them.",
     verdict="holds",
     correct=r"The variance of the weighted mean is $σ^2 e^{-H_2} \ge σ^2 e^{-H}$: with the entropy held it does not fall with n.",
     function="isentropic.entropy",

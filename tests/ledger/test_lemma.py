@@ -68,7 +68,7 @@ def constants_of_the_lemma():
 )
 @claim(
     "8823-50",
-    says=r"To keep the distances of n points takes $d = O(\log n/ε^2)$ dimensions.",
+    says=r"Keeping the distances of n points takes $d = O(\log n/ε^2)$ dimensions.",
     verdict="holds",
     correct="The lemma, as in 9588-1.",
     function="isentropic.jl.min_dim",
@@ -99,7 +99,7 @@ def test_dimension_grows_like_log_n():
     "9588-44",
     says=r"$(1-ε)\|x\|^2 \le \|f(x)\|^2 \le (1+ε)\|x\|^2$.",
     verdict="holds with a condition",
-    correct="For each x with probability 1 − δ over the draw of f; for no f and k < d for all x.",
+    correct="This holds for each x with probability 1 − δ over the draw of f. For k < d no f satisfies it for all x.",
     function="isentropic.jl.distortion",
 )
 def test_distances_are_kept_unless_the_points_know_the_map():
@@ -157,7 +157,7 @@ def test_gaussian_map():
     "9588-6",
     says=r"$R_{ij} = \pm\sqrt s$ with probability $1/(2s)$ each, else 0; usually s = 3.",
     verdict="definition",
-    correct="The density is 1/s; below 1/3 spiky vectors lose their lengths.",
+    correct="The density is 1/s. Below a density of 1/3, spiky vectors lose their lengths.",
     function="isentropic.jl.sparse_projection",
 )
 def test_maps_of_signs():
@@ -323,8 +323,7 @@ def test_chernoff_bound():
     "9588-22",
     says=r"Putting 21 into 19 gives $P[Z \ge 1+ε] \le \exp(-\frac k4[ε - \log(1+ε)])$.",
     verdict="does not hold",
-    correct=r"Putting in gives $\exp(-\frac k2[ε - \log(1+ε)])$. The bound with k/4 is true, being weaker, and asks "
-    "for twice the dimensions.",
+    correct=r"The substitution gives $\exp(-\frac k2[ε - \log(1+ε)])$. The bound with k/4 is weaker, so it holds too, but it asks for twice the dimensions.",
     function="isentropic.jl.failure_probability",
 )
 def test_best_exponent():
@@ -366,7 +365,7 @@ def test_best_exponent():
     "9588-25",
     says=r"$P[|Z-1| > ε] \le 2e^{-kε^2/16}$.",
     verdict="holds",
-    correct=r"Weak: $2e^{-k(ε^2/4 - ε^3/6)}$ holds too (Dasgupta & Gupta).",
+    correct=r"The bound is weak: $2e^{-k(ε^2/4 - ε^3/6)}$ holds too (Dasgupta & Gupta).",
     function="isentropic.jl.failure_probability",
 )
 def test_simple_tails():
@@ -411,7 +410,7 @@ def ratios_of_the_union_bound():
     "9588-28",
     says=r"$k \ge \frac{16}{ε^2}\log\frac{2n^2}δ$.",
     verdict="holds",
-    correct="Valid, and between @{ratio:.1f} times the k of the exact tail, for n from 10² to 10⁹, δ between @{delta}, and ε between @{eps}.",
+    correct="The bound is valid. It is between @{ratio:.1f} times the k of the exact tail, for n from 10² to 10⁹, δ between @{delta}, and ε between @{eps}.",
     numbers=ratios_of_the_union_bound,
     function="isentropic.jl.min_dim",
 )

@@ -27,7 +27,7 @@ def growth_under_the_law():
     says="That experiments do not show an entropy that stays the same comes from scores that depend on each other, small n, training and "
     "positions.",
     verdict="does not hold",
-    correct="It does not stay the same without any of these: for independent Gaussian scores of unit variance, with the law, it grows by "
+    correct="The entropy does not stay the same even without these: for independent Gaussian scores of unit variance, with the law, it grows by "
     "@{growth:.2f} nats per unit of log n from n = 512 to 8192.",
     numbers=growth_under_the_law,
     function="isentropic.theory.gaussian_entropy",
@@ -56,11 +56,10 @@ def bases():
 
 @claim(
     "8823-9.2",
-    says="For short sequences, such as patches of an image, a small base (64) will do; for long ones 512 or more.",
+    says="A small base (64) is enough for short sequences, such as patches of an image; long ones need 512 or more.",
     verdict="holds with a condition",
-    correct="For models that are trained with it. The base is the length at which the factor is 1, not the length of use: on weights trained with "
-    "the standard scale it has to be the length of their training, because below it attention is flatter and above it sharper than they "
-    "know. At random initialization 8192 keys have @{standard:.2f} nats with the standard scale, @{long:.2f} with the base 512, @{short:.2f} with 64.",
+    correct="This holds for models that are trained with it. The base is the length at which the factor is 1, not the length of use: on weights trained with "
+    "the standard scale it has to be the length of their training, because attention is flatter below it and sharper above it than in their training. At random initialization 8192 keys have @{standard:.2f} nats with the standard scale, @{long:.2f} with the base 512, @{short:.2f} with 64.",
     numbers=bases,
     function="isentropic.laws.LogLength",
 )
@@ -80,8 +79,7 @@ def test_the_base_is_where_the_factor_is_one():
     "8823-10.1.1",
     says="Scores are in fact not independent.",
     verdict="holds",
-    correct="If every key comes m times, the entropy is log m above that of the different ones, and the n of the law is not the n of a model with "
-    "independent scores. `factor_for_attention_entropy` takes the scores as they are.",
+    correct="If every key occurs m times, the entropy is larger by log m, and the n of the law is not the n of a model with independent scores. `factor_for_attention_entropy` takes the scores as they are.",
     function="isentropic.factor_for_attention_entropy",
 )
 def test_copies_of_keys():
@@ -112,13 +110,13 @@ def errors_of_the_limit():
     "8823-10.1.2",
     says="The derivation is for large n, and inaccurate for small n.",
     verdict="holds",
-    correct="For Gaussian scores with λσ = 2 the limit $\\log n - λ^2σ^2/2$ is off by @{error:.2f} nats for n = 16, 64, 512 and 8192. The exact mean, at any n, is in 17.",
+    correct="For Gaussian scores with λσ = 2 the limit $\\log n - λ^2σ^2/2$ has errors of @{error:.2f} nats for n = 16, 64, 512 and 8192. The exact mean, at any n, is in 17.",
     numbers=errors_of_the_limit,
     function="isentropic.theory.gaussian_entropy",
 )
 @claim(
     "8823-10.3.4",
-    says="An analysis that is not asymptotic is to be done.",
+    says="An analysis that is not asymptotic is still missing.",
     verdict="holds",
     correct="It is an integral (17): exact at any n for scores that are independent and of one distribution, here Gaussian ones and cosines on a sphere.",
     function="isentropic.theory.gaussian_entropy",
@@ -136,17 +134,17 @@ def test_small_n():
 
 @claim(
     "8823-10.1.3",
-    says="Training moves the distribution of the scores, which the analysis takes as fixed.",
+    says="Training changes the distribution of the scores, which the analysis takes as fixed.",
     verdict="holds",
-    correct="A factor and the standard deviation of the scores are one number to the entropy, their product. So a law holds the entropy over n, and not over "
+    correct="The entropy depends on the factor and on the standard deviation of the scores only through their product. So a law holds the entropy over n, and not over "
     "training; a factor that is solved for holds it over both.",
     function="isentropic.factor_for_entropy",
 )
 @claim(
     "8823-10.2.2",
-    says="The factor could adapt while training goes on.",
+    says="The factor could adapt during training.",
     verdict="holds",
-    correct="A factor that is solved for does, and has gradients; so may the parameters of a law. That trained models are better for it is not shown by this.",
+    correct="A factor that is solved for adapts, and has gradients. The parameters of a law may adapt too. This does not show that trained models are better for it.",
     function="isentropic.factor_for_entropy",
 )
 def test_scores_that_grow_in_training():
@@ -222,19 +220,19 @@ def sensitivity_at_held_entropies():
 
 @claim(
     "8823-10.1.4",
-    says="Only the entropy is a goal, and gradients are not.",
+    says="The derivation aims at the entropy only, and not at gradients.",
     verdict="holds",
     correct="The two are different numbers: $\\sum_{ij}|\\partial p_i/\\partial s_j| = 2(1-\\sum p^2)$ is that of the Rényi entropy of order 2, times the factor. See 10.2.4.",
     function="isentropic.attention_entropy",
 )
 @claim(
     "8823-10.2.4",
-    says="Invariant entropy and maximal gradient could be brought into one theory.",
+    says="One theory could cover invariant entropy and the maximal gradient.",
     verdict="holds with a condition",
     correct=r"With respect to the scores the gradient is $2λ(1-\sum p^2)$. For Gaussian scores its mean has no maximum in λ: it rises up to $λσ \approx \sqrt{2\log n}$, where "
     "few keys begin to have all the weight, and stays. A held entropy lies beyond that: at 2 nats the gradient is @{held:.0f} % of its largest value for "
-    "n = 64, 4096 and 262 144, at λσ = 1 it is @{standard:.0f} %. So there they agree. For a single key that stands out the gradient is largest just before the key has "
-    r"the weight, at 1/$\sqrt{2\log n}$ of it, where the entropy grows with log n. There they do not.",
+    "n = 64, 4096 and 262 144, at λσ = 1 it is @{standard:.0f} %. So there the two agree. For a single key that stands out the gradient is largest just before the key has "
+    r"the weight, at 1/$\sqrt{2\log n}$ of it, where the entropy grows with log n. There the two do not agree.",
     numbers=sensitivity_at_held_entropies,
     function="isentropic.theory.gaussian_sensitivity",
 )
@@ -271,8 +269,7 @@ def test_entropy_and_gradient():
     "8823-10.3.1",
     says="The entropy that each layer should have could be learned.",
     verdict="holds",
-    correct=r"As a computation: the factor for an entropy $H^*$ has the derivative $dλ/dH^* = -λ/\mathrm{Var}_p(λs)$, so that $H^*$ can be a parameter of a layer. That it "
-    "pays is not shown by this.",
+    correct=r"It can be computed: the factor for an entropy $H^*$ has the derivative $dλ/dH^* = -λ/\mathrm{Var}_p(λs)$, so that $H^*$ can be a parameter of a layer. This does not show that a model gains by it.",
     function="isentropic.factor_for_attention_entropy",
 )
 def test_a_target_has_a_derivative():
@@ -289,7 +286,7 @@ def test_a_target_has_a_derivative():
     "8823-10.3.3",
     says="It extends to attention between images and texts.",
     verdict="holds with a condition",
-    correct="n is the number of keys, those of the other modality. The number of queries has no part in it.",
+    correct="n is the number of keys, which belong to the other modality. The number of queries does not matter.",
     function="isentropic.attention",
 )
 def test_attention_between_modalities():
@@ -303,7 +300,7 @@ def test_attention_between_modalities():
     "8823-11.3",
     says="Only the scale changes, in a few lines; it is verified on several tasks.",
     verdict="holds with a condition",
-    correct="One factor for each query, in front of any attention. It has to count the keys that the query sees, which the lines of the text do not (9.1). The text reports one task.",
+    correct="It is one factor for each query, in front of any attention. It has to count the keys that the query sees. The lines of the text do not (9.1). The text reports one task.",
     function="isentropic.scale_queries",
 )
 def test_a_factor_for_each_query():
@@ -331,8 +328,8 @@ def shares_of_a_table():
     "9588-post-factorized",
     says="ALBERT shows that a table of embeddings of low rank loses almost nothing.",
     verdict="holds with a condition",
-    correct="That is of trained models. A product of a table with 64 columns and a matrix loses what the singular values beyond the 64th hold: @{few:.2f} % of "
-    "the square sum for 3000 vectors near a space of 48 dimensions, @{all:.0f} % for as many without a structure in 256. It is no matter of log n: distances within "
+    correct="That is about trained models. A product of a table with 64 columns and a matrix loses what the singular values beyond the 64th hold: @{few:.2f} % of "
+    "the square sum for 3000 vectors near a space of 48 dimensions, @{all:.0f} % for 3000 vectors without a structure in 256. It has nothing to do with log n: distances within "
     "20 % take a random map to @{k} dimensions, more than there are.",
     numbers=shares_of_a_table,
     function="isentropic.jl.min_dim",
@@ -378,9 +375,9 @@ def entropies_of_sparsemax():
 
 @claim(
     "9588-post-sparse",
-    says="The aim is not an attention map of low rank but a sparse one, and not its being sparse but that the sparsity does not change with n; sparsemax gives a sparse one.",
+    says="The aim is not an attention map of low rank but a sparse one, whose sparsity does not change with n; sparsemax gives a sparse one.",
     verdict="holds with a condition",
-    correct="A map that is sparse can have full rank. Sparsemax does without a law what is wanted, where few scores come near the largest: for k keys that stand out by at least 1/k the "
+    correct="A map that is sparse can have full rank. Sparsemax does this without a law where few scores come near the largest: for k keys that stand out by at least 1/k the "
     "entropy is log k for every n. On a sphere the number of keys with a weight grows like $n^{2/(d+1)}$: the mean entropy is "
     "@{of_64:.2f} nats for n = 512 and 32 768 in 64 dimensions, and @{of_3:.2f} in three.",
     numbers=entropies_of_sparsemax,
@@ -407,10 +404,9 @@ def test_sparse_maps():
 
 @claim(
     "9588-post-oneself",
-    says="What more keys dilute in self-attention is the weight of oneself, a window of size 1; one could hide it by a mask.",
+    says="In self-attention more keys dilute the weight of the query's own position, a window of size 1. A mask could hide it.",
     verdict="holds with a condition",
-    correct="Where a query's own key stands out, as with queries equal to keys. `~masks.window(0)` hides it without an L×S array, and n is then the number of the others. What is left "
-    "has nothing that stands out: the law has nothing to hold there.",
+    correct="This holds where a query's own key stands out, as with queries equal to keys. `~masks.window(0)` hides it without an L×S array, and n is then the number of the other keys. None of these stands out, so there is nothing for the law to hold.",
     function="isentropic.theory.tied_entropy",
 )
 def test_hiding_oneself():

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.host
     "9588-46",
     says=r"$E\langle f(x), f(y)\rangle = \langle x, y\rangle$.",
     verdict="holds",
-    correct=r"With the variance $(\|x\|^2\|y\|^2 + \langle x,y\rangle^2)/k$: relative to the lengths, not to the product.",
+    correct=r"The variance is $(\|x\|^2\|y\|^2 + \langle x,y\rangle^2)/k$. So the error is relative to the lengths, not to the product.",
     function="isentropic.jl.gaussian_projection",
 )
 def test_inner_products():
@@ -111,9 +111,7 @@ def failures_of_a_spike(d=4096, k=316, eps=0.5, block=8, concentrated=16 / 256):
     "9588-4.2",
     says=r"The fast map does what the dense one does, in $O(d\log d)$ instead of $O(dk)$.",
     verdict="holds with a condition",
-    correct=r"The cost holds. The dimension of Gaussian maps is no guarantee for one round: 8 equal entries on a subgroup of 4096 "
-    r"features are off by half with probability @{hadamard:.1e} at k = 316, where the χ² tail says @{gaussian:.1e}. Verify by "
-    r"`distortion`, or take two rounds.",
+    correct=r"The cost holds. The dimension of Gaussian maps is no guarantee for one round: 8 equal entries on a subgroup of 4096 features have an error of half with probability @{hadamard:.1e} at k = 316, where the χ² tail says @{gaussian:.1e}. Check with `distortion`, or use two rounds.",
     numbers=failures_of_a_spike,
     function="isentropic.jl.hadamard_projection",
 )
@@ -228,7 +226,7 @@ def test_linear_attention():
 
 @claim(
     "9588-57",
-    says=r"$m = O(\log n)$ random features are enough to come near to softmax attention.",
+    says=r"$m = O(\log n)$ random features are enough to approximate softmax attention.",
     verdict="does not hold",
     correct=r"The relative variance of the kernel is $(e^{\|x+y\|^2}-1)/m$ with $x = q/d^{1/4}$, $y = k/d^{1/4}$: the m for a given "
     "error grows exponentially with the squared norms, and not with n.",

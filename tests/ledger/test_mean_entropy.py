@@ -88,7 +88,7 @@ def stationary(kappa, d):
     "8823-3.1",
     says="At a fixed scale the entropy grows with n.",
     verdict="holds with a condition",
-    correct="On average over keys of one kind. A single key with a large score lowers it.",
+    correct="This holds on average over keys of one kind. A single key with a large score lowers the entropy.",
     function="isentropic.theory.gaussian_entropy",
 )
 def test_entropy_grows_with_n():
@@ -611,7 +611,7 @@ def random_initialization():
     "8823-7.2",
     says="With the law the entropy stays near 2.24 for all n.",
     verdict="does not hold",
-    correct="At random initialization (d = 64) it is @{law:.2f} for n = 64, 512 and 8192: not held. It is where attention is focused (29).",
+    correct="At random initialization (d = 64) it is @{law:.2f} for n = 64, 512 and 8192: not held. It is held where attention is focused (29).",
     numbers=random_initialization,
     function="isentropic.attention_entropy",
 )
@@ -634,9 +634,9 @@ def bases():
 
 @claim(
     "9588-post-base",
-    says="The base 512 may be taken for any training length; it hardly matters.",
+    says="The base 512 may be used for any training length; it hardly matters.",
     verdict="holds with a condition",
-    correct="In training, where weights adapt to a constant factor. On a fixed model the base is the strength of the law: at random initialization and "
+    correct="This holds in training, where weights adapt to a constant factor. On a fixed model the base is the strength of the law: at random initialization and "
     "n = 8192 the entropy is @{base_512:.2f} with the base 512 and @{base_64:.2f} with 64.",
     numbers=bases,
     function="isentropic.laws.LogLength",
@@ -691,7 +691,7 @@ def on_the_sphere():
     "8823-40",
     says=r"$λ = \frac{\log n}{0.24d}$.",
     verdict="holds with a condition",
-    correct=r"As a law of the form $κ\log n/d$, not for its constant: see 11 of the post. At d = 64 it holds the entropy within @{range:.2f} for n from 64 to 8192.",
+    correct=r"It holds as a law of the form $κ\log n/d$, but not for its constant: see 11 of the post. At d = 64 it holds the entropy within @{range:.2f} for n from 64 to 8192.",
     numbers=on_the_sphere,
     function="isentropic.laws.from_kappa",
 )
@@ -699,7 +699,7 @@ def on_the_sphere():
     "8823-post-11",
     says=r"$λ = κ\log n/d$ holds the entropy.",
     verdict="holds with a condition",
-    correct=r"κ large enough that attention is focused: at d = 64 the entropy stays within @{focused:.2f} for n from 64 to 8192 with κ from 5 to 6½. With "
+    correct=r"κ must be large enough that attention is focused: at d = 64 the entropy stays within @{focused:.2f} for n from 64 to 8192 with κ from 5 to 6½. With "
     r"$κ = \sqrt d/\log512 = @{usual:.2f}$, the standard scale at 512, it grows by @{growth:.2f}.",
     numbers=on_the_sphere,
     function="isentropic.laws.from_kappa",
@@ -766,7 +766,7 @@ def slopes_by_factor():
     "8823-49",
     says=r"With the law $|\partial H_i/\partial n| = O(1/n)$: the derivative tends to 0.",
     verdict="holds",
-    correct=r"And it says nothing about invariance: $\partial\log n/\partial n = 1/n$, and the standard scale satisfies it too. For Gaussian scores and the base 512, $dH/d\log n$ is "
+    correct=r"It says nothing about invariance: $\partial\log n/\partial n = 1/n$, so the standard scale satisfies it too. For Gaussian scores and the base 512, $dH/d\log n$ is "
     "@{law:.2f} at n = 512, 4096 and 32 768, where the standard scale has @{standard:.2f}.",
     numbers=slopes_by_factor,
     function="isentropic.theory.gaussian_entropy",
@@ -809,7 +809,7 @@ def without_a_base():
     "8823-post-12",
     says=r"Chiang & Cholak's $\frac{\log n}{\sqrt d}$ (no base): too large for large n, so that gradients vanish.",
     verdict="holds with a condition",
-    correct=r"Scores of unit variance: the weights are frozen on a few keys from $n = e^2$ on. At n = 20, 512 and 8192 the entropy is @{entropy:.2f}, and the gradient, of the order "
+    correct=r"For scores of unit variance the weights are frozen on a few keys from $n = e^2$ on. At n = 20, 512 and 8192 the entropy is @{entropy:.2f}, and the gradient, of the order "
     r"$1 - \sum p^2$, falls slowly: @{mobility:.2f}.",
     numbers=without_a_base,
     function="isentropic.laws.preset",
@@ -845,7 +845,7 @@ def focused_and_random():
     "9588-8.3",
     says="“Mean entropy” for n = 512 … 4096: standard softmax 2.34, 3.05, 3.76, 4.47; with the law 2.34, 2.41, 2.48, 2.55.",
     verdict="holds with a condition",
-    correct="In kind, for focused attention: with 8 keys at the gap @{gap} the standard scale gives @{standard:.2f}, and the law @{law:.2f}. No model here gives the "
+    correct="It holds in kind, for focused attention: with 8 keys at the gap @{gap} the standard scale gives @{standard:.2f}, and the law @{law:.2f}. No model here gives the "
     "numbers, and no experiment is described. At random initialization: @{initial:.2f}, and @{initial_law:.2f}.",
     numbers=focused_and_random,
     function="isentropic.theory.needle_entropy",

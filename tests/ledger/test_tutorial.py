@@ -166,7 +166,7 @@ def test_self_attention():
     "tutorial-4.1",
     says=r"Invariance: $\mathrm{Attn}(PQ, PK, PV) = P\,\mathrm{Attn}(Q,K,V)$.",
     verdict="holds",
-    correct="The equation does; its name is equivariance. The output is invariant under a joint permutation of keys and values.",
+    correct="The equation holds; its name is equivariance. The output is invariant under a joint permutation of keys and values.",
     function="isentropic.attention",
 )
 def test_permutations():
@@ -183,7 +183,7 @@ def test_permutations():
     "tutorial-4.2",
     says=r"“Linear complexity”: time $O(nmd_k + nmd_v)$, memory $O(nm)$.",
     verdict="does not hold",
-    correct="The cost is as stated, which is quadratic for n = m, not linear. Memory need not be: taken in tiles it is O(n).",
+    correct="The cost is as stated, which is quadratic for n = m, not linear. Memory need not be quadratic: in tiles it is O(n).",
     function="isentropic.attention",
 )
 def test_memory_is_not_quadratic_and_work_is():
@@ -221,7 +221,7 @@ def test_gradient_of_values():
     "tutorial-5.1",
     says=r"$S'_{ij} = -\infty$ where key j is padding, else $S_{ij}$.",
     verdict="holds with a condition",
-    correct="Some key is visible. For a query that sees none the formula is 0/0; here its output and entropy are 0. Padding does "
+    correct="The query must see some key. For a query that sees none the formula is 0/0; here its output and entropy are 0. Padding does "
     "not count in the n of a law.",
     function="isentropic.masks.padding",
 )
@@ -246,7 +246,7 @@ def test_padding():
     "tutorial-5.2",
     says=r"Causal mask: 1 if $j \le i$, else 0.",
     verdict="holds with a condition",
-    correct="As many queries as keys. With a cache of S > L keys, $j \\le i + S - L$: the last query sees every key.",
+    correct="This is for as many queries as keys. With a cache of S > L keys, $j \\le i + S - L$: the last query sees every key.",
     function="isentropic.masks.causal",
 )
 def test_causal():
@@ -278,7 +278,7 @@ def test_output_is_a_mean():
     "tutorial-6.2",
     says=r"The similarity is the cosine: $\frac{q\cdot k}{\|q\|\|k\|}\cdot\|q\|\|k\|/\sqrt{d_k}$.",
     verdict="does not hold",
-    correct=r"The norms cancel: it is $q\cdot k/\sqrt{d_k}$, and grows with them. The cosine needs q and k normalized.",
+    correct=r"The norms cancel. What remains is $q\cdot k/\sqrt{d_k}$, which grows with them. For the cosine, q and k must be normalized.",
     function="isentropic.attention_weights",
 )
 def test_similarity_is_no_cosine():
@@ -305,7 +305,7 @@ def test_similarity_is_no_cosine():
     "tutorial-7.1.1",
     says=r"Product attention has $O(d_k)$ parameters, additive $O(d_k^2)$.",
     verdict="does not hold",
-    correct=r"The product has none. Additive attention has $2d_kA + A$ with A hidden units, as many as the projections of q and k "
+    correct=r"The product has no parameters. Additive attention has $2d_kA + A$ with A hidden units, as many as the projections of q and k "
     "before a product.",
     function="isentropic.layers.additive_attention",
 )
@@ -345,7 +345,7 @@ def test_heads():
     "tutorial-8.1",
     says="Use a stable softmax.",
     verdict="holds",
-    correct="With the maximum subtracted nothing overflows, and a common offset of the logits costs no digits.",
+    correct="If the maximum is subtracted, nothing overflows, and a common offset of the logits costs no digits.",
     function="isentropic.attention_entropy",
 )
 def test_stable():
