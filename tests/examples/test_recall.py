@@ -182,7 +182,7 @@ class TestCommittedResults:
 
     def test_report_picture_and_claims(self, results):
         report = recall.report(results)
-        assert report.count("| O + held |") == len(recall.TASKS)
+        assert report.count("\n| O + held |") == len(recall.TASKS)
         assert "The best factor is 0.9" in report
         figure = recall.picture(results)
         assert [ax.get_title() for ax in figure.axes[: len(recall.TASKS)]] == list(recall.TASKS)
