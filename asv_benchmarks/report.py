@@ -96,6 +96,11 @@ TABLES = [
         "projections.HadamardAgainstPeers.track_dct",
     ),
     (
+        "Rotations",
+        "16 MB of rows of d features. Time relative to a product with a dense matrix by NumPy.",
+        "projections.Rotations.track_dense",
+    ),
+    (
         "Projections, applied",
         "64 points, from 65 536 features to 512 components. Time relative to scikit-learn's Gaussian "
         "map.",

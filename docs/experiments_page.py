@@ -5,7 +5,7 @@ from importlib import import_module
 import experiment
 
 ANSWERS = ("max_retrieval", "recall_causal", "first", "masked_language", "recall")  # does a law help?
-EXPERIMENTS = (*ANSWERS, "entropies", "dimension")
+EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
 MEASUREMENTS = ("calibration",)  # on other pages, without a verdict
 
 

@@ -98,10 +98,43 @@ def johnson_lindenstrauss() -> dict[str, str]:
     )
 
 
+def rotate() -> dict[str, str]:
+    from experiment import load
+
+    schemes = load("quantize_cache")["errors"].values()
+    residual = load("rotate_residual")
+    return {
+        **{
+            name: " | ".join(f"{100 * x:.1f} %" for x in of.values())
+            for name, of in zip(("plain", "rotated", "channel", "both"), schemes, strict=True)
+        },
+        "change": _power_of_ten(residual["change"]),
+        "logits": f"{residual['logits']:.0f}",
+        "before": f"{residual['largest before']:.1f}",
+        "after": f"{residual['largest after']:.1f}",
+    }
+
+
+def reduce_dimension() -> dict[str, str]:
+    from experiment import load
+    from report import shown
+
+    results = load("map_speed")
+    return {
+        "processor": results["processor"],
+        **{
+            f"d-{d}": " | ".join(shown(x, "ratio") for x in found.values())
+            for d, found in results["ratios"].items()
+        },
+    }
+
+
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "README.md": readme,
     "docs/overview.md": overview,
     "docs/performance.md": performance,
+    "docs/how-to/reduce-dimension.md": reduce_dimension,
+    "docs/how-to/rotate.md": rotate,
     "docs/explanation/what-holds.md": what_holds,
     "docs/explanation/johnson-lindenstrauss.md": johnson_lindenstrauss,
 }

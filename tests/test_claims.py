@@ -18,6 +18,8 @@ PAGES = [
     "README.md",
     "docs/overview.md",
     "docs/performance.md",
+    "docs/how-to/reduce-dimension.md",
+    "docs/how-to/rotate.md",
     "docs/explanation/what-holds.md",
     "docs/explanation/johnson-lindenstrauss.md",
 ]

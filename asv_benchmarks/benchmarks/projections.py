@@ -130,6 +130,44 @@ class ProjectionsAgainstPeers:
         return ratio(ours, lambda: clarkson_woodruff_transform(self.host.T, K, rng=1).T)
 
 
+ROUNDS = 7
+
+
+class Rotations:
+    """Time of a rotation relative to dense products and to SciPy's cosine transform.
+
+    Sizes of heads, and of the layers of models, most of which are no powers of two.
+    """
+
+    params = (CPU, [64, 96, 128, 256, 576, 1536, 4096, 11008])
+    param_names = ("backend", "d")
+    unit = "ratio"
+    timeout = 300
+
+    def setup(self, backend, d):
+        self.x, self.host = matrix(backend, d, 2**22), matrix("numpy", d, 2**22)
+        f = it.jl.rotation(self.host.shape[1], rng=1, like=self.x)
+        apply = synchronized(backend, lambda f, x: f(x))
+        self.rotate = lambda: apply(f, self.x)
+
+    def track_dense(self, backend, d):
+        """Against a product with a dense matrix by NumPy."""
+        dense = np.asarray(it.jl.rotation(self.host.shape[1], rng=1, like=self.host).matrix()).T
+        return ratio(self.rotate, lambda: self.host @ dense, ROUNDS)
+
+    def track_dct(self, backend, d):
+        from scipy.fft import dct
+
+        return ratio(self.rotate, lambda: dct(self.host, norm="ortho"), ROUNDS)
+
+    def track_sklearn(self, backend, d):
+        """Against scikit-learn's Gaussian map to as many components."""
+        from sklearn.random_projection import GaussianRandomProjection
+
+        peer = GaussianRandomProjection(self.host.shape[1], random_state=0).fit(self.host)
+        return ratio(self.rotate, lambda: peer.transform(self.host), ROUNDS)
+
+
 class Bounds:
     """Dimensions by the lemma, for a number and for an array of eps."""
 
