@@ -415,8 +415,22 @@ def pinned_asv_configuration() -> str:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation as HTML in docs/_build, and run its tutorial; warnings are errors."""
-    install(session, "docs", model=True)
+    build_docs(session)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation, and open each of its pages in Chromium, without a network."""
+    build_docs(session, "site")
+
+
+def build_docs(session: nox.Session, *groups: str) -> None:
+    install(session, "docs", *groups, model=True)
+    shutil.rmtree(
+        ROOT / "docs" / "_build", ignore_errors=True
+    )  # pages that are no more would be tested
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+    session.run("pytest", "-rs", "docs/test_site.py")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Sphinx configuration."""
 
 import sys
+import tomllib
+import zlib
 from pathlib import Path
 
 from isentropic import __version__
@@ -12,12 +14,15 @@ project = "isentropic"
 author = "isentropic developers"
 project_copyright = f"2026, {author}"
 release = version = __version__
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+INVENTORIES = tomllib.loads((ROOT / "docs" / "inventories.toml").read_text())
 
 extensions = [
+    "mathml",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
 ]
 exclude_patterns = ["_build", "_templates", "generated"]
@@ -29,10 +34,19 @@ autodoc_typehints = "none"
 napoleon_google_docstring = False
 napoleon_use_param = napoleon_use_rtype = False  # types are prose: their words are no links
 default_role = "py:obj"
+toc_object_entries_show_parents = "hide"
 nitpicky = True
-# Words of types, names of parameters, other libraries, and private base classes; what else names
-# isentropic has to exist.
-nitpick_ignore_regex = [("py:.*", r"(?!isentropic\b).*"), ("py:class", r"isentropic\._.*")]
+# Words of types, names of parameters, libraries without an inventory, and private base classes. What
+# else names isentropic, or a library with an inventory, has to exist.
+nitpick_ignore_regex = [
+    ("py:.*", rf"(?!({'|'.join(('isentropic', *INVENTORIES))})\b).*"),
+    ("py:class", r"isentropic\._.*"),
+]
+
+# The address of a library, and the file that write_inventories makes.
+intersphinx_mapping = {
+    name: (objects["address"], f"generated/{name}.inv") for name, objects in INVENTORIES.items()
+}
 
 nb_execution_mode = "force"
 nb_execution_in_temp = True
@@ -41,22 +55,23 @@ nb_execution_timeout = 600
 nb_output_stderr = "remove"  # progress bars
 nb_merge_streams = True
 
+html_math_renderer = "mathml"
+
 html_theme = "pydata_sphinx_theme"
 html_title = "isentropic"
 html_theme_options = {
+    "logo": {"text": f"isentropic {version}"},
+    "icon_links": [
+        {"name": name, "url": url, "icon": "fa-solid fa-code-branch"} for name, url in URLS.items()
+    ],
     "navigation_with_keys": False,
     "navbar_center": [],
-    # Elsewhere the width is better used for code.
-    "secondary_sidebar_items": {
-        "**": [],
-        "reference/index": ["page-toc"],
-        "reference/what-runs-where": ["page-toc"],
-        "reference/models": ["page-toc"],
-        "explanation/ledger": ["page-toc"],
-        "explanation/experiments": ["page-toc"],
-    },
+    "secondary_sidebar_items": ["sidebars/on-this-page"],
 }
+html_context = {"default_mode": "auto"}
 html_sidebars = {"**": ["sidebars/pages.html"]}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 highlight_options = {"python": {"stripnl": True}}  # doctests end with an empty line
 
@@ -99,10 +114,22 @@ def write_models(app):
     write(app, "models.md", page())
 
 
-def write(app, name, text):
+def write_inventories(app, config):
+    """What sphinx.ext.intersphinx reads, made from text, so that a build needs no network."""
+    for library, objects in INVENTORIES.items():
+        lines = ""
+        for kind in ("class", "function", "module"):
+            for name, address in objects.get(kind, {}).items():
+                page, _, anchor = address.partition("#")
+                lines += f"{name} py:{kind} 1 {page}#{anchor or name} -\n"
+        header = f"# Sphinx inventory version 2\n# Project: {library}\n# Version:\n# zlib\n"
+        write(app, f"{library}.inv", header.encode() + zlib.compress(lines.encode()))
+
+
+def write(app, name, content):
     path = Path(app.srcdir, "generated", name)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def skip_fields(app, what, name, obj, skip, options):
@@ -112,6 +139,7 @@ def skip_fields(app, what, name, obj, skip, options):
 
 def setup(app):
     app.connect("autodoc-skip-member", skip_fields)
+    app.connect("config-inited", write_inventories)
     app.connect("builder-inited", write_figures)
     app.connect("builder-inited", write_ledger)
     app.connect("builder-inited", write_experiments)

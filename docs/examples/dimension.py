@@ -629,7 +629,7 @@ def claims(results: dict) -> list[Claim]:
 
 
 def picture(results: dict) -> Figure:
-    figure, (words, entropy, threshold) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    figure, (words, entropy, threshold) = plt.subplots(1, 3, figsize=(10, 4.8), layout="constrained")
     sizes = (*SIZES, results["width"])
     for color, n in zip(("C0", "C3"), (SUBSETS[0], results["words"]), strict=True):
         for style, name in (("-", "PCA"), ("--", "Fast JL")):
@@ -647,7 +647,7 @@ def picture(results: dict) -> Figure:
     entropy.set(xscale="log", xlabel="n", ylabel="entropy, nats")
     entropy.set_xticks(lengths, lengths)
     entropy.minorticks_off()
-    entropy.set_title("Initial, Gaussian map: found (dots), predicted")
+    entropy.set_title("Gaussian map, predicted (dots: found)")
     for kind, style in zip(KINDS, ("--", "-", ":"), strict=True):
         for i, n in enumerate(LENGTHS[kind][-4:]):
             ratio = [k / theory.entropy_criterion_dim(n) for k in HEAD_SIZES[kind]]
@@ -657,6 +657,10 @@ def picture(results: dict) -> Figure:
     threshold.axvline(1, color="gray", lw=0.8)
     threshold.set(xscale="log", xlabel="k / (8.33 log n)", ylabel="weight moved by Fast JL, %")
     threshold.set_title("Weight that goes astray")
+    threshold.set_ylim(top=135)  # room for the legend
+    threshold.set_yticks(range(0, 101, 20))
+    for ax in (words, entropy, threshold):
+        ax.title.set_fontsize(10)
     places = {words: "lower right", entropy: "upper left", threshold: "upper right"}
     for ax, place in places.items():
         ax.legend(fontsize=8, loc=place)

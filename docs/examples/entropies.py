@@ -239,7 +239,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 def picture(results: dict[str, Any]) -> Figure:
     """Plot entropies at initialization, with theory and claims, and in trained models."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained", sharey=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained", sharey=True)
     lengths = results["lengths"]
     for i, name in enumerate(LAWS):
         values = results["start"]["normal"][name]
@@ -259,7 +259,7 @@ def picture(results: dict[str, Any]) -> Figure:
         ax.plot(shown, np.log(shown), color="gray", linewidth=0.8, label="log n")
         ax.set_xscale("log", base=2)
         ax.set_xlabel("keys n")
-        ax.legend(fontsize=7, loc="upper left")
+        ax.legend(fontsize=8, loc="upper left")
     left.set_ylabel("mean attention entropy in nats")
     return figure
 

@@ -482,7 +482,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 def picture(results: dict[str, Any]) -> Figure:
     """Plot the mean accuracies of trained arms and of those at test time, and the factors."""
     lengths = results["lengths"]
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.8), layout="constrained")
     panels = [("accuracy", tuple(TRAINED)), ("accuracy", ("O", *AT_TEST)), ("factor", ARMS)]
     colors = dict(zip(ARMS, plt.get_cmap("tab20").colors, strict=False))
     for ax, (what, arms) in zip(axes, panels, strict=True):
@@ -496,7 +496,7 @@ def picture(results: dict[str, Any]) -> Figure:
         ax.set_ylabel("accuracy in %" if what == "accuracy" else "factor on the scale")
     for ax, title in zip(axes[:2], ("trained", "the weights of O, at test time"), strict=True):
         ax.set_title(title, fontsize=10)
-        ax.legend(fontsize=7)
+        ax.legend(fontsize=8)
     axes[2].set_yscale("log", base=2)
     return figure
 

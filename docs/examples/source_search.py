@@ -109,9 +109,10 @@ def table(rows: list[dict]) -> str:
 def picture(rows: list[dict], path: Path) -> None:
     """Plot the errors of the distances for each eps of the first map."""
     shown = [r for r in rows if r["map"] == rows[0]["map"]]
-    figure, axes = plt.subplots(1, len(shown), figsize=(4 * len(shown), 3.6), layout="constrained")
-    for ax, row in zip(np.atleast_1d(axes), shown, strict=True):
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
+    for ax, row in zip(axes.flat, shown, strict=True):
         plots.distortion(row["report"], ax=ax)
+        ax.locator_params(axis="x", nbins=5)
         ax.set_title(f"{row['map']}, eps = {row['eps']}: k = {row['k']}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -9,7 +9,7 @@ in float64. Otherwise it is an array of the same library and device, in the prom
 the arrays, or in the default dtype if all of them are integers. It is computed in float64 if the
 library and the device have it, and in float32 otherwise, as in JAX without x64.
 
-The functions never inspect the values in arrays, so they trace under ``jax.jit``. A number out of
+The functions never inspect the values in arrays, so they trace under `jax.jit`. A number out of
 range raises an error; an array entry out of range gives NaN.
 
 >>> from isentropic import theory

@@ -138,7 +138,7 @@ def attention(
     Notes
     -----
     The output is ``softmax(law(n) · scale · QKᵀ) V``, computed tile by tile. The memory is O(L), not
-    O(L·S), also for gradients. (On a GPU ``torch.compile`` forms masks other than the causal one, for
+    O(L·S), also for gradients. (On a GPU `torch.compile` forms masks other than the causal one, for
     PyTorch's own kernel.) n is counted for each query from mask, causality and window together. So
     decoding with a cache equals prefill, and padding does not count.
 
@@ -432,7 +432,7 @@ def attention_statistics(
     identity does not hold, because λ changes the logits in another way.
 
     The memory is O(L). The variance is summed relative to the mean of each tile, so large logits do not
-    cost digits. Gradients in PyTorch, and ``torch.compile``, store the logits.
+    cost digits. Gradients in PyTorch, and `torch.compile`, store the logits.
 
     References
     ----------
@@ -498,7 +498,7 @@ def attention_received(
     sinks. Divide it by this number to get mean weights. Caches that keep the keys with the largest
     shares divide it, for each key, by the number of queries that see this key.
 
-    The computation takes two passes over the tiles. Gradients in PyTorch, and ``torch.compile``, store
+    The computation takes two passes over the tiles. Gradients in PyTorch, and `torch.compile`, store
     the weights.
 
     References
@@ -634,9 +634,9 @@ def attention_backends(
     dict of str
         An entry for each backend, in the order in which they are tried: ``"runs"`` for the one that
         computes the call, and for the others the reason why they do not. The backends are *sdpa*,
-        PyTorch's ``scaled_dot_product_attention``; *numpy*, a pass for arrays in the memory of the
-        host; *jax*, ``jax.nn.dot_product_attention``; *torch*, the generic pass with operations in
-        place, whose gradient computes the tiles again; *xla*, the same tiles for JAX on a CPU, one
+        `torch.nn.functional.scaled_dot_product_attention`; *numpy*, a pass for arrays in the memory
+        of the host; *jax*, `jax.nn.dot_product_attention`; *torch*, the generic pass with operations
+        in place, whose gradient computes the tiles again; *xla*, the same tiles for JAX on a CPU, one
         head at a time; *triton* and *pallas*, kernels of this library for PyTorch and JAX on a GPU,
         which run only if `implementation` names them; *generic*, the pass over tiles that is the same
         for all libraries.

@@ -57,9 +57,10 @@ _BLOCK_SIZE = 2**22
 class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Reduce the dimension by a random map that preserves distances.
 
-    It is like scikit-learn's ``GaussianRandomProjection`` and ``SparseRandomProjection``. In addition,
-    it has the fast Hadamard map, computes the dimension for a failure probability `delta`, and takes
-    arrays of every library with ``sklearn.set_config(array_api_dispatch=True)``.
+    It is like `sklearn.random_projection.GaussianRandomProjection` and
+    `sklearn.random_projection.SparseRandomProjection`. In addition, it has the fast Hadamard map,
+    computes the dimension for a failure probability `delta`, and takes arrays of every library with
+    ``sklearn.set_config(array_api_dispatch=True)``.
 
     Parameters
     ----------

@@ -43,7 +43,7 @@ def gaussian_projection(
     n_components : int ≥ 1
         The dimension k of their images.
     rng : None, int, numpy.random.Generator
-        The source of random numbers, as for ``numpy.random.default_rng``. The map of a seed stays the
+        The source of random numbers, as for `numpy.random.default_rng`. The map of a seed stays the
         same in all versions of NumPy. Do not use the seed that the data were drawn with, because the
         map must be independent of the data.
     like : array of floats, optional

@@ -50,7 +50,7 @@ def rotation(
         Whether the blocks have independent signs. By default they all have the same rotation. With
         ``kind="haar"`` they always have the same.
     rng : None, int, numpy.random.Generator
-        The source of random numbers, as for ``numpy.random.default_rng``. The map of a seed stays the
+        The source of random numbers, as for `numpy.random.default_rng`. The map of a seed stays the
         same in all versions of NumPy.
     like : array of floats, optional
         The map gets the library, device and dtype of this array; by default NumPy and float64.

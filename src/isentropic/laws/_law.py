@@ -45,13 +45,13 @@ class Law(ABC):
     if their values can be read: in the memory of the host, and outside of transformations.
 
     In JAX and PyTorch a law is a *pytree*. Its leaves are the arrays; the numbers belong to its
-    structure. So a law can be an argument of ``jax.jit``, ``jax.grad``, ``jax.vmap`` and functions of
+    structure. So a law can be an argument of `jax.jit`, `jax.grad`, `jax.vmap` and functions of
     ``torch.func``. The gradient with respect to a law is a law whose arrays are the gradients.
 
     Two laws are equal if they have the same class and equal parameters. Two arrays are equal if their
     shapes and values are equal, whatever their library, device or dtype. An array never equals a
     number, and NaN equals nothing. Comparing arrays whose values cannot be read, as within
-    ``jax.jit``, raises a `TypeError`. Laws of numbers are hashable; laws with arrays are not.
+    `jax.jit`, raises a `TypeError`. Laws of numbers are hashable; laws with arrays are not.
 
     To define a law, make a subclass that is a frozen dataclass and defines `evaluate`. Its fields are
     the parameters: numbers, or arrays of shape () or (H,). `scaled` multiplies a law by a factor that
