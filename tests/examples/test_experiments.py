@@ -1,5 +1,6 @@
 """The experiments of the documentation: that they run, and what their committed results show."""
 
+import functools
 import math
 import statistics
 from typing import get_args
@@ -14,6 +15,8 @@ import entropies  # noqa: E402
 import experiment  # noqa: E402
 import first  # noqa: E402
 import masked_language  # noqa: E402
+import max_retrieval  # noqa: E402
+import recall_causal  # noqa: E402
 import transformer  # noqa: E402
 
 import isentropic as it  # noqa: E402
@@ -191,7 +194,10 @@ class TestEntropies:
         assert found["E"][0] == found["O"][0]
 
 
-@pytest.mark.parametrize("module", [first, masked_language, entropies], ids=lambda m: m.NAME)
+EXPERIMENTS = [first, masked_language, entropies, max_retrieval, recall_causal]
+
+
+@pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda m: m.NAME)
 def test_committed_results_are_reported(module):
     results = experiment.load(module.NAME)
     text = module.report(results)
@@ -203,6 +209,21 @@ def test_committed_results_are_reported(module):
     figure = module.picture(results)
     assert all(ax.lines for ax in figure.axes)
     experiment.plt.close(figure)
+
+
+def test_what_the_choice_of_a_law_says():
+    """docs/how-to/choose-a-law.md, on models to be trained."""
+    sets, causal = (experiment.load(module.NAME) for module in (max_retrieval, recall_causal))
+    of_sets = functools.partial(max_retrieval.decision, sets, n=sets["decided"][0])
+    of_causal = functools.partial(recall_causal.decision, causal)
+    for decision in (of_sets, of_causal):
+        assert decision("slope", "constant").verdict == "helps"
+        assert decision("affine", "constant").verdict == "helps"
+        assert decision("O + log", "O").verdict == "helps"
+    assert of_sets("log", "constant").verdict == of_sets("query", "constant").verdict == "helps"
+    for arm in ("log", "query"):
+        assert of_causal(arm, "constant").verdict == "not decided"
+    assert of_causal("power", "constant").verdict == "harms"
 
 
 class TestDecision:
