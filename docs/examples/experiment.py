@@ -32,7 +32,7 @@ class Claim(NamedTuple):
     source: str
     says: str
     found: str
-    verdict: Verdict | Effect
+    verdict: Verdict
 
 
 def verdict(reproduced: bool) -> Verdict:

@@ -482,7 +482,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 def picture(results: dict[str, Any]) -> Figure:
     """Plot accuracy and mean entropy against length."""
     lengths = results["lengths"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
     for i, arm in enumerate(results["arms"]):
         values = np.asarray(seeds_of(results, arm, "accuracy"))
         style = "--" if "ReRoPE" in arm else "-"
@@ -500,8 +500,7 @@ def picture(results: dict[str, Any]) -> Figure:
         ax.set_xlabel("bytes of context")
     left.set_ylabel("accuracy in % (band: all seeds)")
     right.set_ylabel("mean attention entropy in nats")
-    left.legend(fontsize=8, loc="lower left")
-    right.legend(fontsize=8, loc="upper left")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=6)
     return figure
 
 

@@ -66,7 +66,7 @@ from typing import Any, NamedTuple
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, decide, spread, table
+from experiment import Claim, Decision, Verdict, answered, decide, spread, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, modules, with_best_constant
@@ -460,10 +460,10 @@ def answer(results: dict[str, Any]) -> str:
 def claims(results: dict[str, Any]) -> list[Claim]:
     n = results["decided"][0]
 
-    def found(arm: str, other: str) -> tuple[str, experiment.Effect]:
+    def found(arm: str, other: str) -> tuple[str, Verdict]:
         x = decision(results, arm, other, n)
         points = f"{arm} against {other}, points of accuracy: {x.interval()}"
-        return f"Max Retrieval, trained with up to {LONGEST}, n = {n}, {points}.", x.verdict
+        return f"Max Retrieval, trained with up to {LONGEST}, n = {n}, {points}.", answered(x)
 
     return [
         Claim(

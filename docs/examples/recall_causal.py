@@ -85,7 +85,7 @@ from typing import Any, NamedTuple
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, decide, spread, table
+from experiment import Claim, Decision, Verdict, answered, decide, spread, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, modules, with_best_constant
@@ -539,11 +539,11 @@ def answer(results: dict[str, Any]) -> str:
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:
-    def found(arm: str, other: str) -> tuple[str, experiment.Effect]:
+    def found(arm: str, other: str) -> tuple[str, Verdict]:
         x = decision(results, arm, other)
         lengths = ", ".join(map(str, results["trained"]))
         where = f"Causal recall, mean over n₀ = {lengths}, n = {results['multiples'][-1]} n₀"
-        return f"{where}, {arm} against {other}, points of accuracy: {x.interval()}.", x.verdict
+        return f"{where}, {arm} against {other}, points of accuracy: {x.interval()}.", answered(x)
 
     return [
         Claim(
@@ -563,7 +563,7 @@ def picture(results: dict[str, Any]) -> Figure:
     """Plot the mean accuracies of trained arms (top) and of those at test time, for each n0."""
     trained, multiples = results["trained"], results["multiples"]
     panels = (TRAINED, ("O", *AT_TEST))
-    size = (3.8 * len(trained), 6.8)
+    size = (10, 6.8)
     figure, axes = plt.subplots(
         len(panels), len(trained), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )

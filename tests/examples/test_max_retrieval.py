@@ -255,7 +255,7 @@ class TestDecisions:
 
     def test_claims(self, results):
         log, held = max_retrieval.claims(results)
-        assert (log.verdict, held.verdict) == ("helps", "no effect")
+        assert (log.verdict, held.verdict) == ("reproduced", "not reproduced")
         assert "n = 40, log against constant, points of accuracy: +" in log.found
 
     def test_report_and_picture(self, results):

@@ -257,7 +257,7 @@ class TestDecisions:
 
     def test_claims_report_and_picture(self, results):
         log, held = recall_causal.claims(results)
-        assert (log.verdict, held.verdict) == ("helps", "no effect")
+        assert (log.verdict, held.verdict) == ("reproduced", "not reproduced")
         assert "n = 16 n₀, log against constant, points of accuracy: +" in log.found
         assert recall_causal.decision(results, "O + log", "O").interval() in recall_causal.answer(
             results
