@@ -47,6 +47,9 @@ class TestLaws:
             (["qwen"], "`parameters` must be those of 'qwen' (length), got none"),
             (["qwen:length"], "'length' of 'qwen:length' is not PARAMETER=NUMBER"),
             (["qwen:length=x"], "'length=x' of 'qwen:length=x' is not PARAMETER=NUMBER"),
+            (["su:base=2,base=3"], "'su:base=2,base=3' has base twice"),
+            (["a" * 300], "`name` must be 'asentmax-constant'"),
+            ([""], "`name` must be 'asentmax-constant'"),
             (["su", "--lengths", "1,2"], "whole numbers from 2"),
             (["su", "--lengths", "9" * 400], "whole numbers from 2"),
             (["su", "--lengths", "a"], "whole numbers from 2"),
@@ -137,6 +140,19 @@ class TestModel:
         heads = json.loads(run(*arguments, "--json").stdout)["factors"]["layer 0"]
         assert heads == [[1.0, 1 + np.log(8)], [1.0, 1 + np.log(64)]]
 
+    def test_files_without_a_law_for_every_length(self, run, tmp_path):
+        pytest.importorskip("transformers")
+        from isentropic.integrations import huggingface
+
+        path = tmp_path / "laws.json"
+        huggingface.save_laws([], path)
+        assert run("laws", path, "--lengths", "8").stdout.split() == ["n", "8"]
+        huggingface.save_laws(laws.AffineLog(np.asarray([1e308, -1e308])), path)
+        for arguments in (["laws", path], ["laws", path, "--json"]):
+            result = run(*arguments)
+            assert result.exit_code == 1
+            assert result.stderr == f"Error: {path} has no finite factor for 64 keys\n"
+
     def test_the_laws_of_a_saved_model(self, run, model, tmp_path):
         import transformers
 
@@ -213,6 +229,13 @@ class TestModel:
         # The model takes 128 tokens, so the lengths are 64 and 128. The first query of each text sees
         # one key, and does not count.
         assert sum(data["counts"]) == 2 * (63 + 127)
+
+    def test_models_of_few_tokens_need_lengths(self, run, texts, tmp_path):
+        save_decoder(tmp_path, positions=32)
+        result = run("profile", tmp_path, *texts)
+        assert result.exit_code == 2
+        assert "--lengths: give some, as the model takes 32 tokens at most" in result.stderr
+        assert run("profile", tmp_path, *texts, "--lengths", "16").exit_code == 0
 
     def test_the_texts_are_the_same_at_all_lengths(self, run, model, texts, tmp_path):
         short = tmp_path / "short.txt"

@@ -8,7 +8,7 @@ import oracles
 import pytest
 
 import isentropic as it
-from isentropic import laws, masks
+from isentropic import _calibration, drift, laws, masks
 
 LENGTHS = (32, 64, 64, 128)
 
@@ -140,6 +140,10 @@ class TestEntropyDrift:
             it.entropy_drift([(np.nan * pair[0], pair[1])])
         with pytest.raises(TypeError, match="`samples` must be an iterable of tuples"):
             it.entropy_drift(3)
+        with pytest.raises(TypeError, match="`samples` must be an iterable of tuples"):
+            it.entropy_drift(np.asarray(3.0))
+        with pytest.raises(ValueError, match=r"`samples\[0\]` must have one head or more, got 0"):
+            it.entropy_drift([tuple(x[:, :0] for x in pair)])
         with pytest.raises(TypeError, match=r"`samples` must be an iterable .*, got one such tuple"):
             it.entropy_drift(pair)
         both = tuple(np.stack(two) for two in _pairs(rng, (8, 16)))  # two samples
@@ -166,6 +170,7 @@ class TestDriftReport:
         np.testing.assert_allclose(report.at(10 * math.sqrt(math.e))[0], [1.5, 2.0])
         assert np.isnan(report.at(20)[1]).all()
         assert np.isnan(report.at(9)).all()
+        assert np.isnan(report.at(10**30)).all()
 
     def test_table(self, report):
         lines = repr(report).splitlines()
@@ -189,6 +194,81 @@ class TestDriftReport:
         assert data["counts"] == [5, 7]
         assert data["entropy"][1] == [[2.0, 2.0], [None, None]]
         assert data["slope"][1] == [None, None]
+
+
+@pytest.mark.host
+class TestFit:
+    """The steps of the fit, against the formulas that their descriptions give."""
+
+    FACTORS = drift.FACTORS
+
+    def held(self, factor, lengths=(50.0, 100.0, 200.0), reference=100.0, weight=None):
+        factor = np.asarray(factor, float).reshape(len(lengths), -1)
+        weight = np.ones(len(lengths)) if weight is None else np.asarray(weight)
+        return _calibration.Held(np.asarray(lengths), factor, weight, reference)
+
+    @pytest.mark.parametrize(("slope", "error"), [(0.05, 0.04), (0.02, -0.03), (1.0, 0.3)])
+    def test_a_factor_that_hardly_matters_stays_near_1(self, slope, error):
+        """With H − target = error − slope · u, u minimizes its square + (0.02 nats per doubling · u)²."""
+        u = np.log(self.FACTORS)
+        entropy = (2 + error - slope * u)[:, None, None]
+        found = _calibration.holding_factors(self.FACTORS, entropy, np.asarray([2.0]), None)
+        penalty = 0.02 / math.log(2)
+        expected = slope * error / (slope**2 + penalty**2)
+        assert math.log(found[0, 0]) == pytest.approx(expected, abs=math.log(2) / 2 / 100)
+
+    def test_targets_out_of_reach(self):
+        """The least entropy in reach misses the targets by 0.04 and 0.06 nats; the tolerance is 0.05."""
+        entropy = 2 - np.log(self.FACTORS)[:, None, None] * np.ones((1, 1, 2))
+        least = 2 - math.log(self.FACTORS[-1])
+        target = np.asarray([least - 0.04, least - 0.06])
+        found = _calibration.holding_factors(self.FACTORS, entropy, target, None)
+        assert np.isfinite(found[0]).tolist() == [True, False]
+
+    def test_interpolation_of_cubic_polynomials_is_exact(self, rng):
+        u = np.log(self.FACTORS)
+        polynomial = np.polynomial.Polynomial(rng.normal(size=4))
+        fine, y = _calibration._interpolated(u, polynomial(u)[:, None])
+        np.testing.assert_allclose(y[:, 0], polynomial(fine), rtol=1e-10, atol=1e-10)
+
+    def test_heads_without_factors_above_the_reference(self):
+        """Then those below it tell the slope."""
+        x = np.log([0.5, 1.0, 2.0])
+        factor = np.stack((1 + 0.3 * x, 1 + 0.3 * x), axis=1)
+        factor[2, 1] = np.nan
+        found = _calibration.extrapolated(self.held(factor), [800.0], 1)
+        np.testing.assert_allclose(found, [[1 + 0.3 * math.log(8)] * 2])
+
+    def test_extrapolated_factors_are_never_below_the_smallest(self):
+        falling = self.held([1.2, 1.0, 0.8])
+        assert _calibration.extrapolated(falling, [1e6], 1) == 0.8
+
+    @pytest.mark.parametrize("factor", [[0.6, 1.0, 1.1], [0.9, 1.0, 1.4]])
+    def test_the_line_ends_at_its_least_factor(self, factor):
+        """Beyond the lengths the factor is no lower than line and factors are at them, whichever is more."""
+        law = _calibration._affine(self.held(factor))
+        x = math.log(2)
+        slope = (factor[2] - factor[0]) / (2 * x)
+        assert law(1)[0] == pytest.approx(max(1 - slope * x, min(factor)))
+        assert law(200)[0] == pytest.approx(1 + slope * x)
+
+    def test_lengths_are_weighted_by_their_logits(self, rng):
+        law, report = it.calibrate(_pairs(rng), reference_length=64, report=True)
+        weight = (report.counts * report.lengths)[:, None]
+        x = np.log(report.lengths / 64)[:, None]
+        factors = report.factors[:, 0]
+        weight = np.where(np.isfinite(factors), weight, 0)
+        slope = np.nansum(weight * x * (factors - 1), axis=0) / (weight * x**2).sum(axis=0)
+        np.testing.assert_allclose(law.slope, slope, rtol=1e-5)
+
+    def test_the_length_of_a_group_is_the_mean_over_all_layers(self):
+        recorder = drift.Recorder("samples")
+        n = [np.arange(8, 20), np.arange(9, 40)]
+        for layer, seen in enumerate(n):
+            recorder.add(layer, seen, [np.log(seen)[None]])
+        lengths = recorder.report().lengths
+        group = np.concatenate([seen[np.rint(2 * np.log2(seen)) == 7] for seen in n])
+        assert np.isclose(lengths, np.exp(np.log(group).mean())).any()
 
 
 @pytest.mark.host

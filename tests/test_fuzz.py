@@ -1,5 +1,6 @@
 """Drawn shapes, dtypes, masks, laws and options against the definitions; and what is refused."""
 
+import copy
 import math
 
 import numpy as np
@@ -415,3 +416,65 @@ def test_files_of_laws_that_say_two_things(tmp_path, content, message):
     path.write_text(f'{{"format": "isentropic-laws", "version": 1, {content}}}')
     with pytest.raises(ValueError, match=f"`path` must be .*{message}"):
         huggingface.load_laws(path)
+
+
+# What a file may hold instead of what belongs there.
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats()
+    | st.sampled_from([10**400, 2**62, -1, 0, 1e308, "", "é", "AA==", "yarn", "llama4_text"]),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["of", "shape", "float", "law"]), x),
+    max_leaves=4,
+)  # fmt: skip
+_LAW = {
+    "law": "scaled",
+    "of": {"law": "Knots", "lengths": [1, 2], "factors": [[1.0, 2.0]]},
+    "factor": 1.0,
+}
+_CONFIG = {
+    "model_type": "beam", "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+}  # fmt: skip
+_READERS = {
+    "law": (laws.from_dict, _LAW),
+    "configuration": (laws.from_config, _CONFIG),
+    "sketch": (it.jl.from_dict, it.jl.to_dict(it.jl.count_sketch(6, 2, rng=1))),
+    "hadamard": (it.jl.from_dict, it.jl.to_dict(it.jl.hadamard_projection(6, 2, rng=1))),
+    "rotation": (it.jl.from_dict, it.jl.to_dict(it.jl.rotation(6, rng=1))),
+}
+
+
+def _paths(x, path=()):
+    """Where the parts of nested lists and dictionaries are."""
+    yield path
+    if isinstance(x, (dict, list)):
+        for key, part in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from _paths(part, (*path, key))
+
+
+def _with(x, path, new):
+    if not path:
+        return new
+    x = copy.copy(x)
+    x[path[0]] = _with(x[path[0]], path[1:], new)
+    return x
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", _READERS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_files_are_read_or_refused_by_name(name, data):
+    """Whatever takes the place of a part: the result, or a message that names what is wrong."""
+    read, good = _READERS[name]
+    path = data.draw(st.sampled_from(list(_paths(good))))
+    message = "`"
+    try:
+        read(_with(good, path, data.draw(_JSON)))
+    except (TypeError, ValueError) as error:
+        message = str(error)
+    assert message.startswith("`")

@@ -75,6 +75,11 @@ class TestFormulas:
         assert {type(x) for x in numbers} == {float}
         np.testing.assert_allclose(numbers, expected, rtol=1e-12, atol=1e-15)
 
+    @pytest.mark.parametrize(("law", "expected"), FORMULAS, ids=lambda x: repr(x)[:40])
+    def test_arrays_without_axes(self, backend, law, expected):
+        for n, factor in zip(NS, expected, strict=True):
+            backend.assert_close(law(backend.array(n, "float32")), factor, rtol=1e-5, atol=1e-6)
+
     def test_half_precision_lengths_are_computed_in_float32(self, backend):
         if backend.half is None:
             pytest.skip("no half precision here")

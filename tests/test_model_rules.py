@@ -45,6 +45,8 @@ BEAM = {
     "mlp_layer_types": ["dense"] * 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+LLAMA_4_TEXT = {"model_type": "llama4_text", "num_hidden_layers": 4}
+INKLING_TEXT = {"model_type": "inkling_text", "num_hidden_layers": 4, "log_scaling_n_floor": 100}
 FULL = {"layer_types": ["full_attention"] * 4}
 MIXED = {"layer_types": BEAM["layer_types"], "sliding_window": 5}
 
@@ -368,6 +370,12 @@ class TestFactorsOfTheRotation:
         assert rule.layers == (1, 2)
 
 
+def _within_itself():
+    config = {"model_type": "a"}
+    config["text_config"] = config
+    return config
+
+
 class TestConfigurations:
     @pytest.mark.parametrize(
         "name",
@@ -415,6 +423,10 @@ class TestConfigurations:
             {"model_type": "llama", "rope_parameters": None},
             {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
             {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            {
+                "model_type": "llama",
+                "rope_scaling": YARN | {"factor": 0.5},
+            },  # the logarithm is negative
             {"model_type": "smollm3", "rope_parameters": {"rope_type": "default"}},
             {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}},
             {"model_type": "granite", "attention_multiplier": 0.01},
@@ -479,6 +491,25 @@ class TestConfigurations:
                 r"`rope_scaling\[\"long_mscale\"\]` must be a real number",
             ),
             ([], "`config` must be a configuration or a dictionary, got list"),
+            (transformers.LlamaConfig, "`config` must be a configuration .* got the class LlamaConfig"),
+            ({"model_type": ["llama"]}, r"`model_type` must be the type of a model, got \['llama'\]"),
+            (LLAMA_4_TEXT | {"num_hidden_layers": 10**9}, "`num_hidden_layers` must be at most 10000, got"),
+            (LLAMA_4_TEXT | {"no_rope_layers": 5}, "`no_rope_layers` must be a list of integers, got int"),
+            (LLAMA_4_TEXT | {"no_rope_layers": "0111"}, "`no_rope_layers` must be a list of integers, got str"),
+            (LLAMA_4_TEXT | {"no_rope_layers": [1, [0]]}, "`no_rope_layers` must .* got list of int, list"),
+            (INKLING_TEXT | {"local_layer_ids": 3}, "`local_layer_ids` must be a list of integers, got int"),
+            (INKLING_TEXT | {"layer_types": ["a", 3]}, "`layer_types` must be a list of strings, got list of int"),
+            ({"model_type": "beam", "layer_types": [["a"]]}, "`layer_types` must be a list of strings"),
+            (
+                {"model_type": "llama", "rope_scaling": {"type": "yarn", "attention_factor": 1e200}},
+                r"`rope_scaling\[\"attention_factor\"\]` must be at most 1e\+15 in size, got 1e\+200",
+            ),
+            (
+                {"model_type": "llama", "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": -1.0}},
+                r"`rope_scaling\[\"mscale_all_dim\"\]` must be at least 0",
+            ),
+            ({"model_type": "git", "attn_temperature_len": 0.5}, "`attn_temperature_len` must be above 1"),
+            (_within_itself(), "`config` must have at most 8 parts within each other"),
             ({"model_type": "a", "text_config": 1}, "`text_config` must be a configuration or a dictionary"),
         ],
     )  # fmt: skip

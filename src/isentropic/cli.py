@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,11 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
     print all presets that do not need parameters.
     """
     chosen = dict(_named_laws(names)) if names else dict(_laws_without_parameters())
-    factors = {name: [_factor(law, n) for n in lengths] for name, law in chosen.items()}
+    factors = {name: [_factor(name, law, n) for n in lengths] for name, law in chosen.items()}
     if as_json:
         click.echo(json.dumps({"lengths": lengths, "factors": factors}))
         return
-    width = max(len(name) for name in factors) + 2
+    width = max(map(len, factors), default=1) + 2
     click.echo("n".ljust(width) + "".join(f"{n:>9}" for n in lengths))
     for name, row in factors.items():
         means = (x if isinstance(x, float) else math.fsum(x) / len(x) for x in row)
@@ -90,7 +91,7 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
 def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | None]]:
     """The laws of presets, and those of the layers in files."""
     for name in names:
-        model_laws = _laws_of_path(name) if Path(name).exists() else _law(name)
+        model_laws = _laws_of_path(name) if os.path.exists(name) else _law(name)
         if isinstance(model_laws, (laws_module.Law, type(None))):
             yield name, model_laws
         else:
@@ -99,18 +100,25 @@ def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | N
                 yield (f"layer {layer}" if isinstance(layer, int) else layer), law
 
 
-def _factor(law: laws_module.Law | None, n: int) -> float | list[float]:
+def _factor(name: str, law: laws_module.Law | None, n: int) -> float | list[float]:
     """The factor, or those of all heads. No law is standard attention."""
-    factor = 1.0 if law is None else law(n)
-    return factor if isinstance(factor, float) else factor.reshape(-1).tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, about factors that are refused
+        factor = 1.0 if law is None else law(n)
+    factors = [factor] if isinstance(factor, float) else factor.reshape(-1).tolist()
+    if not all(map(math.isfinite, factors)):
+        raise click.ClickException(f"{name} has no finite factor for {n} keys")
+    return factor if isinstance(factor, float) else factors
 
 
 def _law(text: str) -> laws_module.Law:
     """The law that ``NAME:PARAMETER=VALUE,...`` specifies."""
     name, _, rest = text.partition(":")
-    parameters = {}
+    parameters: dict[str, float] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
+        if key in parameters:
+            raise click.UsageError(f"{text!r} has {key} twice")
         try:
             parameters[key] = int(value) if value.isdecimal() else float(value)
         except ValueError:
@@ -228,7 +236,7 @@ def profile(
 
 def _laws_of_file_or_preset(text: str) -> Any:
     """The laws in a file, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
-    if Path(text).is_file():
+    if os.path.isfile(text):
         return _laws_of_path(text)
     try:
         return _law(text)
@@ -367,6 +375,8 @@ def _load_model_and_batches(
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if lengths is None:
         lengths = [n for n in _LENGTHS if n <= longest]
+        if not lengths:
+            raise click.UsageError(f"--lengths: give some, as the model takes {longest} tokens at most")
     elif max(lengths) > longest:
         raise click.UsageError(f"--lengths: the model takes {longest} tokens at most")
     return model.eval(), list(_batches(tokenizer, texts, lengths))

@@ -126,6 +126,7 @@ class DriftReport:
         import numpy as np
 
         check_real("length", length, above=0)
+        length = float(length)
         result = np.full(self.entropy.shape[1:], np.nan)
         for layer, head in np.ndindex(result.shape):
             h = self.entropy[:, layer, head]
@@ -241,6 +242,7 @@ class CalibrationReport:
         import numpy as np
 
         check_real("length", length, above=0)
+        length = float(length)
         parts = []
         for layer in range(self.factors.shape[1]):
             held = self._held(layer)
@@ -682,7 +684,7 @@ def _record(
     if not is_integer(head_axis) or head_axis not in (-3, -2):
         raise value_error("head_axis", "be -3 or -2", head_axis)
     check_flag(is_causal=options["is_causal"])
-    if not isinstance(samples, Iterable):
+    if not isinstance(samples, Iterable) or getattr(samples, "ndim", 1) == 0:
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
     if _is_pair(samples):
         raise type_error("samples", "be an iterable of tuples (query, key)", "one such tuple")
@@ -693,6 +695,8 @@ def _record(
         query, key, mask = _query_key_mask(f"samples[{i}]", sample)
         namespace(**{"samples[0][0]": query if like is None else like, f"samples[{i}][0]": query})
         query, key = (_with_heads(x, head_axis) for x in (query, key))
+        if query.shape[-3] == 0:
+            raise value_error(f"samples[{i}]", "have one head or more", 0)
         visible = None if mask is None else as_mask(mask)
         if options["is_causal"]:
             visible = causal() if visible is None else visible & causal()

@@ -223,6 +223,7 @@ class TestErrors:
             ),
             (masks.causal(), (0, S), ValueError, "`n_queries` must be at least 1"),
             (masks.causal(), (L, 1.5), TypeError, "`n_keys` must be an integer"),
+            (masks.causal(), (10**30, S), ValueError, r"`n_queries` must be below 2\*\*48, got 1000"),
             ("causal", (L, S), TypeError, "`mask` must be a boolean array or a mask"),
         ],
     )

@@ -682,6 +682,7 @@ class TestMeasuring:
         ("batches", "error", "message"),
         [
             (batch(), TypeError, r"`batches` must be an iterable of batches, got dict"),
+            (3, TypeError, r"`batches` must be an iterable of batches, got int"),
             (batch()["input_ids"], TypeError, r"`batches` must be an iterable of batches, got Tensor"),
             ([[1, 2]], TypeError, r"`batches` must give mappings or tensors, got list"),
             ([], ValueError, r"`batches` must run all 2 attention layers of `model` .* got 0"),

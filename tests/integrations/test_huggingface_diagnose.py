@@ -307,6 +307,20 @@ def test_model_is_as_before():
     assert _clamp._active == []
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side):
+    """Padding is no token: what it predicts before the first token does not count."""
+    model, ids = decoder("Llama"), torch.randint(3, 64, (2, 12))
+    added, one = torch.zeros(2, 5, dtype=torch.long), torch.ones_like(ids)
+    order = (added, ids) if side == "left" else (ids, added)
+    mask = torch.cat((added, one) if side == "left" else (one, added), 1)
+    batch = {"input_ids": torch.cat(order, 1), "attention_mask": mask}
+    plain, padded = (huggingface.diagnose(model, [x], trained_length=6) for x in (ids.int(), batch))
+    assert padded.bands.tolist() == plain.bands.tolist()
+    assert padded.counts.tolist() == plain.counts.tolist()
+    np.testing.assert_allclose(padded.losses, plain.losses, rtol=1e-5)
+
+
 def test_masked():
     """Losses where there are labels. The keys of a query are all tokens of its text."""
     model, rows = rotary("ModernBert"), []
@@ -368,13 +382,37 @@ class TestErrors:
             ({"batches": []}, "batches"),
             ({"batches": [{"input_ids": ids, "position_ids": ids}]}, "position_ids"),
             ({"batches": [{"inputs_embeds": torch.zeros(1, 12, 32)}]}, "labels"),
+            (
+                {"batches": [ids[0]]},
+                "`input_ids` as a tensor (sequences, tokens) of integers, got (12,)",
+            ),
+            ({"batches": [ids[:0]]}, "of integers, got (0, 12)"),
+            ({"batches": [ids[:, :0]]}, "of integers, got (1, 0)"),
+            (
+                {"batches": [{"input_ids": ids, "labels": ids[:, 1:]}]},
+                "shape of the labels, (1, 11), got (1, 12)",
+            ),
+            (
+                {"batches": [{"input_ids": ids, "attention_mask": ids[0]}]},
+                "shape of the labels, (1, 12), got (12,)",
+            ),
         ],
     )
     def test_values(self, options, match):
         with refused(re.escape(match)):
             self.diagnose(**options)
 
-    @pytest.mark.parametrize(("options"), [{"law": 1.5}, {"batches": ids}, {"batches": [3]}])
+    @pytest.mark.parametrize(
+        ("options"),
+        [
+            {"law": 1.5},
+            {"batches": ids},
+            {"batches": [3]},
+            {"batches": 3},
+            {"batches": [ids.float()]},
+            {"batches": [{"input_ids": ids, "labels": ids.tolist()}]},
+        ],
+    )
     def test_types(self, options):
         with pytest.raises(TypeError, match=next(iter(options))):
             self.diagnose(**options)

@@ -278,6 +278,9 @@ print(model(ids, attention_mask=torch.ones_like(ids)).logits.detach().double().s
             ({"version": 2}, ValueError, r"`config.isentropic_laws` must have the version 1; .* got 2"),
             ({"layers": []}, TypeError, r"`config.isentropic_laws` must be a dictionary whose 'layers' are .* got \[\]"),
             ({"layers": {"layers.0.self_attn": "su"}}, TypeError, r"`config.isentropic_laws` must be a dictionary whose"),
+            ({"base": 3}, TypeError, r"`config.isentropic_laws` must have the name of an attention .*, got int"),
+            ({"layers": {"layers.0.self_attn": {"law": {"law": "LogLength"}, "count": "keys"} | {"trainable": "no"}}}, TypeError, "`trainable` must be True or False, got str"),
+            ({"layers": {"layers.0.self_attn": {"law": {"law": "LogLength"}, "count": "keys"} | {"a": 1}}}, ValueError, "must have law, count, trainable of 'layers.0.self_attn', got law, count, a"),
             (
                 {"layers": {"layers.0.self_attn": {"law": {"law": "LogLength"}, "count": "tokens"}}},
                 ValueError, r"`count` must be 'keys' or 'positions', got 'tokens'",

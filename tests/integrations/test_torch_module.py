@@ -740,6 +740,8 @@ def test_borrowed_tensors():
     law = module.double()()
     assert law.factor is factor
     assert law.law.slope is slope
+    with pytest.raises(TypeError, match="`borrow` must be True or False, got str"):
+        LawModule(law, borrow="no")
 
 
 class TestErrors:

@@ -1,5 +1,6 @@
 """Rotations: orthogonal for every size, flat, the same everywhere; blocks, and weights of layers."""
 
+import base64
 import json
 import math
 
@@ -93,8 +94,24 @@ class TestEverySize:
         assert abs((np.linalg.det(matrices) > 0).mean() - 0.5) < 0.05
 
 
+@pytest.mark.parametrize("options", [{}, {"blocks": 3}, {"kind": "haar"}])
+def test_arrays_without_entries(backend, options):
+    f = it.jl.rotation(12, rng=1, like=backend.array(np.zeros(1)), **options)
+    for shape, axis in (((0, 12), 1), ((12, 0), 0), ((2, 12, 0), 1)):
+        x = backend.array(np.zeros(shape))
+        assert tuple(f(x, axis=axis).shape) == tuple(f.adjoint(x, axis=axis).shape) == shape
+
+
 @pytest.mark.host
 class TestFlatMatrices:
+    def test_memory_of_the_caches(self):
+        """However many sizes a process draws, matrices of up to 1024² numbers take 200 MB at most."""
+        caches = [x.cache_info() for x in vars(_flat).values() if hasattr(x, "cache_info")]
+        assert len(caches) >= 4
+        of_matrices = (_flat.flat_matrix, _flat._elementary)
+        assert sum(x.cache_info().maxsize for x in of_matrices) * 8 * 1024**2 < 200e6
+        assert all(x.maxsize <= 4096 for x in caches)
+
     @pytest.mark.parametrize("n", range(1, 129))
     def test_orthogonal(self, n):
         m = _flat.flat_matrix(n)
@@ -274,6 +291,16 @@ MAPS = {
 }
 
 
+def floats(x):
+    x = np.asarray(x, "<f8")
+    return {"shape": list(x.shape), "float": base64.b64encode(x.tobytes()).decode()}
+
+
+def integers(x):
+    x = np.asarray(x, "<i4")
+    return {"shape": list(x.shape), "integer": base64.b64encode(x.tobytes()).decode()}
+
+
 @pytest.mark.host
 class TestDictionaries:
     @pytest.mark.parametrize("name", MAPS)
@@ -291,6 +318,43 @@ class TestDictionaries:
 
     def test_signs_take_a_bit(self):
         assert len(json.dumps(it.jl.to_dict(it.jl.rotation(4096, rng=0)))) < 4096
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "message"),
+        [
+            ("gaussian", {"weights": floats([[np.nan]])}, "`weights` must be finite, got NaN"),
+            ("gaussian", {"weights": floats([[1.0, np.inf]])}, "`weights` must be finite"),
+            ("gaussian", {"weights": integers([[1]])}, "`weights` must be arrays .* keys integer, shape"),
+            ("gaussian", {"weights": floats([[1.0]]) | {"a": 1}}, "`weights` must .* keys a, float, shape"),
+            ("gaussian", {"weights": floats(np.ones((0, 2)))}, "`weights` must .* shape of positive"),
+            ("gaussian", {"weights": {"shape": [2**70], "float": ""}}, "`weights` must be arrays"),
+            ("gaussian", {"weights": {"shape": [2**62, 1], "size": 1.0, "signs": "AA=="}}, "`weights` must"),
+            ("gaussian", {"weights": {"shape": [1, 1], "size": "3", "signs": "AA=="}}, "`size` must be a real"),
+            ("gaussian", {"weights": {"shape": [1, 1], "size": 10**400, "signs": "AA=="}}, "`size` must be"),
+            ("gaussian", {"weights": {"shape": [1, 1], "size": -1.0, "signs": "AA=="}}, "`size` must be above"),
+            ("gaussian", {"weights": {"shape": "", "float": ""}}, "`weights` must .* got ''"),
+            ("hadamard", {"rows": integers([0, 16])}, r"`rows` must ascend and lie in \[0, 16\)"),
+            ("hadamard", {"rows": integers([-1, 2])}, "`rows` must ascend"),
+            ("hadamard", {"rows": integers([3, 1])}, "`rows` must ascend"),
+            ("hadamard", {"rows": integers([1, 1])}, "`rows` must ascend"),
+            ("hadamard", {"rows": floats([0, 1])}, "`rows` must be arrays .* keys float, shape"),
+            ("hadamard", {"signs": [floats(np.zeros(16))]}, "`signs` must be ±1"),
+            ("sketch", {"components": integers(np.full((1, 6), 7))}, "`features` must be the inverse"),
+            ("sketch", {"components": integers(np.zeros((1, 6)))}, "`features` must be the inverse"),
+            ("sketch", {"features": integers(np.full((2, 3), 99))}, "`features` must be the inverse"),
+            ("sketch", {"signs": floats(np.full((1, 6), 2.0))}, "`signs` must be ±1"),
+            ("rotation", {"signs": [floats(np.full((3, 10), 2.0))]}, "`signs` must be ±1"),
+        ],
+    )  # fmt: skip
+    def test_numbers_that_no_map_has(self, name, changes, message):
+        f = {
+            "gaussian": lambda: it.jl.gaussian_projection(1, 1, rng=1),
+            "hadamard": lambda: it.jl.hadamard_projection(16, 2, rng=1),
+            "sketch": lambda: it.jl.count_sketch(6, 2, rng=1),
+            "rotation": lambda: it.jl.rotation(30, blocks=3, rng=1),
+        }[name]()
+        with pytest.raises((TypeError, ValueError), match=message):
+            it.jl.from_dict(it.jl.to_dict(f) | changes)
 
     def test_errors(self):
         good = it.jl.to_dict(it.jl.rotation(8, rng=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from isentropic._checks import check_count, value_error, with_name_hints
+from isentropic._checks import counts, value_error, with_name_hints
 from isentropic._loops import Block
 from isentropic._namespace import Array, common_device, namespace
 from isentropic.masks import (
@@ -122,7 +122,7 @@ def to_block_mask(
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-    check_count("block_size", block_size)
+    (block_size,) = counts(block_size=block_size)
     mask = as_mask(mask)
     frame, batch = _checked(mask, n_queries, n_keys, device)
     seen = torch.stack(
@@ -145,8 +145,7 @@ def _checked(
     """Check the mask. Return what it is evaluated for, and the lengths of its batch and head axes."""
     import torch
 
-    check_count("n_queries", n_queries)
-    check_count("n_keys", n_keys)
+    n_queries, n_keys = counts(n_queries=n_queries, n_keys=n_keys)
     group = ("mask", mask.arrays)
     xp = namespace(group, tensor=torch.empty(0))
     if device is None and mask.arrays:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from isentropic._attention.functions import attention, attention_entropy, attention_weights
-from isentropic._checks import is_array, requires_extra, type_error, value_error
+from isentropic._checks import check_flag, is_array, requires_extra, type_error, value_error
 from isentropic._namespace import present
 from isentropic.integrations._flex import to_block_mask, to_mask_mod
 from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
@@ -83,6 +83,7 @@ class LawModule(torch.nn.Module):
     def __init__(self, law: Law, *, borrow: bool = False) -> None:
         super().__init__()
         check_law(law)
+        check_flag(borrow=borrow)
         self._kind, self._numbers, self._names = type(law), {}, []
         self._is_trained = not borrow and any(isinstance(x, torch.nn.Parameter) for x in law.arrays)
         self._law: Law | None = None  # the last one, which is kept unless it is trained

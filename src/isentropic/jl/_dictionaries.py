@@ -6,10 +6,16 @@ import base64
 import math
 from typing import TYPE_CHECKING, Any, get_args
 
-from isentropic._checks import check_choice, is_integer, type_error, value_error
+from isentropic._checks import check_choice, check_real, is_integer, type_error, value_error
 from isentropic._namespace import Array, to_numpy
 from isentropic.jl._draws import place_draw, place_wide
-from isentropic.jl._maps import HadamardProjection, Projection, Rotation
+from isentropic.jl._maps import (
+    CountSketch,
+    DenseProjection,
+    HadamardProjection,
+    Projection,
+    Rotation,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +27,10 @@ _TUPLES: dict[Any, tuple[str, ...]] = {
     Rotation: ("signs", "factors"),
 }
 _WIDE = ("scale", "factors")  # fields that are in float32 or better
+_INTEGERS = ("rows", "components", "features")  # fields of integers
 _DTYPES = {"float": "<f8", "integer": "<i4"}
+# The keys of stored arrays, by their kind.
+_KEYS = {kind: {"shape", kind} for kind in _DTYPES} | {"signs": {"shape", "size", "signs"}}
 
 
 def to_dict(projection: Projection) -> dict[str, Any]:
@@ -81,7 +90,8 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Projection:
     Raises
     ------
     TypeError, ValueError
-        If the class is unknown, or if an array is missing, unknown or malformed.
+        If the class is unknown, or if an array is missing, unknown or malformed, or has numbers that a
+        map cannot have: signs other than ±1, indices out of range, NaN.
 
     Examples
     --------
@@ -97,24 +107,52 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Projection:
     if data.keys() != {"map", *kind._fields}:
         must = f"have the arrays of {data['map']!r} ({', '.join(kind._fields)})"
         raise value_error("data", must, ", ".join(sorted(map(str, data.keys() - {"map"}))))
-    projection: Projection = kind(*(_field(kind, name, data[name], like) for name in kind._fields))
-    projection._check()
+    host: Any = kind(*(_field(kind, name, data[name]) for name in kind._fields))
+    host._check()
+    _check_values(host)
+    projection: Projection = kind(*(_placed(name, x, like) for name, x in host._asdict().items()))
     return projection
 
 
-def _field(kind: Any, name: str, data: Any, like: Array | None) -> Any:
+def _field(kind: Any, name: str, data: Any) -> Any:
     if name in _TUPLES.get(kind, ()):
         if not isinstance(data, list):
             raise type_error(name, "be a list of arrays", type(data).__name__)
-        return tuple(_array(name, x, like) for x in data)
-    return _array(name, data, like)
+        return tuple(_restored(name, x) for x in data)
+    return _restored(name, data)
 
 
-def _array(name: str, data: Any, like: Array | None) -> Any:
-    values = _restored(name, data)
-    if values.dtype.kind == "i":
-        return place_draw(values, like, integer=True)
-    return (place_wide if name in _WIDE else place_draw)(values, like)
+def _placed(name: str, x: Any, like: Array | None) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_placed(name, part, like) for part in x)
+    if name in _INTEGERS:
+        return place_draw(x, like, integer=True)
+    return (place_wide if name in _WIDE else place_draw)(x, like)
+
+
+def _check_values(projection: Any) -> None:
+    """Refuse signs other than ±1, and indices that would read outside of arrays, or wrong entries."""
+    import numpy as np
+
+    if not isinstance(projection, DenseProjection):
+        signs = projection.signs
+        if not all(
+            (abs(part) == 1).all() for part in (signs if isinstance(signs, tuple) else (signs,))
+        ):
+            raise value_error("signs", "be ±1", "other numbers")
+    if isinstance(projection, HadamardProjection):
+        rows: Any = projection.rows
+        size = projection._size
+        if rows[0] < 0 or rows[-1] >= size or (np.diff(rows) <= 0).any():
+            raise value_error("rows", f"ascend and lie in [0, {size})", "others")
+    if isinstance(projection, CountSketch):
+        components: Any = projection.components
+        features: Any = projection.features
+        row = np.nonzero(features != components.size)[0]  # the others are padding
+        used = features[features != components.size]
+        in_order = np.array_equal(np.sort(used), np.arange(components.size))
+        if not in_order or (components.reshape(-1)[used] != row).any():
+            raise value_error("features", "be the inverse of `components`", "others")
 
 
 def _stored(x: Array) -> dict[str, Any]:
@@ -133,24 +171,37 @@ def _stored(x: Array) -> dict[str, Any]:
 
 
 def _restored(name: str, data: Any) -> np.ndarray:
+    """The array of `_stored`, whose numbers are finite and at least one."""
     import numpy as np
 
+    kinds = ("integer",) if name in _INTEGERS else ("float", "signs")
+    must = "be arrays as `to_dict` stores them"
+    if not isinstance(data, dict):
+        raise value_error(name, must, type(data).__name__)
+    kind = next((kind for kind in kinds if data.keys() == _KEYS[kind]), None)
+    if kind is None:
+        raise value_error(name, must, f"the keys {', '.join(sorted(map(str, data))) or 'none'}")
+    shape = data["shape"]
+    if not isinstance(shape, list) or not all(is_integer(n) and n > 0 for n in shape):
+        raise value_error(name, f"{must}, with a shape of positive integers", repr(shape)[:40])
+    if kind == "signs":
+        check_real("size", data["size"], above=0)
     try:
-        shape = [int(n) for n in data["shape"] if is_integer(n) and n >= 0]
-        count = math.prod(shape)
-        if len(shape) != len(data["shape"]):
-            raise ValueError
-        if "signs" in data:
-            bits = np.frombuffer(base64.b64decode(data["signs"], validate=True), "uint8")
-            if bits.size != -(-count // 8):
+        content = base64.b64decode(data[kind], validate=True)
+        if kind == "signs":
+            count = math.prod(shape)
+            if len(content) != -(-count // 8):
                 raise ValueError
-            signs = 1.0 - 2.0 * np.unpackbits(bits, count=count, bitorder="little")
-            return (signs * float(data["size"])).reshape(shape)
-        kind = "float" if "float" in data else "integer"
-        values = np.frombuffer(base64.b64decode(data[kind], validate=True), _DTYPES[kind])
-        return values.astype(_DTYPES[kind].replace("<", "=")).reshape(shape)
-    except (KeyError, TypeError, ValueError):
-        raise value_error(name, "be arrays as `to_dict` stores them", type(data).__name__) from None
+            bits = np.unpackbits(np.frombuffer(content, "uint8"), count=count, bitorder="little")
+            values = (1.0 - 2.0 * bits) * float(data["size"])
+        else:
+            values = np.frombuffer(content, _DTYPES[kind]).astype(_DTYPES[kind].replace("<", "="))
+        values = values.reshape(shape)
+    except (OverflowError, TypeError, ValueError):
+        raise value_error(name, f"{must}, in base64", "others") from None
+    if not np.isfinite(values).all():
+        raise value_error(name, "be finite", "NaN or infinity")
+    return values
 
 
 def _text(values: np.ndarray) -> str:

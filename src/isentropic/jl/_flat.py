@@ -45,7 +45,7 @@ def factor_orders(n: int) -> tuple[int, ...]:
     return next(split.orders for split in smaller if split and split.log_flatness == 0)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=16)  # a matrix takes up to 8 MB
 def flat_matrix(n: int) -> np.ndarray:
     """The flattest orthogonal matrix of order n that is known here, in float64."""
     import numpy as np
@@ -76,10 +76,9 @@ def _elements(n: int) -> Split:
         return Split(0.0, 0, ())
     splits = []
     for order in _divisors(n):
-        matrix = _elementary(order)
-        if matrix is not None:
+        flatness = _log_flatness(order)
+        if flatness is not None:
             rest = _elements(n // order)
-            flatness = math.log(abs(matrix).max() * order**0.5)
             splits.append(
                 Split(_sum(rest.log_flatness, flatness), rest.work + order, (order, *rest.orders))
             )
@@ -97,7 +96,14 @@ def _divisors(n: int) -> Iterable[int]:
     return sorted({*small, *(n // i for i in small)} - {1})
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
+def _log_flatness(n: int) -> float | None:
+    """That of the matrix of `_elementary`, if there is one."""
+    matrix = _elementary(n)
+    return None if matrix is None else math.log(abs(matrix).max() * n**0.5)
+
+
+@functools.lru_cache(maxsize=4)  # a matrix takes up to 8 MB
 def _elementary(n: int) -> np.ndarray | None:
     """An orthogonal matrix of order n that is flatter than a product: each odd n has one."""
     import numpy as np

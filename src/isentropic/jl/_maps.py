@@ -482,7 +482,8 @@ class Rotation(NamedTuple):
                 z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
                 z = xp.reshape(z, (lead * n_blocks, size, trail))
                 head = xp.reshape(z[:, :order, :], (lead * n_blocks, order * trail))
-                head = xp.reshape(apply_kronecker(xp, factors, head, trail), (-1, order, trail))
+                head = apply_kronecker(xp, factors, head, trail)
+                head = xp.reshape(head, (lead * n_blocks, order, trail))
                 # What is left out moves to the front, where the next round takes it.
                 block = head if order == size else _concat(xp, z[:, order:, :], head)
             return xp.reshape(block, (lead, n_blocks * size * trail))
@@ -503,7 +504,8 @@ class Rotation(NamedTuple):
             for signs in reversed(all_signs):
                 z = xp.reshape(block, (lead * n_blocks, size, trail))
                 head = xp.reshape(z[:, rest:, :], (lead * n_blocks, order * trail))
-                head = xp.reshape(apply_kronecker(xp, factors, head, trail), (-1, order, trail))
+                head = apply_kronecker(xp, factors, head, trail)
+                head = xp.reshape(head, (lead * n_blocks, order, trail))
                 z = head if order == size else _concat(xp, head, z[:, :rest, :])
                 block = xp.reshape(z, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
             return xp.reshape(block, (lead, n_blocks * size * trail))

@@ -7,7 +7,7 @@ transformers is imported, so that the ``config.json`` of a model is enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,10 @@ _PRODUCTS = "products"
 _ROTATED = "rotated products"
 _WITH_BIASES = "products and biases"
 _CAPPED = "capped logits"
+# Configurations may come from untrusted sources. Larger numbers would overflow, or fill the memory.
+_MOST = 1e15
+_MOST_LAYERS = 10_000
+_MOST_PARTS = 8
 
 
 class ModelRule(NamedTuple):
@@ -154,11 +158,27 @@ class _Fields:
     def number(self, key: str, default: Any = None, **bounds: float) -> float:
         x = self.get(key, default)
         check_real(self.name(key), x, **bounds)
+        if abs(x) > _MOST:
+            raise value_error(self.name(key), f"be at most {_MOST:.0e} in size", x)
         return float(x)
+
+    def sequence(self, key: str, kind: type) -> Sequence[Any] | None:
+        """A list whose entries are of a type, or None."""
+        x = self.get(key)
+        if x is None:
+            return None
+        if not isinstance(x, (list, tuple)) or not all(isinstance(y, kind) for y in x):
+            name = {int: "integers", str: "strings"}[kind]
+            types = {type(y).__name__ for y in x} if isinstance(x, (list, tuple)) else ()
+            got = type(x).__name__ + f" of {', '.join(sorted(types))}" * bool(types)
+            raise type_error(self.name(key), f"be a list of {name}", got)
+        return x
 
     def n_layers(self) -> int:
         n: int = self.get("num_hidden_layers")
         check_count(self.name("num_hidden_layers"), n)
+        if n > _MOST_LAYERS:
+            raise value_error(self.name("num_hidden_layers"), f"be at most {_MOST_LAYERS}", n)
         return n
 
     def off(self, **values: Any) -> tuple[str, ...]:
@@ -188,19 +208,23 @@ def _text_fields(config: Any) -> _Fields:
     kind = data.get("model_type")
     while key := next((key for key in _TEXT_PARTS if data.get(key) is not None), None):
         path += f"{key}."
+        if path.count(".") > _MOST_PARTS:
+            raise value_error("config", f"have at most {_MOST_PARTS} parts within each other", "more")
         data = _mapping(path[:-1], data[key])
         kind = data.get("model_type") or _TEXT_KINDS.get(str(kind))
-    if kind in _TEXT_KINDS:
-        raise value_error("config", f"have the `text_config` of a {kind!r}", "none")
     if not isinstance(kind, str) or not kind:
         raise value_error(f"{path}model_type", "be the type of a model", repr(kind))
+    if kind in _TEXT_KINDS:
+        raise value_error("config", f"have the `text_config` of a {kind!r}", "none")
     return _Fields(data, path + "{}", kind)
 
 
 def _mapping(name: str, config: Any) -> Mapping[str, Any]:
-    data = config.to_dict() if hasattr(config, "to_dict") else config
+    is_class = isinstance(config, type)
+    data = config.to_dict() if hasattr(config, "to_dict") and not is_class else config
     if not isinstance(data, Mapping):
-        raise type_error(name, "be a configuration or a dictionary", type(config).__name__)
+        got = f"the class {config.__name__}" if is_class else type(config).__name__
+        raise type_error(name, "be a configuration or a dictionary", got)
     return data
 
 
@@ -279,7 +303,7 @@ def _inkling_rule(fields: _Fields, counts: str, off: tuple[str, ...]) -> Iterato
 
 def _inkling_layers(fields: _Fields) -> tuple[int, ...]:
     """The layers without a window."""
-    types, windows = fields.get("layer_types"), fields.get("local_layer_ids")
+    types, windows = fields.sequence("layer_types", str), fields.sequence("local_layer_ids", int)
     if types is not None:
         return tuple(i for i, kind in enumerate(types) if kind != "hybrid_sliding")
     layers = range(fields.n_layers())
@@ -287,7 +311,7 @@ def _inkling_layers(fields: _Fields) -> tuple[int, ...]:
 
 
 def _beam(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    types = fields.get("layer_types")
+    types = fields.sequence("layer_types", str)
     if types is None:
         last = fields.n_layers() - 1
         full = [i % 6 == 5 or i == last for i in range(last + 1)]
@@ -308,6 +332,7 @@ def _grok(fields: _Fields) -> Iterator[ModelRule]:
     # No model but Grok has the field. Its `model_type` is that of another model, GIT.
     length = fields.number("attn_temperature_len", -1)
     if length > 0:
+        fields.number("attn_temperature_len", above=1)
         off = fields.off(attn_temperature_len=-1)
         yield ModelRule("grok-2", preset("grok-2", length=length), "positions", None, _CAPPED, off)
 
@@ -426,7 +451,7 @@ def _attention_factor(fields: _Fields, rope: _Rope) -> float:
     if kind == "longrope":
         return math.sqrt(preset("longrope", scale=scale, length=_original_length(fields, rope))(1))
     if rope.fields.get("mscale") and rope.fields.get("mscale_all_dim"):
-        above, below = (rope.fields.number(key) for key in ("mscale", "mscale_all_dim"))
+        above, below = (rope.fields.number(key, least=0) for key in ("mscale", "mscale_all_dim"))
         return _magnitude(scale, above) / _magnitude(scale, below)
     return _magnitude(scale)
 
@@ -440,7 +465,7 @@ def _rotating_layers(fields: _Fields, layer_type: str | None = None) -> tuple[in
     if fields.kind in _NO_ROPE_LAYERS:
         interval = int(fields.number("no_rope_layer_interval", 4, least=1))
         default = [(i + 1) % interval for i in range(fields.n_layers())]
-        rotates = fields.get("no_rope_layers") or default  # 1 where a layer rotates
+        rotates = fields.sequence("no_rope_layers", int) or default  # 1 where a layer rotates
         return tuple(i for i, x in enumerate(rotates) if x)
     has_window = fields.kind in _ROTATE_IN_WINDOWS or (
         fields.kind in _ROTATE_IN_WINDOWS_IF_ANY and fields.get("sliding_window") is not None
@@ -451,7 +476,7 @@ def _rotating_layers(fields: _Fields, layer_type: str | None = None) -> tuple[in
 
 
 def _layers_of_type(fields: _Fields, kind: str) -> tuple[int, ...]:
-    types = fields.get("layer_types")
+    types = fields.sequence("layer_types", str)
     if types is None:
         raise value_error(fields.name("layer_types"), "say which layers the rotation is for", "none")
     if fields.kind == "deepseek_v4":

@@ -25,6 +25,7 @@ from isentropic._namespace import (
     accumulator,
     common_device,
     default_dtype,
+    is_numpy,
     namespace,
     same_arrays,
     to_numpy,
@@ -96,6 +97,10 @@ class Law(ABC):
             dtype = n.dtype if floating else default_dtype(xp, "real floating", device)
             n = self._aligned(xp.astype(n, _compute_dtype(xp, dtype, parameters)))
             factor = self.evaluate(xp, n)
+            if n.ndim == 0 and is_numpy(xp):
+                factor = xp.asarray(
+                    factor, device=device
+                )  # NumPy's operations make numbers of 0-d arrays
             if not is_array(factor):
                 raise type_error("law", "evaluate to an array", type(factor).__name__)
             return factor

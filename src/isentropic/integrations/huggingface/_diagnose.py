@@ -16,6 +16,7 @@ from tqdm import tqdm
 from isentropic._checks import check_count, type_error, value_error
 from isentropic.integrations.huggingface._clamp import clamping, takes_rotary_positions
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
+from isentropic.integrations.huggingface._measure import check_batches
 from isentropic.integrations.huggingface._modules import attention_modules
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._law import Law, LogLength
@@ -299,8 +300,7 @@ def diagnose(
         raise value_error("window", f"be less than the trained length, {trained_length}", window)
     if law is not None and not isinstance(law, (Law, Sequence, Mapping)):
         raise type_error("law", "be a law, or a sequence or mapping of laws", type(law).__name__)
-    if isinstance(batches, (Mapping, torch.Tensor)):
-        raise type_error("batches", "be an iterable of batches", type(batches).__name__)
+    check_batches(batches)
     arms = _Arms(model, LogLength(trained_length, minimum=1) if law is None else law, window)
     rows: list[Any] = []
     label = "losses" if progress is True else progress
@@ -356,19 +356,23 @@ class _Arms:
         device = self.model.device
         inputs = {name: x.to(device) if hasattr(x, "to") else x for name, x in batch.items()}
         labels, mask = inputs.pop("labels", None), inputs.get("attention_mask")
+        ids, name = inputs.get("input_ids"), "input_ids" if labels is None else "labels"
         if labels is None:
             if not self.is_causal or "input_ids" not in inputs:
                 must = "have `labels`, unless the model is causal and has `input_ids`"
                 raise value_error("batches", must, ", ".join(batch))
-            labels = inputs["input_ids"]
+            labels = ids
+        labels = _checked_labels(name, labels)
         is_token = torch.ones_like(labels) if mask is None else mask
-        if is_token.shape != labels.shape:
-            must = f"have an `attention_mask` of the shape of the labels, {tuple(labels.shape)}"
-            raise value_error("batches", must, tuple(is_token.shape))
+        for name, x in {"input_ids": ids, "attention_mask": is_token}.items():
+            if x is not None and (got := tuple(getattr(x, "shape", ()))) != tuple(labels.shape):
+                must = f"have an `{name}` of the shape of the labels, {tuple(labels.shape)}"
+                raise value_error("batches", must, got)
         labels = labels.masked_fill(is_token == 0, _IGNORED)
         n = is_token.long().cumsum(-1)
         if self.is_causal:  # the logits are those of the next token
             labels = pad(labels[:, 1:], (0, 1), value=_IGNORED)
+            labels = labels.masked_fill(is_token == 0, _IGNORED)  # of padding before the first token
         else:
             n = n[:, -1:].expand_as(n)
         return inputs, labels, n.cpu()
@@ -398,6 +402,17 @@ class _Arms:
                 for rows in torch.arange(length, device=labels.device).split(step)
             ]
         return torch.cat(parts, -1)
+
+
+def _checked_labels(name: str, labels: Any) -> torch.Tensor:
+    must = f"have `{name}` as a tensor (sequences, tokens) of integers"
+    if not isinstance(labels, torch.Tensor):
+        raise type_error("batches", must, type(labels).__name__)
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise type_error("batches", must, labels.dtype)
+    if labels.ndim != 2 or 0 in labels.shape:
+        raise value_error("batches", must, tuple(labels.shape))
+    return labels.long()
 
 
 def _is_causal(module: Any) -> bool:

@@ -225,6 +225,11 @@ def calibrate(
     return (laws, found) if report else laws
 
 
+def check_batches(batches: Any) -> None:
+    if isinstance(batches, (Mapping, torch.Tensor)) or not isinstance(batches, Iterable):
+        raise type_error("batches", "be an iterable of batches", type(batches).__name__)
+
+
 def _measure(
     model: Any,
     batches: Iterable[Any],
@@ -236,8 +241,7 @@ def _measure(
     named = attention_modules(model)
     modules = list(named.values())
     accepted = inspect.signature(model.forward).parameters
-    if isinstance(batches, (Mapping, torch.Tensor)):
-        raise type_error("batches", "be an iterable of batches", type(batches).__name__)
+    check_batches(batches)
     if laws is None:
         layer_laws = [law_of(module) for module in modules]
     else:

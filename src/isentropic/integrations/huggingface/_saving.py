@@ -17,12 +17,13 @@ import torch
 from transformers import PreTrainedModel, initialization
 
 from isentropic import laws as laws_module
-from isentropic._checks import type_error, value_error
+from isentropic._checks import check_flag, type_error, value_error
 from isentropic.integrations.huggingface._hooks import hooks
 from isentropic.integrations.huggingface._interface import LAW, NAME
 from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
 
 ENTRY, _VERSION = "isentropic_laws", 1
+_KEYS = ("law", "count", "trainable")  # what describes the law of a layer
 # What transformers reads, but does not write. So it refuses to load a model with laws without this
 # package, and does not compute its attention without them.
 _IMPLEMENTATION = "attn_implementation"
@@ -46,7 +47,7 @@ def _check_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
     def check_implementation(self: Any, name: str | None, *args: Any, **kwargs: Any) -> Any:
         entry = vars(self.config).get(ENTRY)
         if name == NAME and kwargs.get("is_init_check") and isinstance(entry, dict):
-            name = entry.get("base", NAME)  # before the model makes its layers for it
+            name = _base(entry)  # before the model makes its layers for it
         return original(self, name, *args, **kwargs)
 
     return check_implementation
@@ -229,6 +230,15 @@ def _check(entry: Any) -> None:
     if type(entry.get("version")) is not int or entry["version"] != _VERSION:
         must = f"have the version {_VERSION}; a newer isentropic may read it"
         raise value_error(f"config.{ENTRY}", must, repr(entry.get("version")))
+    _base(entry)
+
+
+def _base(entry: dict[str, Any]) -> str | None:
+    base = entry.get("base", NAME)
+    if not isinstance(base, str | None):
+        must = "have the name of an attention implementation as its 'base'"
+        raise type_error(f"config.{ENTRY}", must, type(base).__name__)
+    return base
 
 
 def _find(model: Any, name: str) -> Any:
@@ -250,6 +260,11 @@ def _from_description(description: Any, module: Any, model: Any, name: str) -> L
             stacklevel=4,
         )
         return None
+    if not description.keys() <= set(_KEYS):
+        raise value_error(
+            f"config.{ENTRY}", f"have {', '.join(_KEYS)} of {name!r}", ", ".join(description)
+        )
     law = laws_module.from_dict(description.get("law"))
-    trainable = description.get("trainable", False) is True
+    trainable = description.get("trainable", False)
+    check_flag(trainable=trainable)
     return layer_law(law, description.get("count"), module, model, name, trainable)
