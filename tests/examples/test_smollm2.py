@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
+import law_or_position  # noqa: E402
 import smollm2  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -296,3 +297,20 @@ class TestAnswers:
         assert smollm2.answers(results, "new") == expected
         arms["new"].popitem()
         assert smollm2.answers(results, "new") == "not run on all documents"
+
+
+def test_law_or_position(model, monkeypatch, tmp_path):
+    """The documents together are diagnosed as one call would do, and each is kept."""
+    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    names = ("source argparse", "source typing")
+    results = law_or_position.run(names, LENGTH, tmp_path, tmp_path)
+    smollm2.set_positions(model, "as trained")
+    batches = [smollm2.read(name, tokenizer, LENGTH).ids[None] for name in names]
+    expected = huggingface.diagnose(model, batches, trained_length=TRAINED)
+    found = law_or_position.diagnosis(json.loads(json.dumps(results)))
+    assert repr(found) == repr(expected)
+    assert str(found) in law_or_position.report(results)
+    law_or_position.plt.close(law_or_position.picture(results))
+
+    monkeypatch.setattr(huggingface, "diagnose", None)
+    assert law_or_position.run(names, LENGTH, tmp_path, tmp_path) == results

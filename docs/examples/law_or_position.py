@@ -1,0 +1,94 @@
+"""Does SmolLM2 lose beyond its trained length by dilution or by positions?
+
+    python law_or_position.py    # half an hour of one core
+
+`huggingface.diagnose` on parts of the documents of `smollm2.py`. SmolLM2-135M was trained with contexts
+of 8192 tokens, and reads 12288 here, with its own rotary positions. It is a measurement, without a
+verdict. The result of each document is kept beside the others as soon as it is there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import experiment
+import matplotlib.pyplot as plt
+import numpy as np
+import smollm2
+from matplotlib.figure import Figure
+
+from isentropic.integrations import huggingface
+from isentropic.integrations.huggingface import Diagnosis
+
+NAME = "law_or_position"
+LENGTH = 12288
+DOCUMENTS = ("topics 0", "docstrings networkx", "source argparse")
+
+
+def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
+    model, tokenizer = smollm2.load(converted)
+    smollm2.set_positions(model, "as trained")
+    found = []
+    for name in names:
+        document = smollm2.read(name, tokenizer, length)
+
+        def measure(ids: Any = document.ids, name: str = name) -> dict[str, Any]:
+            batches = [{"input_ids": ids[None]}]
+            return huggingface.diagnose(
+                model, batches, trained_length=smollm2.TRAINED, progress=name
+            ).to_dict()
+
+        what = {"trained": smollm2.TRAINED, "document": document.digest}
+        found.append(smollm2.kept(folder, name, what, measure))
+    kept = ("bands", "window", "trained_length")
+    lists = ("sequence_counts", "sequence_losses")
+    return {
+        "documents": list(names),
+        **{name: found[0][name] for name in kept},
+        **{name: [row for one in found for row in one[name]] for name in lists},
+    }
+
+
+def diagnosis(results: dict[str, Any]) -> Diagnosis:
+    arrays = (np.asarray(results[name]) for name in ("bands", "sequence_counts", "sequence_losses"))
+    return Diagnosis(results["trained_length"], results["window"], *arrays)
+
+
+def report(results: dict[str, Any]) -> str:
+    return f"""\
+The first {LENGTH + 1} tokens of {len(results["documents"])} documents:
+
+```text
+{diagnosis(results)}
+```
+"""
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Plot the loss by bands, for each treatment."""
+    found = diagnosis(results)
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    titles = (("as it is", "clamped"), ("law", "law, clamped"))
+    for i, j in np.ndindex(2, 2):
+        style = ("-", "--")[j]
+        axis.plot(found.losses[i, j], style, color=f"C{i}", marker="o", label=titles[i][j])
+    axis.set_xticks(range(len(found.bands)), [f"{a}–{b}" for a, b in found.bands])
+    axis.set(xlabel="keys", ylabel="loss per token in nats")
+    axis.legend()
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = experiment.parser(NAME, __doc__)
+    parser.add_argument(
+        "--cache", type=Path, default=smollm2.cache_folder(), metavar="FOLDER",
+        help="for the converted model (%(default)s)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
+    experiment.finish(NAME, results, report, picture, options.output)
+
+
+if __name__ == "__main__":
+    main()
