@@ -217,6 +217,20 @@ class TestFit:
         expected = slope * error / (slope**2 + penalty**2)
         assert math.log(found[0, 0]) == pytest.approx(expected, abs=math.log(2) / 2 / 100)
 
+    @pytest.mark.parametrize("family", ["affine", "power", "auto"])
+    def test_a_length_near_the_reference_tells_no_slope(self, family):
+        """Uniform attention has no factor but at lengths that are nearly the reference."""
+        held = self.held([np.nan, 0.997, np.nan], lengths=(64.0, 126.0, 256.0), reference=128.0)
+        law = _calibration.FAMILIES[family](held)
+        np.testing.assert_allclose(law(np.asarray([128.0, 1024.0, 65536.0])), 1.0, atol=0.004)
+
+    def test_heads_that_do_not_respond_keep_the_factor_1(self, rng):
+        samples = [0.1 * rng.normal(size=(2, 4, n, 32)) for n in (64, 126, 256)]
+        law, report = it.calibrate(samples, reference_length=128, report=True)
+        np.testing.assert_allclose(law(8192), 1.0, atol=0.01)
+        lowest, expected, highest = report.at(1024)
+        np.testing.assert_allclose([lowest, expected, highest], 1.0, atol=0.01)
+
     def test_targets_out_of_reach(self):
         """The least entropy in reach misses the targets by 0.04 and 0.06 nats; the tolerance is 0.05."""
         entropy = 2 - np.log(self.FACTORS)[:, None, None] * np.ones((1, 1, 2))
@@ -410,7 +424,7 @@ class TestCalibrate:
     def test_errors(self, rng):
         pairs = _pairs(rng, (32, 64))
         with pytest.raises(
-            ValueError, match=r"`reference_length` must lie within .*`samples`, 32.0 to 64.0, got 65"
+            ValueError, match=r"`reference_length` must lie within .*`samples`, 32 to 64 .* got 65"
         ):
             it.calibrate(pairs, reference_length=65)
         with pytest.raises(ValueError, match="`reference_length` must be at least 2, got 1"):

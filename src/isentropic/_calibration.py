@@ -29,6 +29,9 @@ _SHAPES = (0, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2)
 _MISFIT = 0.01
 # The range of the shapes for which factors are extrapolated.
 EXTREME_SHAPES = (0, 1, 2)
+# Lengths nearer to the reference than this, in log n, do not tell the slope. It is an error of the factor
+# divided by a small number there.
+_NEAR = 0.05
 # How far the knots of "auto" go, in the longest length of the fit.
 _REACH = 64
 
@@ -146,10 +149,18 @@ def slope_of(held: Held, weights: np.ndarray, shape: Any) -> np.ndarray:
     is_power = shape == 0
     p = np.where(is_power, 1.0, shape)
     y = np.where(is_power, np.log(factor), (factor**p - 1) / p)
+    weights = _far(held, weights)
     moment = (weights * held.x**2).sum(axis=0)
-    # If all weight is at the reference length, the slope is 0. The moment may be a rounding error then.
-    slope = (weights * held.x * y).sum(axis=0) / np.where(moment > 1e-9, moment, np.inf)
+    # Without a length that tells it, the slope is 0.
+    slope = (weights * held.x * y).sum(axis=0) / np.where(moment > 0, moment, np.inf)
     return np.asarray(slope)
+
+
+def _far(held: Held, weights: np.ndarray) -> np.ndarray:
+    """The weights, 0 for lengths that are too near to the reference to tell the slope."""
+    import numpy as np
+
+    return np.where(np.abs(held.x) > _NEAR, weights, 0.0)
 
 
 def _weights_above(held: Held) -> np.ndarray:
@@ -161,7 +172,7 @@ def _weights_above(held: Held) -> np.ndarray:
 
     weights = held.weights
     above = np.where(held.x > -1e-6, weights, 0.0)
-    return np.where((above * held.x**2).sum(axis=0) > 1e-9, above, weights)
+    return np.where(_far(held, above).sum(axis=0) > 0, above, weights)
 
 
 def chosen_shape(held: Held) -> np.ndarray:

@@ -419,7 +419,10 @@ class Recorder:
             must = "have queries that see several numbers of keys"
             raise value_error(self.argument, must, f"{first:.5g} alone")
         if not first <= reference_length <= last:
-            must = f"lie within the lengths of `{self.argument}`, {first} to {last}"
+            must = (
+                f"lie within the lengths of `{self.argument}`, {first:.5g} to {last:.5g} (means over "
+                "groups of queries: under a causal mask queries see fewer keys than the longest text has)"
+            )
             raise value_error("reference_length", must, reference_length)
         return report.at(reference_length)
 
