@@ -26,12 +26,13 @@ def answers() -> str:
 
 
 def verdicts() -> str:
-    """What the documents claim about experiments, row by row."""
+    """What the documents claim about experiments, row by row, with the rows of a claim together."""
+    claims = [x for name in EXPERIMENTS for x in import_module(name).claims(experiment.load(name))]
+    order = list(dict.fromkeys(claim.says for claim in claims))
     rows = [
         [f"**{claim.verdict}**" if claim.verdict == "not reproduced" else claim.verdict]
         + [f"{claim.says} *({claim.source})*", claim.found]
-        for name in EXPERIMENTS
-        for claim in import_module(name).claims(experiment.load(name))
+        for claim in sorted(claims, key=lambda claim: order.index(claim.says))
     ]
     lines = ["```{list-table}", ":header-rows: 1", ":widths: 14 40 46", ""]
     for cells in [["", "claim", "found"], *rows]:

@@ -33,7 +33,7 @@ def readme() -> dict[str, str]:
     recall = load("recall")["tasks"]["recall"]
     law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
     return {
-        "retrieval": gain("max_retrieval", "O + log", "O", 1024, 1024),
+        "retrieval": gain("max_retrieval", "log", "constant", 1024, 1024),
         "masked": gain("masked_language", "O + law", "O", 128, 1024),
         "clamped": gain("masked_language", "O, ReRoPE", "O", 128, 1024),
         "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),

@@ -1,12 +1,13 @@
 import inspect
 import itertools
 import pickle
+import re
 
 import numpy as np
 import pytest
 
 import isentropic as it
-from isentropic._checks import common_shape, with_name_hints
+from isentropic._checks import check_broadcastable, check_flag, common_shape, with_name_hints
 
 
 @with_name_hints(other="scale", dropout=None)
@@ -65,3 +66,35 @@ def test_common_shape_is_that_of_numpy():
         else:
             assert common_shape(a=a, b=b) == expected
     assert common_shape(a=(3,), b=(2, 1), c=(5, 1, 1)) == (5, 2, 3)
+
+
+class TestBroadcastable:
+    @pytest.mark.parametrize(
+        ("shape", "target", "hint"),
+        [
+            ((2,), (2, 4), r"\(2, 1\)"),
+            ((2, 10), (2, 4, 10, 10), r"\(2, 1, 1, 10\)"),
+            ((3, 10), (2, 4, 10, 10), None),
+            ((2, 4, 1, 9), (2, 4, 10, 10), None),
+        ],
+    )
+    def test_the_error_shows_the_axis_of_the_batch(self, shape, target, hint):
+        with pytest.raises(ValueError, match=r"`x` must have a shape broadcastable to") as error:
+            check_broadcastable("x", shape, target)
+        found = re.search(r"such as (\(.*\)) if its first axis is that of the batch", str(error.value))
+        assert (found is None) == (hint is None)
+        assert hint is None or re.fullmatch(hint, found[1])
+
+    @pytest.mark.parametrize("shape", [(), (1,), (10,), (4, 1, 10), (2, 4, 10, 10)])
+    def test_accepted(self, shape):
+        check_broadcastable("x", shape, (2, 4, 10, 10))
+
+
+def test_a_traced_flag():
+    class DynamicJaxprTracer:
+        pass
+
+    with pytest.raises(TypeError, match="make it a static argument, or close over it, got Dynamic"):
+        check_flag(is_causal=DynamicJaxprTracer())
+    with pytest.raises(TypeError, match="`is_causal` must be True or False, got str"):
+        check_flag(is_causal="no")

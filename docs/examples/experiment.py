@@ -56,7 +56,7 @@ class Decision(NamedTuple):
     needed: int | None = None
 
     def __str__(self) -> str:
-        more = f" (n = {self.needed} would decide)" if self.needed else ""
+        more = f", {self.needed} seeds would decide" if self.needed else ""
         return f"{self.verdict}{more}"
 
     def interval(self, form: str = "+.1f") -> str:

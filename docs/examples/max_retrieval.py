@@ -447,13 +447,12 @@ def answer(results: dict[str, Any]) -> str:
 
     def against(arm: str, other: str) -> str:
         found = decision(results, arm, other, n)
-        return f"{found.interval()} points of accuracy ({found})"
+        return f"{found.interval()} points of accuracy [{found}]"
 
     return (
         f"Find the largest of {n} numbers, trained with at most {LONGEST}: the law log n in training "
         f"brings {against('log', 'constant')} more than a learned constant. On the weights of standard "
-        f"attention it brings {against('O + log', 'O')}, and a held mean entropy "
-        f"{against('O + held mean', 'O + log')} more than the law."
+        f"attention, a held mean entropy brings {against('O + held mean', 'O + log')} more than it."
     )
 
 

@@ -29,8 +29,8 @@ _SHAPES = (0, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2)
 _MISFIT = 0.01
 # The range of the shapes for which factors are extrapolated.
 EXTREME_SHAPES = (0, 1, 2)
-# Lengths nearer to the reference than this, in log n, do not tell the slope. It is an error of the factor
-# divided by a small number there.
+# Lengths nearer to the reference than this, in log n, do not tell the slope: it would be the error of a
+# factor, divided by a small number.
 _NEAR = 0.05
 # How far the knots of "auto" go, in the longest length of the fit.
 _REACH = 64

@@ -203,7 +203,10 @@ def check_flag(**flags: Any) -> None:
     for name, x in flags.items():
         is_numpy = type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
         if not isinstance(x, bool) and not is_numpy:
-            raise type_error(name, "be True or False", type(x).__name__)
+            must = "be True or False"
+            if "Tracer" in type(x).__name__:  # of JAX
+                must += ", not traced: make it a static argument, or close over it"
+            raise type_error(name, must, type(x).__name__)
 
 
 def check_axis(axis: Any, ndim: int) -> None:
@@ -239,8 +242,16 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None
 
 def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:
     """Refuse a shape that does not broadcast to `target` without enlarging it."""
-    if len(shape) <= len(target) and all(
-        have == 1 or have == want for have, want in zip(reversed(shape), reversed(target), strict=False)
-    ):
+    if _broadcasts(shape, target):
         return
-    raise value_error(name, f"have a shape broadcastable to {tuple(target)}", shape)
+    must, missing = f"have a shape broadcastable to {tuple(target)}", len(target) - len(shape)
+    by_batch = (*shape[:1], *(1,) * missing, *shape[1:])
+    if shape and missing > 0 and _broadcasts(by_batch, target):
+        must += f", such as {by_batch} if its first axis is that of the batch"
+    raise value_error(name, must, shape)
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether a shape broadcasts to `target` without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(have in (1, want) for have, want in pairs)

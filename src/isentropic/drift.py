@@ -421,7 +421,7 @@ class Recorder:
         if not first <= reference_length <= last:
             must = (
                 f"lie within the lengths of `{self.argument}`, {first:.5g} to {last:.5g} (means over "
-                "groups of queries: under a causal mask queries see fewer keys than the longest text has)"
+                "groups of queries; a causal query sees only the keys up to its own)"
             )
             raise value_error("reference_length", must, reference_length)
         return report.at(reference_length)

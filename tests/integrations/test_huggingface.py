@@ -768,9 +768,7 @@ class TestReports:
 
     def test_reference_length(self):
         model, batches = decoder("Llama"), [batch()]
-        with pytest.raises(
-            ValueError, match=r"`reference_length` must lie within .* 2 to .*, got 13"
-        ):
+        with pytest.raises(ValueError, match=r"`reference_length` must lie within .* 2 to .*, got 13"):
             huggingface.calibrate(model, batches, reference_length=13)
         with pytest.raises(TypeError, match=r"`reference_length` must be a real number, got str"):
             huggingface.calibrate(model, batches, reference_length="5")

@@ -50,7 +50,8 @@ from isentropic.masks import Mask
 NAMES = {
     "attn_mask": "mask", "attention_mask": "mask", "key_padding_mask": "mask", "attn_bias": "bias",
     "scaling": "scale", "causal": "is_causal", "logits_soft_cap": "softcap", "dropout_p": None,
-    "dropout": None, "s_aux": "sinks", "learnable_sink": "sinks",
+    "dropout": None, "key_value_seq_lengths": "mask=masks.padding(lengths)",
+    "s_aux": "sinks", "learnable_sink": "sinks",
 }  # fmt: skip
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
