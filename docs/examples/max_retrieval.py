@@ -447,7 +447,7 @@ def answer(results: dict[str, Any]) -> str:
 
     def against(arm: str, other: str) -> str:
         found = decision(results, arm, other, n)
-        return f"{found.interval()} points of accuracy [{found}]"
+        return f"{found.interval()} points of accuracy ({found})"
 
     return (
         f"Find the largest of {n} numbers, trained with at most {LONGEST}: the law log n in training "

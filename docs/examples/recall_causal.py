@@ -527,7 +527,7 @@ The next tables have means over layers, heads and n₀.
 def answer(results: dict[str, Any]) -> str:
     def against(arm: str, other: str) -> str:
         found = decision(results, arm, other)
-        return f"{found.interval()} points of accuracy [{found}]"
+        return f"{found.interval()} points of accuracy ({found})"
 
     return (
         f"Recall pairs of key and value in a causal model without positions, at "
