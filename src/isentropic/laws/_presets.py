@@ -277,11 +277,10 @@ def _rows() -> list[str]:
     return [line, rows[0], line, *rows[1:], line]
 
 
-def _indented(lines: list[str]) -> str:
-    return "\n    ".join(lines)
-
-
 if preset.__doc__:  # `python -OO` strips docstrings
-    preset.__doc__ = preset.__doc__.replace("{table}", _indented(_rows())).replace(
-        "{sources}", _indented([f"- {name}: {rule.source}" for name, rule in _RULES.items()])
+    # Python strips the indentation of docstrings itself from 3.13 on.
+    preset.__doc__ = (
+        inspect.cleandoc(preset.__doc__)
+        .replace("{table}", "\n".join(_rows()))
+        .replace("{sources}", "\n".join(f"- {name}: {rule.source}" for name, rule in _RULES.items()))
     )
