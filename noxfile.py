@@ -294,7 +294,7 @@ def models(session: nox.Session) -> None:
 
 EXPERIMENTS = [
     "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "recall_causal",
-    "head_dimension", "smollm2", "calibration",
+    "head_dimension", "smollm2", "calibration", "law_or_position",
 ]  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def experiments(session: nox.Session, experiment: str) -> None:
 
     All take minutes, but `smollm2` takes three hours.
     """
-    if experiment in ("head_dimension", "smollm2"):
+    if experiment in ("head_dimension", "smollm2", "law_or_position"):
         install(session, "demo", "torch", "transformers")
         session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "smollm2"))
     else:

@@ -6,7 +6,7 @@ import experiment
 
 ANSWERS = ("max_retrieval", "recall_causal", "first", "masked_language", "recall")  # does a law help?
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
-MEASUREMENTS = ("calibration",)  # on other pages, without a verdict
+MEASUREMENTS = ("calibration", "law_or_position")  # on other pages, without a verdict
 
 
 def texts() -> dict[str, str]:

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
+import experiment  # noqa: E402
 import law_or_position  # noqa: E402
 import smollm2  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -314,3 +315,11 @@ def test_law_or_position(model, monkeypatch, tmp_path):
 
     monkeypatch.setattr(huggingface, "diagnose", None)
     assert law_or_position.run(names, LENGTH, tmp_path, tmp_path) == results
+
+
+def test_positions_are_what_fails():
+    """What the README and docs/how-to/law-or-position.md say of SmolLM2."""
+    found = law_or_position.diagnosis(experiment.load(law_or_position.NAME)).effects
+    assert found["rise"].nats > 4 * found["rise"].error
+    assert found["clamping_alone"].share > 1
+    assert abs(found["law_alone"].share) < 0.02
