@@ -528,6 +528,7 @@ def test_qk_clip():
 
 class TestTrainer:
     def trainer(self, folder, **options):
+        pytest.importorskip("accelerate")  # which only the trainer needs
         from transformers import Trainer, TrainingArguments
 
         model = decoder("Llama")
