@@ -200,6 +200,20 @@ def parser(name: str, description: str, seeds: int | None = None) -> argparse.Ar
     return result
 
 
+def options_of_arms(
+    name: str, description: str, seeds: int, arguments: list[str] | None
+) -> tuple[str, int, bool, Path]:
+    """The options of experiments that compare arms over seeds: name, seeds, --quick and --output."""
+    options = parser(name, description, seeds=seeds)
+    options.add_argument("--quick", action="store_true", help="two seeds, and less of everything")
+    found = options.parse_args(arguments)
+    if found.seeds < 2:
+        options.error("argument --seeds: differences have no spread with fewer than 2")
+    if found.quick:
+        return f"{name}_quick", min(found.seeds, 2), True, found.output
+    return name, found.seeds, False, found.output
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:

@@ -501,16 +501,9 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = experiment.parser(NAME, __doc__, seeds=SEEDS)
-    parser.add_argument("--quick", action="store_true", help="two seeds, and less of everything")
-    options = parser.parse_args(arguments)
-    if options.seeds < 2:
-        parser.error("argument --seeds: differences have no spread with fewer than 2")
-    name, seeds, settings = NAME, options.seeds, FULL
-    if options.quick:
-        name, seeds, settings = f"{NAME}_quick", min(seeds, 2), QUICK
-    results = run(seeds, settings, options.output / f"{name}_runs")
-    experiment.finish(name, results, report, picture, options.output)
+    name, seeds, is_quick, folder = experiment.options_of_arms(NAME, __doc__, SEEDS, arguments)
+    results = run(seeds, QUICK if is_quick else FULL, folder / f"{name}_runs")
+    experiment.finish(name, results, report, picture, folder)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,6 @@ from isentropic import laws  # noqa: E402
 SETTINGS = max_retrieval.Settings(2, (16, 40), (40, 16), 6, 160)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def tiny(monkeypatch):
     """Small sizes, and runs in this process. Returns the jobs that were run."""

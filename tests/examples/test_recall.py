@@ -15,14 +15,6 @@ import recall  # noqa: E402
 LAST = -1
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def tiny(monkeypatch):
     """Small sizes, and runs in this process."""

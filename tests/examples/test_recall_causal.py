@@ -16,14 +16,6 @@ from recall_causal import ARMS, AT_TEST, HEADS, LAYERS, TRAINED  # noqa: E402
 SETTINGS = recall_causal.Settings(2, (8, 4), 256)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def tiny(monkeypatch):
     """Small sizes, and runs in this process. Returns the jobs that were run."""

@@ -35,10 +35,6 @@ def _tiny(monkeypatch):
     }
     for name, value in sizes.items():
         monkeypatch.setattr(smollm2, name, value)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
