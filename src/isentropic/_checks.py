@@ -253,5 +253,7 @@ def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ..
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether a shape broadcasts to `target` without enlarging it."""
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(have in (1, want) for have, want in pairs)
+    # torch.compile does not trace `in` for symbolic sizes.
+    return len(shape) <= len(target) and all(
+        have == 1 or have == want for have, want in zip(reversed(shape), reversed(target), strict=False)
+    )
