@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from packaging.version import Version
 
 from isentropic import laws
 
@@ -274,7 +275,12 @@ class TestPositions:
         assert (want - standard).abs().max() > 0.1
         law = laws.preset("ministral-3", coefficient=0.7, length=3)
         huggingface.use(plain, law, count="positions")
-        close(outputs(plain, inputs), want)
+        if Version(transformers.__version__) < Version("5.23"):
+            # Until then its attention takes the positions and does not pass them on.
+            with pytest.raises(ValueError, match="passes no `position_ids`"):
+                outputs(plain, inputs)
+        else:
+            close(outputs(plain, inputs), want)
 
     @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
     @pytest.mark.parametrize("cache", [transformers.DynamicCache, transformers.StaticCache])
