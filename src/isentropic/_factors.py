@@ -176,7 +176,7 @@ def factor_for_attention_entropy(
     array([2., 2., 2.])
     """
     plan, operands = prepare(
-        Arguments(query, key, None, mask, None, is_causal, scale, enable_gqa=enable_gqa)
+        Arguments(query, key, None, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     )
     if is_array(target):
         namespace(query=query, target=target)

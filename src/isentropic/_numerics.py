@@ -31,18 +31,20 @@ def quietly(
     For an unknown argument that is in `names`, the names of other libraries, the TypeError gives the
     name here.
     """
+    silenced: Callable[_Parameters, _Result] | None = None
 
     @functools.wraps(function)
     def quiet(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        nonlocal silenced
         torch = sys.modules.get("torch")
         try:
             if torch is not None and torch.compiler.is_compiling():  # it cannot trace context variables
                 return function(*args, **kwargs)
-            import numpy as np
+            if silenced is None:
+                import numpy as np
 
-            context = contextvars.copy_context()
-            context.run(np.seterr, all="ignore")
-            return context.run(function, *args, **kwargs)
+                silenced = np.errstate(all="ignore")(function)
+            return contextvars.copy_context().run(silenced, *args, **kwargs)
         except TypeError:  # Python refuses unknown names; calls without them cost nothing extra
             refuse_names(function.__name__, kwargs, names)
             raise

@@ -29,6 +29,8 @@ class Backend(NamedTuple):
     output: Callable[[Plan, Operands], Array]
     # The flag requires a state relative to the maximum. Otherwise any other reference will do.
     state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
+    # The state of order 1 relative to the maximum, in rows, if it is not to be made from columns.
+    rows: Callable[[Plan, Operands], AttentionState] | None = None
     # Rényi's entropies, if they are not to be computed from the state.
     entropy: Callable[[Plan, Operands, float], Array] | None = None
     is_opt_in: bool = False  # whether the backend computes only calls that name it
@@ -51,7 +53,7 @@ def backends() -> tuple[Backend, ...]:
 
     return (
         Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
-        Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.entropy),
+        Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.rows, numpy.entropy),
         Backend("jax", jax.why_not, jax.output),
         Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
         Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
@@ -83,6 +85,14 @@ def state_of(
     state = _backend_for(plan, implementation, order).state
     assert state is not None
     return with_sinks(plan, operands, state(plan, operands, order, relative_to_maximum), order)
+
+
+def rows_of(plan: Plan, operands: Operands, implementation: str | None) -> AttentionState:
+    """The state of order 1 relative to the maximum, in rows, computed by the first suitable backend."""
+    rows = _backend_for(plan, implementation, 1.0).rows
+    if rows is not None and operands.sinks is None:
+        return rows(plan, operands)
+    return as_rows(state_of(plan, operands, implementation, relative_to_maximum=True))
 
 
 def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order: float) -> Array:

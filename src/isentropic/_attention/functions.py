@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from isentropic._attention.backends import entropy_of, output_of, reasons, state_of
+from isentropic._attention.backends import entropy_of, output_of, reasons, rows_of, state_of
 from isentropic._attention.generic import (
     AttentionState,
     AttentionStatistics,
@@ -168,7 +168,7 @@ def attention(
     if value is None:
         check_given(value=value)
     plan, operands = prepare(Arguments(
-        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, value, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
         implementation,
     ))  # fmt: skip
 
@@ -230,19 +230,21 @@ def attention_state(
     ((128, 64), (128,))
     """
     plan, operands = prepare(Arguments(
-        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, value, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
         implementation, block_size,
     ))  # fmt: skip
 
     n_seen, n = None, None
     if law is not None and not isinstance(law, Constant):
-        lengths = lengths_of_law(plan, operands, n_keys)
         shape = (*plan.batch, plan.n_queries)
-        n_seen = n = plan.xp.broadcast_to(lengths, shape)
+        if n_keys is None and mask is None and not is_causal:
+            n_seen = n = plan.xp.full(shape, plan.n_keys, dtype=plan.compute, device=plan.device)
+        else:
+            n_seen = n = plan.xp.broadcast_to(lengths_of_law(plan, operands, n_keys), shape)
         if n_keys is not None:
             n_seen = plan.xp.broadcast_to(visible_lengths(plan, operands.mask), shape)
-    state = as_rows(state_of(plan, operands, implementation, relative_to_maximum=True))
-    return state._replace(n_seen=n_seen, n_keys=n)
+    fields = rows_of(plan, operands, implementation)[:4]
+    return AttentionState(*fields, n_seen, n)
 
 
 @quietly_named
@@ -310,7 +312,7 @@ def attention_entropy(
     check_choice("family", family, FAMILIES)
     check_flag(normalized=normalized)
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, None, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
         implementation,
     ))  # fmt: skip
     xp, order = plan.xp, float(order)
@@ -366,7 +368,7 @@ def attention_weights(
            [0.5, 0.5]])
     """
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, None, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
     ))  # fmt: skip
     xp = plan.xp
 
@@ -450,7 +452,7 @@ def attention_statistics(
     True
     """
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, None, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
     ))  # fmt: skip
     return statistics_of_spread(plan.xp, Tiles.of(plan, operands).spread())
 
@@ -514,7 +516,7 @@ def attention_received(
     array([1.5, 0.5])
     """
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, None, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
         implementation,
     ))  # fmt: skip
     if plan.n_keys == 0 or plan.n_queries == 0:
@@ -576,7 +578,7 @@ def attention_information(
     True
     """
     plan, operands = prepare(Arguments(
-        query, key, None, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, None, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
         implementation,
     ))  # fmt: skip
     xp = plan.xp
@@ -660,7 +662,7 @@ def attention_backends(
     if order is not None:
         check_order(order)
     plan, _ = prepare(Arguments(
-        query, key, value, mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
+        query, key, value, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
         implementation,
     ))  # fmt: skip
     # With sinks `attention` computes a state.

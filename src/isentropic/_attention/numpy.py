@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from isentropic._attention.generic import (
     AttentionState,
+    as_rows,
     merge_columns,
     output_of_columns,
     with_batch_axes,
@@ -94,6 +95,13 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
     Unless `relative_to_maximum`, the sums of large calls are relative to a bound of the maximum.
     """
     fields = _numpy_state(plan, operands, order, relative_to_maximum)
+    return AttentionState(*(_to_library(plan, x) for x in fields))
+
+
+def rows(plan: Plan, operands: Operands) -> AttentionState:
+    """The state of order 1 relative to the maximum, in rows."""
+    # PyTorch takes 1 µs to make a row of a column, and NumPy 0.1 µs.
+    fields = as_rows(_numpy_state(plan, operands, 1.0, True))
     return AttentionState(*(_to_library(plan, x) for x in fields))
 
 
@@ -201,8 +209,9 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
     if x is None or isinstance(x, float):
         return x
     if plan.library == "torch":
-        x = x.detach() if x.dtype == plan.compute else x.detach().to(plan.compute)
-        return x.resolve_neg().numpy()
+        x = x.detach() if x.requires_grad else x
+        x = x if x.dtype == plan.compute else x.to(plan.compute)
+        return (x.resolve_neg() if x.is_neg() else x).numpy()
     return np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
 
 

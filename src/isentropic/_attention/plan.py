@@ -71,12 +71,13 @@ class Arguments(NamedTuple):
     value: Array | None = None
     mask: Array | Mask | None = None
     bias: Array | None = None
-    is_causal: bool = False
-    scale: float | None = None
     law: Law | None = None
     n_keys: int | Array | None = None
-    softcap: float | None = None
     sinks: Array | None = None
+    # Numbers, flags and names. `_signature` relies on their being the last fields.
+    is_causal: bool = False
+    scale: float | None = None
+    softcap: float | None = None
     enable_gqa: bool = False
     implementation: str | None = None
     block_size: int | None = None
@@ -110,6 +111,7 @@ class Plan(Record):
     is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
+    fits_sdpa: bool  # whether PyTorch's kernel takes query, key and value as they are
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
     factors: bytes | None  # the factors on the queries, (L, 1), if few numbers alone determine them
     # Those of `frame` and `batch`, for short.
@@ -189,15 +191,7 @@ def _signature(a: Arguments) -> Any:
         if torch.compiler.is_compiling() or within_transformation():
             return None
         is_recording = torch.is_grad_enabled()
-    options = (
-        a.is_causal,
-        a.scale,
-        a.softcap,
-        a.enable_gqa,
-        a.implementation,
-        a.block_size,
-        a.are_products,
-    )
+    options = a[8:]
     try:
         return (
             is_recording,
@@ -221,9 +215,10 @@ def _signature(a: Arguments) -> Any:
 def _signature_of(x: Any) -> tuple[Any, ...]:
     """The properties of an array or a mask, except for values. AttributeError for other objects."""
     kind = type(x)
-    if kind.__module__ == "numpy":
+    module = kind.__module__
+    if module == "numpy":
         return kind, x.shape, x.dtype
-    if is_torch_array(x):
+    if module == "torch" or is_torch_array(x):
         return kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad
     if isinstance(x, Mask):
         return x.signature(_signature_of)
@@ -265,6 +260,13 @@ def _plan(a: Arguments) -> Plan:
         is_transformed=any(is_transformed(xp, x) for x in arrays),
         is_readable=can_be_read,
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
+        fits_sdpa=is_torch(xp)
+        and not frame.is_compiling
+        and len(batch) == 2
+        and all(
+            x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == a.query.shape[-1]
+            for x in inputs
+        ),
         counts=counts,
         factors=_factors_of_counts(a, counts, frame, compute, scale) if can_be_read else None,
         xp=xp,
@@ -468,22 +470,27 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
 
 
 def sum_of(plan: Plan, *arrays: Any) -> float:
-    """The sum of the numbers, or of their squares, of arrays of NumPy or PyTorch that can be read.
+    """The sum of the numbers, or of products of them, of arrays of NumPy or PyTorch that can be read.
 
-    It is finite only if all numbers are, and NaN if any of them is. BLAS is the fastest to add squares.
+    It is finite only if all numbers are, and NaN if any of them is. BLAS is fastest to add products.
     """
     import numpy as np
 
-    total, is_torch, dtype = 0.0, plan.library == "torch", plan.compute
+    total, is_torch, dtype, waiting = 0.0, plan.library == "torch", plan.compute, None
     for x in arrays:
         is_contiguous = x.is_contiguous() if is_torch else x.flags.c_contiguous
         # `is_neg`: PyTorch has not negated the numbers in memory yet.
         if x.dtype != dtype or not is_contiguous or (is_torch and x.is_neg()):
             total += x.sum().item()
+            continue
+        numbers = (x.detach() if x.requires_grad else x).numpy() if is_torch else x
+        if waiting is None:
+            waiting = numbers
+        elif waiting.size == numbers.size:
+            total, waiting = total + np.vdot(waiting, numbers), None
         else:
-            numbers = x.numpy(force=x.requires_grad) if is_torch else x
-            total += float(np.vdot(numbers, numbers))
-    return total
+            total, waiting = total + np.vdot(waiting, waiting), numbers
+    return total if waiting is None else total + np.vdot(waiting, waiting)
 
 
 def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:

@@ -64,22 +64,19 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev) by PyTorch's own kernel."""
     import torch
 
-    xp, mask = plan.xp, operands.mask
+    xp, mask, bias = plan.xp, operands.mask, operands.bias
     query, key, value, scale = _torch_arrays(plan, operands)
-    is_grouped = query.shape[1] != key.shape[1]
-    # `is_grouped` itself may be symbolic under torch.compile, and the kernel needs a bool.
-    kind: dict[str, Any] = {"scale": scale, "enable_gqa": True if is_grouped else False}  # noqa: SIM210
-
-    def attend(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> Any:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return sdpa(q, k, v, mask, is_causal=is_causal, **kind)
+    # Whether heads are grouped may be symbolic under torch.compile, and the kernel needs a bool.
+    is_grouped = True if not plan.fits_sdpa and query.shape[1] != key.shape[1] else False  # noqa: SIM210
+    sdpa = torch.nn.functional.scaled_dot_product_attention
 
     # The CPU kernel treats a row of NaN logits like one that sees no key.
-    if mask is None and operands.bias is None:
-        out = _with_nan(plan, attend(query, key, value), query, key)
-    elif operands.bias is None and plan.is_plain_causal:
-        out = attend(query, key, value, is_causal=True)
-        if operands.nonfinite is not None:
+    if bias is None and (mask is None or plan.is_plain_causal):
+        is_causal = mask is not None
+        out = sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
+        if not is_causal:
+            out = _with_nan(plan, out, query, key)
+        elif operands.nonfinite is not None:
             out = out + four_axes(plan, causal_nan(plan, operands))
     else:
         zero = xp.zeros((), dtype=plan.compute, device=plan.device)
@@ -90,7 +87,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
             added = add_bias_and_mask(plan, operands, zero, rows, columns)
             added = four_axes(plan, xp.astype(added, value.dtype))
             q, k, v = (take(x, b, -2) for x, b in ((query, rows), (key, columns), (value, columns)))
-            out = attend(q, k, v, added)
+            out = sdpa(q, k, v, added, scale=scale, enable_gqa=is_grouped)
             if mask is None:
                 out = _with_nan(plan, out, q, k)
             elif operands.nonfinite is not None:
@@ -98,6 +95,8 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
             return (out,)
 
         (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
+    if plan.fits_sdpa:
+        return out
     if len(plan.batch) == 1:
         out = out[0]
     elif len(plan.batch) != 2:
@@ -107,24 +106,28 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
 
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
-    import torch
-
     xp, query, scale = plan.xp, operands.query, operands.multiplier
     if not isinstance(scale, float):
-        query, scale = xp.astype(query, plan.compute, copy=False) * scale, 1.0
-    width = max(plan.head_dim, plan.n_values or 0)
+        query = query if query.dtype == plan.compute else xp.astype(query, plan.compute)
+        query, scale = query * scale, 1.0
+    arrays: list[Any] = [query, operands.key, operands.values]
+    if not plan.fits_sdpa:
+        arrays = [_fitted(plan, x) for x in arrays]
+    # The kernel needs contiguous rows.
+    q, k, v = [x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous() for x in arrays]
+    return q, k, v, scale
+
+
+def _fitted(plan: Plan, x: Any) -> Any:
+    """Queries, keys or values (batch, heads, rows, width) in the dtype of the kernel."""
+    import torch
+
     # On a GPU the fused kernels are made for half precision.
     dtype = plan.compute if plan.device.type == "cpu" else plan.dtype
-    arrays = []
-    for array in (query, operands.key, operands.values):
-        x: Any = array if array.dtype == dtype else xp.astype(array, dtype)
-        x = four_axes(plan, x, expand=True)
-        # The kernel needs equal widths and contiguous rows. Padding by zeros does not change products.
-        if x.shape[-1] < width:
-            x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
-        arrays.append(x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous())
-    q, k, v = arrays
-    return q, k, v, scale
+    x = four_axes(plan, x if x.dtype == dtype else plan.xp.astype(x, dtype), expand=True)
+    # The kernel needs equal widths. Padding by zeros does not change products.
+    padding = max(plan.head_dim, plan.n_values or 0) - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, padding)) if padding > 0 else x
 
 
 def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
@@ -134,11 +137,11 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
     xp = plan.xp
     if plan.device.type != "cpu":
         return out
-    # The kernel gives 0 to a row that has no other logits than NaN. Any other NaN reaches its output.
-    if plan.is_readable and np.count_nonzero(out.detach().numpy()[..., 0]) == math.prod(out.shape[:-1]):
-        return out
-    if plan.is_readable and not math.isnan(sum_of(plan, query, key)):
-        return out
+    if plan.is_readable:
+        # The kernel gives 0 to a row that has only NaN logits. Any other NaN reaches its output.
+        first = (out.detach() if plan.is_differentiated else out).numpy()[..., 0]
+        if np.count_nonzero(first) == first.size or not math.isnan(sum_of(plan, query, key)):
+            return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
     if key_is_nan.shape[1] != query.shape[1]:
         key_is_nan = xp.repeat(key_is_nan, query.shape[1] // key_is_nan.shape[1], axis=1)
