@@ -594,7 +594,9 @@ def slopes_table(results: dict) -> str:
 
 def report(results: dict[str, Any]) -> str:
     found = {arm: answers(results, arm) for arm in laws_in(results) if arm not in (NO_LAW, CONSTANT)}
-    others = "; ".join(f"{arm}: {x}" for arm, x in found.items() if arm != PRIMARY)
+    by_arm = "; ".join(f"{arm}: {x}" for arm, x in found.items())
+    missing = [arm for arm in ARMS if arm not in results["arms"]]
+    not_run = f" Not run: {', '.join(missing)}." if missing else ""
     bands = bands_table(results, laws_in(results))
     if orientation := [arm for arm in results["arms"] if arm not in laws_in(results)]:
         bands += "\n\n" + bands_table(results, [NO_LAW, *orientation])
@@ -609,10 +611,23 @@ relevant effect is {SMALLEST} nats:
 {decisions_table(results)}
 
 Is there a law that is better than YaRN's constant beyond the trained length, and loses nothing within
-it? {PRIMARY}: {found.get(PRIMARY, "not run")}. Other arms: {others}.
+it? {by_arm}. The primary arm is {PRIMARY}.{not_run}
 
 {slopes_table(results)}
 """
+
+
+def answer(results: dict[str, Any]) -> str:
+    def against(arm: str, other: str) -> str:
+        found = decide(gains(results, arm, other), SMALLEST)
+        return f"{found.interval('+.3f')} nats per token ({found.verdict})"
+
+    return (
+        f"Read {FULL.length} tokens by SmolLM2, trained with {TRAINED}, at positions of YaRN: a "
+        f"slope for each head, trained on other texts, brings {against(PRIMARY, NO_LAW)}, and "
+        f"{against(PRIMARY, CONSTANT)} more than YaRN's constant. The law log n beyond the trained "
+        f"length brings {against('Su', NO_LAW)}, and {against('Su', CONSTANT)} more than that constant."
+    )
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:

@@ -182,6 +182,22 @@ class TestFit:
 
         assert mean(smollm2.laws_of(smollm2.Arm(), slopes)) < mean(None) - 1e-3
 
+    def test_is_what_the_library_has(self, model):
+        """`huggingface.tune` makes the laws of "slope per head"."""
+        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        slopes = smollm2.fit(model, documents, smollm2.Fit("head", 2))["slopes"]
+        found = huggingface.tune(
+            model,
+            [document.ids[None] for document in documents],
+            reference_length=TRAINED,
+            learning_rate=smollm2.RATE,
+            chunk_size=smollm2.CHUNK,
+            base="sdpa",
+        )
+        for law, slope in zip(found, slopes, strict=True):
+            got = torch.as_tensor(law.factors[:, 2] - 1) / math.log(2)
+            torch.testing.assert_close(got.float(), torch.tensor(slope), rtol=1e-4, atol=1e-6)
+
     def test_calibrated_queries_are_those_of_the_model(self, model, document):
         seen = []
 

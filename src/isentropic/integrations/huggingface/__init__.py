@@ -25,6 +25,7 @@ from isentropic.integrations.huggingface._measure import calibrate, profile
 from isentropic.integrations.huggingface._modules import layer_names
 from isentropic.integrations.huggingface._observe import ObserveCallback, observe
 from isentropic.integrations.huggingface._saving import extend_transformers
+from isentropic.integrations.huggingface._tune import tune
 
 __all__ = [
     "Diagnosis",
@@ -39,6 +40,7 @@ __all__ = [
     "profile",
     "register",
     "save_laws",
+    "tune",
     "use",
 ]
 

@@ -362,7 +362,7 @@ class _Arms:
                 must = "have `labels`, unless the model is causal and has `input_ids`"
                 raise value_error("batches", must, ", ".join(batch))
             labels = ids
-        labels = _checked_labels(name, labels)
+        labels = checked_ids(name, labels)
         is_token = torch.ones_like(labels) if mask is None else mask
         for name, x in {"input_ids": ids, "attention_mask": is_token}.items():
             if x is not None and (got := tuple(getattr(x, "shape", ()))) != tuple(labels.shape):
@@ -404,7 +404,7 @@ class _Arms:
         return torch.cat(parts, -1)
 
 
-def _checked_labels(name: str, labels: Any) -> torch.Tensor:
+def checked_ids(name: str, labels: Any) -> torch.Tensor:
     must = f"have `{name}` as a tensor (sequences, tokens) of integers"
     if not isinstance(labels, torch.Tensor):
         raise type_error("batches", must, type(labels).__name__)

@@ -1,0 +1,199 @@
+"""Laws that are trained alone: the weights of the model stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from isentropic._checks import check_count, check_real, type_error, value_error
+from isentropic._namespace import Array
+from isentropic._numerics import clip
+from isentropic.integrations.huggingface._diagnose import checked_ids
+from isentropic.integrations.huggingface._interface import NAME
+from isentropic.integrations.huggingface._laws import apply
+from isentropic.integrations.huggingface._measure import check_batches
+from isentropic.integrations.huggingface._modules import attention_modules, n_heads
+from isentropic.laws._formulas import Knots
+from isentropic.laws._law import Law
+
+
+@dataclass(frozen=True)
+class _Beyond(Law):
+    """1 + slope · ln(n / base) beyond `base`, and 1 up to there, for a slope (H,) of either sign."""
+
+    slope: Any
+    base: float
+
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        return 1 + self.slope[..., None] * xp.log(clip(xp, n / self.base, min=1.0))
+
+    def knots(self) -> Knots:
+        """The same law for any library, with NumPy arrays."""
+        slope = self.slope.detach().cpu().double().numpy()
+        lengths = (self.base / 2, self.base, 2 * self.base)
+        return Knots(lengths, 1 + slope[:, None] * [0.0, 0.0, math.log(2)])
+
+
+def tune(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    reference_length: int,
+    learning_rate: float = 0.02,
+    chunk_size: int = 1024,
+    base: str = NAME,
+    progress: bool | str = False,
+) -> list[Knots]:
+    """Train a law for each attention head of a language model, for texts beyond its trained length.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder that generates text with a cache. None of its weights change.
+    batches : iterable
+        Texts: tensors of token ids (B, tokens), or mappings with `input_ids`, without padding. Each has
+        at least ``reference_length + 2`` tokens. They are moved to the device of the model.
+    reference_length : int ≥ 2
+        The number of keys up to which the laws are 1, such as the trained length of the model.
+    learning_rate : float > 0
+        That of Adam at the first step. It falls to 0 along a half cosine.
+    chunk_size : int
+        The number of tokens of a step. A step needs the memory of the gradients of so many tokens.
+    base : str
+        The attention implementation during the training, as in `use`.
+    progress : bool or str
+        Whether to show a progress bar. A string is its label.
+
+    Returns
+    -------
+    list of Knots
+        A law for each layer, in the order of `layer_names`, with NumPy arrays (H, 3), for `use` and
+        `save_laws`: ``1 + a · ln(n / reference_length)`` beyond the reference length with a trained
+        slope a for each head, and 1 up to there.
+
+    Raises
+    ------
+    TypeError
+        For a `model` that is not a transformers model, and for `batches` of another type.
+    ValueError
+        As in `use`; also for models that do not generate text or that have an encoder, for texts that
+        are too short or padded, and if the loss becomes NaN or infinite.
+
+    Notes
+    -----
+    The loss is the mean negative log-likelihood of the tokens whose queries see more keys than the
+    reference length. Each text is read up to there without gradients. Then each chunk gives one step of
+    Adam. Gradients do not reach the keys of earlier chunks, which saves memory and time.
+
+    There are few parameters, one per head, so a few texts suffice: 4 texts with 8192 tokens beyond the
+    reference length, which are 32 steps, for the 270 heads of the experiment in the documentation. Test
+    the laws on other texts. A law cannot mend positions that the model does not know: extend those
+    first, and see `diagnose`.
+
+    The present laws of the model take no part. It has them again afterwards.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=3))
+    >>> texts = [torch.randint(8, (1, 33)) for _ in range(4)]
+    >>> laws = huggingface.tune(model, texts, reference_length=16, chunk_size=8)
+    >>> len(laws), laws[0].factors.shape
+    (3, (2, 3))
+    """
+    check_count("reference_length", reference_length, least=2)
+    check_real("learning_rate", learning_rate, above=0)
+    check_count("chunk_size", chunk_size)
+    modules = list(attention_modules(model).values())
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        must = "be a decoder that generates text"
+        raise value_error("model", must, type(model).__name__)
+    check_batches(batches)
+    texts = [_ids(batch, reference_length).to(model.device) for batch in batches]
+    if not texts:
+        raise value_error("batches", "have at least one text", "none")
+
+    laws = [_Beyond(_slopes(model, module), reference_length) for module in modules]
+    parts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
+    steps = sum(map(len, parts))
+    optimizer = torch.optim.Adam([law.slope for law in laws], lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    label = "laws" if progress is True else progress
+    with (
+        apply(model, modules, [(law, "keys") for law in laws], base),
+        _frozen(model),
+        tqdm(total=steps, desc=str(label), unit=" steps", disable=not label) as bar,
+    ):
+        for ids, starts in zip(texts, parts, strict=True):
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                for part in ids[:, :reference_length].split(chunk_size, dim=1):
+                    model.base_model(part, past_key_values=cache, use_cache=True)
+            for start in starts:
+                loss = _loss(model, ids[:, start : start + chunk_size + 1], cache)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                for layer in cache.layers:
+                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                bar.update()
+    return [law.knots() for law in laws]
+
+
+def _slopes(model: Any, module: torch.nn.Module) -> torch.Tensor:
+    """The slopes of the heads of a layer, on its device: 0 at the start."""
+    parameter = next(module.parameters(), None)
+    device = model.device if parameter is None else parameter.device
+    return torch.zeros(n_heads(module) or 1, device=device, requires_grad=True)
+
+
+def _ids(batch: Any, reference_length: int) -> torch.Tensor:
+    """The token ids (B, tokens) of a batch."""
+    if isinstance(batch, torch.Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise type_error("batches", "give mappings or tensors", type(batch).__name__)
+    ids = checked_ids("input_ids", batch.get("input_ids"))
+    if ids.shape[1] < reference_length + 2:
+        must = f"have texts of at least `reference_length` + 2 = {reference_length + 2} tokens"
+        raise value_error("batches", must, ids.shape[1])
+    mask = batch.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise value_error("batches", "have no padding", "an `attention_mask` with zeros")
+    return ids
+
+
+def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """The mean loss of the tokens but the first, which follow those in the cache. The cache grows."""
+    logits = model(ids[:, :-1], past_key_values=cache, use_cache=True).logits
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    loss = cross_entropy(logits.to(dtype).transpose(1, 2), ids[:, 1:])
+    if not torch.isfinite(loss):
+        raise value_error("model", "give a finite loss", loss.item())
+    return loss
+
+
+@contextlib.contextmanager
+def _frozen(model: Any) -> Iterator[None]:
+    """Evaluation mode, in which no weight of the model gets a gradient."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        model.eval().requires_grad_(False)
+        yield

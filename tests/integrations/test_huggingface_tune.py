@@ -1,0 +1,146 @@
+"""Laws that are trained alone, against the experiment of the documentation, and what is refused."""
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch  # noqa: E402
+from tiny_models import close, decoder, encoder_decoder  # noqa: E402
+
+from isentropic import laws  # noqa: E402
+from isentropic.integrations import huggingface  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+LENGTH = 16
+
+
+def texts(count=2, length=33):
+    return torch.randint(3, 64, (count, 2, length), generator=torch.Generator().manual_seed(5))
+
+
+def tune(model, batches=None, **options):
+    batches = list(texts()) if batches is None else batches
+    return huggingface.tune(
+        model, batches, **{"reference_length": LENGTH, "chunk_size": 8, "learning_rate": 0.1} | options
+    )
+
+
+@torch.no_grad()
+def loss_beyond(model, batches):
+    """From the whole text at once, without a cache."""
+    found = []
+    for ids in batches:
+        logits = model(ids).logits[:, LENGTH:-1]
+        found.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, LENGTH + 1 :]))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss"])
+def test_lowers_the_loss_beyond_the_length_alone(name):
+    model, data = decoder(name), list(texts())
+    with torch.no_grad():
+        within, before = model(data[0][:, :LENGTH]).logits, loss_beyond(model, data)
+    found = tune(model, data * 8)
+    assert [law.factors.shape for law in found] == [(4, 3)] * 2
+    assert all((law.factors[:, :2] == 1).all() for law in found)
+    with huggingface.use(model, found), torch.no_grad():
+        close(model(data[0][:, :LENGTH]).logits, within)
+        assert loss_beyond(model, data) < before - 1e-3
+
+
+def test_first_step_against_numbers_without_a_cache():
+    """The sign of the gradient is the first step of Adam, whose size is the learning rate."""
+    model, (data, _) = decoder("Llama", num_hidden_layers=1), texts()
+    data = data[:, : LENGTH + 9]
+    found = tune(model, [data], learning_rate=1e-3)
+
+    def loss(slopes):
+        factors = torch.ones(4, 3, dtype=torch.float64)
+        factors[:, 2] += slopes
+        law = laws.Knots((LENGTH / 2, LENGTH, 2 * LENGTH), factors.numpy())
+        with huggingface.use(model, law):
+            return loss_beyond(model, [data])
+
+    model = model.double()
+    step = 1e-4 * torch.eye(4, dtype=torch.float64)
+    gradient = torch.stack([loss(x) - loss(-x) for x in step])
+    moved = torch.as_tensor(found[0].factors[:, 2] - 1) / torch.log(torch.tensor(2.0)).double()
+    torch.testing.assert_close(moved, -1e-3 * gradient.sign(), rtol=1e-4, atol=0)
+
+
+def test_a_text_that_ends_within_a_chunk_and_a_mapping():
+    model, data = decoder("Llama"), texts(1, 30)[0]
+    inputs = {"input_ids": data, "attention_mask": torch.ones_like(data)}
+    for a, b in zip(tune(model, [data]), tune(model, iter([inputs])), strict=True):
+        assert (a.factors == b.factors).all()
+
+
+def test_leaves_the_model_as_it_was():
+    model = decoder("Llama").train()
+    law = laws.LogLength(8)
+    huggingface.use(model, law)
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    next(model.parameters()).requires_grad_(False)
+    model.model.layers[0].eval()
+    flags = [x.requires_grad for x in model.parameters()]
+    modes = [x.training for x in model.modules()]
+    tune(model)
+    assert [x.requires_grad for x in model.parameters()] == flags
+    assert [x.training for x in model.modules()] == modes
+    assert all(x.grad is None for x in model.parameters())
+    assert set(huggingface.laws_of(model).values()) == {(law, "keys")}
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+
+
+def test_saved_and_loaded(tmp_path):
+    found = tune(decoder("Llama"))
+    huggingface.save_laws(found, tmp_path / "laws.json")
+    assert huggingface.load_laws(tmp_path / "laws.json") == found
+
+
+def test_progress(capsys):
+    tune(decoder("Llama"), progress="slopes")
+    assert "slopes: 100%" in capsys.readouterr().err
+    tune(decoder("Llama"))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reference_length": 1}, ValueError, "`reference_length` must be at least 2, got 1"),
+        ({"reference_length": 16.0}, TypeError, "`reference_length` must be an integer, got float"),
+        ({"reference_length": 32}, ValueError, r"`batches` must .*at least .* = 34 tokens, got 33"),
+        ({"learning_rate": 0.0}, ValueError, "`learning_rate` must be above 0"),
+        ({"chunk_size": 0}, ValueError, "`chunk_size` must be at least 1, got 0"),
+        ({"batches": []}, ValueError, "`batches` must have at least one text, got none"),
+        ({"batches": texts()[0]}, TypeError, "`batches` must be an iterable of batches, got Tensor"),
+        ({"batches": [[1, 2]]}, TypeError, "`batches` must give mappings or tensors, got list"),
+        ({"batches": [{}]}, TypeError, "`input_ids` as a tensor .* got NoneType"),
+        ({"batches": [torch.ones(1, 33)]}, TypeError, "of integers, got torch.float32"),
+        (
+            {"batches": [{"input_ids": texts()[0], "attention_mask": torch.zeros(2, 33)}]},
+            ValueError,
+            "`batches` must have no padding, got an `attention_mask` with zeros",
+        ),
+        ({"base": "nothing"}, ValueError, "`base` must be"),
+    ],
+)
+def test_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        tune(decoder("Llama"), **options)
+
+
+def test_refused_models():
+    with pytest.raises(
+        ValueError, match="`model` must be a decoder that generates text, got LlamaModel"
+    ):
+        tune(decoder("Llama").model)
+    with pytest.raises(ValueError, match="`model` must be a decoder that generates text, got T5For"):
+        tune(encoder_decoder("T5"))
+    model = decoder("Llama")
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    with pytest.raises(ValueError, match="`model` must give a finite loss, got nan"):
+        tune(model)
+    assert not any(law for law, _ in huggingface.laws_of(model).values())
