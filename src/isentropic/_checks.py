@@ -235,25 +235,17 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None
     for i in range(-len(b), 0):
         if sizes[i] == 1:
             sizes[i] = b[i]
-        elif b[i] not in (1, sizes[i]):
+        elif b[i] != 1 and b[i] != sizes[i]:  # not `in`, which torch.compile does not trace for symbols
             return None
     return tuple(sizes)
 
 
 def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:
     """Refuse a shape that does not broadcast to `target` without enlarging it."""
-    if _broadcasts(shape, target):
+    if _broadcast(shape, target) == tuple(target):
         return
     must, missing = f"have a shape broadcastable to {tuple(target)}", len(target) - len(shape)
     by_batch = (*shape[:1], *(1,) * missing, *shape[1:])
-    if shape and missing > 0 and _broadcasts(by_batch, target):
+    if shape and missing > 0 and _broadcast(by_batch, target) == tuple(target):
         must += f", such as {by_batch} if its first axis is that of the batch"
     raise value_error(name, must, shape)
-
-
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether a shape broadcasts to `target` without enlarging it."""
-    # torch.compile does not trace `in` for symbolic sizes.
-    return len(shape) <= len(target) and all(
-        have == 1 or have == want for have, want in zip(reversed(shape), reversed(target), strict=False)
-    )
