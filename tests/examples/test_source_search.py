@@ -21,8 +21,8 @@ def test_finds_what_the_lemma_promises(tmp_path, capsys):
         assert row["worst"] <= row["eps"]
         assert 1 <= row["ratio"] <= row["promise"]
     assert rows[0]["kept"] > rows[-1]["kept"]
-    # Of 60 files about 5 in 6, with a standard error of 5 %. Each Python has other files.
-    assert rows[0]["same"] > 0.65
+    # 12 maps on the files of Python 3.11, 3.12 and 3.13 each gave 0.77 to 0.90, 0.83 in the mean.
+    assert rows[0]["same"] > 0.7
 
 
 def test_command(tmp_path, capsys):
