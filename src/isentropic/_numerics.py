@@ -27,7 +27,7 @@ def quietly(
     """Switch off NumPy's floating-point warnings and errors in a function, whatever the caller has set.
 
     Small weights underflow on purpose, and results beyond the dtype are documented to be NaN. The
-    function runs in a context of its own, so that no state has to be restored, even after an interrupt.
+    function runs in a context of its own, so that the caller's settings stay, even after an interrupt.
     For an unknown argument that is in `names`, the names of other libraries, the TypeError gives the
     name here.
     """

@@ -122,7 +122,17 @@ def test_progress(capsys):
         (
             {"batches": [{"input_ids": texts()[0], "attention_mask": torch.zeros(2, 33)}]},
             ValueError,
-            "`batches` must have no padding, got an `attention_mask` with zeros",
+            "`batches` must have no padding: .* got zeros",
+        ),
+        (
+            {"batches": [{"input_ids": texts()[0], "attention_mask": torch.ones(2, 3)}]},
+            ValueError,
+            r"with the shape of the ids, got \(2, 3\)",
+        ),
+        (
+            {"batches": [{"input_ids": texts()[0], "labels": texts()[0]}]},
+            ValueError,
+            "`batches` must have `input_ids` and `attention_mask` alone, got `labels`",
         ),
         ({"base": "nothing"}, ValueError, "`base` must be"),
     ],
@@ -132,15 +142,70 @@ def test_refused(options, error, message):
         tune(decoder("Llama"), **options)
 
 
-def test_refused_models():
-    with pytest.raises(
-        ValueError, match="`model` must be a decoder that generates text, got LlamaModel"
-    ):
-        tune(decoder("Llama").model)
-    with pytest.raises(ValueError, match="`model` must be a decoder that generates text, got T5For"):
-        tune(encoder_decoder("T5"))
+def hybrid():
+    sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    kinds = ["linear_attention", "full_attention"]
+    return decoder("Qwen3Next", **sizes, linear_value_head_dim=8, layer_types=kinds, num_experts=0)
+
+
+def encoder():
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    return transformers.BertLMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: decoder("Llama").model, "be a causal decoder that generates text, got LlamaModel"),
+        (lambda: encoder_decoder("T5"), "be a causal decoder that generates text, got T5For"),
+        (encoder, "be a causal decoder that generates text, got BertLMHeadModel"),
+        (
+            hybrid,
+            "keep the keys and values of all tokens in its cache, and no other states, got Linear",
+        ),
+    ],
+)
+def test_refused_models(model, message):
+    with pytest.raises(ValueError, match=f"`model` must {message}"):
+        tune(model())
+
+
+def test_a_model_that_gives_nan_is_refused_and_keeps_its_laws():
     model = decoder("Llama")
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     with pytest.raises(ValueError, match="`model` must give a finite loss, got nan"):
         tune(model)
     assert not any(law for law, _ in huggingface.laws_of(model).values())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_where_gradients_are_switched_off(mode):
+    expected = tune(decoder("Llama"))
+    model, data = decoder("Llama"), list(texts())
+    with mode():
+        found = tune(model, data)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.factors == b.factors).all()
+
+
+def test_half_precision():
+    """The slopes stay in float32, whatever the default dtype."""
+    model = decoder("Llama").to(torch.bfloat16)
+    expected = tune(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = tune(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.factors == b.factors).all()
+        assert (a.factors[:, 2] != 1).all()
+
+
+def test_names_the_rule_that_a_model_has_already():
+    rule = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+    model = decoder("Ministral3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, **rule})
+    with pytest.warns(UserWarning, match="ministral-3"):
+        tune(model)

@@ -84,6 +84,9 @@ class Arguments(NamedTuple):
     are_products: bool = True  # whether the scores are inner products of queries and keys
 
 
+_FIRST_OPTION = Arguments._fields.index("is_causal")
+
+
 class Plan(Record):
     """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 
@@ -191,7 +194,7 @@ def _signature(a: Arguments) -> Any:
         if torch.compiler.is_compiling() or within_transformation():
             return None
         is_recording = torch.is_grad_enabled()
-    options = a[8:]
+    options = a[_FIRST_OPTION:]
     try:
         return (
             is_recording,

@@ -139,7 +139,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         return out
     if plan.is_readable:
         # The kernel gives 0 to a row that has only NaN logits. Any other NaN reaches its output.
-        first = (out.detach() if plan.is_differentiated else out).numpy()[..., 0]
+        first = (out.detach() if out.requires_grad else out).numpy()[..., 0]
         if np.count_nonzero(first) == first.size or not math.isnan(sum_of(plan, query, key)):
             return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))

@@ -322,9 +322,9 @@ class _Arms:
         if not rotary or model.config.is_encoder_decoder:
             must = "have rotary positions, as `position_embeddings` of its attention, and no encoder"
             raise value_error("model", must, type(model).__name__)
-        self.is_causal = any(map(_is_causal, rotary))
+        self.is_causal = any(map(is_causal, rotary))
         # The attention to images of a multimodal model is not causal, and stays as it is.
-        self.of_text = [module for module in self.modules if _is_causal(module) == self.is_causal]
+        self.of_text = [module for module in self.modules if is_causal(module) == self.is_causal]
         self.accepted = inspect.signature(model.forward).parameters
         warn_of_rules(self.modules, [x for x, _ in self.laws[1]])
 
@@ -415,7 +415,7 @@ def checked_ids(name: str, labels: Any) -> torch.Tensor:
     return labels.long()
 
 
-def _is_causal(module: Any) -> bool:
+def is_causal(module: Any) -> bool:
     return bool(getattr(module, "is_causal", True))
 
 

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from isentropic._checks import check_count, check_real, type_error, value_error
 from isentropic._namespace import Array
 from isentropic._numerics import clip
-from isentropic.integrations.huggingface._diagnose import checked_ids
+from isentropic.integrations.huggingface._diagnose import checked_ids, is_causal
 from isentropic.integrations.huggingface._interface import NAME
 from isentropic.integrations.huggingface._laws import apply
 from isentropic.integrations.huggingface._measure import check_batches
 from isentropic.integrations.huggingface._modules import attention_modules, n_heads
+from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._formulas import Knots
 from isentropic.laws._law import Law
 
@@ -60,14 +61,15 @@ def tune(
     model : transformers.PreTrainedModel
         A decoder that generates text with a cache. None of its weights change.
     batches : iterable
-        Texts: tensors of token ids (B, tokens), or mappings with `input_ids`, without padding. Each has
-        at least ``reference_length + 2`` tokens. They are moved to the device of the model.
+        Texts: tensors of token ids (B, tokens), or mappings with `input_ids` and an `attention_mask`,
+        without padding. Each has at least ``reference_length + 2`` tokens. They are moved to the device
+        of the model.
     reference_length : int ≥ 2
         The number of keys up to which the laws are 1, such as the trained length of the model.
     learning_rate : float > 0
         That of Adam at the first step. It falls to 0 along a half cosine.
     chunk_size : int
-        The number of tokens of a step. A step needs the memory of the gradients of so many tokens.
+        The number of tokens of a step. A step needs memory for the activations of so many tokens.
     base : str
         The attention implementation during the training, as in `use`.
     progress : bool or str
@@ -78,15 +80,17 @@ def tune(
     list of Knots
         A law for each layer, in the order of `layer_names`, with NumPy arrays (H, 3), for `use` and
         `save_laws`: ``1 + a · ln(n / reference_length)`` beyond the reference length with a trained
-        slope a for each head, and 1 up to there.
+        slope a for each head, and 1 up to there. Layers that no text reaches, such as those for images,
+        have the law 1.
 
     Raises
     ------
     TypeError
         For a `model` that is not a transformers model, and for `batches` of another type.
     ValueError
-        As in `use`; also for models that do not generate text or that have an encoder, for texts that
-        are too short or padded, and if the loss becomes NaN or infinite.
+        As in `use`; also for models that are not causal, that have an encoder, or whose cache has other
+        states than keys and values; for texts that are too short or padded; and if the loss becomes NaN
+        or infinite.
 
     Notes
     -----
@@ -117,30 +121,29 @@ def tune(
     check_real("learning_rate", learning_rate, above=0)
     check_count("chunk_size", chunk_size)
     modules = list(attention_modules(model).values())
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        must = "be a decoder that generates text"
-        raise value_error("model", must, type(model).__name__)
+    if not model.can_generate() or model.config.is_encoder_decoder or not any(map(is_causal, modules)):
+        raise value_error("model", "be a causal decoder that generates text", type(model).__name__)
     check_batches(batches)
     texts = [_ids(batch, reference_length).to(model.device) for batch in batches]
     if not texts:
         raise value_error("batches", "have at least one text", "none")
 
-    laws = [_Beyond(_slopes(model, module), reference_length) for module in modules]
     parts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
     steps = sum(map(len, parts))
-    optimizer = torch.optim.Adam([law.slope for law in laws], lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     label = "laws" if progress is True else progress
-    with (
-        apply(model, modules, [(law, "keys") for law in laws], base),
-        _frozen(model),
-        tqdm(total=steps, desc=str(label), unit=" steps", disable=not label) as bar,
-    ):
+    # Gradients are needed even if the caller has switched them off.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        laws = [_Beyond(_slopes(model, module), reference_length) for module in modules]
+        warn_of_rules(modules, laws)
+        optimizer = torch.optim.Adam([law.slope for law in laws], lr=learning_rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
+        stack.enter_context(_frozen(model))
+        bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
         for ids, starts in zip(texts, parts, strict=True):
-            cache = DynamicCache(config=model.config)
-            with torch.no_grad():
-                for part in ids[:, :reference_length].split(chunk_size, dim=1):
-                    model.base_model(part, past_key_values=cache, use_cache=True)
+            cache = _cache(model, ids[:, :reference_length], chunk_size)
             for start in starts:
                 loss = _loss(model, ids[:, start : start + chunk_size + 1], cache)
                 optimizer.zero_grad()
@@ -148,7 +151,8 @@ def tune(
                 optimizer.step()
                 schedule.step()
                 for layer in cache.layers:
-                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+                    if layer.is_initialized:
+                        layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
                 bar.update()
     return [law.knots() for law in laws]
@@ -158,7 +162,9 @@ def _slopes(model: Any, module: torch.nn.Module) -> torch.Tensor:
     """The slopes of the heads of a layer, on its device: 0 at the start."""
     parameter = next(module.parameters(), None)
     device = model.device if parameter is None else parameter.device
-    return torch.zeros(n_heads(module) or 1, device=device, requires_grad=True)
+    # Not in the default dtype, which may be half precision.
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": device, "requires_grad": True}
+    return torch.zeros(n_heads(module) or 1, **kind)
 
 
 def _ids(batch: Any, reference_length: int) -> torch.Tensor:
@@ -171,15 +177,33 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     if ids.shape[1] < reference_length + 2:
         must = f"have texts of at least `reference_length` + 2 = {reference_length + 2} tokens"
         raise value_error("batches", must, ids.shape[1])
+    if others := batch.keys() - {"input_ids", "attention_mask"}:
+        must = "have `input_ids` and `attention_mask` alone"
+        raise value_error("batches", must, ", ".join(f"`{x}`" for x in sorted(others)))
     mask = batch.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise value_error("batches", "have no padding", "an `attention_mask` with zeros")
+    if mask is not None and not (mask.shape == ids.shape and bool(mask.all())):
+        must = "have no padding: an `attention_mask` of ones, with the shape of the ids"
+        raise value_error("batches", must, tuple(mask.shape) if mask.shape != ids.shape else "zeros")
     return ids
+
+
+@torch.no_grad()
+def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> DynamicCache:
+    """The keys and values of the first tokens, (B, tokens)."""
+    cache = DynamicCache(config=model.config)
+    # Other states, such as those of Mamba, are not always continued over chunks.
+    kinds = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    for part in () if kinds else ids.split(chunk_size, dim=1):
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    if kinds or cache.get_seq_length() != ids.shape[1]:
+        must = "keep the keys and values of all tokens in its cache, and no other states"
+        raise value_error("model", must, ", ".join(x.__name__ for x in kinds) or type(model).__name__)
+    return cache
 
 
 def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     """The mean loss of the tokens but the first, which follow those in the cache. The cache grows."""
-    logits = model(ids[:, :-1], past_key_values=cache, use_cache=True).logits
+    logits = model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True).logits
     dtype = torch.promote_types(logits.dtype, torch.float32)
     loss = cross_entropy(logits.to(dtype).transpose(1, 2), ids[:, 1:])
     if not torch.isfinite(loss):
@@ -194,6 +218,8 @@ def _frozen(model: Any) -> Iterator[None]:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         for parameter in model.parameters():
-            stack.callback(parameter.requires_grad_, parameter.requires_grad)
-        model.eval().requires_grad_(False)
+            if parameter.requires_grad:
+                stack.callback(parameter.requires_grad_)
+                parameter.requires_grad_(False)
+        model.eval()
         yield
