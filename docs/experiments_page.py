@@ -4,7 +4,14 @@ from importlib import import_module
 
 import experiment
 
-ANSWERS = ("max_retrieval", "recall_causal", "smollm2", "first", "masked_language", "recall")  # does a law help?
+ANSWERS = (
+    "max_retrieval",
+    "recall_causal",
+    "smollm2",
+    "first",
+    "masked_language",
+    "recall",
+)  # does a law help?
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
 MEASUREMENTS = ("calibration", "law_or_position")  # on other pages, without a verdict
 

@@ -30,12 +30,26 @@ def readme() -> dict[str, str]:
         )
         return _interval([x - y for x, y in zip(a, b, strict=True)], "+.1f")
 
+    model = load("smollm2")
+
+    def beyond(arm: str) -> list[float]:
+        """The mean loss of each text beyond the trained length, in bands of one width."""
+        first = model["edges"].index(8192)
+        return [fmean(x["bands"][first:]) for x in model["arms"][arm].values()]
+
+    def nats(arm: str, other: str) -> str:
+        """The gain of a language model in nats per token, with its interval."""
+        return _interval([b - a for a, b in zip(beyond(arm), beyond(other), strict=True)], "+.3f")
+
     recall = load("recall")["tasks"]["recall"]
     law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
     return {
         "retrieval": gain("max_retrieval", "log", "constant", 1024, 1024),
         "masked": gain("masked_language", "O + law", "O", 128, 1024),
         "clamped": gain("masked_language", "O, ReRoPE", "O", 128, 1024),
+        "language": nats("slope per head", "no law"),
+        "constant": nats("slope per head", "YaRN's constant"),
+        "log": nats("Su", "no law"),
         "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),
     }
 

@@ -211,6 +211,19 @@ def test_committed_results_are_reported(module):
     experiment.plt.close(figure)
 
 
+def test_the_page_of_results_reports_the_language_model():
+    smollm2 = pytest.importorskip("smollm2", reason="transformers is not installed")
+    results = experiment.load(smollm2.NAME)
+    text = smollm2.report(results)
+    assert text.count("\n| ") > 10
+    assert "nan" not in text
+    assert "slope per head: yes." in text  # what the table of choose-a-law.md recommends
+    assert "(helps) more than YaRN's constant" in smollm2.answer(results).replace(", and", "")
+    figure = smollm2.picture(results)
+    assert all(ax.lines for ax in figure.axes)
+    experiment.plt.close(figure)
+
+
 def test_what_the_choice_of_a_law_says():
     """docs/how-to/choose-a-law.md, on models to be trained."""
     sets, causal = (experiment.load(module.NAME) for module in (max_retrieval, recall_causal))
