@@ -235,7 +235,9 @@ class TestRefused:
             it.attention(x, x, x, implementation="triton")
 
     def test_calls_that_do_not_name_them_import_nothing(self, backend):
-        library = {"torch": "torch", "jax": "jax.numpy"}[backend.library]
+        library = {"torch": "torch", "jax": "jax.numpy"}.get(backend.library)
+        if library is None:
+            pytest.skip("the kernels are for other libraries")
         program = (
             f"import sys, {library} as xp, isentropic as it; before = set(sys.modules)\n"
             "x = xp.zeros((3, 2)); it.attention(x, x, x); it.attention_backends(x, x, implementation='native')\n"
