@@ -114,7 +114,9 @@ class Plan(Record):
     is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
-    fits_sdpa: bool  # whether PyTorch's kernel takes query, key and value as they are
+    fits_sdpa: (
+        bool  # whether they have the dtype and shapes of PyTorch's kernel, but for a missing axis
+    )
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
     factors: bytes | None  # the factors on the queries, (L, 1), if few numbers alone determine them
     # Those of `frame` and `batch`, for short.
@@ -265,7 +267,7 @@ def _plan(a: Arguments) -> Plan:
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
         fits_sdpa=is_torch(xp)
         and not frame.is_compiling
-        and len(batch) == 2
+        and len(batch) in (1, 2)
         and all(
             x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == a.query.shape[-1]
             for x in inputs

@@ -95,13 +95,11 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
             return (out,)
 
         (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
-    if plan.fits_sdpa:
-        return out
     if len(plan.batch) == 1:
-        out = out[0]
+        out = out.squeeze(0)
     elif len(plan.batch) != 2:
         out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
-    return out if out.shape[-1] == plan.n_values else out[..., : plan.n_values]
+    return out if plan.fits_sdpa or out.shape[-1] == plan.n_values else out[..., : plan.n_values]
 
 
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
@@ -113,6 +111,8 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     arrays: list[Any] = [query, operands.key, operands.values]
     if not plan.fits_sdpa:
         arrays = [_fitted(plan, x) for x in arrays]
+    elif len(plan.batch) == 1:
+        arrays = [x.unsqueeze(0) for x in arrays]
     # The kernel needs contiguous rows.
     q, k, v = [x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous() for x in arrays]
     return q, k, v, scale
