@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from packaging.version import Version
 
 from isentropic import laws, masks
 
@@ -346,6 +347,7 @@ class TestGeneration:
 
     @pytest.mark.parametrize("base", ["sdpa", "paged|eager", "flash_attention_2"])
     def test_continuous_batching(self, base):
+        pytest.importorskip("psutil", reason="transformers asks psutil how much memory there is")
         model = decoder("Qwen3")
         prompts = [[3, 4, 5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21, 22, 23, 24, 25]]
         settings = transformers.ContinuousBatchingConfig(
@@ -454,6 +456,10 @@ class TestUse:
             huggingface.use(model, LAW, base=base)
         assert model.config._attn_implementation == "sdpa"
 
+    @pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.21"),
+        reason="until transformers 5.21 its Gemma 2 takes sdpa, and loses its soft cap",
+    )
     def test_what_transformers_refuses(self):
         model = decoder("Gemma2")
         with pytest.raises(ValueError, match="scaled_dot_product_attention"):
