@@ -4,14 +4,8 @@ from importlib import import_module
 
 import experiment
 
-ANSWERS = (
-    "max_retrieval",
-    "recall_causal",
-    "smollm2",
-    "first",
-    "masked_language",
-    "recall",
-)  # does a law help?
+# Does a law help?
+ANSWERS = ("max_retrieval", "recall_causal", "smollm2", "first", "masked_language", "recall")
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
 MEASUREMENTS = ("calibration", "law_or_position")  # on other pages, without a verdict
 

@@ -218,7 +218,7 @@ def test_the_page_of_results_reports_the_language_model():
     assert text.count("\n| ") > 10
     assert "nan" not in text
     assert "slope per head: yes." in text  # what the table of choose-a-law.md recommends
-    assert "(helps) more than YaRN's constant" in smollm2.answer(results).replace(", and", "")
+    assert "(helps) more than YaRN's constant" in smollm2.answer(results)
     figure = smollm2.picture(results)
     assert all(ax.lines for ax in figure.axes)
     experiment.plt.close(figure)

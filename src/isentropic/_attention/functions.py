@@ -237,7 +237,7 @@ def attention_state(
     n_seen, n = None, None
     if law is not None and not isinstance(law, Constant):
         shape = (*plan.batch, plan.n_queries)
-        if n_keys is None and mask is None and not is_causal:
+        if n_keys is None and not plan.has_mask:
             n_seen = n = plan.xp.full(shape, plan.n_keys, dtype=plan.compute, device=plan.device)
         else:
             n_seen = n = plan.xp.broadcast_to(lengths_of_law(plan, operands, n_keys), shape)

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from isentropic._checks import check_count, type_error, value_error
 from isentropic.integrations.huggingface._clamp import clamping, takes_rotary_positions
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
-from isentropic.integrations.huggingface._measure import check_batches
-from isentropic.integrations.huggingface._modules import attention_modules
+from isentropic.integrations.huggingface._measure import as_mapping, check_batches
+from isentropic.integrations.huggingface._modules import attention_modules, evaluation
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._law import Law, LogLength
 
@@ -304,7 +304,7 @@ def diagnose(
     arms = _Arms(model, LogLength(trained_length, minimum=1) if law is None else law, window)
     rows: list[Any] = []
     label = "losses" if progress is True else progress
-    with arms.evaluation():
+    with evaluation(model), torch.no_grad():
         for batch in tqdm(batches, desc=str(label), unit=" batches", disable=not label):
             for n, losses in arms.sequences(batch):
                 rows.append(_sums_by_band(n, losses, trained_length))
@@ -328,15 +328,6 @@ class _Arms:
         self.accepted = inspect.signature(model.forward).parameters
         warn_of_rules(self.modules, [x for x, _ in self.laws[1]])
 
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for module in self.model.modules():
-                stack.callback(setattr, module, "training", module.training)
-            self.model.eval()
-            stack.enter_context(torch.no_grad())
-            yield
-
     def sequences(self, batch: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each sequence, of tokens with a loss: the numbers of keys, and the losses of all arms."""
         inputs, labels, n = self.inputs_labels_counts(batch)
@@ -346,10 +337,7 @@ class _Arms:
 
     def inputs_labels_counts(self, batch: Any) -> tuple[dict[str, Any], Any, Any]:
         """The arguments of the model, and for its logits the labels and numbers of keys, (B, L)."""
-        if isinstance(batch, torch.Tensor):
-            batch = {"input_ids": batch}
-        if not isinstance(batch, Mapping):
-            raise type_error("batches", "give mappings or tensors", type(batch).__name__)
+        batch = as_mapping(batch)
         for name in ("position_ids", "past_key_values"):
             if batch.get(name) is not None:
                 raise value_error("batches", f"leave `{name}` to the model", f"`{name}`")

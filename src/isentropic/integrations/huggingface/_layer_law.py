@@ -13,7 +13,7 @@ import torch
 from isentropic import laws as laws_module
 from isentropic._checks import check_choice, is_array, value_error
 from isentropic._namespace import to_numpy
-from isentropic.integrations.huggingface._modules import n_heads
+from isentropic.integrations.huggingface._modules import layer_device, n_heads
 from isentropic.integrations.torch import LawModule
 from isentropic.laws._law import Law, check_law
 
@@ -78,8 +78,7 @@ def layer_law(
         if heads is not None and shape not in ((), (1,), (heads,)):
             must = f"have numbers as parameters, or one per head, ({heads},)"
             raise value_error(name, must, shape)
-    parameter = next(module.parameters(), None)
-    device = model.device if parameter is None else parameter.device
+    device = layer_device(model, module)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
 
     def placed(x: Any) -> Any:

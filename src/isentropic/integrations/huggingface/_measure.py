@@ -31,7 +31,7 @@ from isentropic.integrations.huggingface._hooks import (
 )
 from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
-from isentropic.integrations.huggingface._modules import attention_modules
+from isentropic.integrations.huggingface._modules import attention_modules, evaluation
 from isentropic.laws._formulas import AffineLog
 from isentropic.laws._law import Constant, Law
 from isentropic.masks import as_mask
@@ -230,6 +230,15 @@ def check_batches(batches: Any) -> None:
         raise type_error("batches", "be an iterable of batches", type(batches).__name__)
 
 
+def as_mapping(batch: Any) -> Mapping[str, Any]:
+    """A batch by the names of its arguments. A tensor is that of the token ids."""
+    if isinstance(batch, torch.Tensor):
+        return {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise type_error("batches", "give mappings or tensors", type(batch).__name__)
+    return batch
+
+
 def _measure(
     model: Any,
     batches: Iterable[Any],
@@ -257,9 +266,7 @@ def _measure(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(apply(model, modules, layer_laws))
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-        model.eval()
+        stack.enter_context(evaluation(model))
         stack.enter_context(_recording(modules, recorder.factors, add))
         for batch in tqdm(batches, desc=str(label), unit=" batches", disable=not label):
             if isinstance(batch, torch.Tensor):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,3 +81,19 @@ def n_heads(module: Any) -> int | None:
         if isinstance(n := getattr(owner, name, None), int):
             return n
     return None
+
+
+def layer_device(model: Any, module: torch.nn.Module) -> torch.device:
+    """The device of an attention module, which may differ from that of the model."""
+    parameter = next(module.parameters(), None)
+    return model.device if parameter is None else parameter.device
+
+
+@contextlib.contextmanager
+def evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode. Afterwards each module has its own mode again."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,14 +14,19 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from isentropic._checks import check_count, check_real, type_error, value_error
+from isentropic._checks import check_count, check_real, value_error
 from isentropic._namespace import Array
 from isentropic._numerics import clip
 from isentropic.integrations.huggingface._diagnose import checked_ids, is_causal
 from isentropic.integrations.huggingface._interface import NAME
 from isentropic.integrations.huggingface._laws import apply
-from isentropic.integrations.huggingface._measure import check_batches
-from isentropic.integrations.huggingface._modules import attention_modules, n_heads
+from isentropic.integrations.huggingface._measure import as_mapping, check_batches
+from isentropic.integrations.huggingface._modules import (
+    attention_modules,
+    evaluation,
+    layer_device,
+    n_heads,
+)
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._formulas import Knots
 from isentropic.laws._law import Law
@@ -140,6 +145,7 @@ def tune(
         optimizer = torch.optim.Adam([law.slope for law in laws], lr=learning_rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
+        stack.enter_context(evaluation(model))
         stack.enter_context(_frozen(model))
         bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
         for ids, starts in zip(texts, parts, strict=True):
@@ -160,19 +166,14 @@ def tune(
 
 def _slopes(model: Any, module: torch.nn.Module) -> torch.Tensor:
     """The slopes of the heads of a layer, on its device: 0 at the start."""
-    parameter = next(module.parameters(), None)
-    device = model.device if parameter is None else parameter.device
     # Not in the default dtype, which may be half precision.
-    kind: dict[str, Any] = {"dtype": torch.float32, "device": device, "requires_grad": True}
-    return torch.zeros(n_heads(module) or 1, **kind)
+    kind: dict[str, Any] = {"dtype": torch.float32, "requires_grad": True}
+    return torch.zeros(n_heads(module) or 1, device=layer_device(model, module), **kind)
 
 
 def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     """The token ids (B, tokens) of a batch."""
-    if isinstance(batch, torch.Tensor):
-        batch = {"input_ids": batch}
-    if not isinstance(batch, Mapping):
-        raise type_error("batches", "give mappings or tensors", type(batch).__name__)
+    batch = as_mapping(batch)
     ids = checked_ids("input_ids", batch.get("input_ids"))
     if ids.shape[1] < reference_length + 2:
         must = f"have texts of at least `reference_length` + 2 = {reference_length + 2} tokens"
@@ -213,13 +214,12 @@ def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _frozen(model: Any) -> Iterator[None]:
-    """Evaluation mode, in which no weight of the model gets a gradient."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                stack.callback(parameter.requires_grad_)
-                parameter.requires_grad_(False)
-        model.eval()
+    """A model of which no weight gets a gradient."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
         yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
