@@ -76,6 +76,18 @@ def test_a_text_that_ends_within_a_chunk_and_a_mapping():
         assert (a.factors == b.factors).all()
 
 
+def test_the_shortest_text():
+    law = tune(decoder("Llama"), [texts()[0][:, : LENGTH + 2]])[0]
+    assert (law.factors[:, 2] != 1).all()
+
+
+def test_no_dropout():
+    expected = tune(decoder("Llama"))
+    found = tune(decoder("Llama", attention_dropout=0.5).train())
+    for a, b in zip(found, expected, strict=True):
+        assert (a.factors == b.factors).all()
+
+
 def test_leaves_the_model_as_it_was():
     model = decoder("Llama").train()
     law = laws.LogLength(8)
@@ -155,6 +167,11 @@ def encoder():
     return transformers.BertLMHeadModel(config).eval()
 
 
+def without_cache():
+    config = transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    return transformers.OpenAIGPTLMHeadModel(config).eval()
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -165,6 +182,7 @@ def encoder():
             hybrid,
             "keep the keys and values of all tokens in its cache, and no other states, got Linear",
         ),
+        (without_cache, "keep the keys and values of all tokens in its cache, .* got OpenAIGPTLMHead"),
     ],
 )
 def test_refused_models(model, message):

@@ -136,10 +136,9 @@ def tune(
     parts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
     steps = sum(map(len, parts))
     label = "laws" if progress is True else progress
-    # Gradients are needed even if the caller has switched them off.
+    # Gradients are needed even if the caller has switched them off, by `no_grad` too.
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
         laws = [_Beyond(_slopes(model, module), reference_length) for module in modules]
         warn_of_rules(modules, laws)
         optimizer = torch.optim.Adam([law.slope for law in laws], lr=learning_rate)
