@@ -86,10 +86,8 @@ class TestErrorsOfFloatingPoint:
         "vmf_kl_uniform",
     )
 
-    @pytest.mark.parametrize("size", [1.0, 30.0, 1e30])
-    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-    @pytest.mark.parametrize("name", sorted(cases.CASES))
-    def test_settings_of_the_caller_do_not_matter(self, name, dtype, size):
+    def sized(self, name, dtype, size):
+        """The inputs of a case, of which the arrays are multiplied by the size."""
         if dtype == "float16":
             size = min(size, 1e3)
             if name in self.PRODUCTS or (name == "merge_states" and size > 30):
@@ -99,6 +97,13 @@ class TestErrorsOfFloatingPoint:
         arrays = cases.inputs(dtype)
         for key in ("q", "k", "v", "k2", "v2", "x", "bias"):
             arrays[key] = arrays[key] * arrays[key].dtype.type(size)
+        return arrays
+
+    @pytest.mark.parametrize("size", [1.0, 30.0, 1e30])
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+    @pytest.mark.parametrize("name", sorted(cases.CASES))
+    def test_settings_of_the_caller_do_not_matter(self, name, dtype, size):
+        arrays = self.sized(name, dtype, size)
         with np.errstate(all="ignore"):
             expected = cases.leaves(cases.CASES[name](arrays))
         with np.errstate(all="raise"):
@@ -175,3 +180,39 @@ def test_views_and_strides(backend, rng):
     views = [backend.xp.moveaxis(backend.array(x[i]), 0, 2) for i in range(3)]
     expected = it.attention(*straight, is_causal=True)
     backend.assert_close(it.attention(*views, is_causal=True), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+class TestErrorsOfFloatingPointOfTensors:
+    """What NumPy computes on the memory of tensors is quiet too."""
+
+    @pytest.mark.parametrize("size", [1.0, 1e30])
+    @pytest.mark.parametrize("name", sorted(cases.CASES))
+    def test_settings_of_the_caller_do_not_matter(self, backend, name, size):
+        if backend.library != "torch":
+            pytest.skip("about PyTorch's tensors")
+        inputs = TestErrorsOfFloatingPoint().sized(name, "float32", size)
+        arrays = {key: backend.array(x) for key, x in inputs.items()}
+        with np.errstate(all="ignore"):
+            expected = cases.leaves(cases.CASES[name](arrays))
+        with np.errstate(all="raise"):
+            got = cases.leaves(cases.CASES[name](arrays))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(backend.numpy(a), backend.numpy(b))
+
+    def test_kernels_and_plans(self, backend, rng):
+        if backend.library != "torch":
+            pytest.skip("about PyTorch's tensors")
+        q, k, v = (backend.array(x, "float32") for x in rng.normal(size=(3, 2, 600, 8)) * 20)
+
+        class Logarithm(it.laws.Law):
+            def evaluate(self, xp, n):
+                return xp.log(n)  # −∞ for a query that sees no key
+
+        law = Logarithm()
+        with np.errstate(all="raise"):
+            for n in (600, 599):  # with 599 keys the first query sees none
+                keys, values = k[:, :n], v[:, :n]
+                it.attention(q, keys, values, is_causal=True, law=law)
+                it.attention_state(q, keys, values, is_causal=True, law=law)
+            it.attention_entropy(q * 1e30, k * 1e30, order=2)

@@ -28,6 +28,7 @@ def quietly(
 
     Small weights underflow on purpose, and results beyond the dtype are documented to be NaN. The
     function runs in a context of its own, so that the caller's settings stay, even after an interrupt.
+    A function of a PyTorch tensor runs as it is: what it lets NumPy compute must be quiet by itself.
     For an unknown argument that is in `names`, the names of other libraries, the TypeError gives the
     name here.
     """
@@ -38,7 +39,10 @@ def quietly(
         nonlocal silenced
         torch = sys.modules.get("torch")
         try:
-            if torch is not None and torch.compiler.is_compiling():  # it cannot trace context variables
+            if torch is not None and (
+                (args and isinstance(args[0], torch.Tensor))
+                or torch.compiler.is_compiling()  # it cannot trace context variables
+            ):
                 return function(*args, **kwargs)
             if silenced is None:
                 import numpy as np

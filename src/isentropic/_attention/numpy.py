@@ -15,10 +15,10 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from isentropic._attention.generic import (
     AttentionState,
@@ -37,7 +37,7 @@ from isentropic._entropy import (
 )
 from isentropic._loops import BLOCKS, Block, blocks, keep_freed_memory, take
 from isentropic._namespace import Array
-from isentropic._numerics import divide_or_zero, grouped_matmul
+from isentropic._numerics import divide_or_zero, grouped_matmul, quietly
 from isentropic._threads import n_threads, run
 
 # A sum relative to the bound is accurate from here on: for up to 10^10 keys it loses less to underflow
@@ -50,6 +50,18 @@ _MAX_EXPONENT = 40.0
 _MAX_EXPONENT_ERROR = 1e-3
 
 Index = tuple[int, ...]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _quietly_on_tensors(function: _Function) -> _Function:
+    """Decorate by `quietly` for tensors. The calls with other arrays are quiet already."""
+    quiet = quietly(function)
+
+    @functools.wraps(function)
+    def chosen(plan: Plan, *args: Any) -> Any:
+        return (quiet if plan.library == "torch" else function)(plan, *args)
+
+    return cast(_Function, chosen)
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
@@ -82,6 +94,7 @@ def _is_large(plan: Plan) -> bool:
     )
 
 
+@_quietly_on_tensors
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""
     if _is_small(plan):
@@ -89,6 +102,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     return _to_library(plan, _Pass(*_as_numpy(plan, operands)).state().weighted_value)
 
 
+@_quietly_on_tensors
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
     """The state in columns, with the moment of an order.
 
@@ -98,6 +112,7 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
     return AttentionState(*(_to_library(plan, x) for x in fields))
 
 
+@_quietly_on_tensors
 def rows(plan: Plan, operands: Operands) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows."""
     # PyTorch takes 1 µs to make a row of a column, and NumPy 0.1 µs.
@@ -105,6 +120,7 @@ def rows(plan: Plan, operands: Operands) -> AttentionState:
     return AttentionState(*(_to_library(plan, x) for x in fields))
 
 
+@_quietly_on_tensors
 def entropy(plan: Plan, operands: Operands, order: float) -> Array:
     """Rényi's entropies, (..., L)."""
     import numpy as np

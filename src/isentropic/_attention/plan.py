@@ -44,7 +44,7 @@ from isentropic._namespace import (
     present,
     promoted,
 )
-from isentropic._numerics import lift
+from isentropic._numerics import lift, quietly
 from isentropic._records import Record
 from isentropic.laws._law import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
@@ -90,8 +90,8 @@ _FIRST_OPTION = Arguments._fields.index("is_causal")
 class Plan(Record):
     """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 
-    A plan holds no arrays. Plans are cached: two calls with the same signature share a plan. So plans
-    are compared by identity.
+    A plan holds no arrays of the caller. Plans are cached: two calls with the same signature share a
+    plan. So plans are compared by identity.
     """
 
     frame: Frame
@@ -118,7 +118,7 @@ class Plan(Record):
         bool  # whether they have the dtype and shapes of PyTorch's kernel, but for a missing axis
     )
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
-    factors: bytes | None  # the factors on the queries, (L, 1), if few numbers alone determine them
+    factors: Any  # the factors on the queries, (L, 1) in NumPy, if few numbers alone determine them
     # Those of `frame` and `batch`, for short.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
@@ -231,6 +231,7 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
     return kind, x.shape, x.dtype, array_api_compat.device(x), getattr(x, "weak_type", None)
 
 
+@quietly  # NumPy computes the factors of tensors
 def _plan(a: Arguments) -> Plan:
     """The plan of a call. It is a pure function of the signature."""
     mask, frame, batch = _checked(a)
@@ -322,8 +323,8 @@ def _common_multiplier(a: Arguments, mask: Mask | None, frame: Frame, scale: flo
 
 def _factors_of_counts(
     a: Arguments, counts: range | None, frame: Frame, compute: Any, scale: float
-) -> bytes | None:
-    """The factors on the queries in memory, for NumPy and PyTorch; None if they depend on arrays."""
+) -> Any:
+    """The factors on the queries, (L, 1) in NumPy; None if they depend on arrays, or for JAX."""
     if counts is None or len(counts) > _MAX_FACTORS or a.law is None or a.n_keys is not None:
         return None
     if a.law.arrays or not (is_numpy(frame.xp) or is_torch(frame.xp)):
@@ -332,7 +333,7 @@ def _factors_of_counts(
 
     dtype = numpy_dtype(frame.xp, compute)
     factors = a.law(np.arange(counts.start, counts.stop, dtype=dtype)) * scale
-    return factors.astype(dtype).tobytes() if factors.shape == (len(counts),) else None
+    return factors.astype(dtype)[:, None] if factors.shape == (len(counts),) else None
 
 
 def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
@@ -340,16 +341,6 @@ def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
     import numpy as np
 
     return np.float64 if dtype == xp.float64 else np.float32
-
-
-def _kept_factors(plan: Plan) -> Any:
-    """The factors of the plan, as an array of its own for each call."""
-    import numpy as np
-
-    assert plan.factors is not None
-    dtype = numpy_dtype(plan.xp, plan.compute)
-    factors = np.ndarray((plan.n_queries, 1), dtype, bytearray(plan.factors))
-    return factors if plan.library == "numpy" else plan.xp.from_numpy(factors)
 
 
 def _mask(a: Arguments) -> Mask | None:
@@ -416,7 +407,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     multiplier: Any = plan.multiplier
     lengths = None
     if plan.factors is not None:
-        multiplier = _kept_factors(plan)
+        multiplier = plan.factors if plan.library == "numpy" else plan.xp.from_numpy(plan.factors)
     elif multiplier is None:
         lengths = visible_lengths(plan, mask, a.n_keys)
         multiplier = plan.scale

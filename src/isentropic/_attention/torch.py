@@ -96,7 +96,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
 
         (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
     if len(plan.batch) == 1:
-        out = out.squeeze(0)
+        out = out[0]
     elif len(plan.batch) != 2:
         out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
     return out if plan.fits_sdpa or out.shape[-1] == plan.n_values else out[..., : plan.n_values]
@@ -112,7 +112,7 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     if not plan.fits_sdpa:
         arrays = [_fitted(plan, x) for x in arrays]
     elif len(plan.batch) == 1:
-        arrays = [x.unsqueeze(0) for x in arrays]
+        arrays = [x[None] for x in arrays]
     # The kernel needs contiguous rows.
     q, k, v = [x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous() for x in arrays]
     return q, k, v, scale
