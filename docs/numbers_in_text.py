@@ -70,6 +70,7 @@ def performance() -> dict[str, str]:
 
 
 def what_holds() -> dict[str, str]:
+    from experiment import load
     from ledger.test_mean_entropy import POWERS, random_initialization
 
     from isentropic import laws, theory
@@ -79,7 +80,18 @@ def what_holds() -> dict[str, str]:
     growth = (f"{theory.needle_entropy(n, 8, 7.5):.1f}" for n in (64, 8192))
     numbers = random_initialization()
     rows = {name: " | ".join(f"{h:.2f}" for h in numbers[name]) for name in ("standard", "law")}
-    return {"growth": " to ".join(growth), "held": f"{min(held):.2f} and {max(held):.2f}", **rows}
+    errors = load("calibration")["minilm"]["errors"]
+    arms = {"affine": "fitted, affine", "su": "Su's law, base 128", "plain": "standard scale"}
+    missed = {
+        name: f"{errors[arm]['code']:.2f} nats on code and {errors[arm]['prose']:.2f} on prose"
+        for name, arm in arms.items()
+    }
+    return {
+        "growth": " to ".join(growth),
+        "held": f"{min(held):.2f} and {max(held):.2f}",
+        **rows,
+        **missed,
+    }
 
 
 def johnson_lindenstrauss() -> dict[str, str]:

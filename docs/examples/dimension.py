@@ -436,9 +436,9 @@ At k = {size}, 8.33 log N, Fast JL keeps {jl:.0f} % of the nearest neighbors and
 Doubling k up to this value gains {bends[0][0]:.0f} and {bends[1][0]:.0f} points. Doubling it once \
 more gains {bends[0][1]:.0f} and {bends[1][1]:.0f}.
 
-Document 000 measures the variance of the cosines. Relative to its value with all dimensions, it is \
-{variances[0] / variances[1]:.1f} times as large at k = {size}, and {variances[2] / variances[1]:.1f} \
-times as large at k = {SIZES[-1]}.
+The derivation of 9588 measures the variance of the cosines. Relative to its value with all dimensions,
+it is {variances[0] / variances[1]:.1f} times as large at k = {size}, and \
+{variances[2] / variances[1]:.1f} times as large at k = {SIZES[-1]}.
 
 The k that keeps {KEPT} % of the neighbors, also for random subsets of the words:
 
@@ -571,19 +571,19 @@ def claims(results: dict) -> list[Claim]:
     lost = {m: moved(results, "focused", "Fast JL", m, 64) for m in (512, 1024)}
     return [
         Claim(
-            "000 §3.1, eq. 39–40",
+            "derivation of 9588, §3.1, eq. 39–40",
             "At ε = 0.5 the lemma gives d ≥ 8 log N, empirically.",
             f"For N = {n} it gives {lemma}, and 8 log N is {eight}.",
             verdict(lemma <= 1.1 * eight),
         ),
         Claim(
-            "000 §8.1, table",
+            "derivation of 9588, §8.1, table",
             "8.33 log N is 77, 90 and 96 for N = 10 000, 50 000 and 100 000.",
             f"{dims[0]}, {dims[1]} and {dims[2]}, rounded up.",
             verdict(all(abs(a - b) <= 1 for a, b in zip(dims, (77, 90, 96), strict=True))),
         ),
         Claim(
-            "000 §8.1, eq. 78; §10.1",
+            "derivation of 9588, §8.1, eq. 78; §10.1",
             "8.33 log N is the least dimension, and the optimal one, for N word vectors.",
             f"None were trained at each dimension. Projected to {size}, trained ones of "
             f"{results['width']} keep {jl:.0f} % of the nearest neighbors by Fast JL, {pca:.0f} % by "
@@ -591,19 +591,19 @@ def claims(results: dict) -> list[Claim]:
             "not tested",
         ),
         Claim(
-            "000 §5.1, eq. 52",
+            "derivation of 9588, §5.1, eq. 52",
             "8.33 log 512 ≈ 75.",
             f"{theory.entropy_criterion_dim(512)} with the natural logarithm, 75 with that of base 2.",
             verdict(theory.entropy_criterion_dim(512) == 75),
         ),
         Claim(
-            "000 §8.2, table",
+            "derivation of 9588, §8.2, table",
             "Perplexities for n = 128 to 1024 and d_k = 32 to 256.",
             "No language model was trained at each d_k.",
             "not tested",
         ),
         Claim(
-            "000 §8.2, observations 1 and 2",
+            "derivation of 9588, §8.2, observations 1 and 2",
             "d_k = 64 is enough up to n = 512, and clearly worse at n = 1024.",
             f"No head was trained at each d_k. Projected to 64, focused attention of {WIDTH} "
             f"dimensions moves {100 * lost[512]:.0f} % of its weight at n = 512 and "
@@ -611,13 +611,13 @@ def claims(results: dict) -> list[Claim]:
             "not tested",
         ),
         Claim(
-            "000 §8.2, observation 3",
+            "derivation of 9588, §8.2, observation 3",
             "8.33 log 1024 ≈ 83.",
             f"It is {theory.entropy_criterion_dim(1024)}.",
             verdict(theory.entropy_criterion_dim(1024) == 83),
         ),
         Claim(
-            "000 §8.2, observation 3",
+            "derivation of 9588, §8.2, observation 3",
             "The d_k that attention needs grows with log n, by 8.33.",
             f"No head was trained at each d_k. Per unit of log n, the k with which Fast JL moves "
             f"{100 * MOVED:.0f} % of the weight changes by {whole(heads['initial'], '.1f')} (initial), "

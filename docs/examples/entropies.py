@@ -33,9 +33,9 @@ QUERIES, DRAWS = 256, 8
 WIDTH, HEADS = 768, 12  # of the new layer
 MODEL_LENGTHS = (32, 64, 128, 256, 512)
 LAWS = {"O": None, "E, base 512": it.laws.LogLength(512), "E, base 64": it.laws.LogLength(64)}
-# 004 §7.2: log n − 1.92 for O by eq. 60, and the entropy at n = 64 for E.
+# Derivation of 8823, §7.2: log n − 1.92 for O by eq. 60, and the entropy at n = 64 for E.
 CLAIMED_AT_START = {64: 2.24, 128: 2.93, 256: 3.63, 512: 4.32, 1024: 5.01}
-# 000 §8.3: a model trained at n = 512.
+# Derivation of 9588, §8.3: a model trained at n = 512.
 CLAIMED_TRAINED = {
     "base": 512,
     "lengths": [512, 1024, 2048, 4096],
@@ -157,7 +157,9 @@ def report(results: dict[str, Any]) -> str:
             row(f"{name}: `theory.gaussian_entropy`", results["gaussian"][name]),
         ]
         if name in claimed:
-            rows.append([f"*{name}: 004 §7.2*", *(claimed[name].get(n, "") for n in lengths)])
+            rows.append(
+                [f"*{name}: derivation of 8823, §7.2*", *(claimed[name].get(n, "") for n in lengths)]
+            )
     rows += [
         row("O: `theory.sphere_entropy`", results["sphere"]),
         row("O: new `MultiheadAttention`, measured", start["new layer"]["O"]),
@@ -166,7 +168,7 @@ def report(results: dict[str, Any]) -> str:
     needle = results["needles"]
     models = {
         **results["trained"],
-        "*000 §8.3*": CLAIMED_TRAINED,
+        "*derivation of 9588, §8.3*": CLAIMED_TRAINED,
         f"needles: {needle['relevant']} relevant keys at a gap of {needle['gap']:.2f}": needle,
     }
     growing = [
@@ -207,27 +209,27 @@ def claims(results: dict[str, Any]) -> list[Claim]:
     needle = results["needles"]
     return [
         Claim(
-            "004 §7.2, eq. 60",
+            "derivation of 8823, §7.2, eq. 60",
             "At initialization the entropy of O is log n − 1.92 (d = 64).",
             f"Too low by {min(apart.values()):.2f} to {max(apart.values()):.2f} nats: it is "
             f"{measured['O'][0]:.2f} at n = {results['lengths'][0]}.",
             verdict(max(apart.values()) < 0.1),
         ),
         Claim(
-            "004 §7.2",
+            "derivation of 8823, §7.2",
             "At initialization E keeps the entropy at 2.24 from n = 64 to 1024.",
             f"{held[0]:.2f} to {held[-1]:.2f} with base 64, "
             f"{wide[0]:.2f} to {wide[-1]:.2f} with base 512.",
             verdict(max(held) - min(held) < 0.1),
         ),
         Claim(
-            "000 §8.3",
+            "derivation of 9588, §8.3",
             f"In a trained model O's entropy grows like log n, by {claimed['O']:.2f} per unit of it.",
             f"{min(grows['O']):.2f} to {max(grows['O']):.2f} in three models, at shorter lengths.",
             verdict(all(abs(x - claimed["O"]) < 0.3 for x in grows["O"])),
         ),
         Claim(
-            "000 §8.3",
+            "derivation of 9588, §8.3",
             f"With the law it grows by {claimed['E']:.2f}: it is nearly constant.",
             f"{min(grows['E']):.2f} to {max(grows['E']):.2f} in three models that run with it. A "
             f"needle model that has O's numbers within {needle['error']:.2f} nats has "
@@ -245,10 +247,10 @@ def picture(results: dict[str, Any]) -> Figure:
         values = results["start"]["normal"][name]
         left.plot(lengths, values, "o", color=f"C{i}", label=f"{name}, measured")
         left.plot(lengths, results["gaussian"][name], color=f"C{i}", label=f"{name}, theory")
-    left.plot(*zip(*CLAIMED_AT_START.items(), strict=True), "x:", color="C0", label="O, claimed (004)")
-    left.plot([64, 1024], [2.24, 2.24], "x:", color="C2", label="E, claimed (004)")
+    left.plot(*zip(*CLAIMED_AT_START.items(), strict=True), "x:", color="C0", label="O, claimed")
+    left.plot([64, 1024], [2.24, 2.24], "x:", color="C2", label="E, claimed")
     left.set_title("at initialization", fontsize=10)
-    models = {**results["trained"], "claimed (000 §8.3)": CLAIMED_TRAINED}
+    models = {**results["trained"], "claimed": CLAIMED_TRAINED}
     for i, (title, model) in enumerate(models.items()):
         style = ":" if model is CLAIMED_TRAINED else "-"
         right.plot(model["lengths"], model["O"], "o" + style, color=f"C{i}", label=f"{title}: O")

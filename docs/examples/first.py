@@ -276,7 +276,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
     failed = " and ".join(f"{arm} with {at_chance(results, arm)}" for arm in ("O", "O + law"))
     return [
         Claim(
-            "001, 004",
+            "posts 9588 and 8823",
             "A factor log n improves extrapolation to longer contexts.",
             f"FIRST, trained at {TRAINED}, n = {last}: the law brings {found.interval()} points of "
             f"accuracy. Of {results['seeds']} seeds, {failed} guess.",

@@ -28,10 +28,10 @@ Texts. Eight, of 513 tokens each: Python's language reference, docstrings and so
 have seen them in training, which is the same for both arms.
 
 Sufficient dimension. For each text, arm and band: the least k from which on the rise is at most 0.05
-nats, by linear interpolation between the k that were measured, and 64. The text of the claim (000,
-§8.2) calls a rise of 0.04 nats "basically enough" (perplexity 15.0 to 15.6 at n = 512) and one of 0.11
-a notable decline. 0.05 nats are 5 % of perplexity. If the rise at the least k is no more, the dimension
-is that k.
+nats, by linear interpolation between the k that were measured, and 64. The text of the claim (the
+derivation of 9588, §8.2) calls a rise of 0.04 nats "basically enough" (perplexity 15.0 to 15.6 at n =
+512) and one of 0.11 a notable decline. 0.05 nats are 5 % of perplexity. If the rise at the least k is
+no more, the dimension is that k.
 
 Decision. Two questions to each arm, by `experiment.decide` over the eight texts:
 
@@ -365,7 +365,12 @@ def answer(results: dict[str, Any]) -> str:
 def claims(results: dict[str, Any]) -> list[Claim]:
     def claim(says: str, what: str, found: dict[str, tuple[str, Decision]]) -> Claim:
         text = "; ".join(f"{arm}: {show(*x)}" for arm, x in found.items())
-        return Claim("000, §8.2 and §10.1", says, f"SmolLM2-135M, {what}. {text}.", together(found))
+        return Claim(
+            "derivation of 9588, §8.2 and §10.1",
+            says,
+            f"SmolLM2-135M, {what}. {text}.",
+            together(found),
+        )
 
     return [
         claim(

@@ -452,7 +452,8 @@ def answer(results: dict[str, Any]) -> str:
     return (
         f"Find the largest of {n} numbers, trained with at most {LONGEST}: the law log n in training "
         f"brings {against('log', 'constant')} more than a learned constant. On the weights of standard "
-        f"attention, a held mean entropy brings {against('O + held mean', 'O + log')} more than it."
+        f"attention, a factor that holds the mean entropy brings {against('O + held mean', 'O + log')} "
+        f"more than the law log n at test time."
     )
 
 
@@ -466,12 +467,12 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
     return [
         Claim(
-            "001, 004",
+            "posts 9588 and 8823",
             "A factor log n improves extrapolation to longer contexts.",
             *found("log", "constant"),
         ),
         Claim(
-            "004, Entropy invariance",
+            "post 8823",
             "For lengths beyond those of training the entropy should not depend on n.",
             *found("O + held mean", "O + log"),
         ),

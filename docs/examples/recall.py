@@ -2,7 +2,7 @@
 
     python recall.py
 
-How should the scale depend on n if all keys have the same distribution? A reader of document 001 asked
+How should the scale depend on n if all keys have the same distribution? A reader of post 9588 asked
 this for graphs. One layer of attention with trained maps of queries and keys is trained with 64 keys,
 and tested with up to 2048. The tasks:
 
@@ -442,7 +442,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
     of_held = [decision(results, task, "O + calibrated").verdict for task in tasks]
     return [
         Claim(
-            "001, comments",
+            "post 9588, a comment",
             "Where new keys are like the old ones (on a graph), the law makes results worse.",
             f"No graph. Loss at n = {last}: {each(lambda x: losses(x, 'O', 'O + law'))}",
             "in part"
@@ -450,26 +450,26 @@ def claims(results: dict[str, Any]) -> list[Claim]:
             else verdict(any(is_worse.values())),
         ),
         Claim(
-            "001, reply to it",
+            "post 9588, the reply to it",
             "With keys that are alike, of which many are averaged, no scaling by log n may be better.",
             f"Best factor at n = {last}, where the law has {law:.2f}: "
             + each(lambda x: f"{means(results, x, 'O + best', 'factor')[-1]:.2f}", groups),
             "in part" if len({is_worse[task] for task in groups}) > 1 else verdict(is_worse[groups[0]]),
         ),
         Claim(
-            "004, Entropy invariance",
+            "post 8823",
             "For lengths beyond those of training the entropy should not depend on n.",
             f"Loss at n = {last}: {each(lambda x: losses(x, 'O', *held))}",
             verdict(all(x == "helps" for x in of_held)),
         ),
         Claim(
-            "001, Entropy invariance",
+            "post 9588",
             "Whatever n is, attention should be on the few keys that matter.",
             f"dH/d log n: {each(lambda x: rise(x, 'ideal'))}",
             verdict(all(rises(task, "ideal") < 0.1 for task in tasks)),
         ),
         Claim(
-            "001, Entropy invariance",
+            "post 9588",
             "With more keys the attention spreads, and a factor that grows with n gathers it again.",
             f"dH/d log n: {each(lambda x: rise(x, 'O', 'O + law'))}",
             verdict(all(rises(task, "O") > rises(task, "O + law") > 0 for task in tasks)),

@@ -547,12 +547,12 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
     return [
         Claim(
-            "001, 004",
+            "posts 9588 and 8823",
             "A factor log n improves extrapolation to longer contexts.",
             *found("log", "constant"),
         ),
         Claim(
-            "004, Entropy invariance",
+            "post 8823",
             "For lengths beyond those of training the entropy should not depend on n.",
             *found("O + held mean", "O + log"),
         ),

@@ -269,7 +269,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
     found = decide(gains(results, "Su", NO_LAW, "loss"), SMALLEST["loss"])
     return [
         Claim(
-            "001, Entropy invariance",
+            "post 9588",
             "A factor log n keeps attention on the tokens that matter in longer contexts.",
             f"Codes in {results['length']} tokens of SmolLM2, gain in nats per digit: {show(found)}.",
             answered(found),

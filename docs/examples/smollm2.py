@@ -596,7 +596,7 @@ def report(results: dict[str, Any]) -> str:
     found = {arm: answers(results, arm) for arm in laws_in(results) if arm not in (NO_LAW, CONSTANT)}
     by_arm = "; ".join(f"{arm}: {x}" for arm, x in found.items())
     missing = [arm for arm in ARMS if arm not in results["arms"]]
-    not_run = f" Not run: {', '.join(missing)}." if missing else ""
+    not_run = f" Not run, of the arms in the script: {', '.join(missing)}." if missing else ""
     bands = bands_table(results, laws_in(results))
     if orientation := [arm for arm in results["arms"] if arm not in laws_in(results)]:
         bands += "\n\n" + bands_table(results, [NO_LAW, *orientation])
@@ -610,8 +610,11 @@ relevant effect is {SMALLEST} nats:
 
 {decisions_table(results)}
 
-Is there a law that is better than YaRN's constant beyond the trained length, and loses nothing within
-it? {by_arm}. The primary arm is {PRIMARY}.{not_run}
+"Copied" is the loss of parts of the text that are given again, of which the beginning is the cue.
+
+Is there a law that is better than YaRN's constant beyond the trained length, and whose loss within it
+is at most {LIMIT_WITHIN} nats above that of no law? {by_arm}. The arm that decides is {PRIMARY}; others
+that pass are candidates for other documents.{not_run}
 
 {slopes_table(results)}
 """
@@ -643,7 +646,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
             CONSTANT,
         ),
         claim(
-            "001, Entropy invariance",
+            "post 9588",
             "A factor log n beyond the trained length improves extrapolation.",
             "Su",
         ),

@@ -145,7 +145,7 @@ class TestCommitted:
         assert f"{results['words']} word vectors" in text
         assert "nan" not in text
         verdicts = {(c.source, c.says): c.verdict for c in dimension.claims(results)}
-        assert verdicts["000 §5.1, eq. 52", "8.33 log 512 ≈ 75."] == "not reproduced"
+        assert verdicts["derivation of 9588, §5.1, eq. 52", "8.33 log 512 ≈ 75."] == "not reproduced"
         assert list(verdicts.values()).count("not tested") == 4
         assert len(verdicts) == 8
 
