@@ -216,3 +216,17 @@ class TestErrorsOfFloatingPointOfTensors:
                 it.attention(q, keys, values, is_causal=True, law=law)
                 it.attention_state(q, keys, values, is_causal=True, law=law)
             it.attention_entropy(q * 1e30, k * 1e30, order=2)
+
+    @pytest.mark.parametrize("signs", [(1, 1, 1), (1, -1, 1), (-1, 1, 1)])
+    def test_proofs_of_finiteness(self, backend, signs):
+        if backend.library != "torch":
+            pytest.skip("about PyTorch's tensors")
+        for size in (1e18, 1e38, np.inf):
+            arrays = [np.full((4, 8), sign * 1e18, np.float32) for sign in signs]
+            for x, sign in zip(arrays, signs, strict=True):
+                x[0, 0] = sign * size
+            q, k, v = map(backend.array, arrays)
+            with np.errstate(all="raise"):
+                for is_causal in (False, True):
+                    it.attention(q, k, v, is_causal=is_causal, scale=1e-37)
+                    it.attention_state(q, k, v, is_causal=is_causal, scale=1e-37)

@@ -1,6 +1,7 @@
 """Laws against their formulas, and presets against the code they describe."""
 
 import copy
+import functools
 import importlib
 import inspect
 import json
@@ -409,6 +410,75 @@ class TestDictionaries:
             laws.from_dict(data, like="numpy")
         with pytest.raises(TypeError, match=r"`like` must have a real floating-point dtype, got int"):
             laws.from_dict(data, like=np.array([1]))
+
+
+@dataclass(frozen=True)
+class _InPlace(laws.Law):
+    shift: float
+
+    def evaluate(self, xp, n):
+        n += self.shift
+        return xp.log(n)
+
+
+@dataclass(frozen=True)
+class _Remembering(laws.Law):
+    period: Any
+
+    @functools.cached_property
+    def slope(self):
+        return 1 / math.log(self.period)
+
+    def evaluate(self, xp, n):
+        return 1 + self.slope * xp.log(xp.where(n < 1, 1.0, n))
+
+
+class _Setting:
+    """An object whose hash is its identity."""
+
+
+@dataclass(frozen=True)
+class _Of(laws.Law):
+    setting: Any
+
+    def evaluate(self, xp, n):
+        return xp.ones_like(n) * self.setting.value
+
+
+class TestLawsOfUsers:
+    def test_in_place(self, backend, rng):
+        if backend.library in ("jax", "dask"):
+            pytest.skip("arrays that do not change")
+        q, k = (backend.array(rng.normal(size=(4, 8)), "float32") for _ in range(2))
+        seen = backend.array(np.tri(4, dtype=bool))
+        exact = it.attention_state(q, k, mask=seen, law=laws.shifted(laws.PowerLog(0.0, 1.0, 1.0), 3))
+        for _ in range(2):  # with a new plan, and with one that is kept
+            state = it.attention_state(q, k, mask=seen, law=_InPlace(3.0))
+            backend.assert_close(state.n_keys, np.arange(1.0, 5.0))
+            backend.assert_close(state.entropy(), exact.entropy(), rtol=1e-5)
+
+    def test_cached_properties_are_no_parameters(self, backend, rng):
+        law, other = _Remembering(16.0), _Remembering(16.0)
+        x = backend.array(rng.normal(size=(4, 8)), "float32")
+        before = hash(law)
+        it.attention(x, x, x, law=law)
+        law(32)
+        assert "slope" in vars(law)
+        assert law == other
+        assert hash(law) == before
+        assert repr(law) == "_Remembering(period=16.0)"
+        assert vars(copy.deepcopy(law)) == vars(other)
+        assert laws.scaled(law, 2.0) == laws.scaled(other, 2.0)
+
+    def test_objects_that_change_are_read_in_each_call(self, backend, rng):
+        q, k = (backend.array(rng.normal(size=(4, 8)), "float32") for _ in range(2))
+        setting = _Setting()
+        for value in (1.0, 3.0, 1.0):
+            setting.value = value
+            for is_causal in (False, True):
+                found = it.attention_entropy(q, k, law=_Of(setting), is_causal=is_causal)
+                expected = it.attention_entropy(q, k, law=laws.Constant(value), is_causal=is_causal)
+                backend.assert_close(found, expected, rtol=1e-6)
 
 
 class TestValues:

@@ -126,6 +126,28 @@ class TestEveryFunction:
 class TestTransformations:
     LENGTHS = (2, 7, 16, 33, 64, 100, 300, 777, 1500, 2100)
 
+    @pytest.mark.parametrize("name", ["attention", "causal", "entropy", "output of a state", "sinks"])
+    def test_modes_that_see_all_operations(self, name):
+        """Tracing records operations, not numbers, and counters count them."""
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.utils.flop_counter import FlopCounterMode
+
+        call = {
+            "attention": lambda q, k: it.attention(q, k, q),
+            "causal": lambda q, k: it.attention(q, k, q, is_causal=True),
+            "entropy": lambda q, k: it.attention_entropy(q, k),
+            "output of a state": lambda q, k: it.attention_state(q, k, q).output(),
+            "sinks": lambda q, k: it.attention(q, k, q, sinks=torch.zeros(())),
+        }[name]
+        q, k, other, key = torch.randn(4, 40, 8, generator=torch.Generator().manual_seed(0))
+        expected = call(other, key)  # a plan is kept
+        traced = make_fx(call)(q, k)
+        torch.testing.assert_close(traced(other, key), expected)
+        with FlopCounterMode(display=False) as counter:
+            torch.testing.assert_close(call(other, key), expected)
+        if name not in ("attention", "causal"):  # PyTorch does not count its own kernel on the CPU
+            assert counter.get_total_flops() >= 2 * 40 * 40 * 8
+
     @pytest.mark.parametrize(
         "call",
         [
@@ -771,6 +793,24 @@ GRADIENT_OPTIONS = {
 
 class TestRecomputedGradients:
     """States and entropies whose gradient takes the tiles again, against autograd through all tiles."""
+
+    @pytest.mark.parametrize("name", RECOMPUTED)
+    def test_batched_gradients(self, name, rng, tiny_tiles):
+        shapes = {"q": (4, 7, 8), "k": (4, 9, 8), "v": (4, 9, 6), "b": (4, 7, 9)}
+        shapes |= {"k1": (1, 9, 8), "k2": (2, 9, 8), "v2": (2, 9, 6)}
+        a = {x: torch.asarray(rng.normal(size=(2, *of))).requires_grad_() for x, of in shapes.items()}
+        out = RECOMPUTED[name](a | {"b": a["b"][0]}, None)
+        out = next(iter(out)) if isinstance(out, tuple) else out
+        upstream = torch.asarray(rng.normal(size=(3, *out.shape)))
+        options = {"retain_graph": True, "allow_unused": True}
+        inputs = list(a.values())
+        found = torch.autograd.grad(out, inputs, upstream, is_grads_batched=True, **options)
+        expected = [torch.autograd.grad(out, inputs, g, **options) for g in upstream]
+        for got, want in zip(found, zip(*expected, strict=True), strict=True):
+            if got is not None:
+                torch.testing.assert_close(got, torch.stack(want))
+            else:
+                assert all(x is None or not x.any() for x in want)
 
     @pytest.mark.parametrize("name", RECOMPUTED)
     def test_first_and_second_derivatives(self, name, rng, tiny_tiles):

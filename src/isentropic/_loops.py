@@ -362,6 +362,8 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
             return False
         if torch._C._functorch.is_legacy_batchedtensor(x):  # batched gradients of torch.autograd
             return False
+        if within_dispatch_mode():
+            return False
         return x.device.type == "cpu" and not is_transformed(xp, x)
     if is_jax(xp):
         import jax
@@ -399,6 +401,13 @@ def within_transformation() -> bool:
 
     level = torch._C._functorch.maybe_current_level()
     return level is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def within_dispatch_mode() -> bool:
+    """Whether a mode of PyTorch sees all operations: of tracing, fake tensors, or counting."""
+    import torch
+
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def is_differentiated(xp: ModuleType, x: Any) -> bool:

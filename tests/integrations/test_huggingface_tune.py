@@ -1,5 +1,6 @@
 """Laws that are trained alone, against the experiment of the documentation, and what is refused."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -142,6 +143,11 @@ def test_progress(capsys):
             r"with the shape of the ids, got \(2, 3\)",
         ),
         (
+            {"batches": [{"input_ids": texts()[0], "attention_mask": [[1] * 33] * 2}]},
+            TypeError,
+            "`batches` must have a tensor as its `attention_mask`, or none, got list",
+        ),
+        (
             {"batches": [{"input_ids": texts()[0], "labels": texts()[0]}]},
             ValueError,
             "`batches` must have `input_ids` and `attention_mask` alone, got `labels`",
@@ -200,12 +206,22 @@ def test_a_model_that_gives_nan_is_refused_and_keeps_its_laws():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_where_gradients_are_switched_off(mode):
-    expected = tune(decoder("Llama"))
-    model, data = decoder("Llama"), list(texts())
+    data = [x[:1] for x in texts()]
+    expected = tune(decoder("Llama"), data)
+    model = decoder("Llama")
     with mode():
         found = tune(model, data)
-    for a, b in zip(found, expected, strict=True):
-        assert (a.factors == b.factors).all()
+        made_here = tune(model, [x + 0 for x in data], chunk_size=np.int64(8))
+    for a, b, c in zip(found, made_here, expected, strict=True):
+        assert (a.factors == c.factors).all()
+        assert (b.factors == c.factors).all()
+
+
+def test_weights_that_can_have_no_gradient_are_refused():
+    with torch.inference_mode():
+        model = decoder("Llama")
+    with pytest.raises(ValueError, match=r"`model` must be made outside of `torch.inference_mode`"):
+        tune(model)
 
 
 def test_half_precision():

@@ -30,6 +30,7 @@ from isentropic._loops import (
     is_known_true,
     is_readable,
     is_transformed,
+    within_dispatch_mode,
     within_transformation,
 )
 from isentropic._namespace import (
@@ -193,7 +194,7 @@ def _signature(a: Arguments) -> Any:
     is_recording = False
     if torch is not None:
         # Symbolic lengths and levels of transformations are valid in one trace only.
-        if torch.compiler.is_compiling() or within_transformation():
+        if torch.compiler.is_compiling() or within_transformation() or within_dispatch_mode():
             return None
         is_recording = torch.is_grad_enabled()
     options = a[_FIRST_OPTION:]
@@ -470,6 +471,7 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
 
     It is finite only if all numbers are, and NaN if any of them is. BLAS is fastest to add products.
     """
+    # Sums of Python's floats never warn, where those of NumPy's do.
     import numpy as np
 
     total, is_torch, dtype, waiting = 0.0, plan.library == "torch", plan.compute, None
@@ -483,10 +485,10 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
         if waiting is None:
             waiting = numbers
         elif waiting.size == numbers.size:
-            total, waiting = total + np.vdot(waiting, numbers), None
+            total, waiting = total + float(np.vdot(waiting, numbers)), None
         else:
-            total, waiting = total + np.vdot(waiting, waiting), numbers
-    return total if waiting is None else total + np.vdot(waiting, waiting)
+            total, waiting = total + float(np.vdot(waiting, waiting)), numbers
+    return total if waiting is None else total + float(np.vdot(waiting, waiting))
 
 
 def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:

@@ -232,7 +232,8 @@ def _recomputed() -> Any:
             call, n_inputs = ctx.call, len(ctx.call.names)
             inputs, fields = ctx.saved_tensors[:n_inputs], ctx.saved_tensors[n_inputs:]
             tiles = call.with_inputs(inputs)
-            if torch.is_grad_enabled():  # for a second derivative PyTorch must record all tiles
+            # For a second derivative, and for batched gradients, PyTorch must record all tiles.
+            if torch.is_grad_enabled() or any(map(_is_batched, upstream)):
                 return None, *_recorded_gradients(tiles, call.order, inputs, upstream)
             wanted = [name for name, x in zip(call.names, inputs, strict=True) if x.requires_grad]
             grads = backward(tiles, call.order, call.state(fields), call.state(upstream), wanted)
@@ -244,11 +245,21 @@ def _recomputed() -> Any:
 def _recorded_gradients(tiles: Tiles, order: float | None, inputs: Any, upstream: Any) -> Any:
     import torch
 
-    pairs = zip(_fields(tiles.state(order)), upstream, strict=True)
+    is_recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        pairs = zip(_fields(tiles.state(order)), upstream, strict=True)
     fields, grads = zip(*[(x, g) for x, g in pairs if g is not None], strict=True)
     wanted = [x for x in inputs if x.requires_grad]
-    found = iter(torch.autograd.grad(fields, wanted, grads, create_graph=True, allow_unused=True))
+    options = {"create_graph": is_recorded, "allow_unused": True}
+    found = iter(torch.autograd.grad(fields, wanted, grads, **options))
     return [next(found) if x.requires_grad else None for x in inputs]
+
+
+def _is_batched(gradient: Any) -> bool:
+    """Whether it is one of several gradients at once (``is_grads_batched``)."""
+    import torch
+
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def _fields(state: AttentionState) -> list[Any]:

@@ -87,7 +87,7 @@ class LawModule(torch.nn.Module):
         self._kind, self._numbers, self._names = type(law), {}, []
         self._is_trained = not borrow and any(isinstance(x, torch.nn.Parameter) for x in law.arrays)
         self._law: Law | None = None  # the last one, which is kept unless it is trained
-        for name, x in vars(law).items():
+        for name, x in law._fields().items():
             # Not setattr: a field may have the name of a method of modules, such as `half`.
             if isinstance(x, Law):
                 self._modules[name] = LawModule(x, borrow=borrow)
@@ -122,7 +122,7 @@ class LawModule(torch.nn.Module):
         parts = {name: module() for name, module in self._modules.items()}
         parts |= {name: self._tensor(name) for name in self._names}
         law = self._law
-        if law is None or any(vars(law)[name] is not x for name, x in parts.items()):
+        if law is None or any(getattr(law, name) is not x for name, x in parts.items()):
             law = self._kind(**self._numbers, **parts)
             if not self._is_trained and not torch.compiler.is_compiling():
                 self._law = law

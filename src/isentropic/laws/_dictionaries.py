@@ -60,7 +60,7 @@ def to_dict(law: Law) -> dict[str, Any]:
         ``"law"`` is the name of the class, or "scaled" or "shifted"; the law that these two change is
         under ``"of"``. The parameters follow. Arrays become nested lists. A one-dimensional array of
         `Knots` becomes ``{"array": [...]}``, as a plain list stands for a sequence of numbers there.
-        `from_dict` makes an equal law from the dictionary.
+        `from_dict` makes an equal law from the dictionary, but for 0-d arrays, which become numbers.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def to_dict(law: Law) -> dict[str, Any]:
     if kind is None:
         raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
     data: dict[str, Any] = {"law": kind}
-    for name, x in vars(law).items():
+    for name, x in law._fields().items():
         if isinstance(x, PerQuery) and name != "law":
             raise _per_query_error(name)
         if isinstance(x, Law):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Number, Real
 from types import ModuleType
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 from isentropic._checks import (
     bounds_message,
@@ -82,6 +83,7 @@ class Law(ABC):
     # `_children`: the names of the children of an unflattened tree, whose leaves may be any objects.
     # `_signature`: the cached signature, for laws without arrays. Arrays can change device and flags.
     __slots__ = ("_children", "_signature")
+    _cached_properties: ClassVar[frozenset[str]] = frozenset()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         register_nodes(cls, Law)
@@ -125,6 +127,12 @@ class Law(ABC):
             raise TypeError(
                 f"{cls.__name__}, a law, must have no __slots__: its fields are its __dict__."
             )
+        cls._cached_properties = frozenset(
+            name
+            for base in cls.__mro__
+            for name, x in vars(base).items()
+            if isinstance(x, functools.cached_property)
+        )
         # The methods that a dataclass generates fail for arrays.
         for method in (Law.__eq__, Law.__hash__):
             if method.__name__ not in vars(cls):
@@ -133,20 +141,27 @@ class Law(ABC):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        a, b = vars(self), vars(other)
+        a, b = self._fields(), other._fields()
         return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
 
     def __hash__(self) -> int:
         if self.arrays:  # the hash of a tensor is its identity, so equal laws would have other hashes
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
-        return hash((type(self), *vars(self).values()))
+        return hash((type(self), *self._fields().values()))
 
     def __repr__(self) -> str:
         # As dataclasses have it. One function for all laws makes the import faster.
-        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in vars(self).items())})"
+        fields = (f"{name}={x!r}" for name, x in self._fields().items())
+        return f"{type(self).__name__}({', '.join(fields)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # without the slots, as a frozen dataclass cannot be set again
+        return dict(self._fields())  # without the slots, as a frozen dataclass cannot be set again
+
+    def _fields(self) -> dict[str, Any]:
+        """The parameters by name. Cached properties, which are in the `__dict__` too, are none."""
+        if not self._cached_properties:
+            return vars(self)
+        return {name: x for name, x in vars(self).items() if name not in self._cached_properties}
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -158,7 +173,7 @@ class Law(ABC):
         cached = getattr(self, "_signature", None)
         if cached is not None:
             return cached
-        parts = ((name, type(x), _signature(x, array_signature)) for name, x in vars(self).items())
+        parts = ((name, type(x), _signature(x, array_signature)) for name, x in self._fields().items())
         signature = (type(self), *parts)
         if not self.arrays:
             object.__setattr__(self, "_signature", signature)
@@ -166,14 +181,15 @@ class Law(ABC):
 
     def evaluate_checked(self, xp: ModuleType, n: Array) -> Array:
         """``law(n)`` in the dtype of `n`, without checks, for lengths (..., L) that fit the law."""
-        lengths, has_no_arrays = n, getattr(self, "_signature", None) is not None
+        dtype, has_no_arrays = n.dtype, getattr(self, "_signature", None) is not None
         if not has_no_arrays and (parameters := self.arrays):
-            lengths = xp.astype(n, _compute_dtype(xp, n.dtype, parameters), copy=False)
-        return xp.astype(self.evaluate(xp, lengths), n.dtype, copy=False)
+            dtype = _compute_dtype(xp, dtype, parameters)
+        # A copy, as `evaluate` may compute in place.
+        return xp.astype(self.evaluate(xp, xp.astype(n, dtype)), n.dtype, copy=False)
 
     def _named_arrays(self) -> list[tuple[str, Array]]:
         arrays = []
-        for name, x in vars(self).items():
+        for name, x in self._fields().items():
             if isinstance(x, PerQuery):
                 x = x.value  # listed under the name of the parameter
             if isinstance(x, Law):
@@ -184,7 +200,7 @@ class Law(ABC):
 
     def _with_arrays(self, change: Callable[[Array], Array]) -> Law:
         changes: dict[str, Any] = {}
-        for name, x in vars(self).items():
+        for name, x in self._fields().items():
             if isinstance(x, Law):
                 changes[name] = x._with_arrays(change)
             elif is_array(x):
@@ -193,7 +209,7 @@ class Law(ABC):
 
     def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
         """The arrays and laws with their names, and the auxiliary data, for `register_nodes`."""
-        values = vars(self)
+        values = self._fields()
         names = getattr(self, "_children", None)
         if names is None:
             names = tuple(name for name, x in values.items() if isinstance(x, Law) or is_array(x))
@@ -225,7 +241,7 @@ class Law(ABC):
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """The name and the shape of each array parameter, and whether its last axis is L."""
         shapes: list[tuple[str, tuple[int, ...], bool]] = []
-        for name, x in vars(self).items():
+        for name, x in self._fields().items():
             if isinstance(x, PerQuery):
                 # Under `vmap` over the queries the value is 0-d.
                 shapes.append((name, tuple(x.value.shape), x.value.ndim > 0))
@@ -397,7 +413,12 @@ def per_query(value: Array) -> PerQuery:
 def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
     if isinstance(x, Law):
         return x.signature(array_signature)
-    return array_signature(x) if is_array(x) else x
+    if is_array(x):
+        return array_signature(x)
+    if isinstance(x, tuple):
+        return tuple(_signature(part, array_signature) for part in x)
+    # Other objects may change. A list has no hash, so that no plan is kept for them.
+    return x if x is None or isinstance(x, (Number, str, bytes)) else [x]
 
 
 def _is_same(a: Any, b: Any) -> bool:

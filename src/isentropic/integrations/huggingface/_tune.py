@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from isentropic._checks import check_count, check_real, value_error
+from isentropic._checks import check_count, check_real, plain_integer, type_error, value_error
 from isentropic._namespace import Array
 from isentropic._numerics import clip
 from isentropic.integrations.huggingface._diagnose import checked_ids, is_causal
@@ -128,17 +128,19 @@ def tune(
     modules = list(attention_modules(model).values())
     if not model.can_generate() or model.config.is_encoder_decoder or not any(map(is_causal, modules)):
         raise value_error("model", "be a causal decoder that generates text", type(model).__name__)
+    if any(weight.is_inference() for weight in model.parameters()):
+        raise value_error("model", "be made outside of `torch.inference_mode`", "inference tensors")
     check_batches(batches)
-    texts = [_ids(batch, reference_length).to(model.device) for batch in batches]
-    if not texts:
-        raise value_error("batches", "have at least one text", "none")
-
-    parts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
-    steps = sum(map(len, parts))
+    reference_length, chunk_size = plain_integer(reference_length), plain_integer(chunk_size)
     label = "laws" if progress is True else progress
     # Gradients are needed even if the caller has switched them off, by `no_grad` too.
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
+        texts = [_ids(batch, reference_length).to(model.device) for batch in batches]
+        if not texts:
+            raise value_error("batches", "have at least one text", "none")
+        parts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
+        steps = sum(map(len, parts))
         laws = [_Beyond(_slopes(model, module), reference_length) for module in modules]
         warn_of_rules(modules, laws)
         optimizer = torch.optim.Adam([law.slope for law in laws], lr=learning_rate)
@@ -181,10 +183,13 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
         must = "have `input_ids` and `attention_mask` alone"
         raise value_error("batches", must, ", ".join(f"`{x}`" for x in sorted(others)))
     mask = batch.get("attention_mask")
+    if not (mask is None or isinstance(mask, torch.Tensor)):
+        must = "have a tensor as its `attention_mask`, or none"
+        raise type_error("batches", must, type(mask).__name__)
     if mask is not None and not (mask.shape == ids.shape and bool(mask.all())):
         must = "have no padding: an `attention_mask` of ones, with the shape of the ids"
         raise value_error("batches", must, tuple(mask.shape) if mask.shape != ids.shape else "zeros")
-    return ids
+    return ids.clone() if ids.is_inference() else ids  # as ids are saved for a gradient
 
 
 @torch.no_grad()
