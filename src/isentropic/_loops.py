@@ -362,7 +362,7 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
             return False
         if torch._C._functorch.is_legacy_batchedtensor(x):  # batched gradients of torch.autograd
             return False
-        if within_dispatch_mode():
+        if torch._C._len_torch_dispatch_stack():  # a mode of tracing, fake tensors, or counting
             return False
         return x.device.type == "cpu" and not is_transformed(xp, x)
     if is_jax(xp):
@@ -403,11 +403,11 @@ def within_transformation() -> bool:
     return level is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-def within_dispatch_mode() -> bool:
-    """Whether a mode of PyTorch sees all operations: of tracing, fake tensors, or counting."""
+def is_watched() -> bool:
+    """Whether PyTorch transforms the call, or a mode of PyTorch sees its operations."""
     import torch
 
-    return bool(torch._C._len_torch_dispatch_stack())
+    return torch._C._len_torch_dispatch_stack() > 0 or within_transformation()
 
 
 def is_differentiated(xp: ModuleType, x: Any) -> bool:

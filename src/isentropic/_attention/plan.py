@@ -30,8 +30,7 @@ from isentropic._loops import (
     is_known_true,
     is_readable,
     is_transformed,
-    within_dispatch_mode,
-    within_transformation,
+    is_watched,
 )
 from isentropic._namespace import (
     Array,
@@ -193,8 +192,8 @@ def _signature(a: Arguments) -> Any:
     torch = sys.modules.get("torch")
     is_recording = False
     if torch is not None:
-        # Symbolic lengths and levels of transformations are valid in one trace only.
-        if torch.compiler.is_compiling() or within_transformation() or within_dispatch_mode():
+        # Symbolic lengths, levels of transformations and traced tensors are valid in one trace only.
+        if torch.compiler.is_compiling() or is_watched():
             return None
         is_recording = torch.is_grad_enabled()
     options = a[_FIRST_OPTION:]
