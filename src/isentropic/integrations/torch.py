@@ -87,7 +87,7 @@ class LawModule(torch.nn.Module):
         self._kind, self._numbers, self._names = type(law), {}, []
         self._is_trained = not borrow and any(isinstance(x, torch.nn.Parameter) for x in law.arrays)
         self._law: Law | None = None  # the last one, which is kept unless it is trained
-        for name, x in law._fields().items():
+        for name, x in law._named_values().items():
             # Not setattr: a field may have the name of a method of modules, such as `half`.
             if isinstance(x, Law):
                 self._modules[name] = LawModule(x, borrow=borrow)

@@ -82,7 +82,7 @@ def to_dict(law: Law) -> dict[str, Any]:
     if kind is None:
         raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
     data: dict[str, Any] = {"law": kind}
-    for name, x in law._fields().items():
+    for name, x in law._named_values().items():
         if isinstance(x, PerQuery) and name != "law":
             raise _per_query_error(name)
         if isinstance(x, Law):

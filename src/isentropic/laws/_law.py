@@ -141,23 +141,25 @@ class Law(ABC):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        a, b = self._fields(), other._fields()
+        a, b = self._named_values(), other._named_values()
         return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
 
     def __hash__(self) -> int:
         if self.arrays:  # the hash of a tensor is its identity, so equal laws would have other hashes
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
-        return hash((type(self), *self._fields().values()))
+        return hash((type(self), *self._named_values().values()))
 
     def __repr__(self) -> str:
         # As dataclasses have it. One function for all laws makes the import faster.
-        fields = (f"{name}={x!r}" for name, x in self._fields().items())
+        fields = (f"{name}={x!r}" for name, x in self._named_values().items())
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self._fields())  # without the slots, as a frozen dataclass cannot be set again
+        return dict(
+            self._named_values()
+        )  # without the slots, as a frozen dataclass cannot be set again
 
-    def _fields(self) -> dict[str, Any]:
+    def _named_values(self) -> dict[str, Any]:
         """The parameters by name. Cached properties, which are in the `__dict__` too, are none."""
         if not self._cached_properties:
             return vars(self)
@@ -173,7 +175,9 @@ class Law(ABC):
         cached = getattr(self, "_signature", None)
         if cached is not None:
             return cached
-        parts = ((name, type(x), _signature(x, array_signature)) for name, x in self._fields().items())
+        parts = (
+            (name, type(x), _signature(x, array_signature)) for name, x in self._named_values().items()
+        )
         signature = (type(self), *parts)
         if not self.arrays:
             object.__setattr__(self, "_signature", signature)
@@ -189,7 +193,7 @@ class Law(ABC):
 
     def _named_arrays(self) -> list[tuple[str, Array]]:
         arrays = []
-        for name, x in self._fields().items():
+        for name, x in self._named_values().items():
             if isinstance(x, PerQuery):
                 x = x.value  # listed under the name of the parameter
             if isinstance(x, Law):
@@ -200,7 +204,7 @@ class Law(ABC):
 
     def _with_arrays(self, change: Callable[[Array], Array]) -> Law:
         changes: dict[str, Any] = {}
-        for name, x in self._fields().items():
+        for name, x in self._named_values().items():
             if isinstance(x, Law):
                 changes[name] = x._with_arrays(change)
             elif is_array(x):
@@ -209,7 +213,7 @@ class Law(ABC):
 
     def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
         """The arrays and laws with their names, and the auxiliary data, for `register_nodes`."""
-        values = self._fields()
+        values = self._named_values()
         names = getattr(self, "_children", None)
         if names is None:
             names = tuple(name for name, x in values.items() if isinstance(x, Law) or is_array(x))
@@ -241,7 +245,7 @@ class Law(ABC):
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """The name and the shape of each array parameter, and whether its last axis is L."""
         shapes: list[tuple[str, tuple[int, ...], bool]] = []
-        for name, x in self._fields().items():
+        for name, x in self._named_values().items():
             if isinstance(x, PerQuery):
                 # Under `vmap` over the queries the value is 0-d.
                 shapes.append((name, tuple(x.value.shape), x.value.ndim > 0))
