@@ -217,7 +217,14 @@ def test_the_page_of_results_reports_the_language_model():
     text = smollm2.report(results)
     assert text.count("\n| ") > 10
     assert "nan" not in text
-    assert "slope per head: yes." in text  # what the table of choose-a-law.md recommends
+    assert "slope per head: yes;" in text  # what the table of choose-a-law.md recommends
+    # What README.md, hold-the-entropy.md and choose-a-law.md say of held entropies.
+    calibrated = "calibrated", smollm2.NO_LAW
+    assert experiment.decide(smollm2.gains(results, *calibrated), 0.01).verdict == "no effect"
+    assert experiment.decide(smollm2.copied(results, *calibrated), 0.01).verdict == "harms"
+    # README.md: Su's law gains no more than YaRN's constant.
+    su = "Su", smollm2.CONSTANT
+    assert experiment.decide(smollm2.gains(results, *su), 0.01).verdict == "no effect"
     assert "(helps) more than YaRN's constant" in smollm2.answer(results)
     figure = smollm2.picture(results)
     assert all(ax.lines for ax in figure.axes)
