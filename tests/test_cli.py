@@ -43,7 +43,7 @@ class TestLaws:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["none"], "`name` must be 'asentmax-constant'"),
+            (["none"], "none is not a file; as a preset: `name` must be 'asentmax-constant'"),
             (["qwen"], "`parameters` must be those of 'qwen' (length), got none"),
             (["qwen:length"], "'length' of 'qwen:length' is not PARAMETER=NUMBER"),
             (["qwen:length=x"], "'length=x' of 'qwen:length=x' is not PARAMETER=NUMBER"),
@@ -140,6 +140,19 @@ class TestModel:
         heads = json.loads(run(*arguments, "--json").stdout)["factors"]["layer 0"]
         assert heads == [[1.0, 1 + np.log(8)], [1.0, 1 + np.log(64)]]
 
+    def test_the_laws_of_several_files(self, run, tmp_path):
+        pytest.importorskip("transformers")
+        from isentropic.integrations import huggingface
+
+        paths = [tmp_path / f"{base}.json" for base in (8, 64)]
+        for path in paths:
+            huggingface.save_laws([laws.LogLength(int(path.stem)), None], path)
+        rows = run("laws", *paths, "--lengths", "64").stdout.splitlines()[1:]
+        assert [row.rsplit(maxsplit=1) for row in rows] == [
+            [f"{paths[0]}: layer 0", "2.0000"], [f"{paths[0]}: layer 1", "1.0000"],
+            [f"{paths[1]}: layer 0", "1.0000"], [f"{paths[1]}: layer 1", "1.0000"],
+        ]  # fmt: skip
+
     def test_files_without_a_law_for_every_length(self, run, tmp_path):
         pytest.importorskip("transformers")
         from isentropic.integrations import huggingface
@@ -180,6 +193,16 @@ class TestModel:
         np.testing.assert_allclose(sharper["largest_logit"][0], first, rtol=1e-4)
         table = run("observe", model, *texts, "--length", 48).stdout.splitlines()
         assert table[2].split()[:2] == [standard["layers"][0], f"{np.mean(standard['entropy'][0]):.3f}"]
+
+    def test_observe_sees_all_texts(self, run, model, texts, monkeypatch):
+        def observed(*paths):
+            out = run("observe", model, *paths, "--length", 48, "--json").stdout
+            return np.asarray(json.loads(out)["entropy"])
+
+        expected = observed(*texts)
+        monkeypatch.setattr(cli, "_BATCH_TOKENS", 48)
+        np.testing.assert_allclose(observed(*texts), expected, rtol=1e-5)
+        assert abs(observed(texts[-1]) - expected).max() > 0.01
 
     def test_profile(self, run, model, texts, tmp_path):
         options = ["--lengths", "32,64", "--plot", tmp_path / "drift.png"]

@@ -314,6 +314,38 @@ class TestCalibrationReport:
         assert lines[3].endswith("{1:.3f} [{0:.3f}, {2:.3f}]".format(*means))
 
 
+class TestLengthsThatHardlyDiffer:
+    """Single queries with a constant number of keys, beside causal ones with many numbers."""
+
+    @pytest.fixture
+    def samples(self, rng):
+        def draw(*shape):
+            return 2 * rng.normal(size=shape)
+
+        return [draw(2, 4, n, 8) for n in (16, 32, 64)] + [(draw(8, 4, 1, 8), draw(8, 4, 62, 8))]
+
+    def test_are_one_group(self, samples):
+        lengths = it.entropy_drift(samples, is_causal=True).lengths
+        assert (np.diff(np.log2(lengths[lengths > 4])) > 0.3).all()
+
+    def test_laws_stay_above_the_least_factor(self, samples):
+        for family in ("affine", "power", "knots", "auto"):
+            law, report = it.calibrate(
+                samples, reference_length=16, family=family, is_causal=True, report=True
+            )
+            least = min(1.0, np.nanmin(report.factors))
+            assert law(np.geomspace(1, 1e6, 200)).min() >= least - 1e-12, family
+
+    def test_equal_numbers_of_keys(self, rng):
+        q, k = rng.normal(size=(2, 2, 64, 8))
+        seen = np.ones((64, 64), dtype=bool)
+        seen[:32, 8:] = False
+        samples = [(q, k, seen), (q, k), (q[:, :16], k[:, :16])]
+        lengths = it.entropy_drift(samples).lengths
+        assert len(set(lengths.round().tolist())) == len(lengths)
+        it.calibrate(samples, reference_length=16, family="knots")
+
+
 class TestCalibrate:
     def test_holds_the_entropy_of_other_samples(self, backend, rng):
         lengths = (64, 128, 128, 256)

@@ -448,3 +448,8 @@ class TestErrors:
             it.entropy_penalty(x, backend.array(np.ones(4), "float32"))
         with pytest.raises(TypeError, match=r"`target` must be a real number, got str"):
             it.entropy_penalty(x, "1")
+
+
+def test_an_array_without_axes_has_no_entropy(backend):
+    with pytest.raises(ValueError, match="`axis` must be an axis of the array, got -1 for a 0-d array"):
+        it.entropy(backend.array(1.0))

@@ -263,3 +263,8 @@ class TestDerivatives:
 
             got = float(jax.grad(lambda t: it.factor_for_entropy(backend.array(s), t))(1.5))
         assert got == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_factor_of_one_row_is_an_array(backend):
+    logits = backend.array([1.0, 2.0, 3.0], "float32")
+    assert type(it.factor_for_entropy(logits, 0.5)) is type(logits)

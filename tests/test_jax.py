@@ -668,3 +668,14 @@ def test_ranks_are_never_promoted(name, tiny_tiles):
     with jax.numpy_rank_promotion("raise"):
         got = jax.eval_shape(case, arrays)
     assert jax.tree.structure(got) == jax.tree.structure(jax.eval_shape(case, arrays))
+
+
+def test_without_promotion_of_dtypes():
+    """A user may set JAX to refuse promotions (``jax_numpy_dtype_promotion``)."""
+    x = jnp.linspace(-1, 1, 40, dtype="bfloat16").reshape(5, 8)
+    expected = it.entropy_from_logits(x)
+    with jax.numpy_dtype_promotion("strict"):
+        found = it.entropy_from_logits(x)
+        it.kl_divergence(jax.nn.softmax(x), jax.nn.softmax(x))
+    assert found.dtype == jnp.float32
+    assert (found == expected).all()

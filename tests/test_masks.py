@@ -268,6 +268,45 @@ class TestErrors:
 
 
 @pytest.mark.host
+class TestLargeIntegers:
+    """A number beyond all positions stands for the largest position."""
+
+    @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
+    def test_arrays(self, backend, dtype):
+        if not hasattr(backend.xp, dtype) or (backend.library == "torch" and "u" in dtype):
+            pytest.skip("no such dtype, or one in which PyTorch computes nothing")
+        largest = backend.array(np.asarray(np.iinfo(dtype).max, dtype))
+        if str(np.asarray(backend.numpy(largest)).dtype) != dtype:
+            pytest.skip("JAX has 32 bits")
+        for mask in (
+            masks.padding(largest),
+            masks.padding(largest, side="left"),
+            masks.causal(largest),
+        ):
+            assert backend.numpy(mask.visible_count(3, 3)).tolist() == [3, 3, 3]
+            assert _dense(mask, backend, 3, 3).all()
+
+    @pytest.mark.parametrize("dtype", ["int8", "uint8", "int64"])
+    def test_small_ones_are_themselves(self, backend, dtype):
+        lengths = backend.array(np.asarray([0, 2, 3], dtype))
+        counts = backend.numpy(masks.padding(lengths).visible_count(1, 5))
+        assert counts.ravel().tolist() == [0, 2, 3]
+
+    def test_numbers(self):
+        assert masks.padding(2**40).visible_count(1, 3).tolist() == [3]
+
+
+class TestRows:
+    def test_none(self, backend):
+        like = backend.array(np.zeros(1))
+        assert masks.causal().rows([], 3, 4, like=like).shape == (0, 4)
+
+    @pytest.mark.parametrize("row", [-1, 3])
+    def test_that_do_not_exist(self, row):
+        with pytest.raises(ValueError, match=rf"`rows` must be in \[0, 3\), got {row}"):
+            masks.causal().rows([0, row], 3, 3, like=np.empty(0))
+
+
 def test_masks_are_neither_true_nor_false():
     with pytest.raises(TypeError, match="neither true nor false"):
         masks.causal() and masks.window(8)

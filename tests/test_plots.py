@@ -143,6 +143,13 @@ class TestLaws:
 
 
 @pytest.mark.host
+def test_errors_name_the_argument():
+    with pytest.raises(TypeError, match="`weights` must be an array"):
+        plots.attention([[1.0, 0.0]])
+    with pytest.raises(TypeError, match="`lengths` must be a sequence of numbers"):
+        plots.laws({"su": laws.LogLength()}, ("a", "b"))
+
+
 class TestObservations:
     def history(self):
         # An Observation without PyTorch.

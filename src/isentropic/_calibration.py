@@ -213,7 +213,7 @@ def _power(held: Held) -> Power:
 
 
 def _knots(held: Held) -> Knots:
-    return _through(held.lengths, held.filled())
+    return _through(held, held.lengths, held.filled())
 
 
 def _auto(held: Held) -> Knots:
@@ -223,15 +223,16 @@ def _auto(held: Held) -> Knots:
     octaves = math.ceil(math.log2(_REACH * held.lengths[-1] / held.reference))
     beyond = held.reference * 2.0 ** np.arange(octaves + 1)
     factors = held.filled()[below], extrapolated(held, beyond, chosen_shape(held))
-    return _through(np.concatenate((held.lengths[below], beyond)), np.concatenate(factors))
+    return _through(held, np.concatenate((held.lengths[below], beyond)), np.concatenate(factors))
 
 
-def _through(lengths: np.ndarray, factors: np.ndarray) -> Knots:
+def _through(held: Held, lengths: np.ndarray, factors: np.ndarray) -> Knots:
     """The law through factors (lengths, heads), constant below the first length."""
     import numpy as np
 
     factors = np.concatenate((factors[:1], factors))
-    return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T))
+    minimum = float(held.smallest.min())  # for the lines beyond the last length
+    return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T), minimum)
 
 
 FAMILIES: dict[str, Callable[[Held], Law]] = {

@@ -212,17 +212,19 @@ def check_flag(**flags: Any) -> None:
 def check_axis(axis: Any, ndim: int) -> None:
     if not is_integer(axis):
         raise type_error("axis", "be an integer", type(axis).__name__)
+    if ndim == 0:
+        raise value_error("axis", "be an axis of the array", f"{axis} for a 0-d array, which has none")
     if not -ndim <= axis < ndim:
         raise value_error("axis", f"be in [{-ndim}, {ndim})", axis)
 
 
-def common_shape(**shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape to which the named shapes broadcast."""
+def common_shape(where: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape to which the named shapes broadcast. `where` says which of the axes these are."""
     common: tuple[int, ...] = next(iter(shapes.values()))
     for name, shape in shapes.items():
         joined = common if shape == common else _broadcast(common, shape)
         if joined is None:
-            raise value_error(name, f"broadcast with {tuple(common)} in its batch axes", shape)
+            raise value_error(name, f"broadcast with {tuple(common)}{where}", shape)
         common = joined
     return common
 

@@ -295,7 +295,7 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
 
 def _rounded(xp: ModuleType, factor: Array, dtype: Any) -> Any:
     """The factor without its last axis, in a dtype that may have a smaller range."""
-    return xp.astype(clip(xp, factor[..., 0], max=float(xp.finfo(dtype).max)), dtype)
+    return xp.astype(clip(xp, factor, max=float(xp.finfo(dtype).max)), dtype)[..., 0]
 
 
 def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:

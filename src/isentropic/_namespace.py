@@ -207,7 +207,8 @@ def accumulator(xp: ModuleType, dtype: Any) -> Any:
 
 def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
     """The dtype of a quantity measured on arrays of `dtype`, such as an entropy: at least float32."""
-    return xp.result_type(dtype, xp.float32)
+    # JAX can be set to refuse promotion. NumPy has other byte orders, which promotion makes native.
+    return xp.float32 if xp.finfo(dtype).bits < 32 else xp.result_type(dtype, xp.float32)
 
 
 def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:

@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -90,14 +91,16 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
 
 def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | None]]:
     """The laws of presets, and those of the layers in files."""
+    paths = {name for name in names if os.path.exists(name)}
     for name in names:
-        model_laws = _laws_of_path(name) if os.path.exists(name) else _law(name)
+        model_laws = _laws_of_path(name) if name in paths else _law_or_no_file(name)
         if isinstance(model_laws, (laws_module.Law, type(None))):
             yield name, model_laws
         else:
             layers = model_laws if isinstance(model_laws, dict) else dict(enumerate(model_laws))
             for layer, law in layers.items():
-                yield (f"layer {layer}" if isinstance(layer, int) else layer), law
+                row = f"layer {layer}" if isinstance(layer, int) else layer
+                yield (f"{name}: {row}" if len(paths) > 1 else row), law
 
 
 def _factor(name: str, law: laws_module.Law | None, n: int) -> float | list[float]:
@@ -225,7 +228,7 @@ def profile(
     _check_outputs(plot)
     huggingface = _import_huggingface()
     model_laws = None if chosen is None else _laws_of_file_or_preset(chosen)
-    network, batches = _load_model_and_batches(model, texts, lengths)
+    network, batches = _load_model_and_batches(model, texts, lengths, _BATCH_TOKENS)
     with _without_traceback():
         report = huggingface.profile(network, batches, laws=model_laws, progress=True)
         present = huggingface.laws_of(network).values() if model_laws is None else [(model_laws, "")]
@@ -236,12 +239,14 @@ def profile(
 
 def _laws_of_file_or_preset(text: str) -> Any:
     """The laws in a file, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
-    if os.path.isfile(text):
-        return _laws_of_path(text)
+    return _laws_of_path(text) if os.path.isfile(text) else _law_or_no_file(text, "--laws: ")
+
+
+def _law_or_no_file(text: str, option: str = "") -> laws_module.Law:
     try:
         return _law(text)
     except click.UsageError as error:
-        message = f"--laws: {text} is not a file; as a preset: {error.message}"
+        message = f"{option}{text} is not a file; as a preset: {error.message}"
         raise click.UsageError(message) from None
 
 
@@ -269,7 +274,9 @@ def observe(
     """
     huggingface = _import_huggingface()
     model_laws = None if chosen is None else _laws_of_file_or_preset(chosen)
-    network, batches = _load_model_and_batches(model, texts, None if length is None else (length,))
+    lengths = None if length is None else (length,)
+    # An observer describes one pass, so that all texts have to be in it.
+    network, batches = _load_model_and_batches(model, texts, lengths, sys.maxsize)
     with _without_traceback(), contextlib.ExitStack() as stack:
         if model_laws is not None:
             stack.enter_context(huggingface.use(network, model_laws))
@@ -316,7 +323,7 @@ def calibrate(
     """
     _check_outputs(plot, output)
     huggingface = _import_huggingface()
-    network, batches = _load_model_and_batches(model, texts, lengths)
+    network, batches = _load_model_and_batches(model, texts, lengths, _BATCH_TOKENS)
     with _without_traceback():
         fitted = huggingface.calibrate(
             network, batches, reference_length=reference_length, family=family, progress=True
@@ -358,7 +365,7 @@ def _check_outputs(plot: Path | None, *others: Path) -> None:
     with _without_traceback(), requires_extra("isentropic.plots"):
         figure = importlib.import_module("matplotlib.figure").Figure()
     formats = figure.canvas.get_supported_filetypes()
-    if plot.suffix[1:] not in formats:
+    if plot.suffix[1:].lower() not in formats:
         raise click.UsageError(f"--plot: {plot} must end in one of {', '.join(sorted(formats))}")
 
 
@@ -368,7 +375,7 @@ def _import_huggingface() -> Any:
 
 
 def _load_model_and_batches(
-    name: str, texts: Sequence[Path], lengths: Sequence[int] | None
+    name: str, texts: Sequence[Path], lengths: Sequence[int] | None, most_tokens: int
 ) -> tuple[Any, list[Any]]:
     """The model, from a folder or from the Hub, and the texts as batches of tokens."""
     tokenizer, model = _load(name, "AutoTokenizer", "AutoModel")
@@ -379,7 +386,7 @@ def _load_model_and_batches(
             raise click.UsageError(f"--lengths: give some, as the model takes {longest} tokens at most")
     elif max(lengths) > longest:
         raise click.UsageError(f"--lengths: the model takes {longest} tokens at most")
-    return model.eval(), list(_batches(tokenizer, texts, lengths))
+    return model.eval(), list(_batches(tokenizer, texts, lengths, most_tokens))
 
 
 def _load(name: str, *kinds: str) -> list[Any]:
@@ -413,7 +420,9 @@ def _hub_error(name: str) -> str | None:
     return None
 
 
-def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> Iterator[Any]:
+def _batches(
+    tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int], most_tokens: int
+) -> Iterator[Any]:
     """Batches of token ids: the texts that have the greatest length, truncated to each length."""
     tensor = importlib.import_module("torch").tensor
     contents = []
@@ -437,7 +446,7 @@ def _batches(tokenizer: Any, texts: Sequence[Path], lengths: Sequence[int]) -> I
     click.echo(f"texts: {len(contents)} of {len(texts)}{reason}", err=True)
     for n in lengths:
         ids = encode(n)
-        size = max(1, _BATCH_TOKENS // n)
+        size = max(1, most_tokens // n)
         for start in range(0, len(ids), size):
             yield tensor(ids[start : start + size])
 

@@ -379,7 +379,9 @@ class Recorder:
 
         if not self._sums:
             raise value_error(self.argument, "have queries that see two keys or more", "none")
-        if len({group for group, _ in self._sums if group > 0}) > _MOST_LENGTHS:
+        groups = {group for group, _ in self._sums}
+        # A single length and a half octave beside it would be two lengths that hardly differ.
+        if min(groups) < 0 or len(groups) > _MOST_LENGTHS:
             self._merge_into_half_octaves()
         layers = sorted(self._heads)
         shape = len(self.factors), len(layers), max(self._heads.values())

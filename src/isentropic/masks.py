@@ -47,7 +47,7 @@ from isentropic._loops import (
     smaller,
     take,
 )
-from isentropic._namespace import Array, common_device, default_dtype, namespace
+from isentropic._namespace import Array, common_device, default_dtype, is_torch, namespace
 from isentropic._numerics import align, clip, lift
 from isentropic._records import Record
 
@@ -177,11 +177,25 @@ class Mask(Record, ABC):
         return self.count(frame)
 
     def rows(self, rows: Iterable[int], n_queries: int, n_keys: int, *, like: Array) -> Array:
-        """The boolean array (..., K, S) of K queries, in the library and on the device of `like`."""
+        """The boolean array (..., K, S) of K queries, in the library and on the device of `like`.
+
+        Raises
+        ------
+        ValueError
+            If a row is not in [0, L).
+        """
+        check_count("n_queries", n_queries, least=0)
+        check_count("n_keys", n_keys, least=0)
+        rows = [int(row) for row in rows]
+        for row in rows:
+            if not 0 <= row < n_queries:
+                raise value_error("rows", f"be in [0, {n_queries})", row)
         self.check(None, n_queries, n_keys)
         group = ("mask", self.arrays)
         frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
-        blocks = [self.block(frame, (int(row), 1), (0, n_keys)) for row in rows]
+        if not rows:
+            return frame.xp.zeros((0, n_keys), dtype=frame.xp.bool, device=frame.device)
+        blocks = [self.block(frame, (row, 1), (0, n_keys)) for row in rows]
         return frame.xp.concat(
             [frame.xp.broadcast_to(x, (*x.shape[:-2], 1, n_keys)) for x in blocks], axis=-2
         )
@@ -250,8 +264,17 @@ class Frame(Record):
         return self.xp.arange(size, dtype=self.index_dtype, device=self.device) + start
 
     def index(self, x: Any) -> Any:
-        """Integers per batch and head, (...), with a new last axis for the queries."""
-        return self.xp.astype(x, self.index_dtype)[..., None]
+        """Integers per batch and head, (...), with a new last axis for the queries.
+
+        They are at most `_MAX_POSITION`, so that sums with positions do not overflow.
+        """
+        xp, lowest, highest = self.xp, -_MAX_POSITION, _MAX_POSITION
+        if is_torch(xp):  # which does not clip unsigned integers
+            x = xp.astype(x, self.index_dtype)
+        else:
+            bounds = xp.iinfo(x.dtype)
+            lowest, highest = max(bounds.min, lowest), min(bounds.max, highest)
+        return xp.astype(clip(xp, x, min=lowest, max=highest), self.index_dtype)[..., None]
 
 
 def causal(offset: int | Array | None = None) -> Mask:
@@ -816,6 +839,7 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
     if is_integer(x):
         if name == "lengths":
             check_count(name, x, least=0)
+            x = min(x, _MAX_POSITION)
         if not -_MAX_POSITION <= x <= _MAX_POSITION:
             raise value_error(name, "be within 2**29 of 0", x)
         return plain_integer(x)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_choice, requires_extra, type_error, value_error
 from isentropic._entropy import entropy as entropy_of
-from isentropic._namespace import Array, to_numpy
+from isentropic._namespace import Array, namespace, to_numpy
 from isentropic.drift import DriftReport
 from isentropic.jl import _dimensions
 from isentropic.jl._distortion import DistortionReport
@@ -161,6 +161,7 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     """
     import numpy as np
 
+    namespace(weights=weights)  # which refuses what is no array
     p = to_numpy(weights).astype(np.float64)
     if p.ndim != 2:
         raise value_error("weights", "have 2 dimensions, those of one head", p.ndim)
@@ -217,7 +218,10 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     """
     import numpy as np
 
-    ends = np.asarray(lengths, dtype=np.float64)
+    try:
+        ends = np.asarray(lengths, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise type_error("lengths", "be a sequence of numbers", repr(lengths)) from None
     if ends.ndim != 1 or ends.size < 2 or not (ends.min() >= 1 and ends.max() < math.inf):
         raise value_error("lengths", "be two or more finite numbers of at least 1", lengths)
     if not isinstance(laws, Mapping):

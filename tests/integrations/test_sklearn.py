@@ -255,6 +255,26 @@ class TestConventions:
             JLTransformer(**options).fit(x)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float16", ">f8"])
+def test_dtypes_that_scipy_does_not_know(x, kind, dtype):
+    data = x.astype(dtype)
+    transformer = JLTransformer(5, kind=kind, random_state=0, compute_inverse_components=True).fit(data)
+    found = transformer.transform(data)
+    assert found.dtype == data.dtype
+    exact = JLTransformer(5, kind=kind, random_state=0).fit(x).transform(x)
+    tolerance = 2e-2 if dtype == "float16" else 1e-12
+    np.testing.assert_allclose(found, exact, rtol=tolerance, atol=tolerance * abs(exact).max())
+    again = transformer.transform(transformer.inverse_transform(found).astype(dtype))
+    np.testing.assert_allclose(again, found, rtol=tolerance, atol=tolerance * abs(exact).max())
+
+
+def test_what_another_kind_has_fitted_is_gone(x):
+    transformer = JLTransformer(5, kind="sparse", random_state=0).fit(x)
+    assert transformer.density_
+    assert not hasattr(transformer.set_params(kind="gaussian").fit(x), "density_")
+
+
 class TestSparse:
     @pytest.mark.parametrize("container", [np.asarray, sparse.csr_array])
     @pytest.mark.parametrize("density", [1.0, 0.5])

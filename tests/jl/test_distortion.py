@@ -163,6 +163,30 @@ class TestValues:
         assert peak < 40e6  # n × n × d would be 2 GB
 
 
+class TestScale:
+    """All errors are relative, so they are the same for tiny and for huge points."""
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("power", [-149, -83, -20, 66, 120])
+    def test_does_not_matter(self, backend, rng, power):
+        x = rng.normal(size=(20, 30)).astype("float32")
+        y = x @ rng.normal(size=(30, 5)).astype("float32")
+        if power == -149:  # a number below the normal ones
+            x, y, power = np.eye(20, 30, dtype="float32"), 2 * np.eye(20, 5, dtype="float32"), -140
+        if power < -126 and backend.library == "jax":
+            pytest.skip("JAX takes such numbers for 0")
+        unit = np.float32(2.0**power)
+        expected = it.jl.distortion(backend.array(x), backend.array(y))
+        found = it.jl.distortion(backend.array(x * unit), backend.array(y * unit))
+        for name in ("distance", "norm", "inner_product", "angle"):
+            backend.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+    def test_points_at_the_origin_and_beyond_numbers(self):
+        zeros = np.zeros((3, 4))
+        assert it.jl.distortion(zeros, zeros).worst == 0
+        assert np.isnan(it.jl.distortion(np.full((3, 4), np.inf), zeros).worst)
+
+
 class TestReport:
     def test_table(self, backend, rng):
         x = backend.array(rng.normal(size=(50, 64)).astype("float32"))

@@ -184,3 +184,8 @@ class TestTheSameForEver:
             ],
             atol=1e-12,
         )
+
+
+def test_a_boolean_is_no_seed():
+    with pytest.raises(TypeError, match="`rng` must be None, an integer of at least 0, .* got bool"):
+        it.jl.gaussian_projection(3, 2, rng=True)

@@ -320,7 +320,8 @@ def merge_states(
             if x is not None and expected is not None and x.shape[-1] != expected.shape[-1]:
                 must = f"have the last dimension of the others, {expected.shape[-1]}"
                 raise value_error(f"states[{i}].{name}", must, x.shape[-1])
-    common_shape(**{f"states[{i}].normalizer": s.normalizer.shape[:-1] for i, s in enumerate(states)})
+    shapes = {f"states[{i}].normalizer": s.normalizer.shape[:-1] for i, s in enumerate(states)}
+    common_shape(" in its batch axes", **shapes)
 
     n_seen, n_keys = _merged_counts(xp, states)
     return _merged(xp, states)._replace(n_seen=n_seen, n_keys=n_keys)

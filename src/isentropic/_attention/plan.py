@@ -374,7 +374,7 @@ def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
         if _has_fewer_heads(shape, shapes["query"]):
             must = f"have the {shapes['query'][-1]} heads (axis -3) of `query`, or `enable_gqa` be true"
             raise value_error(name, must, shape[-1])
-    return common_shape(**shapes)
+    return common_shape(" in its batch axes", **shapes)
 
 
 def _has_fewer_heads(groups: tuple[int, ...], heads: tuple[int, ...]) -> bool:

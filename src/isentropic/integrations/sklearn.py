@@ -157,11 +157,12 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             dense_output=self.dense_output, compute_inverse_components=self.compute_inverse_components
         )
 
+        for name in ("inverse_components_", "density_"):  # from a previous fit
+            self.__dict__.pop(name, None)
         k = self._choose_dimension(n_samples, n_features)
         self.n_components_ = n_features if k is None else k
         self._map: Any = None if k is None else self._draw(n_features, k, sparse.issparse(X))
         self._is_sparse = sparse.issparse(X) if k is None else self.kind in ("sparse", "count_sketch")
-        self.__dict__.pop("inverse_components_", None)  # from a previous fit
         if self.compute_inverse_components:
             self.inverse_components_ = self._pseudo_inverse()
         return self
@@ -208,7 +209,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         # A dense matrix might take more memory than the data.
         parts = draw_rows(seed, n_features, k, sparse_entries(self.density_))
         signs = sparse.vstack([sparse.csr_array(part) for part in parts], format="csr")
-        dtype = self._like.dtype
+        dtype = _sparse_dtype(self._like.dtype)
         return signs.astype(dtype) * dtype.type(sparse_scale(k, self.density_))
 
     def _choose_density(self, n_features: int) -> float:
@@ -328,12 +329,13 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             return projection.matrix()
         if isinstance(projection, CountSketch):
             return _sparse_matrix(projection)
-        return sparse.csr_array(projection.matrix())
+        matrix = projection.matrix()
+        return sparse.csr_array(matrix.astype(_sparse_dtype(matrix.dtype), copy=False))
 
     def _identity(self) -> Any:
         d, dtype = self.n_features_in_, self._like.dtype
         if self._is_sparse:
-            return sparse.eye_array(d, dtype=dtype, format="csr")
+            return sparse.eye_array(d, dtype=_sparse_dtype(dtype), format="csr")
         xp, device = namespace(X=self._like), common_device(X=self._like)
         return xp.eye(d, dtype=dtype, device=device)
 
@@ -381,11 +383,16 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return tags
 
 
+def _sparse_dtype(dtype: Any) -> Any:
+    """The dtype of a sparse matrix for data of a dtype: SciPy has none of half precision."""
+    return np.dtype(accumulator(np, dtype))
+
+
 def _sparse_matrix(sketch: CountSketch) -> Any:
     """The matrix of a count sketch with NumPy arrays, as a sparse array."""
     signs, components = np.asarray(sketch.signs), np.asarray(sketch.components)
     features = np.broadcast_to(np.arange(sketch.n_features, dtype=components.dtype), components.shape)
-    entries = signs * signs.dtype.type(signs.shape[0] ** -0.5)
+    entries = (signs * signs.shape[0] ** -0.5).astype(_sparse_dtype(signs.dtype))
     indices = (components.ravel(), features.ravel())
     return sparse.csr_array((entries.ravel(), indices), shape=(sketch.n_components, sketch.n_features))
 

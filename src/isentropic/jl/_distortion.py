@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import BLOCKS, Block, map_blocks, take
 from isentropic._namespace import Array, accumulator, common_device, namespace, to_numpy
-from isentropic._numerics import divide_or_zero, root_or_zero
+from isentropic._numerics import clip, divide_or_zero, quietly, root_or_zero
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng
 from isentropic.jl._tails import binomial_interval
@@ -158,6 +158,7 @@ class DistortionReport:
 
 
 @takes_rng
+@quietly
 def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None) -> DistortionReport:
     """Compare points with their images: distances, norms, inner products and angles of pairs.
 
@@ -233,10 +234,11 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
         for index in _sample_pairs(n_pairs, min(pairs, n_pairs), rng)
     )
     dtype = accumulator(xp, xp.result_type(x, y))
+    unit = _power_of_two_above(xp, xp.astype(xp.max(xp.abs(x)), dtype))
 
     def norms(points: Array) -> Array:
         def squares(rows: Block) -> tuple[Array]:
-            part = xp.astype(take(points, rows, -2), dtype)
+            part = xp.astype(take(points, rows, -2), dtype) / unit
             return (xp.sum(part * part, axis=-1, keepdims=True),)
 
         return map_blocks(xp, squares, n, max(1, BLOCKS.pairs // max(1, points.shape[1])))[0][:, 0]
@@ -244,7 +246,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     def products(points: Array, lengths: list[Array]) -> tuple[Array, ...]:
         def sums(block: Block) -> tuple[Array, ...]:
             a, b = (
-                xp.astype(xp.take(points, take(index, block, -1), axis=0), dtype)
+                xp.astype(xp.take(points, take(index, block, -1), axis=0), dtype) / unit
                 for index in (first, second)
             )
             unit_a, unit_b = (
@@ -296,6 +298,17 @@ def _pair_of(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     i -= i * (i - 1) // 2 > index  # the square root may be rounded up, or down
     i += i * (i + 1) // 2 <= index
     return i, index - i * (i - 1) // 2
+
+
+def _power_of_two_above(xp: Any, largest: Array) -> Any:
+    """A unit near the largest number, so that squares neither underflow nor overflow.
+
+    All errors are relative, so they do not depend on the unit.
+    """
+    limit = math.log2(float(xp.finfo(largest.dtype).max)) - 2
+    is_known = (largest > 0) & (largest < math.inf)
+    exponent = xp.ceil(xp.log2(xp.where(is_known, largest, 1.0)))
+    return 2.0 ** clip(xp, exponent[None, None], min=-limit, max=limit)
 
 
 def _relative_error(xp: Any, actual: Array, exact: Array) -> Array:

@@ -41,6 +41,8 @@ def generator_of(rng: Any) -> np.random.Generator:
     try:
         # The bit generator of `default_rng` may change in later versions of NumPy.
         sources = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+        if isinstance(rng, bool):
+            raise TypeError
         return np.random.default_rng(rng if isinstance(rng, sources) else np.random.PCG64(rng))
     except (TypeError, ValueError):
         must = "be None, an integer of at least 0, or a numpy.random.Generator"
