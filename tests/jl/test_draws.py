@@ -187,5 +187,5 @@ class TestTheSameForEver:
 
 
 def test_a_boolean_is_no_seed():
-    with pytest.raises(TypeError, match="`rng` must be None, an integer of at least 0, .* got bool"):
+    with pytest.raises(TypeError, match=r"`rng` must be None, .* got bool"):
         it.jl.gaussian_projection(3, 2, rng=True)
