@@ -273,7 +273,6 @@ class TestRefused:
         cases = {
             "n_keys": lambda: it.attention(x, x, x, n_keys=huge),
             "offset": lambda: it.attention(x, x, x, mask=masks.causal(-huge)),
-            "lengths": lambda: masks.padding(huge),
             "n_components": lambda: it.layers.positive_features(2, huge),
         }
         if huge > 1e300:

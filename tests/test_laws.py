@@ -793,7 +793,7 @@ class TestKnots:
             laws.Knots([1, 2], [1, 2], minimum="1")
         law = laws.Knots([1, 2], backend.array(np.ones((3, 2)), "float32"))
         with pytest.raises(
-            ValueError, match=r"`factors` must broadcast with \(2, 4\) .*, got \(3, 1\)"
+            ValueError, match=r"`factors` must broadcast with \(2, 4\), got \(3, 1\)"
         ):
             law(backend.array(np.ones((2, 4)), "float32"))
         for data, message in (
@@ -1078,7 +1078,7 @@ class TestPerQuery:
             (lambda: laws.per_query(np.array([1])), TypeError, r"`value` must have a real floating-point"),
             (lambda: laws.per_query(np.array([math.inf])), ValueError, r"`value` must be finite, got inf at"),
             (lambda: laws.LogLength(2, minimum=laws.per_query(np.ones(2))), TypeError, r"`minimum` must be a real"),
-            (lambda: laws.AffineLog(laws.per_query(np.ones((2, 3))))(np.ones((2, 4))), ValueError, r"`slope` must broadcast with \(2, 4\) .*, got \(2, 3\)"),
+            (lambda: laws.AffineLog(laws.per_query(np.ones((2, 3))))(np.ones((2, 4))), ValueError, r"`slope` must broadcast with \(2, 4\), got \(2, 3\)"),
             (lambda: it.attention(*np.ones((3, 2, 5, 4)), law=laws.AffineLog(laws.per_query(np.ones(6)))), ValueError, r"`(slope|law)` must .*\(6,\)|\(1, 6\)"),
             (lambda: it.attention(*np.ones((3, 5, 4)), law=laws.AffineLog(laws.per_query(np.ones((2, 5))))), ValueError, r"`law` must have a shape broadcastable to \(5,\), got \(2, 5\)"),
             (lambda: laws.to_dict(laws.AffineLog(1.0, laws.per_query(np.ones(2)))), TypeError, r"`intercept` must not depend on the query, to be saved, got a `per_query`"),
