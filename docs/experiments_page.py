@@ -5,7 +5,9 @@ from importlib import import_module
 import experiment
 
 # Does a law help?
-ANSWERS = ("max_retrieval", "recall_causal", "smollm2", "first", "masked_language", "recall")
+ANSWERS = (
+    "max_retrieval", "recall_causal", "smollm2", "retrieval", "first", "masked_language", "recall"
+)  # fmt: skip
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
 MEASUREMENTS = ("calibration", "law_or_position")  # on other pages, without a verdict
 

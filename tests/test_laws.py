@@ -792,9 +792,7 @@ class TestKnots:
         with pytest.raises(TypeError, match=r"`minimum` must be a real number, got str"):
             laws.Knots([1, 2], [1, 2], minimum="1")
         law = laws.Knots([1, 2], backend.array(np.ones((3, 2)), "float32"))
-        with pytest.raises(
-            ValueError, match=r"`factors` must broadcast with \(2, 4\), got \(3, 1\)"
-        ):
+        with pytest.raises(ValueError, match=r"`factors` must broadcast with \(2, 4\), got \(3, 1\)"):
             law(backend.array(np.ones((2, 4)), "float32"))
         for data, message in (
             ({"factors": {"array": 3}}, "`factors` must be a sequence of numbers or an array, got dict|`factors` must be a real number, got str"),

@@ -254,14 +254,15 @@ The primary arm is {PRIMARY}.
 
 
 def answer(results: dict[str, Any]) -> str:
-    def against(other: str) -> str:
-        found = decide(gains(results, PRIMARY, other, "loss"), SMALLEST["loss"])
+    def against(arm: str, other: str) -> str:
+        found = decide(gains(results, arm, other, "loss"), SMALLEST["loss"])
         return f"{found.interval('+.2f')} nats per digit ({found.verdict})"
 
     return (
-        f"Find sixteen codes in {results['length']} tokens, by the same model: the slopes for each "
-        f"head, which were not trained for this, bring {against(NO_LAW)}, and {against(CONSTANT)} more "
-        f"than YaRN's constant."
+        f"Find codes in {results['length']} tokens, with the same model. YaRN's constant, which acts "
+        f"at all lengths, brings {against(CONSTANT, NO_LAW)}. The slopes for each head, which were not "
+        f"trained for this, bring {against(PRIMARY, NO_LAW)}, and {against(PRIMARY, CONSTANT)} against "
+        f"YaRN's constant."
     )
 
 
@@ -294,7 +295,8 @@ def picture(results: dict[str, Any]) -> Figure:
         )  # fmt: skip
     axis.set_xticks(list(places), list(results["arms"]))
     axis.set_ylabel("nats per digit")
-    axis.legend(fontsize=8)
+    axis.margins(y=0.2)
+    axis.legend(fontsize=8, loc="upper center", ncols=2)
     return figure
 
 

@@ -166,6 +166,35 @@ def test_run_goes_on_where_it_was(model, monkeypatch, tmp_path, capsys):
     assert json.loads((tmp_path / "retrieval_quick.json").read_text()) == results
 
 
+class TestCommittedResults:
+    @pytest.fixture(scope="class")
+    def results(self):
+        return experiment.load(retrieval.NAME)
+
+    def test_are_of_the_registered_size(self, results):
+        assert tuple(results["documents"]) == retrieval.FULL.test
+        assert results["length"] == retrieval.FULL.length
+        assert tuple(results["arms"]) == retrieval.ARMS
+        for found in results["arms"].values():
+            assert tuple(found) == retrieval.FULL.test
+
+    def test_what_the_documentation_says(self, results):
+        """README.md, choose-a-law.md and save-and-train-laws.md."""
+        for arm in ("Su", retrieval.PRIMARY):
+            gains = retrieval.gains(results, arm, retrieval.CONSTANT, "loss")
+            assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "harms"
+        gains = retrieval.gains(results, retrieval.CONSTANT, retrieval.NO_LAW, "loss")
+        assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "helps"
+
+    def test_report_and_picture(self, results):
+        text = retrieval.report(results) + retrieval.answer(results)
+        assert "nan" not in text
+        assert [claim.verdict for claim in retrieval.claims(results)] == ["not decided"]
+        figure = retrieval.picture(results)
+        assert len(figure.axes[0].patches) == 2 * len(retrieval.ARMS)
+        experiment.plt.close(figure)
+
+
 def test_gains_are_positive_where_an_arm_is_better():
     better, worse = ({"late": {"loss": x, "right": y}} for x, y in ((1.0, 0.75), (1.5, 0.5)))
     results = {"arms": {"new": {"a": better}, "old": {"a": worse}}}
