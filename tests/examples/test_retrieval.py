@@ -167,7 +167,7 @@ def test_run_goes_on_where_it_was(model, monkeypatch, tmp_path, capsys):
 
 
 class TestCommittedResults:
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def results(self):
         return experiment.load(retrieval.NAME)
 
