@@ -12,6 +12,7 @@ from isentropic._attention import one_pass
 from isentropic._attention.generic import AttentionState
 from isentropic._attention.plan import TRANSFORMED, Operands, Plan
 from isentropic._namespace import Array
+from isentropic._numerics import quietly
 
 # For wider heads the kernels need more registers or shared memory than GPUs have.
 _MAX_FLOAT32_WIDTH = 128
@@ -48,6 +49,7 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
     return one_pass.finished_state(plan, operands, *_results(plan, operands, has_moment=True))
 
 
+@quietly  # the interpreter of Triton computes with NumPy
 def _results(plan: Plan, operands: Operands, *, has_moment: bool) -> tuple[Any, Any, Any, Any]:
     """Output, maximum, normalizer and moment.
 
