@@ -425,12 +425,8 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = experiment.parser(NAME, __doc__)
-    parser.add_argument("--quick", action="store_true", help="a minute, and no verdict")
-    parser.add_argument(
-        "--cache", type=Path, default=smollm2.cache_folder(), metavar="FOLDER",
-        help="for the model and for results that are not computed again (%(default)s)",
-    )  # fmt: skip
+    cached = "the model and for results that are not computed again"
+    parser = smollm2.model_parser(NAME, __doc__, quick="a minute, and no verdict", cached=cached)
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}_quick") if options.quick else (FULL, NAME)
     experiment.finish(name, run(size, options.cache), report, picture, options.output)

@@ -81,12 +81,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = experiment.parser(NAME, __doc__)
-    parser.add_argument(
-        "--cache", type=Path, default=smollm2.cache_folder(), metavar="FOLDER",
-        help="for the converted model (%(default)s)",
-    )  # fmt: skip
-    options = parser.parse_args(arguments)
+    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
     results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
     experiment.finish(NAME, results, report, picture, options.output)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import experiment
@@ -106,9 +105,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = experiment.parser(NAME, __doc__)
-    parser.add_argument("--cache", type=Path, default=smollm2.cache_folder(), metavar="FOLDER")
-    options = parser.parse_args(arguments)
+    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
     model, tokenizer = smollm2.load(options.cache / "model")
     texts = [smollm2.read(name, tokenizer, LENGTH) for name in TEXTS]
     results = {

@@ -301,12 +301,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = experiment.parser(NAME, __doc__)
-    parser.add_argument("--quick", action="store_true", help="five minutes, and no verdict")
-    parser.add_argument(
-        "--cache", type=Path, default=smollm2.cache_folder(), metavar="FOLDER",
-        help="for the converted model (%(default)s)",
-    )  # fmt: skip
+    parser = smollm2.model_parser(NAME, __doc__, quick="five minutes, and no verdict")
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}_quick") if options.quick else (FULL, NAME)
     results = run(size, options.cache / "model", options.output / name)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import experiment
@@ -81,9 +80,7 @@ def largest(layers: tuple[Tensor, ...]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = experiment.parser(NAME, __doc__)
-    parser.add_argument("--cache", type=Path, default=smollm2.cache_folder(), metavar="FOLDER")
-    options = parser.parse_args(arguments)
+    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
     model, tokenizer = smollm2.load(options.cache / "model")
     results = measure(model, smollm2.read(TEXT, tokenizer, LENGTH).ids)
     options.output.mkdir(parents=True, exist_ok=True)

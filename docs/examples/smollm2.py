@@ -674,16 +674,25 @@ def cache_folder() -> Path:
     return Path(home) / "isentropic" / NAME
 
 
+def model_parser(
+    name: str, description: str, quick: str = "", cached: str = "the converted model"
+) -> argparse.ArgumentParser:
+    """A parser with the options of the experiments with this model; --quick if it is described."""
+    result = experiment.parser(name, description)
+    if quick:
+        result.add_argument("--quick", action="store_true", help=quick)
+    result.add_argument(
+        "--cache", type=Path, default=cache_folder(), metavar="FOLDER",
+        help=f"for {cached} (%(default)s)",
+    )  # fmt: skip
+    return result
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = experiment.parser(NAME, __doc__)
-    parser.add_argument("--quick", action="store_true", help="ten minutes, and no verdict")
+    parser = model_parser(NAME, __doc__, quick="ten minutes, and no verdict")
     parser.add_argument(
         "--arms", type=arms, metavar="NAME,NAME", help="only these, and those without a law"
     )
-    parser.add_argument(
-        "--cache", type=Path, default=cache_folder(), metavar="FOLDER",
-        help="for the converted model (%(default)s)",
-    )  # fmt: skip
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
     size = size._replace(arms=options.arms or size.arms)

@@ -155,9 +155,8 @@ class Law(ABC):
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(
-            self._named_values()
-        )  # without the slots, as a frozen dataclass cannot be set again
+        # Without the slots, as a frozen dataclass cannot be set again.
+        return dict(self._named_values())
 
     def _named_values(self) -> dict[str, Any]:
         """The parameters by name. Cached properties, which are in the `__dict__` too, are none."""
