@@ -25,6 +25,10 @@ Arms, all with the same weights:
 - Su: LogLength(8192, minimum=1).
 - slope per head: the 270 slopes that `smollm2` has trained on the loss of four other documents. This is
   the primary arm.
+- constant and slope per head: YaRN's constant times a law with 270 slopes, which `smollm2` has trained
+  together with it on the same documents. This arm was added when the results of the others were known,
+  and before its slopes were trained. Against YaRN's constant, do slopes trained with it lose nothing
+  that it gains?
 
 Decision. Paired differences over the documents, each arm against no law and against YaRN's constant, by
 `experiment.decide`. The smallest relevant effects are 0.05 nats per digit, and 0.05 for the share of
@@ -62,7 +66,7 @@ from transformers import DynamicCache
 from isentropic.integrations import huggingface
 
 NAME = "retrieval"
-ARMS = (NO_LAW, CONSTANT, "Su", PRIMARY)
+ARMS = (NO_LAW, CONSTANT, "Su", PRIMARY, "constant and slope per head")
 SENTENCE = "\n\nThe code of the {} is {}.\n\n"
 THINGS = (
     "apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer",
@@ -180,17 +184,17 @@ def measure(
 def run(size: Size, converted: Path, folder: Path) -> dict[str, Any]:
     """All results. Those that the folder has are not computed again."""
     model, tokenizer = smollm2.load(converted)
-    slopes = experiment.load(smollm2.NAME)["fits"][PRIMARY]["slopes"]
+    fits = experiment.load(smollm2.NAME)["fits"]
     tasks = [task(name, i, tokenizer, size.length) for i, name in enumerate(FULL.test + QUICK.test)]
     tasks = [x for x in tasks if x.name in size.test]
     arms: dict[str, dict] = {arm: {} for arm in ARMS}
     for one in tqdm(tasks, desc="documents", unit=" documents"):
-        for arm, found in measured(model, one, slopes, folder).items():
+        for arm, found in measured(model, one, fits, folder).items():
             arms[arm][one.name] = found
     return {"documents": {x.name: x.digest for x in tasks}, "length": size.length, "arms": arms}
 
 
-def measured(model: Any, one: Task, slopes: list, folder: Path) -> dict[str, Any]:
+def measured(model: Any, one: Task, fits: dict[str, dict], folder: Path) -> dict[str, Any]:
     """The results of all arms for a document. A prefix is computed if an arm needs it."""
     before = lru_cache(1)(lambda constant: first_half(model, one, constant))
     what = {"ids": one.ids.tolist(), "late": one.late, "early": one.early, "start": one.start}
@@ -198,7 +202,7 @@ def measured(model: Any, one: Task, slopes: list, folder: Path) -> dict[str, Any
     # Arms with the same prefix follow one another, so that one is in memory at a time.
     for name in tqdm(sorted(ARMS, key=lambda x: smollm2.ARMS[x][:2]), desc=one.name, leave=False):
         arm = smollm2.ARMS[name]
-        own = slopes if name == PRIMARY else None
+        own = fits[arm.law]["slopes"] if arm.law in fits else None
 
         def compute(arm: Arm = arm, own: Any = own) -> dict[str, Any]:
             tensors = None if own is None else [torch.tensor(x) for x in own]
