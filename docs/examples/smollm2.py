@@ -52,8 +52,8 @@ Added later. "constant and slope per head" was written down when the results of 
 "Su", "one slope", "slope per head" and "calibrated" on these documents were known, and before its own
 fit. Slopes per head had a lower loss than the constant beyond the trained length (by 0.021 nats), and
 the constant found more codes there (`retrieval`, by 0.087 nats per digit). So: is there something to
-gain in both when the slopes are trained on top of the constant? The decision is as above: yes if the arm
-helps against YaRN's constant. Within the trained length it equals the constant by construction.
+gain in both when the slopes are trained on top of the constant? The decision is as above: yes if the
+arm helps against YaRN's constant. Within the trained length it equals the constant by construction.
 
 Not tried: clamped positions (ReRoPE), and an entropy that is held for each query. Both compute
 attention several times.
