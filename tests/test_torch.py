@@ -123,6 +123,29 @@ class TestEveryFunction:
             assert (x.shape, x.dtype) == (want.shape, want.dtype)
 
 
+VMAPPED = {
+    "plain": lambda q, k, v, b, n: _state_and_entropy(q, k, v),
+    "window, law of the query": lambda q, k, v, b, n: _state_and_entropy(
+        q, k, v, mask=masks.window(3), law=laws.LogLength(4)
+    ),
+    "bias, soft cap": lambda q, k, v, b, n: _state_and_entropy(q, k, v, bias=b, softcap=2.0),
+    "causal": lambda q, k, v, b, n: _state_and_entropy(q, k, v, bias=b, is_causal=True),
+    "padding of elements": lambda q, k, v, b, n: _state_and_entropy(
+        q, k, v, mask=masks.padding(n[:, 0]) & masks.causal()
+    ),
+    "array of elements": lambda q, k, v, b, n: _state_and_entropy(
+        q, k, v, mask=torch.arange(9) < n[:, None]
+    ),
+    "array for all": lambda q, k, v, b, n: _state_and_entropy(q, k, v, mask=torch.eye(9) == 0),
+}
+
+
+def _state_and_entropy(q, k, v, **options):
+    options = {"enable_gqa": True} | options
+    entropies = it.attention_entropy(q, k, order=2.0, **options)
+    return it.attention_state(q, k, v, **options), entropies
+
+
 class TestTransformations:
     LENGTHS = (2, 7, 16, 33, 64, 100, 300, 777, 1500, 2100)
 
@@ -271,7 +294,8 @@ class TestTransformations:
         operator = torch.ops.isentropic.attention_state.default
         assert set(torch.library.opcheck(operator, tuple(call)).values()) == {"SUCCESS"}
 
-    def test_graphs_hold_no_array_of_all_logits(self):
+    @pytest.mark.parametrize("is_vmapped", [False, True])
+    def test_graphs_hold_no_array_of_all_logits(self, is_vmapped):
         from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
 
@@ -287,10 +311,14 @@ class TestTransformations:
             out = it.attention(q, k, v, mask=masks.window(9))
             return (out + state.output()).sum() + state.entropy().sum()
 
+        def calls(*arrays):
+            return torch.func.vmap(call)(*arrays).sum() if is_vmapped else call(*arrays)
+
         torch.compiler.reset()
-        compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=record))
-        q, k, v = (torch.randn(n, 8, requires_grad=True) for _ in range(3))
-        got, want = (torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, call))
+        compiled = torch.compile(calls, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+        shape = (*[2] * is_vmapped, n, 8)
+        q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+        got, want = (torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, calls))
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert 0 < max(sizes) < n * n // 4
@@ -390,6 +418,69 @@ class TestTransformations:
         for i in range(5):
             for a, b in zip(got, call(q[i], k[i], v[i], lengths[i]), strict=True):
                 torch.testing.assert_close(a[i], b)
+
+    @pytest.mark.parametrize("name", list(VMAPPED))
+    def test_vmap_in_a_graph(self, compile_, name):
+        """Values and gradients, where arguments have the axis of vmap at either end or not at all."""
+        shapes = {"q": (4, 9, 8), "k": (2, 9, 8), "v": (2, 9, 6), "b": (4, 1, 9)}
+        a = {x: torch.randn(3, *of, dtype=torch.float64) for x, of in shapes.items()}
+        q, k, v, b = a["q"], a["k"].movedim(0, -1), a["v"][0], a["b"]
+        axes = (0, -1, None, 0, 0)
+        if name == "causal":
+            q, b, axes = q[0], b[0], (None, -1, None, None, 0)
+        n = torch.tensor([[4], [9], [7], [5]]) - torch.arange(3)[:, None, None]
+
+        def call(q, k, v, b, n):
+            state, entropies = VMAPPED[name](q, k, v, b, n)
+            return state.output(), state.log_normalizer(), entropies
+
+        def loss(*inputs):
+            found = torch.func.vmap(call, axes)(*inputs)
+            return sum((i + 1) * x.sin().sum() for i, x in enumerate(found)), found
+
+        compiled, _ = compile_(loss)
+        inputs = [x.requires_grad_() for x in (q.detach(), k.detach(), v.detach(), b)]
+        (got, _), (want, _) = compiled(*inputs, n), loss(*inputs, n)
+        pairs = zip(
+            *(torch.autograd.grad(x, inputs, allow_unused=True) for x in (got, want)), strict=True
+        )
+        for got, want in pairs:
+            assert (got is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(got, want)
+
+        k = k.clone()
+        k[0, 3, 5, 1] = math.nan  # some queries see it, and others do not
+        for got, want in zip(compiled(q, k, v, b, n)[1], loss(q, k, v, b, n)[1], strict=True):
+            assert want.isnan().any()
+            torch.testing.assert_close(got, want, equal_nan=True)
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of PyTorch's own kernel
+    @pytest.mark.parametrize("name", ["output", "entropy", "window"])
+    @pytest.mark.parametrize("transform", ["grad", "vmap of grad", "jvp", "jacrev", "hessian"])
+    def test_transformations_in_a_graph(self, compile_, transform, name):
+        q, k, v = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+        masked = masks.window(2)
+        call = {
+            "output": lambda q: it.attention(q, k[0], v[0], is_causal=True),
+            "entropy": lambda q: it.attention_entropy(q, k[0], is_causal=True),
+            "window": lambda q: it.attention_state(q, k[0], v[0], mask=masked).output(),
+        }[name]
+
+        def loss(q):
+            return call(q).sin().sum()
+
+        func = torch.func
+        of = {
+            "grad": lambda q: func.grad(loss)(q[0]),
+            "vmap of grad": lambda q: func.vmap(func.grad(loss))(q),
+            "jvp": lambda q: func.jvp(call, (q[0],), (q[1],))[1],
+            "jacrev": lambda q: func.jacrev(call)(q[0]),
+            "hessian": lambda q: func.jvp(func.grad(loss), (q[0],), (q[1],))[1],
+        }[transform]
+        want = of(q)  # first, as PyTorch loads what jvp needs in its first call outside graphs
+        torch.testing.assert_close(compile_(of)[0](q), want)
 
     def test_entropy_on_a_sphere_where_the_panels_reach_their_floor(self):
         """Of the rule of integration, whose ends depend on κ, with a kink at 1/2."""

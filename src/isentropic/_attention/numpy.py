@@ -225,9 +225,8 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
     if x is None or isinstance(x, float):
         return x
     if plan.library == "torch":
-        x = x.detach() if x.requires_grad else x
-        x = x if x.dtype == plan.compute else x.to(plan.compute)
-        return (x.resolve_neg() if x.is_neg() else x).numpy()
+        # `force`: the tensor may need a gradient, or have a sign that is not in memory yet.
+        return (x if x.dtype == plan.compute else x.to(plan.compute)).numpy(force=True)
     return np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
 
 

@@ -118,7 +118,7 @@ class Plan(Record):
         bool  # whether they have the dtype and shapes of PyTorch's kernel, but for a missing axis
     )
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
-    factors: Any  # the factors on the queries, (L, 1) in NumPy, if few numbers alone determine them
+    factors: Any  # the factors on the queries, (L, 1), if few numbers alone determine them
     # Those of `frame` and `batch`, for short.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
@@ -324,7 +324,7 @@ def _common_multiplier(a: Arguments, mask: Mask | None, frame: Frame, scale: flo
 def _factors_of_counts(
     a: Arguments, counts: range | None, frame: Frame, compute: Any, scale: float
 ) -> Any:
-    """The factors on the queries, (L, 1) in NumPy; None if they depend on arrays, or for JAX."""
+    """The factors on the queries, (L, 1); None if they depend on arrays, or for JAX."""
     if counts is None or len(counts) > _MAX_FACTORS or a.law is None or a.n_keys is not None:
         return None
     if a.law.arrays or not (is_numpy(frame.xp) or is_torch(frame.xp)):
@@ -333,7 +333,15 @@ def _factors_of_counts(
 
     dtype = numpy_dtype(frame.xp, compute)
     factors = a.law(np.arange(counts.start, counts.stop, dtype=dtype)) * scale
-    return factors.astype(dtype)[:, None] if factors.shape == (len(counts),) else None
+    if factors.shape != (len(counts),):
+        return None
+    factors = factors.astype(dtype)[:, None]
+    if is_numpy(frame.xp):
+        return factors
+    import torch
+
+    with torch.inference_mode(False):  # a later call may need a gradient
+        return torch.from_numpy(factors)
 
 
 def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
@@ -407,7 +415,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     multiplier: Any = plan.multiplier
     lengths = None
     if plan.factors is not None:
-        multiplier = plan.factors if plan.library == "numpy" else plan.xp.from_numpy(plan.factors)
+        multiplier = plan.factors
     elif multiplier is None:
         lengths = visible_lengths(plan, mask, a.n_keys)
         multiplier = plan.scale
@@ -458,7 +466,7 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     """Whether all numbers are known to be finite. False if the values cannot be read."""
     if not plan.is_readable:
         return False
-    xp, arrays = plan.xp, [x for x in (query, key, value) if x is not None]
+    xp, arrays = plan.xp, (query, key) if value is None else (query, key, value)
     if plan.library == "jax":  # inside a JAX trace no result can be read
         return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
     # One sum is faster than a test of each number. The sum of finite numbers may overflow.
@@ -473,14 +481,14 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
     # Sums of Python's floats never warn, where those of NumPy's do.
     import numpy as np
 
-    total, is_torch, dtype, waiting = 0.0, plan.library == "torch", plan.compute, None
+    is_torch, dtype = plan.library == "torch", plan.compute
+    total, waiting = 0.0, None
     for x in arrays:
-        is_contiguous = x.is_contiguous() if is_torch else x.flags.c_contiguous
-        # `is_neg`: PyTorch has not negated the numbers in memory yet.
-        if x.dtype != dtype or not is_contiguous or (is_torch and x.is_neg()):
+        if x.dtype != dtype or not (x.is_contiguous() if is_torch else x.flags.c_contiguous):
             total += x.sum().item()
             continue
-        numbers = (x.detach() if x.requires_grad else x).numpy() if is_torch else x
+        # `force`: the tensor may need a gradient, or have a sign that is not in memory yet.
+        numbers = x.numpy(force=True) if is_torch else x
         if waiting is None:
             waiting = numbers
         elif waiting.size == numbers.size:

@@ -18,7 +18,7 @@ from isentropic._attention.generic import (
 )
 from isentropic._attention.plan import TRANSFORMED, Operands, Plan, four_axes, sum_of
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
-from isentropic._loops import BLOCKS, Block, map_blocks, take, within_transformation
+from isentropic._loops import BLOCKS, Block, map_blocks, take
 from isentropic._namespace import Array
 
 
@@ -33,6 +33,8 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if plan.is_bias_differentiated:
         return "it would form the gradient of the bias as an L×S array"
     if plan.frame.is_compiling:
+        if _transformations() not in ((), ("Grad",)):
+            return TRANSFORMED
         forms_mask = plan.has_mask and not plan.is_plain_causal and plan.device.type == "cpu"
         return "it would form the mask as an L×S array" if forms_mask else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
@@ -44,6 +46,13 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return None
     # PyTorch's "math" kernel forms the weights and is not better than the generic pass.
     return "PyTorch would form the weights" if _would_form_weights(plan) else None
+
+
+def _transformations() -> tuple[str, ...]:
+    """The transformations of torch.func around a call in a graph: Vmap, Grad, Jvp."""
+    from isentropic._attention import torch_operator
+
+    return torch_operator.transformations()
 
 
 def _would_form_weights(plan: Plan) -> bool:
@@ -62,44 +71,57 @@ def _would_form_weights(plan: Plan) -> bool:
 
 def sdpa_output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev) by PyTorch's own kernel."""
-    import torch
-
-    xp, mask, bias = plan.xp, operands.mask, operands.bias
-    query, key, value, scale = _torch_arrays(plan, operands)
-    # Whether heads are grouped may be symbolic under torch.compile, and the kernel needs a bool.
-    is_grouped = True if not plan.fits_sdpa and query.shape[1] != key.shape[1] else False  # noqa: SIM210
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    # The CPU kernel treats a row of NaN logits like one that sees no key.
-    if bias is None and (mask is None or plan.is_plain_causal):
-        is_causal = mask is not None
-        out = sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
-        if not is_causal:
+    if operands.bias is not None or (plan.has_mask and not plan.is_plain_causal):
+        out = _masked_output(plan, operands)
+    else:
+        query, key, value, scale = _torch_arrays(plan, operands)
+        out = _sdpa(plan, query, key, value, scale, is_causal=plan.has_mask)
+        # The CPU kernel treats a row of NaN logits like one that sees no key.
+        if not plan.has_mask:
             out = _with_nan(plan, out, query, key)
         elif operands.nonfinite is not None:
             out = out + four_axes(plan, causal_nan(plan, operands))
-    else:
-        zero = xp.zeros((), dtype=plan.compute, device=plan.device)
-
-        def attend_rows(rows: Block) -> tuple[Array]:
-            # Keys that no query of the block sees are left out.
-            columns = reach(plan, mask, rows)
-            added = add_bias_and_mask(plan, operands, zero, rows, columns)
-            added = four_axes(plan, xp.astype(added, value.dtype))
-            q, k, v = (take(x, b, -2) for x, b in ((query, rows), (key, columns), (value, columns)))
-            out = sdpa(q, k, v, added, scale=scale, enable_gqa=is_grouped)
-            if mask is None:
-                out = _with_nan(plan, out, q, k)
-            elif operands.nonfinite is not None:
-                out = xp.where(xp.any(xp.isnan(added), axis=-1, keepdims=True), math.nan, out)
-            return (out,)
-
-        (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
     if len(plan.batch) == 1:
         out = out[0]
     elif len(plan.batch) != 2:
-        out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
+        out = plan.xp.reshape(out, (*plan.batch, *out.shape[-2:]))
     return out if plan.fits_sdpa or out.shape[-1] == plan.n_values else out[..., : plan.n_values]
+
+
+def _sdpa(
+    plan: Plan, query: Any, key: Any, value: Any, scale: float, mask: Any = None, *, is_causal: bool
+) -> Any:
+    import torch
+
+    # Whether heads are grouped may be symbolic under torch.compile, and the kernel needs a bool.
+    is_grouped = True if not plan.fits_sdpa and query.shape[1] != key.shape[1] else False  # noqa: SIM210
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
+    )
+
+
+def _masked_output(plan: Plan, operands: Operands) -> Any:
+    """The output (batch, heads, L, width) under a bias, or under a mask that is not just causal."""
+    xp, mask = plan.xp, operands.mask
+    query, key, value, scale = _torch_arrays(plan, operands)
+    zero = xp.zeros((), dtype=plan.compute, device=plan.device)
+
+    def attend_rows(rows: Block) -> tuple[Array]:
+        # Keys that no query of the block sees are left out.
+        columns = reach(plan, mask, rows)
+        added = add_bias_and_mask(plan, operands, zero, rows, columns)
+        added = four_axes(plan, xp.astype(added, value.dtype))
+        q, k, v = (take(x, b, -2) for x, b in ((query, rows), (key, columns), (value, columns)))
+        out = _sdpa(plan, q, k, v, scale, added, is_causal=False)
+        # The CPU kernel treats a row of NaN logits like one that sees no key.
+        if mask is None:
+            out = _with_nan(plan, out, q, k)
+        elif operands.nonfinite is not None:
+            out = xp.where(xp.any(xp.isnan(added), axis=-1, keepdims=True), math.nan, out)
+        return (out,)
+
+    (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
+    return out
 
 
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
@@ -108,7 +130,7 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     if not isinstance(scale, float):
         query = query if query.dtype == plan.compute else xp.astype(query, plan.compute)
         query, scale = query * scale, 1.0
-    arrays: list[Any] = [query, operands.key, operands.values]
+    arrays: Any = (query, operands.key, operands.values)
     if not plan.fits_sdpa:
         arrays = [_fitted(plan, x) for x in arrays]
     elif len(plan.batch) == 1:
@@ -139,7 +161,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         return out
     if plan.is_readable:
         # The kernel gives 0 to a row that has only NaN logits. Any other NaN reaches its output.
-        first = (out.detach() if out.requires_grad else out).numpy()[..., 0]
+        first = out.numpy(force=True)[..., 0]
         if np.count_nonzero(first) == first.size or not math.isnan(sum_of(plan, query, key)):
             return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
@@ -162,7 +184,8 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
     if plan.library != "torch":
         return "the arrays are not PyTorch's"
     if plan.frame.is_compiling:
-        return TRANSFORMED if within_transformation() else None
+        # PyTorch does not differentiate operators inside torch.func.grad or jvp.
+        return None if set(_transformations()) <= {"Vmap"} else TRANSFORMED
     if not plan.is_differentiated:
         return "no gradient is needed"
     rows, columns = tile_shape(plan)

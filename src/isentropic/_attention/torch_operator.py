@@ -9,10 +9,12 @@ This module imports PyTorch, and registers the operators when it is imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from isentropic._attention.generic import AttentionState, Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, prepare
@@ -59,6 +61,14 @@ class Call(NamedTuple):
         return state_of_fields(fields, self.value is not None, self.order)
 
 
+@torch.compiler.assume_constant_result
+def transformations() -> tuple[str, ...]:
+    """The transformations of torch.func around a call in a graph: Vmap, Grad, Jvp."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return *(level.key().name for level in levels), *["Jvp"] * is_forward_mode
+
+
 def state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
     """The state in columns, as one node of the graph that is compiled."""
     call = call_of(plan, operands, order)
@@ -100,6 +110,31 @@ def _(*arguments: Any) -> list[Tensor]:
     if call.order is not None:
         shapes.append(column)
     return [call.query.new_empty(shape) for shape in shapes]
+
+
+@_state.register_vmap
+def _(info: Any, axes: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:
+    """The results for a batch of `torch.vmap`, and their batch axes.
+
+    The batch is one more batch axis of attention. With arrays in the mask the elements are computed one
+    by one, since such arrays have their batch axes at different places.
+    """
+    size, operator = info.batch_size, torch.ops.isentropic.attention_state
+
+    def element(x: Any, axis: int | None, i: int) -> Any:
+        return x if axis is None else x.select(axis, i)
+
+    def with_batch(x: Any, axis: int | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
+
+    if Call(*arguments).mask_arrays:
+        each = [operator(*tree_map(partial(element, i=i), arguments, axes)) for i in range(size)]
+        results = [torch.stack(parts) for parts in zip(*each, strict=True)]
+    else:
+        results = operator(*tree_map(with_batch, arguments, axes))
+    return results, [0] * len(results)
 
 
 @torch.library.custom_op(
