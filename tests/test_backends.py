@@ -405,3 +405,18 @@ class TestSkippedTiles:
         q, k, v = rng.normal(size=(3, n, 8))
         it.attention(q, k, v, mask=mask, implementation=implementation)
         assert 0 < size <= share * n * n
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(("threads", "heads", "size"), [(1, 1, 16), (2, 1, 16), (3, 1, 8), (3, 2, 16)])
+def test_few_queries_are_cut_into_smaller_blocks(tiles, set_blocks, monkeypatch, threads, heads, size):
+    """64 queries in blocks of 16, or of 8 if there were fewer than two blocks for each thread."""
+    from isentropic._attention import numpy
+
+    sizes = []
+    set_blocks(numpy_rows=16)
+    monkeypatch.setattr(numpy, "n_threads", lambda: threads)
+    monkeypatch.setattr(numpy, "run", lambda function, items: sizes.extend(x[1][1] for x in items))
+    q = np.ones((heads, 64, 4))
+    it.attention(q, q, q)
+    assert set(sizes) == {size}

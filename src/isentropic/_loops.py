@@ -29,7 +29,7 @@ class BlockSizes:
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers in the vectors whose distances are compared
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
-    numpy_rows: int = 256  # a tile that fits in the second-level cache of a core, with its operands
+    numpy_rows: int = 512  # a tile of 1 MB: threads rarely meet, and it is still near the core
     numpy_columns: int = 512
     numpy_min_part: int = 2**12  # the fewest keys of a part, if threads share the keys
     # Calls with fewer logits are not faster with threads and one batch element at a time.

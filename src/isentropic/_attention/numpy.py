@@ -322,7 +322,7 @@ class _Pass:
         mask: Any = self.operands.mask
         elements = list(np.ndindex(*plan.batch))
         # Under a causal mask the last rows take longest. So they come first.
-        rows = blocks(0, plan.n_queries, BLOCKS.numpy_rows)[::-1]
+        rows = blocks(0, plan.n_queries, self.row_size(len(elements)))[::-1]
         parts = self.parts(len(elements) * len(rows))
         states = [self.empty_state() for _ in parts]
 
@@ -341,6 +341,12 @@ class _Pass:
         if self.order is None:
             return merged._replace(weighted_value=output_of_columns(np, merged))
         return merged
+
+    def row_size(self, n_elements: int) -> int:
+        """The number of queries of a block: fewer if there would be too few blocks for the threads."""
+        size = BLOCKS.numpy_rows
+        n_blocks = n_elements * -(-self.plan.n_queries // size)
+        return size if n_blocks >= 2 * n_threads() else max(size // 2, 1)
 
     def parts(self, n_items: int) -> list[Block]:
         """The keys, in several parts if there are fewer blocks of rows than threads."""
