@@ -885,6 +885,25 @@ GRADIENT_OPTIONS = {
 class TestRecomputedGradients:
     """States and entropies whose gradient takes the tiles again, against autograd through all tiles."""
 
+    @pytest.fixture(params=["PyTorch", "NumPy"])
+    def forward_by(self, request, tiny_tiles, set_blocks):
+        """The library of the forward pass. NumPy's is for large calls."""
+        if request.param == "NumPy":
+            small = {"numpy_min_head_logits": 0, "numpy_min_logits": 0, "numpy_untiled_logits": 0}
+            set_blocks(**small, numpy_rows=4, numpy_columns=5, numpy_min_part=5)
+        return request.param
+
+    def test_the_forward_pass_of_large_calls_is_numpys(self, forward_by, monkeypatch):
+        from isentropic._attention import numpy
+
+        plans, state = [], numpy.state
+        monkeypatch.setattr(numpy, "state", lambda plan, *a: plans.append(plan) or state(plan, *a))
+        q = torch.randn(2, 7, 4, requires_grad=True)
+        it.attention_entropy(q, q).sum().backward()
+        assert len(plans) == (forward_by == "NumPy")
+        it.attention_entropy(q, q, implementation="generic").sum().backward()
+        assert len(plans) == (forward_by == "NumPy")
+
     @pytest.mark.parametrize("name", RECOMPUTED)
     def test_batched_gradients(self, name, rng, tiny_tiles):
         shapes = {"q": (4, 7, 8), "k": (4, 9, 8), "v": (4, 9, 6), "b": (4, 7, 9)}
@@ -904,7 +923,7 @@ class TestRecomputedGradients:
                 assert all(x is None or not x.any() for x in want)
 
     @pytest.mark.parametrize("name", RECOMPUTED)
-    def test_first_and_second_derivatives(self, name, rng, tiny_tiles):
+    def test_first_and_second_derivatives(self, name, rng, forward_by):
         def array(*shape):
             return torch.asarray(rng.normal(size=shape)).requires_grad_()
 
@@ -957,7 +976,7 @@ class TestRecomputedGradients:
 
     @pytest.mark.parametrize("order", [None, 0.0, 0.5, 0.9, 1.0, 1.1, 2.0, np.inf])
     @pytest.mark.parametrize("options", GRADIENT_OPTIONS)
-    def test_every_field_order_and_option(self, rng, tiny_tiles, order, options):
+    def test_every_field_order_and_option(self, rng, forward_by, order, options):
         """Gradients of fields, which depend on the maximum, and of an output, which does not."""
         arrays = {
             "query": (2, 4, 5, 3), "key": (2, 2, 5, 3), "value": (2, 2, 5, 2), "bias": (4, 1, 5)

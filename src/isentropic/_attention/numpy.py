@@ -94,6 +94,11 @@ def _is_large(plan: Plan) -> bool:
     )
 
 
+def takes_tiles(plan: Plan) -> bool:
+    """Whether the pass computes a state of PyTorch tensors faster than a loop over tiles in PyTorch."""
+    return plan.is_readable and plan.block_size is None and _is_large(plan)
+
+
 @_quietly_on_tensors
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""

@@ -25,6 +25,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from isentropic._attention import numpy
 from isentropic._attention.generic import AttentionState, Tiles, add_bias, reach, tile_shape
 from isentropic._attention.plan import Plan
 from isentropic._entropy import slope_of_moment, terms_of_moment
@@ -40,6 +41,10 @@ INPUTS = ("query", "key", "value", "bias")
 def forward(tiles: Tiles, order: float | None) -> AttentionState:
     """The state in columns, relative to the maximum."""
     keep_freed_memory()
+    if numpy.takes_tiles(tiles.plan):
+        operands = tiles.operands._replace(query=tiles.query, multiplier=1.0)
+        state = numpy.state(tiles.plan, operands, 1.0 if order is None else order, True)
+        return state._replace(weighted_score=None) if order is None else state
     return _TilesInPlace(tiles.plan, tiles.operands, tiles.query).state(order)
 
 
