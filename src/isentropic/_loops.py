@@ -35,8 +35,8 @@ class BlockSizes:
     # Calls with fewer logits are not faster with threads and one batch element at a time.
     numpy_min_head_logits: int = 2**16
     numpy_min_logits: int = 2**20  # of all heads
-    jax_rows: int = 512  # a tile of one head on a CPU
-    jax_columns: int = 512
+    jax_rows: int = 1024  # a tile of one head on a CPU: large, as XLA shares out single operations
+    jax_columns: int = 1024
     jax_min_length: int = 256  # with fewer queries or keys all heads at once are faster
     numpy_untiled_logits: int = 2**18  # calls with at most so many logits are faster without tiles
 
