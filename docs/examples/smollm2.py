@@ -120,6 +120,7 @@ SPANS, SPAN, CUE = 8, 64, 16  # in `copying`
 # What decides, in nats per token.
 SMALLEST, LIMIT_WITHIN = 0.01, 0.002
 PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
+ON_TOP = "constant and slope per head"
 
 
 class Arm(NamedTuple):
@@ -137,7 +138,7 @@ ARMS = {
     "slope per head": Arm(law="slope per head"),
     "calibrated": Arm(law="calibrated"),
     "constant and one slope": Arm(constant=TEMPERATURE, law="constant and one slope"),
-    "constant and slope per head": Arm(constant=TEMPERATURE, law="constant and slope per head"),
+    ON_TOP: Arm(constant=TEMPERATURE, law=ON_TOP),
     "as trained": Arm("as trained"),
     "YaRN × 4": Arm("YaRN × 4"),
     "NTK": Arm("NTK"),
@@ -155,7 +156,7 @@ FITS = {
     "slope per layer": Fit("layer", 4),
     "slope per head": Fit("head", 4),
     "constant and one slope": Fit("model", 2, TEMPERATURE),
-    "constant and slope per head": Fit("head", 4, TEMPERATURE),
+    ON_TOP: Fit("head", 4, TEMPERATURE),
 }
 
 TOPICS = "pydoc_data.topics"
@@ -640,7 +641,8 @@ def answer(results: dict[str, Any]) -> str:
         f"Read {FULL.length} tokens by SmolLM2, trained with {TRAINED}, at positions of YaRN: a "
         f"slope for each head, trained on other texts, brings {against(PRIMARY, NO_LAW)}, and "
         f"{against(PRIMARY, CONSTANT)} more than YaRN's constant. The law log n beyond the trained "
-        f"length brings {against('Su', NO_LAW)}, and {against('Su', CONSTANT)} more than that constant."
+        f"length brings {against('Su', NO_LAW)}, and {against('Su', CONSTANT)} more than that constant. "
+        f"Slopes that were trained on top of the constant bring {against(ON_TOP, CONSTANT)} more than it."
     )
 
 
