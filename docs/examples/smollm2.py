@@ -641,8 +641,9 @@ def answer(results: dict[str, Any]) -> str:
         f"Read {FULL.length} tokens by SmolLM2, trained with {TRAINED}, at positions of YaRN: a "
         f"slope for each head, trained on other texts, brings {against(PRIMARY, NO_LAW)}, and "
         f"{against(PRIMARY, CONSTANT)} more than YaRN's constant. The law log n beyond the trained "
-        f"length brings {against('Su', NO_LAW)}, and {against('Su', CONSTANT)} more than that constant. "
-        f"Slopes that were trained on top of the constant bring {against(ON_TOP, CONSTANT)} more than it."
+        f"length brings {against('Su', NO_LAW)}, and {against('Su', CONSTANT)} more than that "
+        f"constant. Slopes that were trained together with the constant bring "
+        f"{against(ON_TOP, CONSTANT)} more than the constant alone."
     )
 
 
