@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -72,6 +73,19 @@ def test_exception_reaches_the_caller_and_leaves_nothing_behind(four_threads):
     assert _threads._blas.calls == 0
     assert len(done) < 10_000
     assert threading.enumerate() == threads
+
+
+def test_an_interrupt_comes_before_errors_of_other_threads(four_threads):
+    def work(i):
+        barrier.wait(timeout=30)
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.1)
+            raise KeyboardInterrupt
+        raise ValueError
+
+    barrier = threading.Barrier(4)
+    with pytest.raises(KeyboardInterrupt):
+        _threads.run(work, range(4))
 
 
 def test_interrupt_before_the_first_item_lifts_the_limit(monkeypatch):

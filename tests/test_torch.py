@@ -482,6 +482,31 @@ class TestTransformations:
         want = of(q)  # first, as PyTorch loads what jvp needs in its first call outside graphs
         torch.testing.assert_close(compile_(of)[0](q), want)
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    def test_forward_mode_around_a_graph_that_was_made_without(self, compile_):
+        q, k, v = torch.randn(3, 2, 5, 4)
+        calls = {
+            "state": lambda q: it.attention_state(q, k, v, is_causal=True).output(),
+            "output": lambda q: it.attention(q, k, v, is_causal=True),
+        }
+        forward = torch.autograd.forward_ad
+        for call in calls.values():
+            _, want = torch.func.jvp(call, (q,), (k,))
+            compiled, _ = compile_(call)
+            torch.testing.assert_close(compiled(q), call(q))
+            with forward.dual_level():
+                got = forward.unpack_dual(compiled(forward.make_dual(q, k))).tangent
+                torch.testing.assert_close(got, want)
+
+    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0}])
+    @pytest.mark.parametrize("is_recorded", [True, False])
+    def test_autocast(self, options, is_recorded):
+        q, k, v = (torch.randn(2, 40, 8, requires_grad=is_recorded) for _ in range(3))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = it.attention(q, k, v, **options)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, it.attention(q, k, v, **options), rtol=0.03, atol=0.03)
+
     def test_entropy_on_a_sphere_where_the_panels_reach_their_floor(self):
         """Of the rule of integration, whose ends depend on κ, with a kink at 1/2."""
         kappa = torch.tensor([0.5 - 1e-4, 0.5, 0.5 + 1e-4], dtype=torch.float64, requires_grad=True)
@@ -896,13 +921,58 @@ class TestRecomputedGradients:
     def test_the_forward_pass_of_large_calls_is_numpys(self, forward_by, monkeypatch):
         from isentropic._attention import numpy
 
-        plans, state = [], numpy.state
-        monkeypatch.setattr(numpy, "state", lambda plan, *a: plans.append(plan) or state(plan, *a))
+        plans, state = [], numpy.state_for_gradient
+        counted = lambda plan, *a: plans.append(plan) or state(plan, *a)  # noqa: E731
+        monkeypatch.setattr(numpy, "state_for_gradient", counted)
         q = torch.randn(2, 7, 4, requires_grad=True)
         it.attention_entropy(q, q).sum().backward()
         assert len(plans) == (forward_by == "NumPy")
         it.attention_entropy(q, q, implementation="generic").sum().backward()
         assert len(plans) == (forward_by == "NumPy")
+
+    def test_large_logits_in_single_precision(self, rng):
+        """Keys with a common offset, as of channels with outliers: it multiplies errors of the weights.
+
+        If the two passes round the logits differently, the gradient of the queries has an error of 0.02.
+        """
+        q, k, v = (rng.normal(size=(4, 600, 64)) for _ in range(3))
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            arrays = (a.astype("float32") for a in (0.3 * q + 2, 0.3 * k + 40, v))
+            x = [torch.asarray(a, dtype=dtype).requires_grad_() for a in arrays]
+            state = it.attention_state(*x, law=None)
+            loss = state.output().sin().sum() + state.entropy().sin().sum()
+            found.append([loss, *torch.autograd.grad(loss, x)])
+        for got, want in zip(*found, strict=True):
+            assert (got - want).abs().max() < 1e-3 * want.abs().max()
+
+    @pytest.mark.parametrize("call", ["softcap", "state", "entropy 1.0"])
+    def test_checkpoints_and_autocast(self, forward_by, rng, call):
+        a = {x: torch.asarray(rng.normal(size=(1, 4, 40, 8)).astype("float32")) for x in "qkvb"}
+        a |= {"b": torch.zeros(40, 40)}
+        leaves = [x.requires_grad_() for x in a.values()]
+
+        def loss(*_):
+            out = RECOMPUTED[call](a, None)
+            return (out.output() + out.entropy()[..., None] if call == "state" else out).sin().sum()
+
+        expected = torch.autograd.grad(loss(), leaves[:2])
+        again = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
+        for got, want in zip(torch.autograd.grad(again, leaves[:2]), expected, strict=True):
+            torch.testing.assert_close(got, want)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = loss()
+            grads = torch.autograd.grad(inside, leaves[:2], retain_graph=True)
+        for found in (grads, torch.autograd.grad(inside, leaves[:2])):
+            for got, want in zip(found, expected, strict=True):
+                torch.testing.assert_close(got, want)
+
+    def test_a_bias_of_another_class(self, forward_by):
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        q, bias = torch.randn(2, 9, 4, requires_grad=True), torch.randn(9, 9)
+        state = it.attention_state(q, q, bias=TwoTensor(bias, bias))
+        torch.testing.assert_close(state.entropy().a, it.attention_entropy(q, q, bias=bias))
 
     @pytest.mark.parametrize("name", RECOMPUTED)
     def test_batched_gradients(self, name, rng, tiny_tiles):

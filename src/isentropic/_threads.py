@@ -64,7 +64,11 @@ def _side_by_side(function: Callable[[_Item], Any], items: Sequence[_Item], n: i
             if thread.ident is not None:  # it has started
                 thread.join()
     if errors:
-        raise errors[0]
+        try:
+            # An interrupt comes before the errors that other threads may have met.
+            raise next((x for x in errors if not isinstance(x, Exception)), errors[0])
+        finally:
+            errors.clear()  # whose traceback refers to them
 
 
 def _in_turn(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:

@@ -96,7 +96,14 @@ def _is_large(plan: Plan) -> bool:
 
 def takes_tiles(plan: Plan) -> bool:
     """Whether the pass computes a state of PyTorch tensors faster than a loop over tiles in PyTorch."""
-    return plan.is_readable and plan.block_size is None and _is_large(plan)
+    return plan.are_all_readable and plan.block_size is None and _is_large(plan)
+
+
+@_quietly_on_tensors
+def state_for_gradient(plan: Plan, operands: Operands, order: float) -> AttentionState:
+    """The state in columns, relative to the maximum, for a backward pass of another library."""
+    fields = _Pass(*_as_numpy(plan, operands), order, True, is_for_gradient=True).state()
+    return AttentionState(*(_to_library(plan, x) for x in fields))
 
 
 @_quietly_on_tensors
@@ -305,6 +312,9 @@ class _Pass:
     operands: Operands
     order: float | None = None  # of the moment; None without a moment
     relative_to_maximum: bool = False
+    # The backward pass computes the logits again. Weights that come from logits with other rounding
+    # errors do not quite sum to 1, which it would multiply by the mean of the keys.
+    is_for_gradient: bool = False
 
     def __post_init__(self) -> None:
         key, value = (_in_rows(x, self.plan.compute) for x in (self.operands.key, self.operands.value))
@@ -394,7 +404,7 @@ class _Pass:
         """The state from sums relative to a bound; None if the maximum of some row is far below it."""
         import numpy as np
 
-        exp, unit = _exponential()
+        exp, unit = (np.exp, 1.0) if self.is_for_gradient else _exponential()
         place, softcap = self.place(item), self.plan.softcap
         query_unit = unit if softcap is None else softcap
         query = self.scaled_rows(item, query_unit)
@@ -405,6 +415,8 @@ class _Pass:
         if place in self.loose_bounds or not largest * np.finfo(bound.dtype).eps < _MAX_EXPONENT_ERROR:
             return None
         is_shifted = largest > _MAX_EXPONENT
+        if is_shifted and self.is_for_gradient:
+            return None
         reference = bound / unit if is_shifted else np.zeros_like(bound)
         sums = self.new_sums(item)
         peak = np.zeros_like(bound)

@@ -108,7 +108,8 @@ class Plan(Record):
     is_plain_causal: bool  # whether the mask is the causal one, with as many queries as keys
     is_contiguous: bool  # whether the keys that a query sees have no gaps between them
     block_size: int | None
-    is_on_host: bool  # whether NumPy can compute with all arrays: on the host, without gradients
+    is_on_host: bool  # whether NumPy can compute with all arrays: readable, without gradients
+    are_all_readable: bool  # whether the values of all arrays can be read
     is_differentiated: bool  # whether PyTorch records the call for a gradient
     is_bias_differentiated: bool
     is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
@@ -241,6 +242,7 @@ def _plan(a: Arguments) -> Plan:
     arrays = [*inputs, *others, *_arrays_of(mask), *_arrays_of(a.law)]
     recorded = [is_differentiated(xp, x) for x in arrays]
     can_be_read = all(is_readable(xp, x) for x in inputs)
+    all_can_be_read = can_be_read and all(is_readable(xp, x) for x in arrays[len(inputs) :])
     dtype = promoted(xp, *inputs)
     compute = accumulator(xp, dtype)
     counts = None if mask is None else mask.counts(frame)
@@ -260,7 +262,8 @@ def _plan(a: Arguments) -> Plan:
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
         is_contiguous=mask is None or mask.is_contiguous,
         block_size=a.block_size,
-        is_on_host=not any(recorded) and all(is_readable(xp, x) for x in arrays),
+        is_on_host=not any(recorded) and all_can_be_read,
+        are_all_readable=all_can_be_read,
         is_differentiated=any(recorded),
         is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
         is_transformed=any(is_transformed(xp, x) for x in arrays),

@@ -49,10 +49,14 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
 
 
 def _transformations() -> tuple[str, ...]:
-    """The transformations of torch.func around a call in a graph: Vmap, Grad, Jvp."""
+    """The transformations around a call in a graph: Vmap, Grad and Jvp of torch.func; forward mode."""
+    import torch
+
     from isentropic._attention import torch_operator
 
-    return torch_operator.transformations()
+    names = torch_operator.transformations()
+    # Read in the graph, which is made anew if the level changes.
+    return names if torch.autograd.forward_ad._current_level < 0 else (*names, "forward mode")
 
 
 def _would_form_weights(plan: Plan) -> bool:
@@ -161,7 +165,9 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         return out
     if plan.is_readable:
         # The kernel gives 0 to a row that has only NaN logits. Any other NaN reaches its output.
-        first = out.numpy(force=True)[..., 0]
+        # Under autocast the kernel returns bfloat16, which NumPy does not have.
+        numbers = out if out.dtype == plan.compute else out.to(plan.compute)
+        first = numbers.numpy(force=True)[..., 0]
         if np.count_nonzero(first) == first.size or not math.isnan(sum_of(plan, query, key)):
             return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
@@ -253,7 +259,8 @@ def _recomputed() -> Any:
         @staticmethod
         def backward(ctx: Any, *upstream: Any) -> Any:
             call, n_inputs = ctx.call, len(ctx.call.names)
-            inputs, fields = ctx.saved_tensors[:n_inputs], ctx.saved_tensors[n_inputs:]
+            saved = ctx.saved_tensors  # read once, as a checkpoint computes them for one reading
+            inputs, fields = saved[:n_inputs], saved[n_inputs:]
             tiles = call.with_inputs(inputs)
             # For a second derivative, and for batched gradients, PyTorch must record all tiles.
             if torch.is_grad_enabled() or any(map(_is_batched, upstream)):

@@ -20,8 +20,9 @@ without values (Dao et al. 2022, arXiv 2205.14135).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,16 +39,34 @@ _LOG2_E = 1 / math.log(2)
 INPUTS = ("query", "key", "value", "bias")
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function of tiles, whose products have the dtype of the computation."""
+
+    @functools.wraps(function)
+    def wrapped(tiles: Tiles, *args: Any) -> Any:
+        import torch
+
+        kind = tiles.plan.device.type
+        if not torch.amp.is_autocast_available(kind):
+            return function(tiles, *args)
+        with torch.autocast(kind, enabled=False):
+            return function(tiles, *args)
+
+    return wrapped
+
+
+@_without_autocast
 def forward(tiles: Tiles, order: float | None) -> AttentionState:
     """The state in columns, relative to the maximum."""
     keep_freed_memory()
     if numpy.takes_tiles(tiles.plan):
         operands = tiles.operands._replace(query=tiles.query, multiplier=1.0)
-        state = numpy.state(tiles.plan, operands, 1.0 if order is None else order, True)
+        state = numpy.state_for_gradient(tiles.plan, operands, 1.0 if order is None else order)
         return state._replace(weighted_score=None) if order is None else state
     return _TilesInPlace(tiles.plan, tiles.operands, tiles.query).state(order)
 
 
+@_without_autocast
 def backward(
     tiles: Tiles,
     order: float | None,

@@ -63,10 +63,12 @@ class Call(NamedTuple):
 
 @torch.compiler.assume_constant_result
 def transformations() -> tuple[str, ...]:
-    """The transformations of torch.func around a call in a graph: Vmap, Grad, Jvp."""
+    """The transformations of torch.func around a call in a graph: Vmap, Grad, Jvp.
+
+    A graph is made anew where there are others.
+    """
     levels = torch._C._functorch.get_interpreter_stack() or []
-    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return *(level.key().name for level in levels), *["Jvp"] * is_forward_mode
+    return tuple(level.key().name for level in levels)
 
 
 def state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
