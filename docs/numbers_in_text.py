@@ -50,6 +50,7 @@ def readme() -> dict[str, str]:
         "language": nats("slope per head", "no law"),
         "constant": nats("slope per head", "YaRN's constant"),
         "log": nats("Su", "no law"),
+        "on-top": nats("constant and slope per head", "YaRN's constant"),
         "calibrated": nats("calibrated", "no law"),
         "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),
     }

@@ -58,7 +58,7 @@ import smollm2
 import torch
 from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
-from smollm2 import CHUNK, CONSTANT, NO_LAW, PRIMARY, TRAINED, Arm
+from smollm2 import CHUNK, CONSTANT, NO_LAW, ON_TOP, PRIMARY, TRAINED, Arm
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -66,7 +66,7 @@ from transformers import DynamicCache
 from isentropic.integrations import huggingface
 
 NAME = "retrieval"
-ARMS = (NO_LAW, CONSTANT, "Su", PRIMARY, "constant and slope per head")
+ARMS = (NO_LAW, CONSTANT, "Su", PRIMARY, ON_TOP)
 SENTENCE = "\n\nThe code of the {} is {}.\n\n"
 THINGS = (
     "apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer",
@@ -266,7 +266,8 @@ def answer(results: dict[str, Any]) -> str:
         f"Find codes in {results['length']} tokens, with the same model. YaRN's constant, which acts "
         f"at all lengths, brings {against(CONSTANT, NO_LAW)}. The slopes for each head, which were not "
         f"trained for this, bring {against(PRIMARY, NO_LAW)}, and {against(PRIMARY, CONSTANT)} against "
-        f"YaRN's constant."
+        f"YaRN's constant. Slopes that were trained together with that constant bring "
+        f"{against(ON_TOP, CONSTANT)} against the constant alone."
     )
 
 

@@ -174,8 +174,7 @@ class TestCommittedResults:
     def test_are_of_the_registered_size(self, results):
         assert tuple(results["documents"]) == retrieval.FULL.test
         assert results["length"] == retrieval.FULL.length
-        # The last arm was added later. Its run follows.
-        assert tuple(results["arms"]) in (retrieval.ARMS, retrieval.ARMS[:-1])
+        assert tuple(results["arms"]) == retrieval.ARMS
         for found in results["arms"].values():
             assert tuple(found) == retrieval.FULL.test
 
@@ -184,6 +183,12 @@ class TestCommittedResults:
         for arm in ("Su", retrieval.PRIMARY):
             gains = retrieval.gains(results, arm, retrieval.CONSTANT, "loss")
             assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "harms"
+        gains = retrieval.gains(results, retrieval.ON_TOP, retrieval.CONSTANT, "loss")
+        assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "no effect"
+        read = experiment.load(smollm2.NAME)
+        for gains in (smollm2.gains, smollm2.copied):
+            found = experiment.decide(gains(read, retrieval.ON_TOP, retrieval.CONSTANT), smollm2.SMALLEST)
+            assert found.verdict == "helps"
         gains = retrieval.gains(results, retrieval.CONSTANT, retrieval.NO_LAW, "loss")
         assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "helps"
 
@@ -192,7 +197,7 @@ class TestCommittedResults:
         assert "nan" not in text
         assert [claim.verdict for claim in retrieval.claims(results)] == ["not decided"]
         figure = retrieval.picture(results)
-        assert len(figure.axes[0].patches) == 2 * len(results["arms"])
+        assert len(figure.axes[0].patches) == 2 * len(retrieval.ARMS)
         experiment.plt.close(figure)
 
 
