@@ -187,7 +187,9 @@ class TestCommittedResults:
         assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "no effect"
         read = experiment.load(smollm2.NAME)
         for gains in (smollm2.gains, smollm2.copied):
-            found = experiment.decide(gains(read, retrieval.ON_TOP, retrieval.CONSTANT), smollm2.SMALLEST)
+            found = experiment.decide(
+                gains(read, retrieval.ON_TOP, retrieval.CONSTANT), smollm2.SMALLEST
+            )
             assert found.verdict == "helps"
         gains = retrieval.gains(results, retrieval.CONSTANT, retrieval.NO_LAW, "loss")
         assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "helps"
