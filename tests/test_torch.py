@@ -967,6 +967,18 @@ class TestRecomputedGradients:
             for got, want in zip(found, expected, strict=True):
                 torch.testing.assert_close(got, want)
 
+    @pytest.mark.parametrize(("width", "n_values"), [(0, 3), (4, 0)])
+    def test_no_features(self, forward_by, width, n_values):
+        q, k = (torch.randn(2, 2, 9, width, requires_grad=True) for _ in range(2))
+        v = torch.randn(2, 2, 9, n_values, requires_grad=True)
+        found = []
+        for implementation in (None, "generic"):
+            state = it.attention_state(q, k, v, is_causal=True, implementation=implementation)
+            loss = state.output().sin().sum() + state.entropy().sin().sum()
+            found.append(torch.autograd.grad(loss, (q, k, v)))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+
     def test_a_bias_of_another_class(self, forward_by):
         from torch.testing._internal.two_tensor import TwoTensor
 

@@ -238,7 +238,7 @@ class _Backward:
         query: Any = tiles.query
         query = query.expand(*plan.batch, *query.shape[-2:])
         key, value = (
-            None if x is None else x.to(plan.compute).reshape(-1, *x.shape[-2:])
+            None if x is None else x.to(plan.compute).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
             for x in _with_groups(plan, operands.key, operands.value)
         )
         arrays = {"query": query, "key": key, "value": value, "bias": operands.bias}
@@ -322,7 +322,8 @@ class _Backward:
         total, plan = self.totals[name], self.tiles.plan
         x = _input(tiles, name)
         if name in ("key", "value") and plan.batch:
-            total = total.view(*plan.batch[:-1], -1, *x.shape[-2:])
+            heads = total.shape[0] // math.prod(plan.batch[:-1])
+            total = total.view(*plan.batch[:-1], heads, *x.shape[-2:])
         return total.view(total.shape[-plan.ndim :]).sum_to_size(x.shape).to(x.dtype)
 
 
