@@ -338,13 +338,11 @@ def _factors_of_counts(
     factors = a.law(np.arange(counts.start, counts.stop, dtype=dtype)) * scale
     if factors.shape != (len(counts),):
         return None
-    factors = factors.astype(dtype)[:, None]
-    if is_numpy(frame.xp):
+    factors, xp = factors.astype(dtype)[:, None], cast(Any, frame.xp)
+    if is_numpy(xp):
         return factors
-    import torch
-
-    with torch.inference_mode(False):  # a later call may need a gradient
-        return torch.from_numpy(factors)
+    with xp.inference_mode(False):  # a later call may need a gradient
+        return xp.from_numpy(factors)
 
 
 def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
