@@ -52,8 +52,8 @@ def _side_by_side(function: Callable[[_Item], Any], items: Sequence[_Item], n: i
             waiting.clear()
 
     # Threads run in copies of the caller's context, which holds NumPy's errstate.
-    contexts = [copy_context() for _ in range(min(n, len(items)) - 1)]
-    threads = [threading.Thread(target=context.run, args=(work,)) for context in contexts]
+    others = range(min(n, len(items)) - 1)
+    threads = [threading.Thread(target=copy_context().run, args=(work,)) for _ in others]
     try:
         for thread in threads:
             thread.start()

@@ -70,7 +70,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "it chooses the sizes of its tiles"
     if not is_named and plan.frame.is_compiling:
         return "torch.compile traces the call"
-    if not plan.is_on_host:
+    if not plan.are_all_readable or plan.is_differentiated:
         return "some array is on another device, traced or differentiated"
     if _is_small(plan):
         if plan.has_bias or plan.softcap is not None:
@@ -103,7 +103,7 @@ def takes_tiles(plan: Plan) -> bool:
 def state_for_gradient(plan: Plan, operands: Operands, order: float) -> AttentionState:
     """The state in columns, relative to the maximum, for a backward pass of another library."""
     fields = _Pass(*_as_numpy(plan, operands), order, True, is_for_gradient=True).state()
-    return AttentionState(*(_to_library(plan, x) for x in fields))
+    return _state_to_library(plan, fields)
 
 
 @_quietly_on_tensors
@@ -120,16 +120,14 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
 
     Unless `relative_to_maximum`, the sums of large calls are relative to a bound of the maximum.
     """
-    fields = _numpy_state(plan, operands, order, relative_to_maximum)
-    return AttentionState(*(_to_library(plan, x) for x in fields))
+    return _state_to_library(plan, _numpy_state(plan, operands, order, relative_to_maximum))
 
 
 @_quietly_on_tensors
 def rows(plan: Plan, operands: Operands) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows."""
     # PyTorch takes 1 µs to make a row of a column, and NumPy 0.1 µs.
-    fields = as_rows(_numpy_state(plan, operands, 1.0, True))
-    return AttentionState(*(_to_library(plan, x) for x in fields))
+    return _state_to_library(plan, as_rows(_numpy_state(plan, operands, 1.0, True)))
 
 
 @_quietly_on_tensors
@@ -250,6 +248,10 @@ def _to_library(plan: Plan, x: Any) -> Any:
     if plan.library == "torch":
         return xp.from_numpy(x if x.flags.writeable else x.copy())
     return xp.asarray(x, device=plan.device)
+
+
+def _state_to_library(plan: Plan, state: AttentionState) -> AttentionState:
+    return AttentionState(*(_to_library(plan, x) for x in state))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

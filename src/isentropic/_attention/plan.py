@@ -108,7 +108,6 @@ class Plan(Record):
     is_plain_causal: bool  # whether the mask is the causal one, with as many queries as keys
     is_contiguous: bool  # whether the keys that a query sees have no gaps between them
     block_size: int | None
-    is_on_host: bool  # whether NumPy can compute with all arrays: readable, without gradients
     are_all_readable: bool  # whether the values of all arrays can be read
     is_differentiated: bool  # whether PyTorch records the call for a gradient
     is_bias_differentiated: bool
@@ -179,10 +178,11 @@ def plan_of(plan: Plan, operands: Operands) -> Plan:
 
     Inside a JAX trace they cannot, even if the arguments can.
     """
-    computed = (operands.query, operands.key, operands.multiplier)
-    if not plan.is_on_host or all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed):
+    if not plan.are_all_readable:
         return plan
-    return plan.replaced(is_on_host=False)
+    computed = (operands.query, operands.key, operands.multiplier)
+    are_readable = all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed)
+    return plan if are_readable else plan.replaced(are_all_readable=False)
 
 
 def _signature(a: Arguments) -> Any:
@@ -262,7 +262,6 @@ def _plan(a: Arguments) -> Plan:
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
         is_contiguous=mask is None or mask.is_contiguous,
         block_size=a.block_size,
-        is_on_host=not any(recorded) and all_can_be_read,
         are_all_readable=all_can_be_read,
         is_differentiated=any(recorded),
         is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
@@ -482,14 +481,14 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
     # Sums of Python's floats never warn, where those of NumPy's do.
     import numpy as np
 
-    is_torch, dtype = plan.library == "torch", plan.compute
-    total, waiting = 0.0, None
+    are_tensors, total, waiting = plan.library == "torch", 0.0, None
     for x in arrays:
-        if x.dtype != dtype or not (x.is_contiguous() if is_torch else x.flags.c_contiguous):
+        is_contiguous = x.is_contiguous() if are_tensors else x.flags.c_contiguous
+        if x.dtype != plan.compute or not is_contiguous:
             total += x.sum().item()
             continue
         # `force`: the tensor may need a gradient, or have a sign that is not in memory yet.
-        numbers = x.numpy(force=True) if is_torch else x
+        numbers = x.numpy(force=True) if are_tensors else x
         if waiting is None:
             waiting = numbers
         elif waiting.size == numbers.size:
