@@ -53,7 +53,7 @@ FAMILIES = {
 DIMENSIONS = (4, 6, 8, 16, 32, 64)
 KEYS, FAR = (64, 128, 256, 512, 1024), 16384
 TARGETS = (0.35, 0.5, 0.7)  # of log 128
-DRAWS, SEQUENCES, QUERIES = 2, 8, 64
+DRAWS, SEQUENCES, QUERIES = 8, 8, 64
 
 
 # --------------------------------------------------------------------------------------- MiniLM

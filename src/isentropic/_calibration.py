@@ -5,12 +5,15 @@ In shapes, G is the number of lengths, and a head is one of the last axis.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic.laws._formulas import AffineLog, Knots, Power
 from isentropic.laws._law import Law
+from isentropic.theory import gaussian_entropy, sphere_entropy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,11 +27,18 @@ _TOLERANCE = 0.05
 _STEPS = 100
 # The shapes p among which `chosen_shape` chooses: 0 is a power of n, 1 is affine in log n, 2 its root.
 _SHAPES = (0, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2)
-# The misfit of log factors that counts as much as a shape that differs from 1 by 1. The factors of
-# MiniLM-L6, fitted to two sets of 20 texts, differ by 0.02 at one length.
+# The misfit of log factors that counts as much as a shape that differs from 1 by 1.
 _MISFIT = 0.01
+# The error of a log factor. Those of MiniLM-L6, fitted to two sets of 20 texts, differ by this much.
+_NOISE = 0.02
 # The range of the shapes for which factors are extrapolated.
 EXTREME_SHAPES = (0, 1, 2)
+# The dimensions of the random keys of "auto", which interpolates between them. In ∞ dimensions scores
+# are normal.
+_DIMENSIONS = (4.0, 6.0, 12.0, math.inf)
+# The inverse temperatures of their table: how many, the lowest, the highest where the entropy of normal
+# scores is near 0, and the most for which the entropies are known.
+_TEMPERATURES, _LOWEST, _HIGHEST, _MOST = 24, 0.05, 30.0, 2e6
 # Lengths nearer to the reference than this, in log n, do not tell the slope: it would be the error of a
 # factor, divided by a small number.
 _NEAR = 0.05
@@ -93,6 +103,7 @@ class Held(NamedTuple):
     factor: np.ndarray  # (G, heads), NaN where no factor holds the entropy
     weight: np.ndarray  # (G,)
     reference: float
+    entropy: np.ndarray  # (heads,), which the factors hold
 
     @property
     def x(self) -> np.ndarray:
@@ -175,6 +186,14 @@ def _weights_above(held: Held) -> np.ndarray:
     return np.where(_far(held, above).sum(axis=0) > 0, above, weights)
 
 
+def _above(held: Held) -> tuple[np.ndarray, np.ndarray]:
+    """The weights (G, heads) of lengths that tell how factors grow, and the log factors, or 0."""
+    import numpy as np
+
+    weights = _far(held, _weights_above(held))
+    return weights, np.log(np.where(weights > 0, held.factor, 1.0))
+
+
 def chosen_shape(held: Held) -> np.ndarray:
     """The shape (heads,) that fits best from the reference on; 1 unless the factors say otherwise."""
     import numpy as np
@@ -189,13 +208,100 @@ def chosen_shape(held: Held) -> np.ndarray:
     return np.asarray(_SHAPES)[np.argmin(cost, axis=0)]
 
 
-def extrapolated(held: Held, lengths: Any, shape: Any) -> np.ndarray:
+def extrapolated(held: Held, lengths: Sequence[float], shape: Any) -> np.ndarray:
     """The factors (lengths, heads) of the curves of a shape, never below the smallest of the fit."""
     import numpy as np
 
     x = np.log(np.asarray(lengths) / held.reference)[:, None]
     slope = slope_of(held, _weights_above(held), shape)
     return np.maximum(curve(x, slope, shape), held.smallest)
+
+
+def expected(held: Held, lengths: Sequence[float]) -> np.ndarray:
+    """The factors (lengths, heads) to expect: a mean of two guesses, weighted by their likelihoods.
+
+    One guess is the curve of the shape that fits best, the other the factors of random keys. The mean
+    is that of their logarithms.
+    """
+    import numpy as np
+
+    weights, measured = _above(held)
+    known = len(measured)
+    both = (*held.lengths.tolist(), *lengths)
+    guesses = (
+        np.log(extrapolated(held, both, chosen_shape(held))),
+        log_factors_of_random_keys(held, both),
+    )
+    shaped, random = (
+        np.where(weights > 0, guess[:known] - measured, 0.0) ** 2 / (2 * _NOISE**2) for guess in guesses
+    )
+    against = np.clip((random - shaped).sum(axis=0), -50, 50)
+    share = 1 / (1 + np.exp(against))  # of random keys
+    mean = share * guesses[1] + (1 - share) * guesses[0]
+    return np.maximum(np.exp(mean[known:]), held.smallest)
+
+
+def log_factors_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
+    """The logarithms of the factors (lengths, heads) with which random keys fit best.
+
+    For keys that are uniform on a sphere, its dimension and the entropy at the reference determine the
+    factor at each length. A head gets the dimension with which its factors agree. If they grow less
+    than those of normal scores, it gets a power of the latter. If they grow more than in the lowest
+    dimension, it gets a power of those.
+    """
+    import numpy as np
+
+    weights, measured = _above(held)
+    known = len(measured)
+    curves = _of_random_keys(held, (*held.lengths.tolist(), *lengths))
+
+    def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray((weights * a * b).sum(axis=0))
+
+    def nearest(start: np.ndarray, direction: np.ndarray, low: float, high: float) -> np.ndarray:
+        """The point ``start + t · direction`` that fits best, with t from low to high."""
+        along = direction[:known]
+        length = dot(along, along)
+        t = dot(measured - start[:known], along) / np.where(length > 0, length, np.inf)
+        return np.asarray(start + np.clip(t, low, high) * direction)
+
+    origin = np.zeros_like(curves[0])
+    path = [nearest(origin, curves[-1], -math.inf, 1), nearest(origin, curves[0], 1, math.inf)]
+    path += [nearest(a, b - a, 0, 1) for a, b in itertools.pairwise(curves)]
+    errors = [point[:known] - measured for point in path]
+    best = np.argmin([dot(error, error) for error in errors], axis=0)
+    return np.asarray(np.take_along_axis(np.stack(path), best[None, None], axis=0)[0, known:])
+
+
+def _of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
+    """The logarithms of the factors that hold the entropies: (dimensions, lengths, heads)."""
+    import numpy as np
+
+    target = np.nan_to_num(held.entropy)  # NaN only where there are no factors to compare with
+
+    def log_beta(n: float, d: float) -> np.ndarray:
+        fine, entropy = _entropy_table(n, d)
+        return np.interp(-target, -entropy, fine)
+
+    found = [[log_beta(n, d) for n in (held.reference, *lengths)] for d in _DIMENSIONS]
+    table = np.asarray(found)
+    return table[:, 1:] - table[:, :1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _entropy_table(n: float, d: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of inverse temperatures β, and the mean entropy of n keys in d dimensions at each.
+
+    β is in units of the standard deviation of the scores.
+    """
+    import numpy as np
+
+    highest = min(_HIGHEST * n ** (2 / (d - 1)), _MOST)  # the gaps shrink like n^(−2/(d − 1))
+    log_beta = np.linspace(math.log(_LOWEST), math.log(highest), _TEMPERATURES)
+    beta = np.exp(log_beta)
+    normal = math.isinf(d)
+    entropy = gaussian_entropy(n, beta) if normal else sphere_entropy(n, d, beta * math.sqrt(d))
+    return _interpolated(log_beta, entropy)
 
 
 def _affine(held: Held) -> AffineLog:
@@ -222,7 +328,7 @@ def _auto(held: Held) -> Knots:
     below = held.x[:, 0] < -1e-6
     octaves = math.ceil(math.log2(_REACH * held.lengths[-1] / held.reference))
     beyond = held.reference * 2.0 ** np.arange(octaves + 1)
-    factors = held.filled()[below], extrapolated(held, beyond, chosen_shape(held))
+    factors = held.filled()[below], expected(held, beyond.tolist())
     return _through(held, np.concatenate((held.lengths[below], beyond)), np.concatenate(factors))
 
 

@@ -12,7 +12,7 @@ from isentropic._calibration import (
     EXTREME_SHAPES,
     FAMILIES,
     Held,
-    chosen_shape,
+    expected,
     extrapolated,
     holding_factors,
 )
@@ -194,6 +194,8 @@ class CalibrationReport:
         are NaN where no factor does that.
     reference_length : float
         The number of keys at which the factors are 1.
+    entropies : NumPy array (layers, heads)
+        The mean entropies that the factors hold, in nats.
     names : tuple of str, or None
         The names of the layers. None if they have none but their numbers.
 
@@ -213,6 +215,7 @@ class CalibrationReport:
     counts: np.ndarray
     factors: np.ndarray
     reference_length: float
+    entropies: np.ndarray
     names: tuple[str, ...] | None = None
 
     @property
@@ -246,8 +249,8 @@ class CalibrationReport:
         parts = []
         for layer in range(self.factors.shape[1]):
             held = self._held(layer)
-            shapes = (*EXTREME_SHAPES, chosen_shape(held))
-            factors = np.stack([extrapolated(held, [length], shape)[0] for shape in shapes])
+            found = [extrapolated(held, [length], shape) for shape in EXTREME_SHAPES]
+            factors = np.concatenate([*found, expected(held, [length])])
             factors[:, np.isnan(held.factor).all(axis=0)] = np.nan
             parts.append(np.stack((factors.min(axis=0), factors[-1], factors.max(axis=0))))
         return np.stack(parts, axis=1)
@@ -255,7 +258,9 @@ class CalibrationReport:
     def _held(self, layer: int) -> Held:
         # Each length is weighted by its number of logits.
         weight = self.counts * self.lengths
-        return Held(self.lengths, self.factors[:, layer], weight, self.reference_length)
+        return Held(
+            self.lengths, self.factors[:, layer], weight, self.reference_length, self.entropies[layer]
+        )
 
     def __repr__(self) -> str:
         last = float(self.lengths[-1])
@@ -450,14 +455,15 @@ class Recorder:
                 start = None if current is None else to_numpy(current[layer](lengths[known])).T
                 measured = entropy[:, known, layer, :heads]
                 factors[known, layer, :heads] = holding_factors(self.factors, measured, aim, start)
-        return CalibrationReport(lengths, counts, factors, reference_length, self.names)
+        return CalibrationReport(lengths, counts, factors, reference_length, target, self.names)
 
     def laws(self, report: CalibrationReport, family: str) -> list[Law]:
         """One law per layer, with parameters (heads,), through the factors of a report."""
         laws = []
         for layer, heads in sorted(self._heads.items()):
             held = report._held(layer)
-            laws.append(FAMILIES[family](held._replace(factor=held.factor[:, :heads])))
+            held = held._replace(factor=held.factor[:, :heads], entropy=held.entropy[:heads])
+            laws.append(FAMILIES[family](held))
         return laws
 
 
@@ -609,7 +615,7 @@ def calibrate(
         - power: ``(n/reference)^exponent``, a `Power`. It suits keys in few dimensions.
         - knots: through the factors of all lengths, a `Knots`. It suits lengths within those of the
           samples. Beyond them it extends the line through the last two, which no warning tells of.
-        - auto: a `Knots` whose shape beyond the reference length is chosen for each head. It suits
+        - auto: a `Knots` that is extrapolated for each head by what its factors are like. It suits
           contexts longer than the samples.
     report : bool
         Whether to return a report too.
@@ -641,11 +647,15 @@ def calibrate(
 
     Each sample costs eight computations of the entropy.
 
-    The family "auto" fits ``(1 + p · slope · log(n/reference))^(1/p)`` to the factors from the
-    reference length on. The shape p is one of 8 numbers from 0, a power of n, to 2, the root of log n.
-    It is the one that fits best, unless p = 1 fits nearly as well. To tell the shape, the samples need
-    two lengths or more above the reference length; with fewer, p is 1. Below the reference length the
-    law goes through the factors themselves. Its last knot is at 64 times the longest length or more.
+    The family "auto" has two guesses for lengths beyond the fit, from the factors at the reference
+    length and above. The first is ``(1 + p · slope · log(n/reference))^(1/p)``. The shape p is one of 8
+    numbers from 0, a power of n, to 2, the root of log n. It is the one that fits best, unless p = 1
+    fits nearly as well. The second guess is the factor of random keys that are uniform on a sphere (see
+    `theory.invariant_factor`), at the same entropy and in the dimension that fits best. The law is the
+    geometric mean of both, weighted by their likelihoods, if log factors have errors of 0.02. To tell
+    one guess from the other, the samples need two lengths or more above the reference length. Below
+    the reference length the law goes through the factors themselves. Its last knot is at 64 times the
+    longest length or more.
 
     In a model, the law of a layer changes the inputs of the layers after it. Samples of queries and
     keys cannot show this; `integrations.huggingface.calibrate` takes it into account.

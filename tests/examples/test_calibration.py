@@ -31,6 +31,11 @@ def test_committed_results():
     results = experiment.load(calibration.NAME)
     errors = results["minilm"]["errors"]
     assert max(errors["fitted, auto"].values()) < min(errors["fitted, affine"].values())
+    means = {
+        name: [abs(np.mean(fits["auto"])) for fits in found.values()]
+        for name, found in results["synthetic"].items()
+    }
+    assert max(map(max, means.values())) < 0.2
     text = calibration.report(results)
     assert text.count("\n| ") == 2 + len(errors) + 2 + 2 * len(calibration.DIMENSIONS)
     figure = calibration.picture(results)
