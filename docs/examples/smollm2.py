@@ -32,6 +32,8 @@ Arms, all with the same weights:
 - constant and slope per head: YaRN's constant times a law with 270 slopes, fitted with it (added later,
   see below).
 - as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
+- held: each query beyond the trained length has its own factor, at which its entropy is the mean
+  entropy of its head at the trained length, on the documents of the fit. On two documents only, too.
 
 A fit has all weights frozen. It starts from "no law", and makes one step of Adam for each 1024 tokens.
 Gradients do not reach the keys of earlier tokens.
@@ -55,8 +57,8 @@ the constant found more codes there (`retrieval`, by 0.087 nats per digit). So: 
 gain in both when the slopes are trained on top of the constant? The decision is as above: yes if the
 arm helps against YaRN's constant. Within the trained length it equals the constant by construction.
 
-Not tried: clamped positions (ReRoPE), and an entropy that is held for each query. Both compute
-attention several times.
+"held" was written down last, when all results but those of "slope per layer" and "constant and one
+slope" were known. It takes an hour of one core. Clamped positions (ReRoPE) are in `law_or_position`.
 
 Time. Measured on one thread of a busy Xeon of 2.5 GHz with random weights, in seconds of the processor:
 7.9 for the first 2048 tokens, 15.6 for 1024 tokens after 11776, and 31 for 512 of these with gradients.
@@ -95,6 +97,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -120,7 +124,7 @@ SPANS, SPAN, CUE = 8, 64, 16  # in `copying`
 # What decides, in nats per token.
 SMALLEST, LIMIT_WITHIN = 0.01, 0.002
 PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
-ON_TOP = "constant and slope per head"
+ON_TOP, HELD = "constant and slope per head", "held"
 
 
 class Arm(NamedTuple):
@@ -142,6 +146,7 @@ ARMS = {
     "as trained": Arm("as trained"),
     "YaRN × 4": Arm("YaRN × 4"),
     "NTK": Arm("NTK"),
+    HELD: Arm(law=HELD),
 }
 
 
@@ -167,7 +172,7 @@ class Size(NamedTuple):
     test: tuple[str, ...]
     fit: tuple[str, ...]
     arms: tuple[str, ...]
-    orientation: int  # how many documents for other positions
+    orientation: int  # how many documents for other positions, and for the arm "held"
 
     @property
     def edges(self) -> list[int]:
@@ -326,6 +331,36 @@ def laws_of(arm: Arm, slopes: Sequence[Any] | None = None) -> Any:
     return None if arm.constant == 1 else laws.Constant(arm.constant)
 
 
+def using(model: Any, arm: Arm, numbers: Sequence[Any] | None) -> contextlib.AbstractContextManager:
+    """Apply an arm to the model. `numbers` has the slopes of each layer, or the entropies of "held"."""
+    if arm.law == HELD and numbers is not None:
+        return held(model, numbers)
+    return huggingface.use(model, laws_of(arm, numbers), base="sdpa")
+
+
+@contextlib.contextmanager
+def held(model: Any, entropies: Sequence[Tensor]) -> Iterator[None]:
+    """Give each query the factor at which it has the entropy (H,) of its head. All see the last key."""
+    options = {"mask": it.masks.causal(), "enable_gqa": True}
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Any:
+        target = entropies[module.layer_idx][:, None]
+        scale = kwargs["scaling"]
+        factor = it.factor_for_attention_entropy(query, key, target, scale=scale, **options)
+        query = query * factor[..., None]
+        found = it.attention(query, key, value, law=None, scale=scale, **options)
+        return found.transpose(1, 2).contiguous(), None
+
+    before = model.config._attn_implementation
+    AttentionInterface.register(HELD, attend)
+    AttentionMaskInterface.register(HELD, AttentionMaskInterface()["sdpa"])
+    model.set_attn_implementation(HELD)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
     """−log p of all tokens but the first, which follow those in the cache. The cache grows."""
     found = []
@@ -362,12 +397,12 @@ def prefix(model: Any, document: Document, arm: Arm) -> Prefix:
 
 @torch.no_grad()
 def measure(
-    model: Any, document: Document, start: Prefix, arm: Arm, slopes: Sequence[Any] | None, edges: list
+    model: Any, document: Document, start: Prefix, arm: Arm, numbers: Sequence[Any] | None, edges: list
 ) -> dict[str, Any]:
     """The mean loss in each band, and that of copied text."""
     set_positions(model, arm.positions)
     cache, ids = branch(start.cache), document.ids[TRAINED:]
-    with huggingface.use(model, laws_of(arm, slopes), base="sdpa"):
+    with using(model, arm, numbers):
         parts = [start.losses, losses(model, ids[:-CHUNK], cache)]
         # The copies take the places of the last tokens, so that they are within `length` too.
         copied = copying(model, document.ids[: len(document.ids) - CHUNK], branch(cache))
@@ -436,6 +471,22 @@ def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
     return {"slopes": [law.slope.tolist() for law in fitted], "losses": []}
 
 
+@torch.no_grad()
+def held_entropies(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
+    """The mean entropies of the heads of each layer, (H,), at the trained length."""
+    sums: list[Any] = [0.0 for _ in model.model.layers]
+    for document in tqdm(documents, desc=HELD):
+        cache, _ = prefix(model, document, Arm())
+        cache.crop(-QUERIES)
+        with queries(model) as found:
+            losses(model, document.ids[TRAINED - QUERIES : TRAINED + 1], cache)
+        for i, (query, layer) in enumerate(zip(found, cache.layers, strict=True)):
+            options = {"mask": it.masks.causal(), "enable_gqa": True}
+            entropy = it.attention_entropy(query, layer.keys, law=None, **options)
+            sums[i] = sums[i] + entropy.mean(dim=(0, -1))
+    return {"entropies": [(x / len(documents)).tolist() for x in sums]}
+
+
 @contextlib.contextmanager
 def queries(model: Any) -> Iterator[list[Tensor]]:
     """The last rotated queries of each layer, (1, H, QUERIES, E), while the model runs."""
@@ -485,7 +536,7 @@ def check(model: Any, tokenizer: Any) -> float:
 
 
 def fitted(model: Any, documents: Sequence[Document], size: Size, folder: Path) -> dict[str, dict]:
-    """The slopes of all arms that have some, by the name of their law."""
+    """The numbers of all arms that have some, by the name of their law: slopes, or entropies."""
     settings = {"trained": TRAINED, "length": size.length, "chunk": CHUNK, "rate": RATE}
     result = {}
     for name in dict.fromkeys(ARMS[arm].law for arm in size.arms):
@@ -497,7 +548,15 @@ def fitted(model: Any, documents: Sequence[Document], size: Size, folder: Path) 
         elif name == "calibrated":
             what = settings | {"queries": QUERIES, "documents": [x.digest for x in documents]}
             result[name] = kept(folder, name, what, partial(calibrated, model, documents))
+        elif name == HELD:
+            what = settings | {"queries": QUERIES, "documents": [x.digest for x in documents]}
+            result[name] = kept(folder, name, what, partial(held_entropies, model, documents))
     return result
+
+
+def is_decided(arm: Arm) -> bool:
+    """Whether the arm is run on all documents. The others are for orientation."""
+    return arm.positions == Arm().positions and arm.law != HELD
 
 
 def measured(
@@ -507,17 +566,19 @@ def measured(
     # Arms with the same prefix follow one another, so that one is in memory at a time.
     start = lru_cache(1)(lambda *key: prefix(model, document, Arm(*key)))
     settings = {"trained": TRAINED, "edges": size.edges, "chunk": CHUNK, "document": document.digest}
-    names = [x for x in size.arms if ARMS[x].positions == "YaRN × 2" or index < size.orientation]
+    names = [x for x in size.arms if is_decided(ARMS[x]) or index < size.orientation]
     result = {}
     for name in tqdm(sorted(names, key=lambda x: ARMS[x][:2]), desc=document.name, leave=False):
         arm = ARMS[name]
-        slopes = fits[arm.law]["slopes"] if arm.law in fits else None
+        numbers = (
+            fits[arm.law]["entropies" if arm.law == HELD else "slopes"] if arm.law in fits else None
+        )
 
-        def compute(arm: Arm = arm, slopes: Any = slopes) -> dict[str, Any]:
-            tensors = None if slopes is None else [torch.tensor(x) for x in slopes]
+        def compute(arm: Arm = arm, numbers: Any = numbers) -> dict[str, Any]:
+            tensors = None if numbers is None else [torch.tensor(x) for x in numbers]
             return measure(model, document, start(*arm[:2]), arm, tensors, size.edges)
 
-        what = settings | {"arm": arm, "slopes": slopes, "copies": (SPANS, SPAN, CUE)}
+        what = settings | {"arm": arm, "slopes": numbers, "copies": (SPANS, SPAN, CUE)}
         result[name] = kept(folder, f"{document.name} {name}", what, compute)
     return result
 
@@ -597,7 +658,8 @@ def decisions_table(results: dict) -> str:
 
 def slopes_table(results: dict) -> str:
     rows = []
-    for name, found in results["fits"].items():
+    fits = {name: x for name, x in results["fits"].items() if name != HELD}
+    for name, found in fits.items():
         values = sorted(x for layer in found["slopes"] for x in layer)
         cuts = (values[0], statistics.median(values), values[-1])
         rows.append([name, *(f"{x:+.3f}" for x in cuts)])

@@ -16,6 +16,7 @@ import law_or_position  # noqa: E402
 import smollm2  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+import isentropic as it  # noqa: E402
 from isentropic import laws  # noqa: E402
 from isentropic.integrations import huggingface  # noqa: E402
 
@@ -103,7 +104,9 @@ class TestLaw:
         found = smollm2.BeyondLog(slope, TRAINED)(n)[0]
         np.testing.assert_allclose(found, laws.LogLength(TRAINED, minimum=1)(n))
 
-    @pytest.mark.parametrize("arm", [x for x, arm in smollm2.ARMS.items() if arm.constant == 1])
+    @pytest.mark.parametrize(
+        "arm", [x for x, arm in smollm2.ARMS.items() if arm.constant == 1 and x != smollm2.HELD]
+    )
     def test_nothing_changes_within_the_trained_length(self, model, document, arm):
         slopes = SLOPES if smollm2.ARMS[arm].law not in ("", "Su") else None
         found = full_pass(model, document, smollm2.laws_of(smollm2.ARMS[arm], slopes))
@@ -120,6 +123,42 @@ class TestLaw:
         expected = full_pass(model, document, None)
         torch.testing.assert_close(found, expected)
         assert (plain - expected).abs().max() > 1e-2
+
+
+ENTROPIES = [torch.linspace(0.5, 2, HEADS), torch.linspace(2.5, 1, HEADS)]
+
+
+class TestHeld:
+    def test_all_queries_have_the_entropy_of_their_head(self, model, document, monkeypatch):
+        found, attention = [], it.attention
+
+        def observed(query, key, value, **options):
+            found.append(it.attention_entropy(query, key, **options))
+            return attention(query, key, value, **options)
+
+        start = smollm2.prefix(model, document, smollm2.Arm())
+        monkeypatch.setattr(it, "attention", observed)
+        with torch.no_grad(), smollm2.using(model, smollm2.ARMS["held"], ENTROPIES):
+            smollm2.losses(model, document.ids[TRAINED:], smollm2.branch(start.cache))
+        assert len(found) == LAYERS * (LENGTH - TRAINED) // 8
+        for i, entropy in enumerate(found):
+            expected = ENTROPIES[i % LAYERS][:, None].expand(1, HEADS, 8)
+            torch.testing.assert_close(entropy, expected, atol=1e-4, rtol=0)
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_targets_are_those_of_the_weights_of_transformers(self, model):
+        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        found = smollm2.held_entropies(model, documents)["entropies"]
+        model.set_attn_implementation("eager")
+        try:
+            ids = torch.stack([x.ids[:TRAINED] for x in documents])
+            with torch.no_grad():
+                weights = model(ids, output_attentions=True).attentions
+        finally:
+            model.set_attn_implementation("sdpa")
+        last = torch.stack(weights)[..., -smollm2.QUERIES :, :]
+        expected = torch.special.entr(last).sum(-1).mean((1, 3))
+        torch.testing.assert_close(torch.tensor(found), expected)
 
 
 class TestMeasure:
@@ -257,7 +296,7 @@ class TestRun:
         assert started.count("fit") == len(smollm2.FITS)
         monkeypatch.setattr(smollm2, "measure", measure)
         smollm2.main(arguments)
-        others = 3  # the other positions, on the first document only
+        others = 4  # other positions and held entropies, on the first document only
         assert started.count("measure") == 2 * len(smollm2.ARMS) - others
         assert started.count("fit") == len(smollm2.FITS)
         assert started.count("calibrated") == 1
