@@ -294,7 +294,7 @@ def models(session: nox.Session) -> None:
 
 EXPERIMENTS = [
     "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "recall_causal",
-    "head_dimension", "smollm2", "retrieval", "calibration", "law_or_position",
+    "head_dimension", "smollm2", "retrieval", "four_times", "calibration", "law_or_position",
 ]  # fmt: skip
 
 
@@ -303,9 +303,9 @@ EXPERIMENTS = [
 def experiments(session: nox.Session, experiment: str) -> None:
     """Repeat an experiment of the documentation. Arguments: options (--help).
 
-    All take minutes, but `smollm2` and `retrieval` take hours.
+    All take minutes, but `smollm2`, `retrieval` and `four_times` take hours.
     """
-    if experiment in ("head_dimension", "smollm2", "retrieval", "law_or_position"):
+    if experiment in ("head_dimension", "smollm2", "retrieval", "four_times", "law_or_position"):
         install(session, "demo", "torch", "transformers")
         session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "smollm2"))
     else:

@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 import experiment  # noqa: E402
+import four_times  # noqa: E402
 import law_or_position  # noqa: E402
 import smollm2  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -374,3 +375,33 @@ def test_positions_are_what_fails():
     assert found["rise"].nats > 4 * found["rise"].error
     assert found["clamping_alone"].share > 1
     assert abs(found["law_alone"].share) < 0.02
+
+
+def test_four_times(model, monkeypatch, tmp_path):
+    """Each arm is that of a full pass at the positions of YaRN × 4, and is kept."""
+    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    fits = {"fits": {smollm2.ON_TOP: {"slopes": [x.tolist() for x in SLOPES]}}}
+    monkeypatch.setattr(experiment, "load", lambda name: fits)
+    monkeypatch.setattr(four_times, "TRAINED", TRAINED)
+    names = ("source argparse", "source typing")
+    results = four_times.run(names, 4 * TRAINED, tmp_path, tmp_path)
+    assert results["edges"] == [0, 16, 32, 56, 80, 104, 128]
+    document = smollm2.read(names[1], tokenizer, 4 * TRAINED)
+    smollm2.set_positions(model, "YaRN × 4")
+    constant = (1 + 0.1 * math.log(4)) ** 2
+    found = {
+        smollm2.NO_LAW: None,
+        "Su": laws.LogLength(TRAINED, minimum=1),
+        smollm2.CONSTANT: laws.Constant(constant),
+        smollm2.ON_TOP: [laws.scaled(smollm2.BeyondLog(x, TRAINED), constant) for x in SLOPES],
+    }
+    assert list(found) == list(results["arms"])
+    for arm, law in found.items():
+        losses = full_pass(model, document, law)
+        expected = [losses[a:b].mean().item() for a, b in pairwise(results["edges"])]
+        np.testing.assert_allclose(results["arms"][arm][names[1]]["bands"], expected, rtol=1e-5)
+    assert "nan" not in four_times.report(results)
+    four_times.plt.close(four_times.picture(results))
+
+    monkeypatch.setattr(smollm2, "measure", None)
+    assert four_times.run(names, 4 * TRAINED, tmp_path, tmp_path) == results

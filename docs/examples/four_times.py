@@ -1,0 +1,108 @@
+"""A law at four times the trained length of a language model.
+
+    python four_times.py    # an hour and a half of one core
+
+The model, its loss and its laws are those of `smollm2.py`: SmolLM2-135M, trained with 8192 tokens. It
+reads 32768 here, at the positions of YaRN × 4. It is a measurement on two documents, without a verdict.
+
+What follows was written before the run. The arms are: no law; YaRN's constant, which is
+(1 + 0.1 ln 4)² = 1.297 for four times the length; Su: LogLength(8192, minimum=1); and "constant and
+slope per head": that constant, times the slopes that `smollm2.py` trained on other texts, at the
+positions of YaRN × 2 and with its constant. So these slopes are used at twice the length of their
+training, at other positions. One document is of Python's language reference, the other is a module of
+its standard library. They begin with texts that the experiment with twice the length has too, but
+none of the fit. The result of each arm is kept beside the others as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import experiment
+import matplotlib.pyplot as plt
+import smollm2
+import torch
+from matplotlib.figure import Figure
+from smollm2 import CONSTANT, NO_LAW, ON_TOP, TRAINED, Arm
+from tqdm import tqdm
+
+NAME = "four_times"
+LENGTH = 4 * TRAINED
+DOCUMENTS = ("topics 0", "source turtle")
+POSITIONS = "YaRN × 4"
+TEMPERATURE = (1 + 0.1 * math.log(4)) ** 2  # YaRN's, on queries and keys
+ARMS = {
+    NO_LAW: Arm(POSITIONS),
+    "Su": Arm(POSITIONS, law="Su"),
+    CONSTANT: Arm(POSITIONS, TEMPERATURE),
+    ON_TOP: Arm(POSITIONS, TEMPERATURE, ON_TOP),
+}
+
+
+def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
+    """All results. Those that the folder has are not computed again."""
+    model, tokenizer = smollm2.load(converted)
+    slopes = experiment.load(smollm2.NAME)["fits"][ON_TOP]["slopes"]
+    edges = smollm2.Size(length, names, (), (), 0).edges
+    arms: dict[str, dict] = {arm: {} for arm in ARMS}
+    digests = {}
+    for name in tqdm(names, desc="documents", unit=" documents"):
+        document = smollm2.read(name, tokenizer, length)
+        digests[name] = document.digest
+        start = lru_cache(1)(
+            lambda constant, of=document: smollm2.prefix(model, of, Arm(POSITIONS, constant))
+        )
+        for title, arm in tqdm(ARMS.items(), desc=name, leave=False):
+            own = slopes if arm.law == ON_TOP else None
+
+            def compute(arm: Arm = arm, own: Any = own, of: Any = document, start: Any = start) -> Any:
+                tensors = None if own is None else [torch.tensor(x) for x in own]
+                return smollm2.measure(model, of, start(arm.constant), arm, tensors, edges)
+
+            what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
+            what |= {"slopes": own, "copies": (smollm2.SPANS, smollm2.SPAN, smollm2.CUE)}
+            arms[title][name] = smollm2.kept(folder, f"{name} {title}", what, compute)
+    return {"edges": edges, "documents": digests, "arms": arms}
+
+
+def report(results: dict[str, Any]) -> str:
+    return f"""\
+The mean negative log-likelihood per token, in nats, by the number n of keys, at the positions of
+{POSITIONS}:
+
+{smollm2.bands_table(results, list(results["arms"]))}
+
+"Copied" is the loss of parts of the text that are given again, of which the beginning is the cue.
+"""
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Plot the gain of each arm against no law, by bands: a line for each document."""
+    figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    edges, arms = results["edges"], results["arms"]
+    middles = [(a + b) / 2 for a, b in pairwise(edges)]
+    for color, arm in enumerate(x for x in arms if x != NO_LAW):
+        for style, name in zip(("-", "--"), results["documents"], strict=True):
+            pair = arms[NO_LAW][name]["bands"], arms[arm][name]["bands"]
+            gain = [a - b for a, b in zip(*pair, strict=True)]
+            axis.plot(
+                middles, gain, f"o{style}", color=f"C{color}", label=f"{arm}, {name}", markersize=4
+            )
+    axis.axvline(TRAINED, color="gray", linestyle=":")
+    axis.set(xlabel="keys", ylabel="gain over no law, nats per token")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
+    results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
+    experiment.finish(NAME, results, report, picture, options.output)
+
+
+if __name__ == "__main__":
+    main()
