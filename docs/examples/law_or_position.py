@@ -55,13 +55,43 @@ def diagnosis(results: dict[str, Any]) -> Diagnosis:
     return Diagnosis(results["trained_length"], results["window"], *arrays)
 
 
+def beside_yarn(results: dict[str, Any], extended: dict[str, Any]) -> list[list[str]]:
+    """The loss beyond the trained length with clamped positions and with those of YaRN, by document.
+
+    `extended` are the results of `smollm2`, whose documents have the same tokens up to `LENGTH`.
+    """
+    counts, losses = (np.asarray(results[f"sequence_{x}"]) for x in ("counts", "losses"))
+    is_beyond = np.asarray(results["bands"])[:, 0] > results["trained_length"]
+    beyond = (losses * counts[:, None, None] * is_beyond).sum(-1) / (counts * is_beyond).sum(-1)[
+        :, None, None
+    ]
+    rows = {
+        "as trained": beyond[:, 0, 0],
+        "clamped": beyond[:, 0, 1],
+        "clamped, Su's law": beyond[:, 1, 1],
+    }
+    edges = np.asarray(extended["edges"])
+    bands = np.flatnonzero((edges[:-1] >= results["trained_length"]) & (edges[1:] <= LENGTH))
+    for arm in (smollm2.NO_LAW, smollm2.CONSTANT, "Su", smollm2.PRIMARY, smollm2.ON_TOP):
+        of_arm = [extended["arms"][arm][name]["bands"] for name in results["documents"]]
+        rows[f"YaRN × 2, {arm}"] = np.asarray(of_arm)[:, bands].mean(-1)
+    return [[name, *(f"{x:.3f}" for x in row), f"{row.mean():.3f}"] for name, row in rows.items()]
+
+
 def report(results: dict[str, Any]) -> str:
+    rows = beside_yarn(results, experiment.load(smollm2.NAME))
+    head = [f"positions, n = {smollm2.TRAINED + 1} to {LENGTH}", *results["documents"], "mean"]
     return f"""\
 The first {LENGTH + 1} tokens of {len(results["documents"])} documents. The errors are over documents:
 
 ```text
 {diagnosis(results)}
 ```
+
+The loss of the same tokens beyond the trained length, beside that with positions that are extended by
+YaRN, without and with the laws of that experiment:
+
+{experiment.table(head, rows)}
 """
 
 

@@ -365,6 +365,16 @@ def test_law_or_position(model, monkeypatch, tmp_path):
     assert str(found) in law_or_position.report(results)
     law_or_position.plt.close(law_or_position.picture(results))
 
+    # Of 64 keys, those above 32 are beyond the trained length; all bands of YaRN above 32 are.
+    bands = {name: {"bands": [9.0, 9.0, 1.0, 2.0, 3.0, 4.0 + i]} for i, name in enumerate(names)}
+    arms = dict.fromkeys(smollm2.ARMS, bands)
+    monkeypatch.setattr(law_or_position, "LENGTH", LENGTH)
+    rows = law_or_position.beside_yarn(results, {"edges": SIZE.edges, "arms": arms})
+    assert {tuple(row[1:]) for row in rows[3:]} == {("2.500", "2.750", "2.625")}
+    of_each = [full_pass(model, smollm2.read(x, tokenizer, LENGTH), None)[TRAINED:] for x in names]
+    assert rows[0][:3] == ["as trained", *(f"{x.mean():.3f}" for x in of_each)]
+    assert rows[0][1:] != rows[1][1:]
+
     monkeypatch.setattr(huggingface, "diagnose", None)
     assert law_or_position.run(names, LENGTH, tmp_path, tmp_path) == results
 
