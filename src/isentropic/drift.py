@@ -194,7 +194,7 @@ class CalibrationReport:
         are NaN where no factor does that.
     reference_length : float
         The number of keys at which the factors are 1.
-    entropies : NumPy array (layers, heads)
+    entropies : NumPy array, ``(layers, heads)``
         The mean entropies that the factors hold, in nats.
     names : tuple of str, or None
         The names of the layers. None if they have none but their numbers.
