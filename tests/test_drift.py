@@ -213,7 +213,7 @@ class TestFit:
         found = theory.invariant_factor(np.asarray([*n, 128.0]), entropy, **model)
         return found[:-1] / found[-1]
 
-    @pytest.mark.parametrize("entropy", [0.5, 2.0, 4.0])
+    @pytest.mark.parametrize("entropy", [0.1, 0.5, 2.0, 4.0])
     @pytest.mark.parametrize("d", [4, 5, 8, 12, 40, math.inf])
     def test_random_keys(self, d, entropy):
         """From 256 to 1024 keys they tell the factor at 16384 within 3 %, between the dimensions too."""
@@ -353,6 +353,35 @@ class TestCalibrationReport:
         np.testing.assert_allclose(lowest[:, 2], curves[2], rtol=1e-6)
         np.testing.assert_allclose(highest[:, 0], curves[0], rtol=1e-6)
         assert (lowest[:, :3] < highest[:, :3]).all()
+
+    @pytest.mark.parametrize("length", [0.5, 0, math.nan])
+    def test_lengths_that_are_none(self, report, length):
+        with pytest.raises(ValueError, match="`length` must be at least 1"):
+            report.at(length)
+
+    def test_lengths_beyond_all_tables(self, report):
+        low, expected, high = report.at(1e17)
+        assert np.isfinite(expected[0]).all()
+        assert (low[0] <= expected[0]).all()
+        assert (expected[0] <= high[0]).all()
+
+    @pytest.mark.parametrize("family", _calibration.FAMILIES)
+    def test_layers_that_differ(self, family):
+        """In heads and in lengths: the last layer has none near the reference, and keeps the factor 1."""
+        recorder = drift.Recorder("samples", drift.FACTORS)
+        for n in (64, 128, 256, 512):
+            for layer, heads in ((0, 2), (1, 1)):
+                entropy = [np.full((heads, 4), math.log(n) - (1.2 * x) ** 2 / 2) for x in drift.FACTORS]
+                recorder.add(layer, np.full(4, n), entropy)
+        for n in (16, 32):
+            recorder.add(
+                2, np.full(4, n), [np.full((3, 4), math.log(n) / (1 + x)) for x in drift.FACTORS]
+            )
+        report = recorder.calibration(128, recorder.target(128))
+        two, one, three = recorder.laws(report, family)
+        np.testing.assert_allclose(two(1024), [one(1024)[0]] * 2)
+        assert one(1024)[0] > 1.2
+        np.testing.assert_allclose(three(np.asarray([16.0, 1024.0])), np.ones((3, 2)))
 
     def test_table(self, report):
         lines = repr(report).splitlines()

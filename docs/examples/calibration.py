@@ -1,6 +1,6 @@
 """How well fitted laws hold the entropy of attention at lengths beyond those of the fit.
 
-    python calibration.py            # three minutes
+    python calibration.py            # four minutes
     python calibration.py --quick    # some seconds: only shows that everything runs
 
 MiniLM-L6. Laws are fitted on modules of Python's standard library and on texts of its manual, of at

@@ -35,10 +35,12 @@ _NOISE = 0.02
 EXTREME_SHAPES = (0, 1, 2)
 # The dimensions of the random keys of "auto", which interpolates between them. In ∞ dimensions scores
 # are normal.
-_DIMENSIONS = (4.0, 6.0, 12.0, math.inf)
-# The inverse temperatures of their table: how many, the lowest, the highest where the entropy of normal
-# scores is near 0, and the most for which the entropies are known.
-_TEMPERATURES, _LOWEST, _HIGHEST, _MOST = 24, 0.05, 30.0, 2e6
+_DIMENSIONS = (4.0, 8.0, math.inf)
+# The inverse temperatures of their tables: how many, the lowest, and the highest for normal scores and
+# for spheres, where the entropy is near 0.
+_TEMPERATURES, _LOWEST, _HIGHEST_NORMAL, _HIGHEST = 40, 0.05, 1e3, 2e6
+# The entropies of more keys than 2 to this power are not known. Their factors stay the same.
+_MOST_OCTAVES = 49
 # Lengths nearer to the reference than this, in log n, do not tell the slope: it would be the error of a
 # factor, divided by a small number.
 _NEAR = 0.05
@@ -77,7 +79,7 @@ def _interpolated(u: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     start, end, rise, fall = y[:-1], y[1:], slope[:-1], slope[1:]
     bend, curve = 3 * (end - start) - 2 * rise - fall, 2 * (start - end) + rise + fall
     between = start + t * (rise + t * (bend + t * curve))
-    fine = np.moveaxis(between, 0, 1).reshape(-1, *y.shape[1:])
+    fine = np.concatenate((np.moveaxis(between, 0, 1).reshape(-1, *y.shape[1:]), y[-1:]))
     steps = np.arange(fine.shape[0]) / _STEPS * (u[1] - u[0])
     return u[0] + steps, fine
 
@@ -186,12 +188,21 @@ def _weights_above(held: Held) -> np.ndarray:
     return np.where(_far(held, above).sum(axis=0) > 0, above, weights)
 
 
-def _above(held: Held) -> tuple[np.ndarray, np.ndarray]:
-    """The weights (G, heads) of lengths that tell how factors grow, and the log factors, or 0."""
-    import numpy as np
+class _Above(NamedTuple):
+    """The factors that tell how they grow: those from the reference on, if there are any."""
 
-    weights = _far(held, _weights_above(held))
-    return weights, np.log(np.where(weights > 0, held.factor, 1.0))
+    lengths: list[float]  # (G,)
+    weights: np.ndarray  # (G, heads)
+    measured: np.ndarray  # (G, heads), the log factors, or 0
+
+    @classmethod
+    def of(cls, held: Held) -> _Above:
+        import numpy as np
+
+        weights = _far(held, _weights_above(held))
+        used = weights.any(axis=1)
+        measured = np.log(np.where(weights > 0, held.factor, 1.0))
+        return cls(held.lengths[used].tolist(), weights[used], measured[used])
 
 
 def chosen_shape(held: Held) -> np.ndarray:
@@ -225,19 +236,17 @@ def expected(held: Held, lengths: Sequence[float]) -> np.ndarray:
     """
     import numpy as np
 
-    weights, measured = _above(held)
-    known = len(measured)
-    both = (*held.lengths.tolist(), *lengths)
-    guesses = (
-        np.log(extrapolated(held, both, chosen_shape(held))),
-        log_factors_of_random_keys(held, both),
-    )
-    shaped, random = (
-        np.where(weights > 0, guess[:known] - measured, 0.0) ** 2 / (2 * _NOISE**2) for guess in guesses
-    )
-    against = np.clip((random - shaped).sum(axis=0), -50, 50)
-    share = 1 / (1 + np.exp(against))  # of random keys
-    mean = share * guesses[1] + (1 - share) * guesses[0]
+    above = _Above.of(held)
+    both, known = (*above.lengths, *lengths), len(above.lengths)
+    curved = np.log(extrapolated(held, both, chosen_shape(held)))
+    random = log_factors_of_random_keys(held, both)
+
+    def misfit(guess: np.ndarray) -> np.ndarray:
+        error = np.where(above.weights > 0, guess[:known] - above.measured, 0.0)
+        return np.asarray((error**2).sum(axis=0)) / (2 * _NOISE**2)
+
+    share = 1 / (1 + np.exp(np.clip(misfit(random) - misfit(curved), -50, 50)))
+    mean = share * random + (1 - share) * curved
     return np.maximum(np.exp(mean[known:]), held.smallest)
 
 
@@ -251,9 +260,9 @@ def log_factors_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarr
     """
     import numpy as np
 
-    weights, measured = _above(held)
-    known = len(measured)
-    curves = _of_random_keys(held, (*held.lengths.tolist(), *lengths))
+    above = _Above.of(held)
+    weights, measured, known = above.weights, above.measured, len(above.lengths)
+    curves = _of_random_keys(held, (*above.lengths, *lengths))
 
     def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray((weights * a * b).sum(axis=0))
@@ -278,30 +287,36 @@ def _of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
     import numpy as np
 
     target = np.nan_to_num(held.entropy)  # NaN only where there are no factors to compare with
+    octave = np.minimum(np.log2((held.reference, *lengths)), _MOST_OCTAVES)
+    first = math.floor(octave.min())
+    octaves = range(first, max(first + 3, math.ceil(octave.max())) + 1)
+    found = []
+    for d in _DIMENSIONS:
+        fine, table = _interpolated(np.asarray(octaves), np.stack([_entropies(i, d) for i in octaves]))
+        table = np.stack([np.interp(octave, fine, column) for column in table.T])
+        log_beta, table = _interpolated(_log_beta(d), table)
+        found.append([np.interp(-target, -entropy, log_beta) for entropy in table.T])
+    log_factor = np.asarray(found)
+    return log_factor[:, 1:] - log_factor[:, :1]
 
-    def log_beta(n: float, d: float) -> np.ndarray:
-        fine, entropy = _entropy_table(n, d)
-        return np.interp(-target, -entropy, fine)
 
-    found = [[log_beta(n, d) for n in (held.reference, *lengths)] for d in _DIMENSIONS]
-    table = np.asarray(found)
-    return table[:, 1:] - table[:, :1]
-
-
-@functools.lru_cache(maxsize=1024)
-def _entropy_table(n: float, d: float) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of inverse temperatures β, and the mean entropy of n keys in d dimensions at each.
-
-    β is in units of the standard deviation of the scores.
-    """
+def _log_beta(d: float) -> np.ndarray:
+    """The logarithms of inverse temperatures, in units of the standard deviation of the scores."""
     import numpy as np
 
-    highest = min(_HIGHEST * n ** (2 / (d - 1)), _MOST)  # the gaps shrink like n^(−2/(d − 1))
-    log_beta = np.linspace(math.log(_LOWEST), math.log(highest), _TEMPERATURES)
-    beta = np.exp(log_beta)
-    normal = math.isinf(d)
-    entropy = gaussian_entropy(n, beta) if normal else sphere_entropy(n, d, beta * math.sqrt(d))
-    return _interpolated(log_beta, entropy)
+    highest = _HIGHEST_NORMAL if math.isinf(d) else _HIGHEST
+    return np.linspace(math.log(_LOWEST), math.log(highest), _TEMPERATURES)
+
+
+@functools.lru_cache(maxsize=256)
+def _entropies(octave: int, d: float) -> np.ndarray:
+    """The mean entropies of 2^octave random keys in d dimensions, at each inverse temperature."""
+    import numpy as np
+
+    n, beta = 2.0**octave, np.exp(_log_beta(d))
+    return np.asarray(
+        gaussian_entropy(n, beta) if math.isinf(d) else sphere_entropy(n, d, beta * math.sqrt(d))
+    )
 
 
 def _affine(held: Held) -> AffineLog:

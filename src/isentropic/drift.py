@@ -228,23 +228,30 @@ class CalibrationReport:
 
         Parameters
         ----------
-        length : float
+        length : float ≥ 1
 
         Returns
         -------
         NumPy array (3, layers, heads)
             The lowest, the expected and the highest factor.
 
+        Raises
+        ------
+        TypeError, ValueError
+            If the length is not a number ≥ 1.
+
         Notes
         -----
-        The expected factor is that of the family ``"auto"``. The lowest and the highest are those of a
-        power of n, of a function affine in log n, and of one affine in the root of log n, fitted to the
-        same factors. So the interval is about the shape of the law, and not about the samples. In the
-        model MiniLM-L6, fitted up to 256 tokens, it has the factor for 512 in about 60% of the heads.
+        The expected factor is the mean of the two guesses of the family ``"auto"`` (see `calibrate`). A
+        law of this family has it at its knots, and lines in log n between and beyond them. The lowest
+        and the highest factor are those of a power of n, of a function affine in log n, of one affine
+        in the root of log n, and the expected one, fitted to the same factors. So the interval is about
+        the shape of the law, and not about the samples. In the model MiniLM-L6, fitted up to 256
+        tokens, it has the factor for 512 in two thirds of the heads.
         """
         import numpy as np
 
-        check_real("length", length, above=0)
+        check_real("length", length, least=1)
         length = float(length)
         parts = []
         for layer in range(self.factors.shape[1]):
@@ -651,11 +658,13 @@ def calibrate(
     length and above. The first is ``(1 + p · slope · log(n/reference))^(1/p)``. The shape p is one of 8
     numbers from 0, a power of n, to 2, the root of log n. It is the one that fits best, unless p = 1
     fits nearly as well. The second guess is the factor of random keys that are uniform on a sphere (see
-    `theory.invariant_factor`), at the same entropy and in the dimension that fits best. The law is the
-    geometric mean of both, weighted by their likelihoods, if log factors have errors of 0.02. To tell
-    one guess from the other, the samples need two lengths or more above the reference length. Below
-    the reference length the law goes through the factors themselves. Its last knot is at 64 times the
-    longest length or more.
+    `theory.invariant_factor`), with the same entropy, and in the dimension that fits best; or a power
+    of it, if factors grow less than in infinitely many dimensions or more than in four. The law is the
+    geometric mean of both guesses, weighted by their likelihoods, where log factors have errors of
+    0.02. Two lengths above the reference length hardly tell one guess from the other, and both count
+    the same. Four lengths up to eight times the reference do. Below the reference length the law goes
+    through the factors themselves. Its last knot is at 64 times the longest length or more. The first
+    call takes some seconds longer, for the entropies of random keys.
 
     In a model, the law of a layer changes the inputs of the layers after it. Samples of queries and
     keys cannot show this; `integrations.huggingface.calibrate` takes it into account.

@@ -373,7 +373,17 @@ def test_law_or_position(model, monkeypatch, tmp_path):
     assert {tuple(row[1:]) for row in rows[3:]} == {("2.500", "2.750", "2.625")}
     of_each = [full_pass(model, smollm2.read(x, tokenizer, LENGTH), None)[TRAINED:] for x in names]
     assert rows[0][:3] == ["as trained", *(f"{x.mean():.3f}" for x in of_each)]
-    assert rows[0][1:] != rows[1][1:]
+    columns = {"clamped": (0, 1), "clamped, Su's law": (1, 1)}
+    for row, treatment in zip(rows[1:3], columns.values(), strict=True):
+        parts = [
+            np.average(of_one[*treatment][2:], weights=counts[2:])
+            for of_one, counts in zip(
+                np.asarray(results["sequence_losses"]), results["sequence_counts"], strict=True
+            )
+        ]
+        assert row[1:3] == [f"{x:.3f}" for x in parts]
+    assert [row[0] for row in rows[1:3]] == list(columns)
+    assert len({tuple(row) for row in rows[:3]}) == 3
 
     monkeypatch.setattr(huggingface, "diagnose", None)
     assert law_or_position.run(names, LENGTH, tmp_path, tmp_path) == results
