@@ -33,8 +33,8 @@ Arms, all with the same weights:
   see below).
 - as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
 - held: each query beyond the trained length has its own factor, at which its entropy is the mean
-  entropy of its head at the trained length (of 64 queries in each document of the fit). On two
-  documents only, too.
+  entropy of its head at the trained length (of 64 queries in each document of the fit). On the first
+  document only, as it takes half an hour.
 
 A fit has all weights frozen. It starts from "no law", and makes one step of Adam for each 1024 tokens.
 Gradients do not reach the keys of earlier tokens.
@@ -59,7 +59,7 @@ gain in both when the slopes are trained on top of the constant? The decision is
 arm helps against YaRN's constant. Within the trained length it equals the constant by construction.
 
 "held" was written down last, when all results but those of "slope per layer" and "constant and one
-slope" were known. It takes an hour of one core. Clamped positions (ReRoPE) are in `law_or_position`.
+slope" were known. Clamped positions (ReRoPE) are in `law_or_position`.
 
 Time. Measured on one thread of a busy Xeon of 2.5 GHz with random weights, in seconds of the processor:
 7.9 for the first 2048 tokens, 15.6 for 1024 tokens after 11776, and 31 for 512 of these with gradients.
@@ -173,7 +173,7 @@ class Size(NamedTuple):
     test: tuple[str, ...]
     fit: tuple[str, ...]
     arms: tuple[str, ...]
-    orientation: int  # how many documents for other positions, and for the arm "held"
+    orientation: int  # how many documents for other positions
 
     @property
     def edges(self) -> list[int]:
@@ -555,9 +555,11 @@ def fitted(model: Any, documents: Sequence[Document], size: Size, folder: Path) 
     return result
 
 
-def is_decided(arm: Arm) -> bool:
-    """Whether the arm is run on all documents. The others are for orientation."""
-    return arm.positions == Arm().positions and arm.law != HELD
+def documents_of(arm: Arm, size: Size) -> int:
+    """On how many documents the arm is run: on all, or on some for orientation."""
+    if arm.law == HELD:
+        return min(1, size.orientation)
+    return len(size.test) if arm.positions == Arm().positions else size.orientation
 
 
 def measured(
@@ -567,7 +569,7 @@ def measured(
     # Arms with the same prefix follow one another, so that one is in memory at a time.
     start = lru_cache(1)(lambda *key: prefix(model, document, Arm(*key)))
     settings = {"trained": TRAINED, "edges": size.edges, "chunk": CHUNK, "document": document.digest}
-    names = [x for x in size.arms if is_decided(ARMS[x]) or index < size.orientation]
+    names = [x for x in size.arms if index < documents_of(ARMS[x], size)]
     result = {}
     for name in tqdm(sorted(names, key=lambda x: ARMS[x][:2]), desc=document.name, leave=False):
         arm = ARMS[name]
@@ -637,7 +639,8 @@ def laws_in(results: dict) -> list[str]:
 def bands_table(results: dict, arms: Sequence[str]) -> str:
     """The means over the documents that the last of the arms has."""
     edges, documents = results["edges"], list(results["arms"][arms[-1]])
-    head = [f"loss on {len(documents)} documents, n =", *(f"to {b}" for b in edges[1:]), "copied"]
+    some = f"{len(documents)} documents" if len(documents) > 1 else documents[0]
+    head = [f"loss on {some}, n =", *(f"to {b}" for b in edges[1:]), "copied"]
     rows = []
     for arm in arms:
         found = [results["arms"][arm][x] for x in documents]
@@ -673,8 +676,11 @@ def report(results: dict[str, Any]) -> str:
     missing = [arm for arm in ARMS if arm not in results["arms"]]
     not_run = f" Not run, of the arms in the script: {', '.join(missing)}." if missing else ""
     bands = bands_table(results, laws_in(results))
-    if orientation := [arm for arm in results["arms"] if arm not in laws_in(results)]:
-        bands += "\n\n" + bands_table(results, [NO_LAW, *orientation])
+    orientation: dict[tuple[str, ...], list[str]] = {}  # by the documents of the arms
+    for arm, of_arm in results["arms"].items():
+        if arm not in laws_in(results):
+            orientation.setdefault(tuple(of_arm), [NO_LAW]).append(arm)
+    bands = "\n\n".join([bands, *(bands_table(results, x) for x in orientation.values())])
     return f"""\
 The mean negative log-likelihood per token, in nats, by the number n of keys:
 
