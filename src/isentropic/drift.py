@@ -662,7 +662,7 @@ def calibrate(
     of it, if factors grow less than in infinitely many dimensions or more than in four. The law is the
     geometric mean of both guesses, weighted by their likelihoods, where log factors have errors of
     0.02. Two lengths above the reference length hardly tell one guess from the other, and both count
-    the same. Four lengths up to eight times the reference do. Below the reference length the law goes
+    the same. Three lengths up to eight times the reference do. Below the reference length the law goes
     through the factors themselves. Its last knot is at 64 times the longest length or more. The first
     call takes some seconds longer, for the entropies of random keys.
 
