@@ -1,6 +1,6 @@
 """Does a law help a real language model beyond its trained length?
 
-    python smollm2.py            # about three hours on two cores
+    python smollm2.py            # about five hours on two cores
     python smollm2.py --quick    # ten minutes, and no verdict
 
 SmolLM2-135M-Instruct was trained with contexts of 8192 tokens, and reads documents of 16384 here. Its
@@ -341,7 +341,7 @@ def using(model: Any, arm: Arm, numbers: Sequence[Any] | None) -> contextlib.Abs
 
 @contextlib.contextmanager
 def held(model: Any, entropies: Sequence[Tensor]) -> Iterator[None]:
-    """Give each query the factor at which it has the entropy (H,) of its head. All see the last key."""
+    """Give each query the factor at which it has the entropy (H,) of its head."""
     options = {"mask": it.masks.causal(), "enable_gqa": True}
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Any:
