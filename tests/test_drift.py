@@ -236,6 +236,26 @@ class TestFit:
         found = np.exp(_calibration.log_factors_of_random_keys(held, [4096.0]))
         np.testing.assert_allclose(found[0], self.of_random_keys([4096.0], 4) ** 1.5, rtol=0.02)
 
+    def test_lengths_do_not_depend_on_each_other(self):
+        held = self.held([0.9, 1.0, 1.2, 1.3], (90.5, 128.0, 181.0, 256.0), 128.0)
+        lengths = [1.0, 1.5, 2.0, 200.0, 288.0, 1024.0, 1e6, 1e20]
+        together = _calibration.expected(held, lengths)
+        alone = [_calibration.expected(held, [x])[0] for x in lengths]
+        np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+    @pytest.mark.parametrize("n", [1.3, 2.0, 50.0, 1000.0])
+    @pytest.mark.parametrize("d", _calibration._DIMENSIONS)
+    def test_entropies_between_octaves(self, n, d):
+        beta = np.exp(_calibration._log_beta(d))
+        scale = 1.0 if d == math.inf else math.sqrt(d)
+        exact = (
+            theory.gaussian_entropy(n, beta)
+            if d == math.inf
+            else theory.sphere_entropy(n, d, beta * scale)
+        )
+        found = _calibration._entropies_between(math.log2(n), d)
+        np.testing.assert_allclose(found, exact, atol=3e-3)
+
     def test_the_likelier_guess_counts_more(self):
         """A line in log n, and random keys: each is expected where the factors are exactly those."""
         lengths = (64.0, 128.0, 256.0, 512.0, 1024.0)

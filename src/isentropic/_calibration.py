@@ -39,8 +39,8 @@ _DIMENSIONS = (4.0, 8.0, math.inf)
 # The inverse temperatures of their tables: how many, the lowest, and the highest for normal scores and
 # for spheres, where the entropy is near 0.
 _TEMPERATURES, _LOWEST, _HIGHEST_NORMAL, _HIGHEST = 40, 0.05, 1e3, 2e6
-# The entropies of more keys than 2 to this power are not known. Their factors stay the same.
-_MOST_OCTAVES = 49
+# The factors of more keys than 2 to this power stay the same, as their entropies are not known.
+_MOST_OCTAVES = 47
 # Lengths nearer to the reference than this, in log n, do not tell the slope: it would be the error of a
 # factor, divided by a small number.
 _NEAR = 0.05
@@ -287,17 +287,25 @@ def _of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
     import numpy as np
 
     target = np.nan_to_num(held.entropy)  # NaN only where there are no factors to compare with
-    octave = np.minimum(np.log2((held.reference, *lengths)), _MOST_OCTAVES)
-    first = math.floor(octave.min())
-    octaves = range(first, max(first + 3, math.ceil(octave.max())) + 1)
+    octaves = np.minimum(np.log2((held.reference, *lengths)), _MOST_OCTAVES).tolist()
     found = []
     for d in _DIMENSIONS:
-        fine, table = _interpolated(np.asarray(octaves), np.stack([_entropies(i, d) for i in octaves]))
-        table = np.stack([np.interp(octave, fine, column) for column in table.T])
+        table = np.stack([_entropies_between(octave, d) for octave in octaves], axis=1)
         log_beta, table = _interpolated(_log_beta(d), table)
         found.append([np.interp(-target, -entropy, log_beta) for entropy in table.T])
     log_factor = np.asarray(found)
     return log_factor[:, 1:] - log_factor[:, :1]
+
+
+def _entropies_between(octave: float, d: float) -> np.ndarray:
+    """The entropies of `_entropies`, by the cubic polynomial through four whole octaves."""
+    import numpy as np
+
+    first = max(math.floor(octave) - 1, 0)
+    t = octave - first
+    weights = [math.prod((t - j) / (i - j) for j in range(4) if j != i) for i in range(4)]
+    parts = [weight * _entropies(first + i, d) for i, weight in enumerate(weights) if weight]
+    return np.asarray(sum(parts))
 
 
 def _log_beta(d: float) -> np.ndarray:
