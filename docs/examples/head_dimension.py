@@ -55,10 +55,9 @@ it was.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -72,7 +71,6 @@ from experiment import Claim, Decision, Verdict, decide, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
 
 import isentropic as it
 
@@ -84,7 +82,6 @@ CONSTANT = 8.33
 SMALLEST = 0.05  # nats per token
 NEAR, GROWS = 8.0, CONSTANT / 2  # dimensions, and dimensions per unit of log n
 
-ATTENTION = "isentropic-examples-projected"
 ARMS = ("Fast JL", "fitted")
 
 
@@ -141,24 +138,6 @@ def root(moment: Tensor) -> Tensor:
     return (vectors * values.sqrt()[..., None, :]) @ vectors.mT
 
 
-@contextlib.contextmanager
-def attention(model: Any, inner: Any) -> Iterator[None]:
-    """Call ``inner(layer, query, key)`` in each layer, which returns the query that attention uses."""
-    sdpa = AttentionInterface()["sdpa"]
-
-    def attend(module: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
-        return sdpa(module, inner(module.layer_idx, query, key), key, *others, **options)
-
-    before = model.config._attn_implementation
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()["sdpa"])
-    model.set_attn_implementation(ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 def projected(maps: Tensor, layer: int, query: Tensor, key: Tensor) -> Tensor:
     """Queries (B, H, n, size) whose products with the keys are those of q M and k."""
     return query @ maps[layer]
@@ -178,7 +157,7 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             total[layer] += (x.mT @ x)[0] / (x.shape[-2] * len(texts))
         return query
 
-    with attention(model, keep):
+    with smollm2.attention(model, keep):
         for ids in tqdm(texts, desc="moments"):
             model(ids[None, :-1])
     return found[0], found[1]
@@ -191,7 +170,7 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def band_losses(model: Any, ids: Tensor, maps: Tensor | None) -> list[float]:
     """The mean loss of the tokens of each band."""
     inner = (lambda layer, query, key: query) if maps is None else partial(projected, maps)
-    with attention(model, inner):
+    with smollm2.attention(model, inner):
         logits = model(ids[None, :-1]).logits[0]
     losses = nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     return [losses[a:b].mean().item() for a, b in pairwise(EDGES[1:])]

@@ -113,6 +113,7 @@ from isentropic import laws
 from isentropic.integrations import huggingface
 
 NAME = "smollm2"
+ATTENTION = "isentropic-examples-queries"  # in transformers
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHECKED, SANE = 1024, (1.0, 4.0)  # tokens of a known text, and the range of their mean loss in nats
 TRAINED = 8192
@@ -339,23 +340,28 @@ def using(model: Any, arm: Arm, numbers: Sequence[Any] | None) -> contextlib.Abs
     return huggingface.use(model, laws_of(arm, numbers), base="sdpa")
 
 
-@contextlib.contextmanager
-def held(model: Any, entropies: Sequence[Tensor]) -> Iterator[None]:
+def held(model: Any, entropies: Sequence[Tensor]) -> contextlib.AbstractContextManager:
     """Give each query the factor at which it has the entropy (H,) of its head."""
-    options = {"mask": it.masks.causal(), "enable_gqa": True}
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Any:
-        target = entropies[module.layer_idx][:, None]
-        scale = kwargs["scaling"]
-        factor = it.factor_for_attention_entropy(query, key, target, scale=scale, **options)
-        query = query * factor[..., None]
-        found = it.attention(query, key, value, law=None, scale=scale, **options)
-        return found.transpose(1, 2).contiguous(), None
+    def multiplied(layer: int, query: Tensor, key: Tensor) -> Tensor:
+        target, options = entropies[layer][:, None], {"mask": it.masks.causal(), "enable_gqa": True}
+        return query * it.factor_for_attention_entropy(query, key, target, **options)[..., None]
+
+    return attention(model, multiplied)
+
+
+@contextlib.contextmanager
+def attention(model: Any, inner: Any) -> Iterator[None]:
+    """Call ``inner(layer, query, key)`` in each layer, which returns the query that attention uses."""
+    sdpa = AttentionInterface()["sdpa"]
+
+    def attend(module: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
+        return sdpa(module, inner(module.layer_idx, query, key), key, *others, **options)
 
     before = model.config._attn_implementation
-    AttentionInterface.register(HELD, attend)
-    AttentionMaskInterface.register(HELD, AttentionMaskInterface()["sdpa"])
-    model.set_attn_implementation(HELD)
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()["sdpa"])
+    model.set_attn_implementation(ATTENTION)
     try:
         yield
     finally:

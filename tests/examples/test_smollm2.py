@@ -131,14 +131,17 @@ ENTROPIES = [torch.linspace(0.5, 2, HEADS), torch.linspace(2.5, 1, HEADS)]
 
 class TestHeld:
     def test_all_queries_have_the_entropy_of_their_head(self, model, document, monkeypatch):
-        found, attention = [], it.attention
+        from transformers import AttentionInterface
 
-        def observed(query, key, value, **options):
-            found.append(it.attention_entropy(query, key, **options))
-            return attention(query, key, value, **options)
+        found, attention = [], AttentionInterface()["sdpa"]
+
+        def observed(module, query, key, *others, scaling, **kwargs):
+            options = {"mask": it.masks.causal(), "scale": scaling, "enable_gqa": True}
+            found.append(it.attention_entropy(query, key, law=None, **options))
+            return attention(module, query, key, *others, scaling=scaling, **kwargs)
 
         start = smollm2.prefix(model, document, smollm2.Arm())
-        monkeypatch.setattr(it, "attention", observed)
+        monkeypatch.setitem(AttentionInterface()._global_mapping, "sdpa", observed)
         with torch.no_grad(), smollm2.using(model, smollm2.ARMS["held"], ENTROPIES):
             smollm2.losses(model, document.ids[TRAINED:], smollm2.branch(start.cache))
         assert len(found) == LAYERS * (LENGTH - TRAINED) // 8
