@@ -1,0 +1,154 @@
+"""Each law of the experiment with SmolLM2, at each kind of positions.
+
+    python laws_and_positions.py    # two hours of one core
+
+The model, its loss and its laws are those of `smollm2.py`: SmolLM2-135M, trained with 8192 tokens. It
+reads 12288 here. Do the laws rank as they do at the positions of YaRN × 2? It is a measurement on two
+documents, without a verdict.
+
+What follows was written before the run. The positions are: those of the training ("as trained");
+clamped (ReRoPE), so that no key is farther than 4096 tokens, half of the trained length; YaRN × 4; and
+NTK. The laws are all arms of `smollm2.py` with the positions of YaRN × 2 but "held", which takes half
+an hour for a document. The results of these arms at YaRN × 2 are those of `smollm2.py`. YaRN's constant
+is (1 + 0.1 ln 4)² = 1.297 at YaRN × 4, and (1 + 0.1 ln 2)² = 1.143 at all others. Slopes are those that
+`smollm2.py` fitted at the positions of YaRN × 2. So at other positions they are used where they were
+not fitted. The quantity is the mean negative log-likelihood per token, in nats, of the tokens that see
+8193 to 12288 keys. Known before were the losses without a law and with "Su" as trained and clamped
+(`law_or_position.py`), and on one document those without a law at the other positions. The result of
+each arm is kept beside the others as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import experiment
+import matplotlib.pyplot as plt
+import smollm2
+import torch
+from matplotlib.figure import Figure
+from smollm2 import HELD, NO_LAW, TEMPERATURE, TRAINED, Arm, Document
+from torch import nn
+from tqdm import tqdm
+
+from isentropic.integrations.huggingface._clamp import clamping
+
+NAME = "laws_and_positions"
+LENGTH = TRAINED + TRAINED // 2
+WINDOW = TRAINED // 2
+DOCUMENTS = ("topics 0", "source argparse")
+CLAMPED, EXTENDED = "clamped", Arm().positions
+CONSTANTS = {"YaRN × 4": (1 + 0.1 * math.log(4)) ** 2}
+POSITIONS = ("as trained", CLAMPED, "YaRN × 4", "NTK")  # that are run here
+COLUMNS = ("as trained", CLAMPED, EXTENDED, "YaRN × 4", "NTK")
+LAWS = {name: arm for name, arm in smollm2.ARMS.items() if arm.positions == EXTENDED and name != HELD}
+
+
+def arm_at(positions: str, law: str) -> Arm:
+    arm = LAWS[law]._replace(positions=positions)
+    return arm if arm.constant == 1 else arm._replace(constant=CONSTANTS.get(positions, TEMPERATURE))
+
+
+def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
+    """All results. Those that the folder has are not computed again."""
+    model, tokenizer = smollm2.load(converted)
+    fits = experiment.load(smollm2.NAME)["fits"]
+    edges = smollm2.Size(length, names, (), (), 0).edges
+    losses: dict[str, dict] = {positions: {law: {} for law in LAWS} for positions in POSITIONS}
+    digests = {}
+    for name in tqdm(names, desc="documents", unit=" documents"):
+        document = smollm2.read(name, tokenizer, length)
+        digests[name] = document.digest
+        start = lru_cache(1)(lambda *key, of=document: smollm2.prefix(model, of, Arm(*key)))
+        cells = [(arm_at(positions, law), law) for positions in POSITIONS for law in LAWS]
+        for arm, law in tqdm(sorted(cells), desc=name, leave=False):
+            slopes = fits[arm.law]["slopes"] if arm.law in fits else None
+
+            def compute(
+                arm: Arm = arm, slopes: Any = slopes, of: Document = document, start: Any = start
+            ) -> list[float]:
+                tensors = None if slopes is None else [torch.tensor(x) for x in slopes]
+                if arm.positions == CLAMPED:
+                    return clamped(model, of, arm, tensors, edges)
+                return smollm2.measure(model, of, start(*arm[:2]), arm, tensors, edges)["bands"]
+
+            what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
+            what |= {"slopes": slopes, "window": WINDOW}
+            kept = f"{name} {arm.positions} {law}"
+            losses[arm.positions][law][name] = smollm2.kept(folder, kept, what, compute)
+    return {"edges": edges, "documents": digests, "losses": losses}
+
+
+@torch.no_grad()
+def clamped(model: Any, document: Document, arm: Arm, slopes: Any, edges: list[int]) -> list[float]:
+    """The mean loss in each band, where no key is farther than the window."""
+    smollm2.set_positions(model, "as trained")
+    modules = [layer.self_attn for layer in model.model.layers]
+    # In one piece, as keys at other positions need all hidden states.
+    with smollm2.using(model, arm, slopes), clamping(modules, WINDOW):
+        states = model.model(document.ids[None, :-1], use_cache=False).last_hidden_state[0]
+    pairs = zip(states.split(smollm2.CHUNK), document.ids[1:].split(smollm2.CHUNK), strict=True)
+    found = torch.cat(
+        [nn.functional.cross_entropy(model.lm_head(x), ids, reduction="none") for x, ids in pairs]
+    )
+    return [found[a:b].mean().item() for a, b in pairwise(edges)]
+
+
+def beyond(results: dict[str, Any], extended: dict[str, Any], positions: str, law: str) -> list[float]:
+    """The loss beyond the trained length, by document. `extended` are the results of `smollm2`."""
+    if positions == EXTENDED:
+        edges, bands = extended["edges"], extended["arms"][law]
+        rows = [bands[name]["bands"] for name in results["documents"]]
+    else:
+        edges, bands = results["edges"], results["losses"][positions][law]
+        rows = [bands[name] for name in results["documents"]]
+    first, end = edges.index(TRAINED), edges.index(results["edges"][-1])
+    return [statistics.fmean(row[first:end]) for row in rows]  # the bands are equally wide
+
+
+def report(results: dict[str, Any]) -> str:
+    extended = experiment.load(smollm2.NAME)
+    rows = [
+        [law, *(f"{statistics.fmean(beyond(results, extended, x, law)):.3f}" for x in COLUMNS)]
+        for law in LAWS
+    ]
+    return f"""\
+The mean negative log-likelihood per token, in nats, of {len(results["documents"])} documents, where
+tokens see {TRAINED + 1} to {results["edges"][-1]} keys, by the law and the positions:
+
+{experiment.table(["law", *COLUMNS], rows)}
+"""
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Plot the gain of each law over no law at the same positions, for each document."""
+    extended = experiment.load(smollm2.NAME)
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for i, law in enumerate(x for x in LAWS if x != NO_LAW):
+        for marker, k in zip("os", range(len(results["documents"])), strict=False):
+            gain = [
+                beyond(results, extended, x, NO_LAW)[k] - beyond(results, extended, x, law)[k]
+                for x in COLUMNS
+            ]
+            places = [j + (i - (len(LAWS) - 2) / 2) * 0.08 for j in range(len(COLUMNS))]
+            axis.plot(places, gain, marker, color=f"C{i}", markersize=4, label=law if k == 0 else None)
+    axis.axhline(0, color="gray", linewidth=0.5)
+    axis.set_xticks(range(len(COLUMNS)), COLUMNS)
+    axis.set_ylabel("gain over no law, nats per token")
+    axis.legend(fontsize=7)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
+    results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
+    experiment.finish(NAME, results, report, picture, options.output)
+
+
+if __name__ == "__main__":
+    main()
