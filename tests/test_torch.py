@@ -946,6 +946,20 @@ class TestRecomputedGradients:
         for got, want in zip(*found, strict=True):
             assert (got - want).abs().max() < 1e-3 * want.abs().max()
 
+    @pytest.mark.parametrize("mask", [None, it.masks.causal()])
+    @pytest.mark.parametrize("order", [0.1, 0.5, 1.0, 2.0])
+    def test_weights_below_the_smallest_number(self, forward_by, rng, order, mask):
+        """Logits from −200 to 0, of which those below −87 have no weight that is a normal number."""
+        q = torch.ones(1, 200, 1)
+        k = -torch.as_tensor(rng.uniform(0, 200, (1, 200, 1)).astype("float32"))
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            x = [a.to(dtype).requires_grad_() for a in (q, k)]
+            entropy = it.attention_entropy(*x, order=order, mask=mask, law=None)
+            found.append(torch.autograd.grad(entropy.sin().sum(), x))
+        for got, want in zip(*found, strict=True):
+            assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
     @pytest.mark.parametrize("call", ["softcap", "state", "entropy 1.0"])
     def test_checkpoints_and_autocast(self, forward_by, rng, call):
         a = {x: torch.asarray(rng.normal(size=(1, 4, 40, 8)).astype("float32")) for x in "qkvb"}

@@ -121,15 +121,20 @@ class _TilesInPlace(Tiles):
             s.mul_(softcap)
         return self._hide(add_bias(self.plan, self.operands, s, rows, columns), rows, columns), slope
 
+    def all_visible(self, rows: Block, columns: Block) -> bool:
+        """Whether the mask hides no key of a tile."""
+        mask = self.operands.mask
+        if mask is None:
+            return True
+        first, end = mask.fully_visible(self.plan.frame, rows)
+        return bool(first <= columns[0] and sum(columns) <= end)
+
     def _hide(self, s: Any, rows: Block, columns: Block) -> Any:
         """The logits with −∞ for hidden keys."""
         import torch
 
         plan, mask = self.plan, self.operands.mask
-        if mask is None:
-            return s
-        first, end = mask.fully_visible(plan.frame, rows)
-        if first <= columns[0] and sum(columns) <= end:
+        if mask is None or self.all_visible(rows, columns):
             return s
         visible: Any = lift(mask.block(plan.frame, rows, columns), plan.ndim)
         shape = torch.broadcast_shapes(s.shape, visible.shape)
@@ -169,6 +174,13 @@ def _fill_hidden(s: Any, visible: Any) -> Any:
 def _exp(x: Any) -> Any:
     """``eˣ``. PyTorch's `exp` takes up to 70 times as long where it underflows. Its `exp2` does not."""
     return (x * _LOG2_E).exp2_()
+
+
+def _lowest_normal(x: Any) -> float:
+    """A number from which on `exp` does not underflow, with a weight below 10^−37 in float32."""
+    import torch
+
+    return math.log(2 * torch.finfo(x.dtype).tiny)
 
 
 def _lowest(x: Any, order: float | None) -> float:
@@ -288,9 +300,7 @@ class _Backward:
         """The gradient of the products of a tile. Those of its values and bias join the totals."""
         logits, slope = self.logits_and_slope(rows, columns, row)
         x = self.grouped(logits).sub_(row.reference)
-        if row.moment_grad is not None:
-            x.clamp_(min=_lowest(x, self.order))
-        p = _exp(x)
+        p = self.weights(x, rows, columns, has_moment=row.moment_grad is not None)
         if row.value_grad is not None and "value" in self.totals:
             _rows_of(self.totals["value"], columns).baddbmm_(p.mT, row.value_grad)
         gradient = self.logit_gradient(x, p, columns, row)
@@ -300,6 +310,15 @@ class _Backward:
             part: Any = take(_rows_of(self.totals["bias"], rows), columns, -1)
             part.add_(gradient.view(logits.shape).sum_to_size(part.shape))
         return gradient if slope is None else gradient.mul_(self.grouped(slope))
+
+    def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
+        """``eˣ``. The exponents of weights that make no difference are raised in place."""
+        tiles = self.tiles
+        may_be_hidden = tiles.operands.bias is not None or not tiles.all_visible(rows, columns)
+        if may_be_hidden or (self.order is not None and self.order < 1):
+            return _exp(x.clamp_(min=_lowest(x, self.order)) if has_moment else x)
+        # Faster than `_exp`. No key is hidden, so that no weight has to be 0.
+        return x.clamp_(min=_lowest_normal(x)).exp()
 
     def logit_gradient(self, x: Any, p: Any, columns: Block, row: _Rows) -> Any:
         """The gradient of the logits of a tile but for the excess at the maximum."""
