@@ -192,7 +192,10 @@ class AttentionState(NamedTuple):
         """
         if self.weighted_value is None:
             raise value_error("value", "be given to `attention_state` for an output", None)
-        xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
+        xp = namespace(state=self.normalizer)
+        if is_known_true(xp, ~xp.any(_sees_nothing(self))):
+            return self.weighted_value / self.normalizer[..., None]
+        state = _with_empty_zeroed(self)
         return divide_or_zero(xp, state.weighted_value, state.normalizer[..., None])
 
     def log_normalizer(self, *, base: float = math.e) -> Any:
@@ -232,7 +235,8 @@ class AttentionState(NamedTuple):
             raise value_error(
                 "entropy", "be given to `AttentionState.from_output` for an entropy", None
             )
-        xp, state = namespace(state=self.normalizer), _with_empty_zeroed(self)
+        xp = namespace(state=self.normalizer)
+        state = _with_empty_zeroed(self._replace(weighted_value=None))
         return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
 
 
