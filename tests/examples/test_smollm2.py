@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import experiment  # noqa: E402
 import four_times  # noqa: E402
 import law_or_position  # noqa: E402
+import laws_and_positions  # noqa: E402
 import smollm2  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -428,3 +429,56 @@ def test_four_times(model, monkeypatch, tmp_path):
 
     monkeypatch.setattr(smollm2, "measure", None)
     assert four_times.run(names, 4 * TRAINED, tmp_path, tmp_path) == results
+
+
+def test_laws_and_positions(model, monkeypatch, tmp_path):
+    """Each cell is that of a full pass with its law, at its positions; clamped ones as in `diagnose`."""
+    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    slopes = [x.tolist() for x in SLOPES]
+    fitted = [x for x, arm in laws_and_positions.LAWS.items() if arm.law not in ("", "Su")]
+    extended = {"fits": {law: {"slopes": slopes} for law in fitted}, "edges": SIZE.edges, "arms": {}}
+    for law in laws_and_positions.LAWS:
+        bands = {x: {"bands": [9.0, 9.0, 1.0, 2.0, 3.0, 4.0]} for x in SIZE.test}
+        extended["arms"][law] = bands
+    monkeypatch.setattr(experiment, "load", lambda name: extended)
+    monkeypatch.setattr(laws_and_positions, "TRAINED", TRAINED)
+    monkeypatch.setattr(laws_and_positions, "WINDOW", TRAINED // 2)
+    length, name = TRAINED + TRAINED // 2, SIZE.test[1]
+    results = laws_and_positions.run(SIZE.test, length, tmp_path, tmp_path)
+    assert results["edges"] == [0, 16, 32, 36, 40, 44, 48]
+    document = smollm2.read(name, tokenizer, length)
+
+    def expected_law(law, constant):
+        if law in fitted:
+            has_constant = laws_and_positions.LAWS[law].constant != 1
+            return [
+                laws.scaled(smollm2.BeyondLog(x, TRAINED), constant if has_constant else 1)
+                for x in SLOPES
+            ]
+        plain = {smollm2.NO_LAW: None, smollm2.CONSTANT: laws.Constant(constant)}
+        return plain.get(law, laws.LogLength(TRAINED, minimum=1))
+
+    constants = dict.fromkeys(laws_and_positions.POSITIONS, smollm2.TEMPERATURE)
+    constants["YaRN × 4"] = (1 + 0.1 * math.log(4)) ** 2
+    for positions, constant in constants.items():
+        for law in laws_and_positions.LAWS:
+            applied = expected_law(law, constant)
+            if positions == "clamped":
+                smollm2.set_positions(model, "as trained")
+                options = {"trained_length": TRAINED, "window": TRAINED // 2}
+                found = huggingface.diagnose(model, [document.ids[None]], law=applied, **options)
+                losses = found.losses[int(applied is not None), 1]
+                expected = [np.average(losses[2:], weights=found.counts[2:])]
+            else:
+                smollm2.set_positions(model, positions)
+                expected = [full_pass(model, document, applied)[TRAINED:].mean().item()]
+            own = results["losses"][positions][law][name][2:]
+            np.testing.assert_allclose(np.mean(own), expected[0], rtol=1e-5)
+    at_2 = laws_and_positions.beyond(results, extended, "YaRN × 2", smollm2.NO_LAW)
+    assert at_2 == [1.5, 1.5]  # the bands up to 48 keys
+    assert "nan" not in laws_and_positions.report(results)
+    laws_and_positions.plt.close(laws_and_positions.picture(results))
+
+    monkeypatch.setattr(smollm2, "measure", None)
+    monkeypatch.setattr(laws_and_positions, "clamped", None)
+    assert laws_and_positions.run(SIZE.test, length, tmp_path, tmp_path) == results
