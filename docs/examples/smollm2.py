@@ -33,8 +33,8 @@ Arms, all with the same weights:
   see below).
 - as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
 - held: each query beyond the trained length has its own factor, at which its entropy is the mean
-  entropy of its head at the trained length (of 64 queries in each document of the fit). On the first
-  document only, as it takes half an hour.
+  entropy of its head at the trained length (of 64 queries in each document of the fit). On two documents
+  too, as each takes half an hour.
 
 A fit has all weights frozen. It starts from "no law", and makes one step of Adam for each 1024 tokens.
 Gradients do not reach the keys of earlier tokens.
@@ -174,7 +174,7 @@ class Size(NamedTuple):
     test: tuple[str, ...]
     fit: tuple[str, ...]
     arms: tuple[str, ...]
-    orientation: int  # how many documents for other positions
+    orientation: int  # how many documents for "held" and for other positions
 
     @property
     def edges(self) -> list[int]:
@@ -563,9 +563,8 @@ def fitted(model: Any, documents: Sequence[Document], size: Size, folder: Path) 
 
 def documents_of(arm: Arm, size: Size) -> int:
     """On how many documents the arm is run: on all, or on some for orientation."""
-    if arm.law == HELD:
-        return min(1, size.orientation)
-    return len(size.test) if arm.positions == Arm().positions else size.orientation
+    is_for_orientation = arm.law == HELD or arm.positions != Arm().positions
+    return size.orientation if is_for_orientation else len(size.test)
 
 
 def measured(
