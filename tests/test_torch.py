@@ -960,6 +960,34 @@ class TestRecomputedGradients:
         for got, want in zip(*found, strict=True):
             assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
+    @pytest.mark.parametrize("large", ["keys", "values"])
+    def test_large_numbers_without_weight(self, forward_by, rng, large):
+        """Keys and values so large that a weight of 10⁻³⁷ would show in the gradient."""
+        q, k, v = (torch.as_tensor(rng.normal(size=(2, 40, 4)).astype("float32")) for _ in range(3))
+        q = q.abs() + 0.5
+        k[:, ::2] = -1e33 if large == "keys" else -1e3
+        v[:, ::2] = 1e33 if large == "values" else 1.0
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            x = [a.to(dtype).requires_grad_() for a in (q, k, v)]
+            state = it.attention_state(*x, law=None)
+            loss = state.output().sum() + state.entropy().sum()
+            found.append(torch.autograd.grad(loss, x))
+        for got, want in zip(*found, strict=True):
+            assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+    @pytest.mark.parametrize("hide", ["mask", "bias"])
+    def test_hidden_keys_have_no_gradient(self, forward_by, hide):
+        visible = torch.arange(40) % 3 != 0
+        options = {"mask": visible}
+        if hide == "bias":
+            options = {"bias": torch.where(visible, 0.0, -math.inf).expand(40, 40)}
+        q, k, v = (torch.randn(2, 40, 4, requires_grad=True) for _ in range(3))
+        state = it.attention_state(q, k, v, **options)
+        for x in torch.autograd.grad(state.output().sum() + state.entropy().sum(), (k, v)):
+            assert (x[:, ~visible] == 0).all()
+            assert (x[:, visible] != 0).all()
+
     @pytest.mark.parametrize("call", ["softcap", "state", "entropy 1.0"])
     def test_checkpoints_and_autocast(self, forward_by, rng, call):
         a = {x: torch.asarray(rng.normal(size=(1, 4, 40, 8)).astype("float32")) for x in "qkvb"}

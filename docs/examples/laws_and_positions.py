@@ -67,7 +67,7 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
         start = lru_cache(1)(lambda *key, of=document: smollm2.prefix(model, of, Arm(*key)))
         cells = [(arm_at(positions, law), law) for positions in POSITIONS for law in LAWS]
         for arm, law in tqdm(sorted(cells), desc=name, leave=False):
-            slopes = fits[arm.law]["slopes"] if arm.law in fits else None
+            slopes = None if arm.law in ("", "Su") else fits[arm.law]["slopes"]
 
             def compute(
                 arm: Arm = arm, slopes: Any = slopes, of: Document = document, start: Any = start

@@ -33,8 +33,8 @@ Arms, all with the same weights:
   see below).
 - as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
 - held: each query beyond the trained length has its own factor, at which its entropy is the mean
-  entropy of its head at the trained length (of 64 queries in each document of the fit). On two documents
-  too, as each takes half an hour.
+  entropy of its head at the trained length (of 64 queries in each document of the fit). Also on two
+  documents, as each takes half an hour.
 
 A fit has all weights frozen. It starts from "no law", and makes one step of Adam for each 1024 tokens.
 Gradients do not reach the keys of earlier tokens.

@@ -434,9 +434,10 @@ def test_four_times(model, monkeypatch, tmp_path):
 def test_laws_and_positions(model, monkeypatch, tmp_path):
     """Each cell is that of a full pass with its law, at its positions; clamped ones as in `diagnose`."""
     monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
-    slopes = [x.tolist() for x in SLOPES]
     fitted = [x for x, arm in laws_and_positions.LAWS.items() if arm.law not in ("", "Su")]
-    extended = {"fits": {law: {"slopes": slopes} for law in fitted}, "edges": SIZE.edges, "arms": {}}
+    slopes = {law: [x / (i + 1) for x in SLOPES] for i, law in enumerate(fitted)}
+    fits = {law: {"slopes": [x.tolist() for x in of_law]} for law, of_law in slopes.items()}
+    extended = {"fits": fits, "edges": SIZE.edges, "arms": {}}
     for law in laws_and_positions.LAWS:
         bands = {x: {"bands": [9.0, 9.0, 1.0, 2.0, 3.0, 4.0]} for x in SIZE.test}
         extended["arms"][law] = bands
@@ -453,7 +454,7 @@ def test_laws_and_positions(model, monkeypatch, tmp_path):
             has_constant = laws_and_positions.LAWS[law].constant != 1
             return [
                 laws.scaled(smollm2.BeyondLog(x, TRAINED), constant if has_constant else 1)
-                for x in SLOPES
+                for x in slopes[law]
             ]
         plain = {smollm2.NO_LAW: None, smollm2.CONSTANT: laws.Constant(constant)}
         return plain.get(law, laws.LogLength(TRAINED, minimum=1))

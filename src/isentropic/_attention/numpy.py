@@ -596,7 +596,8 @@ def _row_maxima_of_weights(p: Any) -> Any:
     """The row maxima of numbers that are at least 0 and not NaN."""
     import numpy as np
 
-    # Such numbers have the order of their bits. `max` of integers takes 40 % less time than `argmax`.
+    # Such numbers have the order of their bits. In the pass, `max` of 32-bit integers takes a third
+    # less time than `argmax`.
     bits = p.view(f"i{p.itemsize}")
     return np.maximum.reduce(bits, axis=-1).view(p.dtype)
 

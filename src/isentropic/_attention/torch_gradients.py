@@ -35,6 +35,8 @@ from isentropic._namespace import Array
 from isentropic._numerics import lift, replace_infinite_minimum
 
 _LOG2_E = 1 / math.log(2)
+# Products of a weight of 10^−37 with a key and a value below this make no difference to a gradient.
+_ORDINARY = 1e10
 # The arrays with a gradient.
 INPUTS = ("query", "key", "value", "bias")
 
@@ -172,7 +174,7 @@ def _fill_hidden(s: Any, visible: Any) -> Any:
 
 
 def _exp(x: Any) -> Any:
-    """``eˣ``. PyTorch's `exp` takes up to 70 times as long where it underflows. Its `exp2` does not."""
+    """``eˣ``. Where it underflows, PyTorch's `exp` takes up to 70 times as long, and `exp2` up to 8."""
     return (x * _LOG2_E).exp2_()
 
 
@@ -242,6 +244,7 @@ class _Backward:
     order: float | None
     key: Any  # (groups, S, E)
     value: Any  # (groups, S, Ev), or None
+    are_ordinary: bool  # whether all keys and values are known to be below `_ORDINARY`
     totals: dict[str, Any]  # the sums of the wanted gradients
 
     @classmethod
@@ -253,9 +256,13 @@ class _Backward:
             None if x is None else x.to(plan.compute).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
             for x in _with_groups(plan, operands.key, operands.value)
         )
+        are_ordinary = all(
+            x is None or is_known_true(plan.xp, (abs(x) < _ORDINARY).all()) for x in (key, value)
+        )
         arrays = {"query": query, "key": key, "value": value, "bias": operands.bias}
         totals = {name: plan.xp.zeros_like(arrays[name], dtype=plan.compute) for name in wanted}
-        return cls(_TilesInPlace(plan, operands, query), order, key, value, totals)
+        tiles_in_place = _TilesInPlace(plan, operands, query)
+        return cls(tiles_in_place, order, key, value, are_ordinary, totals)
 
     def grouped(self, x: Any) -> Any:
         """`x` (..., rows, width) as (groups, heads of a group · rows, width)."""
@@ -312,13 +319,13 @@ class _Backward:
         return gradient if slope is None else gradient.mul_(self.grouped(slope))
 
     def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
-        """``eˣ``. The exponents of weights that make no difference are raised in place."""
+        """``eˣ``. Exponents so low that they make no difference are raised in place."""
         tiles = self.tiles
+        # Hidden keys have the weight 0. Moments of orders below 1 have small powers of the weights.
         may_be_hidden = tiles.operands.bias is not None or not tiles.all_visible(rows, columns)
-        if may_be_hidden or (self.order is not None and self.order < 1):
+        if may_be_hidden or not self.are_ordinary or (self.order is not None and self.order < 1):
             return _exp(x.clamp_(min=_lowest(x, self.order)) if has_moment else x)
-        # Faster than `_exp`. No key is hidden, so that no weight has to be 0.
-        return x.clamp_(min=_lowest_normal(x)).exp()
+        return x.clamp_(min=_lowest_normal(x)).exp()  # faster, as it never underflows
 
     def logit_gradient(self, x: Any, p: Any, columns: Block, row: _Rows) -> Any:
         """The gradient of the logits of a tile but for the excess at the maximum."""
