@@ -9,7 +9,7 @@ ANSWERS = (
     "max_retrieval", "recall_causal", "smollm2", "retrieval", "first", "masked_language", "recall"
 )  # fmt: skip
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
-MEASUREMENTS = ("calibration", "law_or_position", "four_times")  # without a verdict
+MEASUREMENTS = ("calibration", "law_or_position", "four_times", "laws_and_positions")  # no verdict
 
 
 def texts() -> dict[str, str]:

@@ -483,3 +483,29 @@ def test_laws_and_positions(model, monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2, "measure", None)
     monkeypatch.setattr(laws_and_positions, "clamped", None)
     assert laws_and_positions.run(SIZE.test, length, tmp_path, tmp_path) == results
+
+
+def test_the_constant_gains_where_positions_are_stretched():
+    """What docs/explanation/experiments.md says of all laws at all positions."""
+    results = experiment.load(laws_and_positions.NAME)
+    extended = experiment.load(smollm2.NAME)
+
+    def gains(positions, law):
+        losses = (
+            laws_and_positions.beyond(results, extended, positions, x) for x in (smollm2.NO_LAW, law)
+        )
+        return np.subtract(*losses)
+
+    for positions in laws_and_positions.COLUMNS:
+        is_stretched = positions not in ("as trained", "clamped")
+        assert all((gains(positions, smollm2.CONSTANT) > 0) == is_stretched)
+        assert all(gains(positions, smollm2.PRIMARY) > 0)
+        if is_stretched:
+            best = {law: gains(positions, law).mean() for law in laws_and_positions.LAWS}
+            assert max(best, key=best.get) == smollm2.ON_TOP
+    mean = {
+        (positions, law): np.mean(laws_and_positions.beyond(results, extended, positions, law))
+        for positions in laws_and_positions.COLUMNS
+        for law in laws_and_positions.LAWS
+    }
+    assert min(mean, key=mean.get) == ("clamped", smollm2.PRIMARY)
