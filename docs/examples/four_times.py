@@ -16,7 +16,6 @@ none of the fit. The result of each arm is kept beside the others as soon as it 
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import Any
 import experiment
 import matplotlib.pyplot as plt
 import smollm2
-import torch
 from matplotlib.figure import Figure
 from smollm2 import CONSTANT, NO_LAW, ON_TOP, TRAINED, Arm
 from tqdm import tqdm
@@ -34,7 +32,7 @@ NAME = "four_times"
 LENGTH = 4 * TRAINED
 DOCUMENTS = ("topics 0", "source turtle")
 POSITIONS = "YaRN × 4"
-TEMPERATURE = (1 + 0.1 * math.log(4)) ** 2  # YaRN's, on queries and keys
+TEMPERATURE = smollm2.temperature(4)
 ARMS = {
     NO_LAW: Arm(POSITIONS),
     "Su": Arm(POSITIONS, law="Su"),
@@ -60,8 +58,7 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
             own = slopes if arm.law == ON_TOP else None
 
             def compute(arm: Arm = arm, own: Any = own, of: Any = document, start: Any = start) -> Any:
-                tensors = None if own is None else [torch.tensor(x) for x in own]
-                return smollm2.measure(model, of, start(arm.constant), arm, tensors, edges)
+                return smollm2.measure(model, of, start(arm.constant), arm, own, edges)
 
             what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
             what |= {"slopes": own, "copies": (smollm2.SPANS, smollm2.SPAN, smollm2.CUE)}

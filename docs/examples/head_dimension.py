@@ -59,7 +59,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +172,7 @@ def band_losses(model: Any, ids: Tensor, maps: Tensor | None) -> list[float]:
     with smollm2.attention(model, inner):
         logits = model(ids[None, :-1]).logits[0]
     losses = nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-    return [losses[a:b].mean().item() for a, b in pairwise(EDGES[1:])]
+    return smollm2.means(losses, EDGES[1:])
 
 
 def run(size: Size, folder: Path) -> dict[str, Any]:

@@ -20,15 +20,14 @@ each arm is kept beside the others as soon as it is there.
 
 from __future__ import annotations
 
-import math
 import statistics
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import experiment
 import matplotlib.pyplot as plt
+import numpy as np
 import smollm2
 import torch
 from matplotlib.figure import Figure
@@ -43,9 +42,9 @@ LENGTH = TRAINED + TRAINED // 2
 WINDOW = TRAINED // 2
 DOCUMENTS = ("topics 0", "source argparse")
 CLAMPED, EXTENDED = "clamped", Arm().positions
-CONSTANTS = {"YaRN × 4": (1 + 0.1 * math.log(4)) ** 2}
-POSITIONS = ("as trained", CLAMPED, "YaRN × 4", "NTK")  # that are run here
+CONSTANTS = {"YaRN × 4": smollm2.temperature(4)}
 COLUMNS = ("as trained", CLAMPED, EXTENDED, "YaRN × 4", "NTK")
+POSITIONS = tuple(x for x in COLUMNS if x != EXTENDED)  # that are run here
 LAWS = {name: arm for name, arm in smollm2.ARMS.items() if arm.positions == EXTENDED and name != HELD}
 
 
@@ -72,10 +71,9 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
             def compute(
                 arm: Arm = arm, slopes: Any = slopes, of: Document = document, start: Any = start
             ) -> list[float]:
-                tensors = None if slopes is None else [torch.tensor(x) for x in slopes]
                 if arm.positions == CLAMPED:
-                    return clamped(model, of, arm, tensors, edges)
-                return smollm2.measure(model, of, start(*arm[:2]), arm, tensors, edges)["bands"]
+                    return clamped(model, of, arm, slopes, edges)
+                return smollm2.measure(model, of, start(*arm[:2]), arm, slopes, edges)["bands"]
 
             what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
             what |= {"slopes": slopes, "window": WINDOW}
@@ -96,7 +94,7 @@ def clamped(model: Any, document: Document, arm: Arm, slopes: Any, edges: list[i
     found = torch.cat(
         [nn.functional.cross_entropy(model.lm_head(x), ids, reduction="none") for x, ids in pairs]
     )
-    return [found[a:b].mean().item() for a, b in pairwise(edges)]
+    return smollm2.means(found, edges)
 
 
 def beyond(results: dict[str, Any], extended: dict[str, Any], positions: str, law: str) -> list[float]:
@@ -130,13 +128,11 @@ def picture(results: dict[str, Any]) -> Figure:
     extended = experiment.load(smollm2.NAME)
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for i, law in enumerate(x for x in LAWS if x != NO_LAW):
-        for marker, k in zip("os", range(len(results["documents"])), strict=False):
-            gain = [
-                beyond(results, extended, x, NO_LAW)[k] - beyond(results, extended, x, law)[k]
-                for x in COLUMNS
-            ]
-            places = [j + (i - (len(LAWS) - 2) / 2) * 0.08 for j in range(len(COLUMNS))]
-            axis.plot(places, gain, marker, color=f"C{i}", markersize=4, label=law if k == 0 else None)
+        losses = [[beyond(results, extended, x, y) for x in COLUMNS] for y in (NO_LAW, law)]
+        gains = np.subtract(*losses)  # by positions and documents
+        places = np.arange(len(COLUMNS)) + (i - (len(LAWS) - 2) / 2) * 0.08
+        for marker, gain, label in zip("os", gains.T, (law, None), strict=True):
+            axis.plot(places, gain, marker, color=f"C{i}", markersize=4, label=label)
     axis.axhline(0, color="gray", linewidth=0.5)
     axis.set_xticks(range(len(COLUMNS)), COLUMNS)
     axis.set_ylabel("gain over no law, nats per token")

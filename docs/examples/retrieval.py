@@ -206,8 +206,7 @@ def measured(model: Any, one: Task, fits: dict[str, dict], folder: Path) -> dict
         own = fits[arm.law]["slopes"] if arm.law in fits else None
 
         def compute(arm: Arm = arm, own: Any = own) -> dict[str, Any]:
-            tensors = None if own is None else [torch.tensor(x) for x in own]
-            return measure(model, one, before(arm.constant), arm, tensors)
+            return measure(model, one, before(arm.constant), arm, own)
 
         of = what | {"arm": arm, "slopes": own}
         result[name] = smollm2.kept(folder, f"{one.name} {name}", of, compute)

@@ -118,7 +118,6 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHECKED, SANE = 1024, (1.0, 4.0)  # tokens of a known text, and the range of their mean loss in nats
 TRAINED = 8192
 THETA = 1e5  # of the rotary positions
-TEMPERATURE = (1 + 0.1 * math.log(2)) ** 2  # YaRN's, on queries and keys, for twice the length
 CHUNK = 1024  # tokens at a time; also those of a step of a fit
 RATE = 0.02
 QUERIES = 64  # of each length, in `calibrated`
@@ -127,6 +126,14 @@ SPANS, SPAN, CUE = 8, 64, 16  # in `copying`
 SMALLEST, LIMIT_WITHIN = 0.01, 0.002
 PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
 ON_TOP, HELD = "constant and slope per head", "held"
+
+
+def temperature(times: int) -> float:
+    """YaRN's constant on queries and keys, for some times the trained length."""
+    return (1 + 0.1 * math.log(times)) ** 2
+
+
+TEMPERATURE = temperature(2)
 
 
 class Arm(NamedTuple):
@@ -325,9 +332,9 @@ class BeyondLog(laws.Law):
 
 
 def laws_of(arm: Arm, slopes: Sequence[Any] | None = None) -> Any:
-    """What `huggingface.use` applies. `slopes` has one tensor (1,) or (H,) for each layer."""
+    """What `huggingface.use` applies. `slopes` has one tensor or list, (1,) or (H,), for each layer."""
     if slopes is not None:
-        return [laws.scaled(BeyondLog(x, TRAINED), arm.constant) for x in slopes]
+        return [laws.scaled(BeyondLog(torch.as_tensor(x), TRAINED), arm.constant) for x in slopes]
     if arm.law == "Su":
         return laws.LogLength(TRAINED, minimum=1)
     return None if arm.constant == 1 else laws.Constant(arm.constant)
@@ -340,11 +347,12 @@ def using(model: Any, arm: Arm, numbers: Sequence[Any] | None) -> contextlib.Abs
     return huggingface.use(model, laws_of(arm, numbers), base="sdpa")
 
 
-def held(model: Any, entropies: Sequence[Tensor]) -> contextlib.AbstractContextManager:
+def held(model: Any, entropies: Sequence[Any]) -> contextlib.AbstractContextManager:
     """Give each query the factor at which it has the entropy (H,) of its head."""
 
     def multiplied(layer: int, query: Tensor, key: Tensor) -> Tensor:
-        target, options = entropies[layer][:, None], {"mask": it.masks.causal(), "enable_gqa": True}
+        target = torch.as_tensor(entropies[layer])[:, None]
+        options = {"mask": it.masks.causal(), "enable_gqa": True}
         return query * it.factor_for_attention_entropy(query, key, target, **options)[..., None]
 
     return attention(model, multiplied)
@@ -415,8 +423,12 @@ def measure(
         copied = copying(model, document.ids[: len(document.ids) - CHUNK], branch(cache))
         parts.append(losses(model, ids[-CHUNK - 1 :], cache))
     found = torch.cat(parts)
-    bands = [found[a:b].mean().item() for a, b in pairwise(edges)]
-    return {"bands": bands, "copied": copied}
+    return {"bands": means(found, edges), "copied": copied}
+
+
+def means(found: Tensor, edges: Sequence[int]) -> list[float]:
+    """The mean loss in each band."""
+    return [found[a:b].mean().item() for a, b in pairwise(edges)]
 
 
 def copying(model: Any, ids: Tensor, cache: DynamicCache) -> float:
@@ -583,8 +595,7 @@ def measured(
         )
 
         def compute(arm: Arm = arm, numbers: Any = numbers) -> dict[str, Any]:
-            tensors = None if numbers is None else [torch.tensor(x) for x in numbers]
-            return measure(model, document, start(*arm[:2]), arm, tensors, size.edges)
+            return measure(model, document, start(*arm[:2]), arm, numbers, size.edges)
 
         what = settings | {"arm": arm, "slopes": numbers, "copies": (SPANS, SPAN, CUE)}
         result[name] = kept(folder, f"{document.name} {name}", what, compute)

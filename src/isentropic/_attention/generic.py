@@ -193,6 +193,7 @@ class AttentionState(NamedTuple):
         if self.weighted_value is None:
             raise value_error("value", "be given to `attention_state` for an output", None)
         xp = namespace(state=self.normalizer)
+        # Three passes less over the values.
         if is_known_true(xp, xp.all(xp.logical_not(_sees_nothing(self)))):
             return self.weighted_value / self.normalizer[..., None]
         state = _with_empty_zeroed(self)
