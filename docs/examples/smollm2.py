@@ -579,6 +579,11 @@ def documents_of(arm: Arm, size: Size) -> int:
     return size.orientation if is_for_orientation else len(size.test)
 
 
+def numbers_of(arm: Arm, fits: dict[str, dict]) -> Any:
+    """The slopes of an arm, or the entropies of "held"; None if it has neither."""
+    return fits[arm.law]["entropies" if arm.law == HELD else "slopes"] if arm.law in fits else None
+
+
 def measured(
     model: Any, document: Document, size: Size, fits: dict[str, dict], folder: Path, index: int
 ) -> dict[str, Any]:
@@ -590,9 +595,7 @@ def measured(
     result = {}
     for name in tqdm(sorted(names, key=lambda x: ARMS[x][:2]), desc=document.name, leave=False):
         arm = ARMS[name]
-        numbers = (
-            fits[arm.law]["entropies" if arm.law == HELD else "slopes"] if arm.law in fits else None
-        )
+        numbers = numbers_of(arm, fits)
 
         def compute(arm: Arm = arm, numbers: Any = numbers) -> dict[str, Any]:
             return measure(model, document, start(*arm[:2]), arm, numbers, size.edges)

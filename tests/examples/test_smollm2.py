@@ -83,9 +83,28 @@ SIZE = smollm2.Size(
 
 def full_pass(model, document, law):
     """The losses of a document in one pass."""
-    with torch.no_grad(), huggingface.use(model, law):
-        logits = model(document.ids[None, :-1]).logits[0]
+    with huggingface.use(model, law):
+        return losses_of(model, document)
+
+
+@torch.no_grad()
+def losses_of(model, document):
+    logits = model(document.ids[None, :-1]).logits[0]
     return torch.nn.functional.cross_entropy(logits, document.ids[1:], reduction="none")
+
+
+def full_pass_held(model, document):
+    """The losses of a document in one pass, with the entropies held beyond the trained length."""
+
+    def multiplied(layer, query, key):
+        targets, options = ENTROPIES[layer][:, None], {"enable_gqa": True}
+        mask = it.masks.causal()
+        found = it.factor_for_attention_entropy(query, key, targets, mask=mask, **options)
+        is_beyond = torch.arange(query.shape[-2]) >= TRAINED
+        return query * torch.where(is_beyond, found, 1.0)[..., None]
+
+    with smollm2.attention(model, multiplied):
+        return losses_of(model, document)
 
 
 SLOPES = [torch.linspace(-0.5, 2, HEADS), torch.linspace(1, -0.5, HEADS)]
@@ -437,8 +456,9 @@ def test_laws_and_positions(model, monkeypatch, tmp_path):
     fitted = [x for x, arm in laws_and_positions.LAWS.items() if arm.law not in ("", "Su")]
     slopes = {law: [x / (i + 1) for x in SLOPES] for i, law in enumerate(fitted)}
     fits = {law: {"slopes": [x.tolist() for x in of_law]} for law, of_law in slopes.items()}
+    fits[smollm2.HELD] = {"entropies": [x.tolist() for x in ENTROPIES]}
     extended = {"fits": fits, "edges": SIZE.edges, "arms": {}}
-    for law in laws_and_positions.LAWS:
+    for law in (*laws_and_positions.LAWS, smollm2.HELD):
         bands = {x: {"bands": [9.0, 9.0, 1.0, 2.0, 3.0, 4.0]} for x in SIZE.test}
         extended["arms"][law] = bands
     monkeypatch.setattr(experiment, "load", lambda name: extended)
@@ -475,6 +495,15 @@ def test_laws_and_positions(model, monkeypatch, tmp_path):
                 expected = [full_pass(model, document, applied)[TRAINED:].mean().item()]
             own = results["losses"][positions][law][name][2:]
             np.testing.assert_allclose(np.mean(own), expected[0], rtol=1e-5)
+    first = smollm2.read(SIZE.test[0], tokenizer, length)
+    for positions in laws_and_positions.POSITIONS:
+        own = laws_and_positions.beyond(results, extended, positions, smollm2.HELD)
+        if positions == "clamped":
+            assert own == []
+            continue
+        smollm2.set_positions(model, positions)
+        expected = [full_pass_held(model, first)[TRAINED:].mean().item()]
+        np.testing.assert_allclose(own, expected, rtol=1e-5)
     at_2 = laws_and_positions.beyond(results, extended, "YaRN × 2", smollm2.NO_LAW)
     assert at_2 == [1.5, 1.5]  # the bands up to 48 keys
     assert "nan" not in laws_and_positions.report(results)
