@@ -529,6 +529,11 @@ def test_the_constant_gains_where_positions_are_stretched():
         is_stretched = positions not in ("as trained", "clamped")
         assert all((gains(positions, smollm2.CONSTANT) > 0) == is_stretched)
         assert all(gains(positions, smollm2.PRIMARY) > 0)
+        held, without = (
+            laws_and_positions.beyond(results, extended, positions, x)[:1]
+            for x in (smollm2.HELD, smollm2.NO_LAW)
+        )
+        assert positions == "clamped" or held > without
         if is_stretched:
             best = {law: gains(positions, law).mean() for law in laws_and_positions.LAWS}
             assert max(best, key=best.get) == smollm2.ON_TOP
