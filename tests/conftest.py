@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import shutil
@@ -271,3 +272,12 @@ def tiny_tiles(set_blocks: Callable[..., None]) -> None:
         jax_cache_numbers=40,
         pairs=40,
     )
+
+
+@pytest.fixture
+def tree(backend):
+    """The trees of the backend's library."""
+    if backend.library not in ("jax", "torch"):
+        pytest.skip("no trees here")
+    name = {"jax": "jax.tree_util", "torch": "torch.utils._pytree"}[backend.library]
+    return importlib.import_module(name)

@@ -400,6 +400,20 @@ class TestDictionaries:
             TypeError, match=r"`law` must be a law that isentropic.laws defines, got int"
         ):
             laws.to_dict(3)
+
+        class Mutable(laws.Law):
+            def __init__(self, slope):
+                self.slope = slope
+
+            def evaluate(self, xp, n):
+                return self.slope * xp.log(n)
+
+        x = np.ones((3, 2))
+        it.attention(x, x, x, law=Own())  # it has no parameters
+        with pytest.raises(
+            TypeError, match=r"`law` must keep .*`@dataclass.frozen=True.`, got Mutable .* 'slope'"
+        ):
+            it.attention(x, x, x, law=Mutable(2.0))
         slope = np.array([1.0, 2.0])
         law = laws.AffineLog(slope)
         slope[1] = math.nan
@@ -1137,15 +1151,6 @@ def _gradients(backend, call, *arguments):
         out = call(*leaves).sum() + 0 * sum(x.sum() for x in leaves)  # a law may be constant
         gradients = backend.xp.autograd.grad(out, leaves)
     return [backend.numpy(g) for g in gradients]
-
-
-@pytest.fixture
-def tree(backend):
-    """The trees of the backend's library."""
-    if backend.library not in ("jax", "torch"):
-        pytest.skip("no trees here")
-    name = {"jax": "jax.tree_util", "torch": "torch.utils._pytree"}[backend.library]
-    return importlib.import_module(name)
 
 
 class TestTrees:

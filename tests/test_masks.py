@@ -320,7 +320,59 @@ def test_masks_do_not_change():
     with pytest.raises(FrozenInstanceError, match="cannot delete field 'offset'"):
         del mask.first.offset
     for same in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
-        assert repr(same) == repr(mask)
+        assert same == mask
+        assert hash(same) == hash(mask)
+
+
+class TestValues:
+    """Masks are compared by value, and are nodes of the trees of JAX and PyTorch."""
+
+    def test_equality(self, backend):
+        masks_by_name = {name: mask for name, (mask, _) in _examples(backend).items()}
+        for name, (same, _) in _examples(backend).items():
+            assert [x for x, mask in masks_by_name.items() if mask == same] == [name]
+            if same.arrays:
+                with pytest.raises(TypeError, match="unhashable"):
+                    hash(same)
+            else:
+                assert hash(same) == hash(masks_by_name[name])
+        f = backend.array
+        assert masks.padding(f([1, 2])) != masks.padding(f([1, 3]))
+        assert masks.padding(3) != masks.padding(f(3))
+        assert masks.causal() != "causal"
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_leaves(self, backend, tree, name):
+        mask, _ = _examples(backend)[name]
+        leaves, structure = tree.tree_flatten(mask)
+        assert all(a is b for a, b in zip(leaves, mask.arrays, strict=True))
+        same = tree.tree_map(lambda x: x, mask)
+        assert same == mask
+        assert tree.tree_structure(same) == structure
+        assert sum(structure == tree.tree_structure(x) for x, _ in _examples(backend).values()) == 1
+        empty = tree.tree_map(lambda x: None, mask)
+        assert tree.tree_map(lambda x: x, empty) == empty
+
+    def test_argument_of_a_transformed_function(self, backend, tree):
+        x = backend.array(np.random.default_rng(0).normal(size=(2, 3, 9, 4)))
+        lengths = backend.array([4, 9])
+        expected = it.attention(x, x, x, mask=masks.causal() & masks.padding(lengths[:, None]))
+        mask = masks.causal() & masks.padding(lengths)
+
+        def attend(x, mask):
+            return it.attention(x, x, x, mask=mask)
+
+        if backend.library == "torch":
+            backend.assert_close(backend.xp.func.vmap(attend)(x, mask), expected)
+            return
+        import jax
+
+        backend.assert_close(jax.jit(jax.vmap(attend))(x, mask), expected)
+        traced = jax.jit(attend, static_argnames="mask")
+        for n in (2, 2, 3, 2):
+            mask = masks.causal() & masks.window(n)
+            backend.assert_close(traced(x, mask=mask), attend(x, mask))
+        assert traced._cache_size() == 2
 
 
 @pytest.mark.host

@@ -1,8 +1,4 @@
-"""Registration of classes as pytree nodes of JAX and PyTorch.
-
-A class to register has two methods. ``_flatten`` returns the children, as pairs of a name and a value,
-and the auxiliary data, which can be hashed and compared. The class method ``_unflatten`` makes an
-object from them.
+"""Immutable values with arrays in them, which are pytree nodes of JAX and PyTorch.
 
 This module imports neither library, and no library announces its import. So a family of classes is
 registered when one of its members is made and the library has been imported.
@@ -13,10 +9,74 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar, Self
+
+from isentropic._checks import is_array, type_error
+from isentropic._namespace import same_arrays
 
 # Children, with keys or without, and the auxiliary data.
 Flat = tuple[list[Any], Any]
+
+
+class Node:
+    """A value whose children are the arrays and nodes in its fields; other fields are its structure.
+
+    Two nodes are equal if they have the same class and equal fields. Arrays are equal if their shapes
+    and values are, whatever their library, device or dtype.
+    """
+
+    # `_children`: the names of the children of an unflattened tree, whose leaves may be any objects.
+    __slots__ = ("_children",)
+    _argument: ClassVar[str]  # the name that arguments of this kind have, for errors
+
+    def _named_values(self) -> dict[str, Any]:
+        """The fields by name."""
+        return vars(self)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        a, b = self._named_values(), other._named_values()
+        return a.keys() == b.keys() and all(_is_same(a[x], b[x], self._argument) for x in a)
+
+    def __hash__(self) -> int:
+        values = self._named_values().values()
+        if any(map(is_array, values)):  # the hash of a tensor is its identity, not its value
+            raise TypeError(f"unhashable: {type(self).__name__} with arrays")
+        return hash((type(self), *values))
+
+    def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
+        """The children with their names, and the auxiliary data, which can be hashed and compared."""
+        values = self._named_values()
+        names = getattr(self, "_children", None)
+        if names is None:
+            names = tuple(name for name, x in values.items() if isinstance(x, Node) or is_array(x))
+        numbers = tuple((name, None if name in names else x) for name, x in values.items())
+        return [(name, values[name]) for name in names], (names, numbers)
+
+    @classmethod
+    def _unflatten(cls, aux: Any, children: Iterable[Any]) -> Self:
+        # Without checks, as the leaves of a tree may also be tracers, booleans, axes or None.
+        node = object.__new__(cls)
+        names, values = aux
+        for name, x in (dict(values) | dict(zip(names, children, strict=True))).items():
+            object.__setattr__(node, name, x)
+        object.__setattr__(node, "_children", names)
+        return node
+
+
+def _is_same(a: Any, b: Any, argument: str) -> bool:
+    if a is b:  # also for tracers, whose values cannot be read
+        return True
+    if not (is_array(a) and is_array(b)):
+        return not (is_array(a) or is_array(b)) and a == b
+    if tuple(a.shape) != tuple(b.shape):  # the shapes of tracers can be read
+        return False
+    try:
+        return same_arrays(a, b)
+    except (AttributeError, BufferError, RuntimeError, TypeError):  # libraries raise different errors
+        must = "have arrays that can be read, to be compared"
+        raise type_error(argument, must, type(a).__name__) from None
 
 
 def _register_in_jax(kind: Any) -> None:
@@ -39,7 +99,7 @@ _REGISTERED: dict[str, set[type]] = {library: set() for library in _REGISTER}
 
 
 def register_nodes(kind: type, family: type) -> None:
-    """Register a class and its `family` as pytree nodes in each imported library, once."""
+    """Register a class and its `family` of nodes in each imported library, once."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():
         return

@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from isentropic._checks import (
     check_broadcastable,
@@ -49,6 +49,7 @@ from isentropic._loops import (
 )
 from isentropic._namespace import Array, common_device, default_dtype, is_torch, namespace
 from isentropic._numerics import align, clip, lift
+from isentropic._pytrees import Node, register_nodes
 from isentropic._records import Record
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
@@ -59,8 +60,13 @@ _Interval = tuple[Array, Array]
 Span = tuple[Any, Any]
 
 
-class Mask(Record, ABC):
+class Mask(Node, Record, ABC):
     """The keys, of S, that each of L queries sees. The functions of this module make masks.
+
+    In JAX and PyTorch a mask is a *pytree*. Its leaves are its arrays; numbers and the kinds of masks
+    belong to its structure. So a mask can be an argument of `jax.jit`, `jax.vmap` and functions of
+    ``torch.func``. Masks are equal if they are made of the same parts with equal numbers and arrays.
+    Masks without arrays are hashable, and can be static arguments.
 
     Examples
     --------
@@ -73,7 +79,12 @@ class Mask(Record, ABC):
     array([0, 1, 2, 3, 3])
     """
 
+    _argument = "mask"
     __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        register_nodes(cls, Mask)
+        return super().__new__(cls)
 
     @property
     @abstractmethod

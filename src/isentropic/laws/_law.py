@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Number, Real
 from types import ModuleType
@@ -28,17 +28,16 @@ from isentropic._namespace import (
     default_dtype,
     is_numpy,
     namespace,
-    same_arrays,
     to_numpy,
 )
 from isentropic._numerics import clip, lift
-from isentropic._pytrees import register_nodes
+from isentropic._pytrees import Node, register_nodes
 
 Parameter: TypeAlias = "float | Array | PerQuery"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Law(ABC):
+class Law(Node, ABC):
     """A function from the number of visible keys to a factor on the scale.
 
     Call a law with an integer (the result is a float) or with an array of lengths.
@@ -80,9 +79,9 @@ class Law(ABC):
     1.0
     """
 
-    # `_children`: the names of the children of an unflattened tree, whose leaves may be any objects.
     # `_signature`: the cached signature, for laws without arrays. Arrays can change device and flags.
-    __slots__ = ("_children", "_signature")
+    __slots__ = ("_signature",)
+    _argument = "law"
     _cached_properties: ClassVar[frozenset[str]] = frozenset()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -137,17 +136,6 @@ class Law(ABC):
         for method in (Law.__eq__, Law.__hash__):
             if method.__name__ not in vars(cls):
                 setattr(cls, method.__name__, method)
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        a, b = self._named_values(), other._named_values()
-        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
-
-    def __hash__(self) -> int:
-        if self.arrays:  # the hash of a tensor is its identity, so equal laws would have other hashes
-            raise TypeError(f"unhashable: {type(self).__name__} with arrays")
-        return hash((type(self), *self._named_values().values()))
 
     def __repr__(self) -> str:
         # As dataclasses have it. One function for all laws makes the import faster.
@@ -209,25 +197,6 @@ class Law(ABC):
             elif is_array(x):
                 changes[name] = change(x)
         return replace(self, **changes)
-
-    def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
-        """The arrays and laws with their names, and the auxiliary data, for `register_nodes`."""
-        values = self._named_values()
-        names = getattr(self, "_children", None)
-        if names is None:
-            names = tuple(name for name, x in values.items() if isinstance(x, Law) or is_array(x))
-        numbers = tuple((name, None if name in names else x) for name, x in values.items())
-        return [(name, values[name]) for name in names], (names, numbers)
-
-    @classmethod
-    def _unflatten(cls, aux: Any, children: Iterable[Any]) -> Self:
-        # Without checks, as the leaves of a tree may also be tracers, booleans, axes or None.
-        law = object.__new__(cls)
-        names, values = aux
-        for name, x in (dict(values) | dict(zip(names, children, strict=True))).items():
-            object.__setattr__(law, name, x)
-        object.__setattr__(law, "_children", names)
-        return law
 
     def _aligned(self, n: Array) -> Array:
         """The lengths with as many axes as the factor. Refuses shapes that do not broadcast."""
@@ -424,20 +393,6 @@ def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
     return x if x is None or isinstance(x, (Number, str, bytes)) else [x]
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    if a is b:  # also for tracers, whose values cannot be read
-        return True
-    if not (is_array(a) and is_array(b)):
-        return not (is_array(a) or is_array(b)) and a == b
-    if tuple(a.shape) != tuple(b.shape):  # the shapes of tracers can be read
-        return False
-    try:
-        return same_arrays(a, b)
-    except (AttributeError, BufferError, RuntimeError, TypeError):  # libraries raise different errors
-        must = "have arrays that can be read, to be compared"
-        raise type_error("law", must, type(a).__name__) from None
-
-
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
     """Float32, or float64 if the lengths or a parameter are float64."""
     return accumulator(xp, xp.result_type(dtype, *(x.dtype for x in parameters)))
@@ -516,6 +471,12 @@ def check_law(law: Any, *, optional: bool = False) -> None:
         elif callable(law):
             got += " (a function is not a law: subclass `laws.Law`)"
         raise type_error("law", must, got)
+    fields = type(law).__dataclass_fields__.keys() if law is not None else set()
+    if law is not None and (others := law._named_values().keys() - fields):
+        # A plan is kept for a law, and a law is copied by its fields.
+        must = "keep its parameters in the fields of a frozen dataclass: decorate its class by"
+        got = f"{type(law).__name__} with the attribute {min(others)!r}"
+        raise type_error("law", f"{must} `@dataclass(frozen=True)`", got)
 
 
 # The default law of attention.
