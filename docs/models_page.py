@@ -123,7 +123,7 @@ def difference(model_type: str, names: Iterable[str], is_hooked: bool) -> float:
     model = AutoModel.from_config(config).eval()
     with torch.no_grad():
         inputs, expected = first_that_runs(model)
-        with huggingface.use(model, laws.Constant(1.0) if is_hooked else None):
+        with huggingface.use(model, laws.Constant(1.0) if is_hooked else None, base="isentropic"):
             got = output_of(model, inputs)
     scale = expected.abs().mean()
     if not scale > 0:

@@ -128,7 +128,7 @@ class TestWithoutLaws:
         for side in (None, "left", "right"):
             model.set_attn_implementation(kind)
             expected = outputs(model, batch(side))
-            huggingface.use(model, None)
+            huggingface.use(model, None, base="isentropic")
             close(outputs(model, batch(side)), expected)
 
     @pytest.mark.parametrize("name", DECODERS)
@@ -150,7 +150,7 @@ class TestWithoutLaws:
         model = pretrained(attn_implementation=kind)
         for inputs in (text_batch(), text_batch(padded=False)):
             expected = outputs(model, inputs)
-            with huggingface.use(model, None):
+            with huggingface.use(model, None, base="isentropic"):
                 close(outputs(model, inputs), expected)
 
     @pytest.mark.parametrize("name", ["T5", "Bart"])
@@ -185,7 +185,7 @@ class TestWithoutLaws:
         with torch.no_grad():
             model.set_attn_implementation("eager")
             biased, expected = (model(ids, attention_mask=m).logits for m in (biases, numbers))
-            huggingface.use(model, None)
+            huggingface.use(model, None, base="isentropic")
             for mask in (seen, numbers):
                 close(model(ids, attention_mask=mask).logits, expected)
             close(model(ids, attention_mask=biases).logits, biased)
@@ -525,6 +525,32 @@ class TestLaws:
         kept.close()
         assert torch.equal(outputs(model, batch()), standard)
 
+    def test_without_laws_the_implementation_is_that_of_before(self):
+        model, law = decoder("Llama", attn_implementation="eager"), laws.LogLength(4)
+        huggingface.use(model, None)
+        assert model.config._attn_implementation == "eager"
+        for _ in range(2):
+            huggingface.use(model, law)
+        with huggingface.use(model, [None, None]):
+            assert model.config._attn_implementation == "eager"
+        assert model.config._attn_implementation == "isentropic"
+        huggingface.use(model, None)
+        assert model.config._attn_implementation == "eager"
+        model.set_attn_implementation("sdpa")
+        huggingface.use(model, law)
+        huggingface.use(model, law, base="flex_attention")
+        huggingface.use(model, None)
+        assert model.config._attn_implementation == "flex_attention"
+        huggingface.use(model, None, base="isentropic")
+        assert model.config._attn_implementation == "isentropic"
+
+        outer = encoder_decoder("T5")
+        outer.encoder.set_attn_implementation("eager")
+        huggingface.use(outer, law)
+        huggingface.use(outer, None)
+        assert outer.encoder.config._attn_implementation == "eager"
+        assert outer.decoder.config._attn_implementation == "sdpa"
+
     def test_a_part_of_a_model_alone(self):
         model = encoder_decoder("T5")
         inputs = batch("right") | {"decoder_input_ids": batch(length=7)["input_ids"]}
@@ -819,6 +845,7 @@ class TestArguments:
             ({2: None}, ValueError, r"`laws` must name attention layers of the model, 0 to 1, got 2"),
             ({-1: None}, ValueError, r"`laws` must have the numbers of layers, from 0, as keys, got -1"),
             ({None: None}, TypeError, r"`laws` must have the numbers or names of layers as keys, got None"),
+            (laws.LogLength, TypeError, r"got the class LogLength; call it: `LogLength\(...\)`"),
             ("su", TypeError, r"`laws` must be a law, or a sequence or mapping of laws \(`laws.preset` has those with a name, `load_laws` those of a file\), got str"),
             (LawModule(laws.LogLength()), TypeError, r"`laws` must be a law, .* \(a LawModule gives its law when it is called\), got LawModule"),
             (3.0, TypeError, r"`laws` must be a law, or a sequence or mapping of laws, got float"),

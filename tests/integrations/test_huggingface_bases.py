@@ -442,7 +442,7 @@ class TestUse:
     @pytest.mark.parametrize(
         ("base", "error", "message"),
         [
-            (None, TypeError, r"`base` must be the name of an attention implementation, got NoneType"),
+            (3, TypeError, r"`base` must be the name of an attention implementation, got int"),
             (
                 "spda",
                 ValueError,

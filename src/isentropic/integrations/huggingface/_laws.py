@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +24,8 @@ from isentropic.laws._law import Law
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
 
 _MISSING = object()
+# By model and configuration, the last implementation that was not ours.
+_BEFORE: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
 
 
 def use(
@@ -30,7 +33,7 @@ def use(
     laws: Laws,
     *,
     count: str = "keys",
-    base: str = NAME,
+    base: str | None = None,
     trainable: bool | str = False,
 ) -> contextlib.ExitStack:
     """Apply laws to the attention of a model, permanently or for a ``with`` block.
@@ -55,10 +58,12 @@ def use(
     count : {"keys", "positions"}
         What the n of a law counts: the keys that the query sees, or its position plus one. The table in
         `isentropic.laws.preset` says what the rules of other models count.
-    base : str
+    base : str, optional
         The attention implementation that computes the attention: "isentropic", or another one of
         transformers, such as "sdpa", "eager", "flash_attention_2", "flex_attention" or the name of a
-        kernel on the Hub. The law goes into the queries of the others.
+        kernel on the Hub. The law goes into the queries of the others. The default is "isentropic". If
+        all laws are None, it is the implementation that the model had before. (A model that was loaded
+        or copied with laws keeps "isentropic".)
     trainable : bool or "head"
         Whether the numbers and arrays of the laws become parameters of the model, with names such as
         ``model.layers.0.self_attn.isentropic_law.slope``. With True, a number becomes one parameter per
@@ -205,6 +210,8 @@ def _matching(key: int | str, names: Sequence[str]) -> list[str]:
 
 def not_laws_error(x: Any) -> TypeError:
     must = "be a law, or a sequence or mapping of laws"
+    if isinstance(x, type):
+        return type_error("laws", must, f"the class {x.__name__}; call it: `{x.__name__}(...)`")
     if isinstance(x, str):
         must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
     elif isinstance(x, torch.nn.Module):
@@ -224,7 +231,7 @@ def apply(
     model: Any,
     modules: Sequence[Any],
     laws: Sequence[LawAndCount],
-    base: str = NAME,
+    base: str | None = None,
     trainable: bool | str = False,
 ) -> contextlib.ExitStack:
     if any(isinstance(law, tuple) for law, _ in laws):
@@ -238,12 +245,24 @@ def apply(
     with contextlib.ExitStack() as stack:
         before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
         stack.callback(_restore, model, _implementations(model), before)
-        set_base(model, base)
+        _set_base(model, base, has_laws=any(law is not None for law in held))
         stack.enter_context(hooks(modules))
         for module, law in zip(modules, held, strict=True):
             setattr(module, LAW, law)
         write_entry(model)
         return stack.pop_all()
+
+
+def _set_base(model: Any, base: str | None, *, has_laws: bool) -> None:
+    """Set the implementation. By default, a model without laws has the one from before its laws."""
+    before = _BEFORE.setdefault(model, {})
+    for config, implementation in _implementations(model):
+        if implementation != NAME:
+            before[id(config)] = implementation
+        elif base is None and not has_laws:
+            config._attn_implementation = before.get(id(config), NAME)
+    if base is not None or has_laws:
+        set_base(model, NAME if base is None else base)
 
 
 def _implementations(model: Any) -> list[tuple[Any, str | None]]:
