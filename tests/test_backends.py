@@ -217,10 +217,12 @@ class TestBackends:
                 got = it.attention(x, x, x, implementation=name)
                 backend.assert_close(got, expected, rtol=1e-5, atol=1e-6)
             else:
-                with pytest.raises(
-                    ValueError, match=r"`implementation` must be None or 'generic' .*" + name
-                ):
+                with pytest.raises(ValueError, match=f"for this call .*{name}: ") as error:
                     it.attention(x, x, x, implementation=name)
+                suggested = str(error.value).partition(" for this call")[0]
+                for other in others - {"triton", "pallas"}:
+                    runs = it.attention_backends(x, x, x, implementation=other)[other] == "runs"
+                    assert (repr(other) in suggested) == runs
 
     def test_numpy_takes_few_logits_and_many_but_no_few_logits_of_many_heads(self):
         few, many = np.zeros((4, 2)), np.zeros((2**20, 2))

@@ -132,7 +132,9 @@ class TestEntropyDrift:
         by_head = np.ones((3, 2, 8, 8), bool)
         with pytest.raises(ValueError, match="hide the same keys from all heads"):
             it.entropy_drift([(*pair, by_head)])
-        with pytest.raises(ValueError, match="`samples` must have as many heads all of them, 2, got 1"):
+        with pytest.raises(
+            ValueError, match="`samples` must all have the same number of heads, 2, got 1"
+        ):
             it.entropy_drift([pair, tuple(x[:, :1] for x in pair)])
         with pytest.raises(
             ValueError, match="`samples` must have finite entropies, got NaN in layer 0"

@@ -209,9 +209,7 @@ class TestMerge:
             it.merge_states()
         with pytest.raises(TypeError, match=r"`states` must be one or more AttentionState, got tuple"):
             it.merge_states(state, tuple(state))
-        with pytest.raises(
-            ValueError, match=r"`states` must all have a weighted_value or all have none"
-        ):
+        with pytest.raises(ValueError, match=r"`states` must all come from calls with `value`, or all"):
             it.merge_states(state, state._replace(weighted_value=None))
         with pytest.raises(ValueError, match=r"`value` must be given to `attention_state`"):
             state._replace(weighted_value=None).output()

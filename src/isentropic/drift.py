@@ -67,7 +67,7 @@ class DriftReport:
         The number of queries in each group, in the layer that has most of them.
     entropy : NumPy array, ``(lengths, layers, heads)``
         The mean entropy of these queries in nats. It is NaN where a layer has no query in a group, for
-        example because of a window, and for heads that a layer has not, if others have more.
+        example because of a window, and for heads that a layer lacks, if other layers have more.
     names : tuple of str, or None
         The names of the layers. None if they have none but their numbers.
 
@@ -359,7 +359,7 @@ class Recorder:
         h = np.moveaxis(h, -2, 0)  # (heads, factors, ..., L)
         heads = self._heads.setdefault(layer, h.shape[0])
         if h.shape[0] != heads:
-            raise value_error(self.argument, f"have as many heads all of them, {heads}", h.shape[0])
+            raise value_error(self.argument, f"all have the same number of heads, {heads}", h.shape[0])
         shape = h.shape[2:]
         n = np.asarray(n if isinstance(n, int) else to_numpy(n), dtype=np.int64)
         n = np.broadcast_to(n, shape)
@@ -621,7 +621,7 @@ def calibrate(
         - affine: ``1 + slope · log(n/reference)``, an `AffineLog`.
         - power: ``(n/reference)^exponent``, a `Power`. It suits keys in few dimensions.
         - knots: through the factors of all lengths, a `Knots`. It suits lengths within those of the
-          samples. Beyond them it extends the line through the last two, which no warning tells of.
+          samples. Beyond them it extends the line through the last two, without a warning.
         - auto: a `Knots` that is extrapolated for each head by what its factors are like. It suits
           contexts longer than the samples.
     report : bool

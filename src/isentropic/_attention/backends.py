@@ -131,7 +131,9 @@ def choose_backend(plan: Plan, implementation: str | None, order: float | None) 
             if reason is None:
                 return backend
             why.append(f"{backend.name}: {reason}")
-    must = f"be None or 'generic' for this call ({'; '.join(why)})"
+    named = [x for x in backends() if not x.is_opt_in and _why_not(x, plan, order, True) is None]
+    able = ["None", *(repr(backend.name) for backend in named)]
+    must = f"be {', '.join(able[:-1])} or {able[-1]} for this call ({'; '.join(why)})"
     raise value_error("implementation", must, repr(implementation))
 
 

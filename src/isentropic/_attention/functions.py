@@ -51,7 +51,9 @@ NAMES = {
     "attn_mask": "mask", "attention_mask": "mask", "key_padding_mask": "mask", "attn_bias": "bias",
     "scaling": "scale", "causal": "is_causal", "logits_soft_cap": "softcap", "dropout_p": None,
     "dropout": None, "key_value_seq_lengths": "mask=masks.padding(lengths)",
-    "s_aux": "sinks", "learnable_sink": "sinks",
+    "s_aux": "sinks", "learnable_sink": "sinks", "softmax_scale": "scale", "alibi_slopes": "bias",
+    "window_size": "mask=masks.window(left, right)",
+    "local_window_size": "mask=masks.window(left, right)",
 }  # fmt: skip
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -311,7 +311,8 @@ def merge_states(
             raise type_error("states", "be one or more AttentionState", type(state).__name__)
     has_value = [state.weighted_value is not None for state in states]
     if any(has_value) and not all(has_value):
-        raise value_error("states", "all have a weighted_value or all have none", has_value)
+        must = "all come from calls with `value`, or all from calls without it"
+        raise value_error("states", must, has_value)
     arrays = present(
         **{f"states[{i}].{name}": x for i, s in enumerate(states) for name, x in s._asdict().items()}
     )
