@@ -47,6 +47,7 @@ MASKS = {
     "causal": lambda a: {"is_causal": True},
     "window": lambda a: {"mask": masks.window(3, 1)},
     "offset": lambda a: {"mask": masks.causal(a(np.asarray([[-2], [3]])))},
+    "near offsets": lambda a: {"mask": masks.window(6, 0, offset=a(np.asarray([[0], [1]])))},
     "padding": lambda a: {"mask": masks.padding(a(np.asarray([[0], [9]])), side="left")},
     "padded causal": lambda a: {"mask": masks.causal() & masks.padding(8)},
     "either": lambda a: {"mask": masks.window(1) | masks.padding(2)},
@@ -78,6 +79,23 @@ class TestAgainstGeneric:
                 assert x.dtype == expected[key].dtype
                 np.testing.assert_allclose(
                     x, expected[key], rtol=tolerance, atol=tolerance, err_msg=f"{implementation} {key}"
+                )
+
+    @pytest.mark.parametrize("scale", [-0.5, 0.0])
+    @pytest.mark.parametrize("name", ["none", "causal", "padded causal"])
+    def test_scales_that_are_not_positive(self, backend, small_blocks, rng, name, scale):
+        q, k, v = (backend.array(rng.normal(size=(2, 4, 11, 8))) for _ in range(3))
+        options = MASKS[name](backend.array) | {"scale": scale, "law": None}
+        expected = outcomes(backend, "generic", q, k, v, **options)
+        assert np.isfinite(expected["output"]).all()
+        for key, x in outcomes(backend, None, q, k, v, **options).items():
+            np.testing.assert_allclose(x, expected[key], rtol=1e-5, atol=1e-5, err_msg=key)
+        for kind in backends.backends():
+            call = {"implementation": kind.name} | options
+            if it.attention_backends(q, k, v, **call)[kind.name] == "runs":
+                got = backend.numpy(it.attention(q, k, v, **call))
+                np.testing.assert_allclose(
+                    got, expected["output"], rtol=1e-5, atol=1e-5, err_msg=kind.name
                 )
 
     @pytest.mark.float64

@@ -294,6 +294,16 @@ class TestDivergences:
             expected = [float(_divergence(*rows)) for rows in zip(p, q, strict=True)]
             np.testing.assert_allclose(got, expected, rtol=60 * np.finfo(dtype).eps)
 
+    def test_close_distributions_of_different_totals(self, backend, rng):
+        for dtype in backend.dtypes:
+            p = rng.dirichlet(np.ones(20), size=50).astype(dtype)
+            q = (p * np.exp(1e-2 * rng.normal(size=p.shape))).astype(dtype)
+            for total in (2.0**-30, 2.0**-14, 2.0**14, 2.0**30):
+                got = backend.numpy(it.kl_divergence(backend.array(p), backend.array(q * total)))
+                expected = backend.numpy(it.kl_divergence(backend.array(p), backend.array(q)))
+                # Weights below 2⁻³² are rounded when they are rescaled, and those of p and q differ by 1 %.
+                np.testing.assert_allclose(got, expected, rtol=200 * np.finfo(dtype).eps)
+
     def test_divergence_is_never_negative(self, backend, rng):
         for dtype in backend.dtypes:
             p = rng.dirichlet(np.full(5, 0.2), size=4000).astype(dtype)

@@ -159,7 +159,7 @@ def problem(draw, dtypes):
     names = [name for name in LAWS if has_heads or name != "heads"]
     make_law, factor = LAWS[draw.of(*names)]
     softcap = draw.of(None, 1.5)
-    scale = draw.of(None, 0.7)
+    scale = draw.of(None, None, 0.7, -0.4, 0.0)
     sinks = np.asarray(floats(*draw.shape(batch))) if draw.coin(0.3) else None
     bias = None
     if draw.coin():
@@ -195,12 +195,24 @@ def problem(draw, dtypes):
     return (q, k, v), options, expected, is_lost
 
 
-@pytest.mark.usefixtures("tiny_tiles")
+@pytest.fixture(params=["", "numpy"])
+def tiles(request, backend, tiny_tiles, set_blocks):
+    """Tiny tiles of the generic pass, and then of NumPy's."""
+    if backend.library == "jax":
+        pytest.skip("each example has shapes of its own, which JAX compiles for: seconds each")
+    if request.param == "numpy":
+        if backend.library not in ("numpy", "torch"):
+            pytest.skip("NumPy's pass is for arrays of NumPy and PyTorch")
+        set_blocks(
+            numpy_rows=3, numpy_columns=4, numpy_untiled_logits=0,
+            numpy_min_head_logits=0, numpy_min_logits=0,
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("tiles")
 @settings(max_examples=100)
 @given(SEEDS)
 def test_attention(backend, seed):
-    if backend.library == "jax":
-        pytest.skip("each example has shapes of its own, which JAX compiles for: seconds each")
     dtypes = [*backend.dtypes, *([backend.half] if backend.half else [])]
     draw = Draw(seed)
     arrays, options, expected, is_lost = problem(draw, dtypes)

@@ -1075,6 +1075,21 @@ class TestRecomputedGradients:
             if x is not None:
                 torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
 
+    @pytest.mark.parametrize("inputs", ["v", "vs", "b", "k"])
+    def test_second_derivatives_of_some_inputs(self, rng, forward_by, inputs):
+        a = {name: torch.asarray(rng.normal(size=(4, 8, 8))) for name in "qkvb"}
+        a["s"] = torch.asarray(rng.normal(size=4))
+        wanted = [a[name].requires_grad_() for name in inputs]
+        found = []
+        for implementation in ("generic", None):
+            options = {"bias": a["b"], "sinks": a["s"], "implementation": implementation}
+            state = it.attention_state(a["q"], a["k"], a["v"], **options)
+            loss = state.output().sin().sum() + (state.log_normalizer() ** 2).sum()
+            first = torch.autograd.grad(loss, wanted, create_graph=True)
+            found.append((*first, *torch.autograd.grad(sum(x.sin().sum() for x in first), wanted)))
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
     @pytest.mark.parametrize("call", ["attention", "softcap", "state", "entropy"])
     def test_what_is_kept_grows_with_the_length_alone(self, call):
         calls = {

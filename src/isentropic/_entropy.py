@@ -400,10 +400,15 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
 
     is_near = xp.abs(Q.share - P.share) < P.share / 2
     # Shares are rounded. Nearly equal shares differ by rounding errors alone; their weights do not.
-    difference = Q.scaled - P.scaled
+    # Weights of different totals would cancel. A power of two rounds no weight.
+    have_totals = (P.total > 0) & (Q.total > 0)
+    ratio = xp.where(have_totals, P.total, 1.0) / xp.where(have_totals, Q.total, 1.0)
+    scale = 2.0 ** xp.round(xp.log2(ratio))
+    scaled, total = Q.scaled * scale, Q.total * scale
+    difference = scaled - P.scaled
     growth = divide_or_zero(xp, xp.sum(difference, axis=-1, keepdims=True), P.total)
     excess = difference / xp.where(is_near, P.scaled, 1.0) - growth
-    excess = xp.where(is_near, excess * divide_or_zero(xp, P.total, Q.total), 0.0)  # r − 1
+    excess = xp.where(is_near, excess * divide_or_zero(xp, P.total, total), 0.0)  # r − 1
     log_ratio = xp.where(is_near, xp.log1p(excess), Q.log_share - P.log_share)
 
     is_large = log_ratio > _LARGE_LOG_RATIO

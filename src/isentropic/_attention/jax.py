@@ -55,7 +55,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     import jax
 
     xp, query, scale = plan.xp, operands.query, operands.multiplier
-    if not isinstance(scale, float):
+    if not isinstance(scale, float) or scale <= 0:  # which kernels may not expect
         query, scale = Tiles.of(plan, operands).query, 1.0
     arrays = [
         xp.swapaxes(four_axes(plan, xp.astype(x, plan.dtype), expand=True), 1, 2)

@@ -518,7 +518,8 @@ class _Pass:
 
     def visible(self, item: _Item, columns: Block) -> Any:
         mask, frame, rows = item.mask, self.plan.frame, item.rows
-        if not mask.is_shift_invariant:
+        # The mask of an item has numbers in place of arrays, so that it may differ from item to item.
+        if not self.operands.mask.is_shift_invariant:
             return mask.block(frame, rows, columns)
         place = (rows[0] - columns[0], rows[1], columns[1])
         if place not in self.visible_tiles:

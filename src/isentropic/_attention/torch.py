@@ -131,7 +131,8 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
     xp, query, scale = plan.xp, operands.query, operands.multiplier
-    if not isinstance(scale, float):
+    # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
+    if not isinstance(scale, float) or scale <= 0:
         query = query if query.dtype == plan.compute else xp.astype(query, plan.compute)
         query, scale = query * scale, 1.0
     arrays: Any = (query, operands.key, operands.values)
@@ -278,7 +279,9 @@ def _recorded_gradients(tiles: Tiles, order: float | None, inputs: Any, upstream
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         pairs = zip(_fields(tiles.state(order)), upstream, strict=True)
-    fields, grads = zip(*[(x, g) for x, g in pairs if g is not None], strict=True)
+    # With gradients of the values alone, the maximum and the normalizer have none.
+    used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
+    fields, grads = zip(*used, strict=True) if used else ((), ())
     wanted = [x for x in inputs if x.requires_grad]
     options = {"create_graph": is_recorded, "allow_unused": True}
     found = iter(torch.autograd.grad(fields, wanted, grads, **options))
