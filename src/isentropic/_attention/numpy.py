@@ -328,6 +328,10 @@ class _Pass:
         self.has_bound = is_plain and has_many_rows and self.order in (None, 1.0)
         self.largest_norms: dict[Any, Any] = {}  # of the keys of a part
         self.loose_bounds: set[Any] = set()  # parts with a row whose maximum is far below the bound
+        # The mask of an item has numbers in place of the arrays that differ from item to item. So the
+        # mask of all items tells whether they have tiles in common.
+        mask = operands.mask
+        self.has_common_tiles = mask is not None and mask.is_shift_invariant
         self.visible_tiles: dict[Any, Any] = {}
 
     def state(self) -> AttentionState:
@@ -518,8 +522,7 @@ class _Pass:
 
     def visible(self, item: _Item, columns: Block) -> Any:
         mask, frame, rows = item.mask, self.plan.frame, item.rows
-        # The mask of an item has numbers in place of arrays, so that it may differ from item to item.
-        if not self.operands.mask.is_shift_invariant:
+        if not self.has_common_tiles:
             return mask.block(frame, rows, columns)
         place = (rows[0] - columns[0], rows[1], columns[1])
         if place not in self.visible_tiles:
