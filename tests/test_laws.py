@@ -949,7 +949,9 @@ class TestPerQuery:
         if backend.library == "jax":
             import jax
 
-            ours, naive = jax.jit(ours), jax.jit(naive)
+            # The naive gradient of the maximum compares logits with it, and is NaN where none is equal.
+            # Compiled, they may be rounded in two ways.
+            ours = jax.jit(ours)
         pairs = (_gradients(backend, call, *inputs) for call in (ours, naive))
         for got, expected in zip(*pairs, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-8, atol=1e-9)
