@@ -410,6 +410,18 @@ class TestDictionaries:
 
         x = np.ones((3, 2))
         it.attention(x, x, x, law=Own())  # it has no parameters
+        inner = laws.Constant(0.5)
+        for parts in ((inner, laws.AffineLog(np.ones(()))), [np.ones(())], ({"a": np.ones(2)},)):
+            law = Together(parts)
+            for call in (
+                lambda law=law: laws.scaled(law, 2.0),
+                lambda law=law: it.attention(x, x, x, law=law),
+                lambda law=law: it.scale_queries(x, 4, law=law),
+            ):
+                with pytest.raises(
+                    TypeError, match=r"each law in a field of its own, got Together with the .* `parts`"
+                ):
+                    call()
         with pytest.raises(
             TypeError, match=r"`law` must keep .*`@dataclass.frozen=True.`, got Mutable .* 'slope'"
         ):
@@ -1153,6 +1165,14 @@ def _gradients(backend, call, *arguments):
         out = call(*leaves).sum() + 0 * sum(x.sum() for x in leaves)  # a law may be constant
         gradients = backend.xp.autograd.grad(out, leaves)
     return [backend.numpy(g) for g in gradients]
+
+
+@dataclass(frozen=True)
+class Together(laws.Law):
+    parts: Any
+
+    def evaluate(self, xp, n):
+        return sum(part.evaluate(xp, n) for part in self.parts)
 
 
 class TestTrees:

@@ -650,7 +650,7 @@ def calibrate(
     by its number of logits, because the law will be extrapolated to longer contexts. The factor stays
     near 1 for a head whose entropy hardly depends on it. A length is not used if no factor from 0.35 to
     4 reaches the entropy; 2 nats, for example, are out of reach for 5 keys. The law is never below the
-    smallest factor of the fit.
+    smallest factor of the fit: that of each head, or of all heads for "knots" and "auto".
 
     Each sample costs eight computations of the entropy.
 

@@ -55,8 +55,8 @@ class Law(Node, ABC):
     `jax.jit`, raises a `TypeError`. Laws of numbers are hashable; laws with arrays are not.
 
     To define a law, make a subclass that is a frozen dataclass and defines `evaluate`. Its fields are
-    the parameters: numbers, or arrays of shape () or (H,). `scaled` multiplies a law by a factor that
-    may depend on the query.
+    the parameters: numbers, laws, or arrays of shape () or (H,). `scaled` multiplies a law by a factor
+    that may depend on the query.
 
     Examples
     --------
@@ -471,12 +471,30 @@ def check_law(law: Any, *, optional: bool = False) -> None:
         elif callable(law):
             got += " (a function is not a law: subclass `laws.Law`)"
         raise type_error("law", must, got)
-    fields = type(law).__dataclass_fields__.keys() if law is not None else set()
-    if law is not None and (others := law._named_values().keys() - fields):
-        # A plan is kept for a law, and a law is copied by its fields.
+    if law is not None:
+        _check_fields(law)
+
+
+def _check_fields(law: Law) -> None:
+    """Refuse parameters that a law hides from its copies, its leaves and the plans of calls."""
+    kind, values = type(law), law._named_values()
+    if others := values.keys() - kind.__dataclass_fields__.keys():
         must = "keep its parameters in the fields of a frozen dataclass: decorate its class by"
-        got = f"{type(law).__name__} with the attribute {min(others)!r}"
+        got = f"{kind.__name__} with the attribute {min(others)!r}"
         raise type_error("law", f"{must} `@dataclass(frozen=True)`", got)
+    for name, x in values.items():
+        if isinstance(x, Law):
+            _check_fields(x)
+        elif isinstance(x, (tuple, list, dict)) and _holds_arrays(x):
+            must = "have each array and each law in a field of its own"
+            raise type_error("law", must, f"{kind.__name__} with the {type(x).__name__} `{name}`")
+
+
+def _holds_arrays(x: Any) -> bool:
+    """Whether there is an array or a law in a container."""
+    if isinstance(x, (tuple, list, dict)):
+        return any(map(_holds_arrays, x.values() if isinstance(x, dict) else x))
+    return isinstance(x, Law) or is_array(x)
 
 
 # The default law of attention.
