@@ -400,32 +400,6 @@ class TestDictionaries:
             TypeError, match=r"`law` must be a law that isentropic.laws defines, got int"
         ):
             laws.to_dict(3)
-
-        class Mutable(laws.Law):
-            def __init__(self, slope):
-                self.slope = slope
-
-            def evaluate(self, xp, n):
-                return self.slope * xp.log(n)
-
-        x = np.ones((3, 2))
-        it.attention(x, x, x, law=Own())  # it has no parameters
-        inner = laws.Constant(0.5)
-        for parts in ((inner, laws.AffineLog(np.ones(()))), [np.ones(())], ({"a": np.ones(2)},)):
-            law = Together(parts)
-            for call in (
-                lambda law=law: laws.scaled(law, 2.0),
-                lambda law=law: it.attention(x, x, x, law=law),
-                lambda law=law: it.scale_queries(x, 4, law=law),
-            ):
-                with pytest.raises(
-                    TypeError, match=r"each law in a field of its own, got Together with the .* `parts`"
-                ):
-                    call()
-        with pytest.raises(
-            TypeError, match=r"`law` must keep .*`@dataclass.frozen=True.`, got Mutable .* 'slope'"
-        ):
-            it.attention(x, x, x, law=Mutable(2.0))
         slope = np.array([1.0, 2.0])
         law = laws.AffineLog(slope)
         slope[1] = math.nan
@@ -1173,6 +1147,34 @@ class Together(laws.Law):
 
     def evaluate(self, xp, n):
         return sum(part.evaluate(xp, n) for part in self.parts)
+
+
+@pytest.mark.host
+def test_parameters_that_are_not_fields():
+    class Mutable(laws.Law):
+        def __init__(self, slope):
+            self.slope = slope
+
+        def evaluate(self, xp, n):
+            return self.slope * xp.log(n)
+
+    x = np.ones((3, 2))
+    inner = laws.Constant(0.5)
+    for parts in ((inner, laws.AffineLog(np.ones(()))), [np.ones(())], ({"a": np.ones(2)},)):
+        law = Together(parts)
+        for call in (
+            lambda law=law: laws.scaled(law, 2.0),
+            lambda law=law: it.attention(x, x, x, law=law),
+            lambda law=law: it.scale_queries(x, 4, law=law),
+        ):
+            with pytest.raises(
+                TypeError, match=r"each law in a field of its own, got Together with the .* `parts`"
+            ):
+                call()
+    with pytest.raises(
+        TypeError, match=r"`law` must keep .*`@dataclass.frozen=True.`, got Mutable .* 'slope'"
+    ):
+        it.attention(x, x, x, law=Mutable(2.0))
 
 
 class TestTrees:
