@@ -350,6 +350,7 @@ class TestValues:
         assert same == mask
         assert tree.tree_structure(same) == structure
         assert sum(structure == tree.tree_structure(x) for x, _ in _examples(backend).values()) == 1
+        assert copy.deepcopy(same) == mask
         empty = tree.tree_map(lambda x: None, mask)
         assert tree.tree_map(lambda x: x, empty) == empty
 

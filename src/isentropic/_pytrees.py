@@ -45,6 +45,10 @@ class Node:
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
         return hash((type(self), *values))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the slots, which a copy could not set, as it is immutable.
+        return dict(self._named_values())
+
     def _flatten(self) -> tuple[list[tuple[str, Any]], Any]:
         """The children with their names, and the auxiliary data, which can be hashed and compared."""
         values = self._named_values()

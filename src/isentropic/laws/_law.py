@@ -142,10 +142,6 @@ class Law(Node, ABC):
         fields = (f"{name}={x!r}" for name, x in self._named_values().items())
         return f"{type(self).__name__}({', '.join(fields)})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the slots, as a frozen dataclass cannot be set again.
-        return dict(self._named_values())
-
     def _named_values(self) -> dict[str, Any]:
         """The parameters by name. Cached properties, which are in the `__dict__` too, are none."""
         if not self._cached_properties:

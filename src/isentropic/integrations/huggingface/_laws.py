@@ -24,7 +24,7 @@ from isentropic.laws._law import Law
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
 
 _MISSING = object()
-# By model and configuration, the last implementation that was not ours.
+# By model and configuration, the last implementation that was not "isentropic".
 _BEFORE: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
 
 
