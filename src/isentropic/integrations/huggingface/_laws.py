@@ -210,7 +210,7 @@ def _matching(key: int | str, names: Sequence[str]) -> list[str]:
 
 def not_laws_error(x: Any) -> TypeError:
     must = "be a law, or a sequence or mapping of laws"
-    if isinstance(x, type):
+    if isinstance(x, type) and issubclass(x, Law):
         return type_error("laws", must, f"the class {x.__name__}; call it: `{x.__name__}(...)`")
     if isinstance(x, str):
         must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
