@@ -1,7 +1,7 @@
 """Immutable values with arrays in them, which are pytree nodes of JAX and PyTorch.
 
-This module imports neither library, and no library announces its import. So a family of classes is
-registered when one of its members is made and the library has been imported.
+This module imports neither library, and no library announces its import. So all classes are
+registered when one of their objects is made and the library has been imported.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class Node:
     # `_children`: the names of the children of an unflattened tree, whose leaves may be any objects.
     __slots__ = ("_children",)
     _argument: ClassVar[str]  # the name that arguments of this kind have, for errors
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        _register_nodes(cls)
+        return super().__new__(cls)
 
     def _named_values(self) -> dict[str, Any]:
         """The fields by name."""
@@ -102,8 +106,8 @@ _REGISTER = {"jax": _register_in_jax, "torch": _register_in_torch}
 _REGISTERED: dict[str, set[type]] = {library: set() for library in _REGISTER}
 
 
-def register_nodes(kind: type, family: type) -> None:
-    """Register a class and its `family` of nodes in each imported library, once."""
+def _register_nodes(kind: type) -> None:
+    """Register all classes of nodes in each imported library, unless it has `kind` already."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():
         return
@@ -111,7 +115,7 @@ def register_nodes(kind: type, family: type) -> None:
         registered = _REGISTERED[library]
         if kind in registered or sys.modules.get(library) is None:
             continue
-        for member in _subclasses(family):
+        for member in _subclasses(Node):
             if member not in registered:
                 with contextlib.suppress(ValueError):  # already registered by a user or another thread
                     register(member)

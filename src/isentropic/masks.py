@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from isentropic._checks import (
     check_broadcastable,
@@ -49,7 +49,7 @@ from isentropic._loops import (
 )
 from isentropic._namespace import Array, common_device, default_dtype, is_torch, namespace
 from isentropic._numerics import align, clip, lift
-from isentropic._pytrees import Node, register_nodes
+from isentropic._pytrees import Node
 from isentropic._records import Record
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
@@ -81,10 +81,6 @@ class Mask(Node, Record, ABC):
 
     _argument = "mask"
     __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_nodes(cls, Mask)
-        return super().__new__(cls)
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Number, Real
 from types import ModuleType
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from isentropic._checks import (
     bounds_message,
@@ -31,7 +31,7 @@ from isentropic._namespace import (
     to_numpy,
 )
 from isentropic._numerics import clip, lift
-from isentropic._pytrees import Node, register_nodes
+from isentropic._pytrees import Node
 
 Parameter: TypeAlias = "float | Array | PerQuery"
 
@@ -83,10 +83,6 @@ class Law(Node, ABC):
     __slots__ = ("_signature",)
     _argument = "law"
     _cached_properties: ClassVar[frozenset[str]] = frozenset()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_nodes(cls, Law)
-        return super().__new__(cls)
 
     def __call__(self, n: Any) -> Any:
         parameters = self.arrays
