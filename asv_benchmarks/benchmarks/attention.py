@@ -94,7 +94,7 @@ class AgainstTorch:
         own = arrays(backend, n)
         function = synchronized(backend, CALLS[call])
         peer, others = torch_sdpa(call, length(n)), arrays("torch", n)
-        return ratio(lambda: function(*own), lambda: peer(*others), rounds=4)
+        return ratio(lambda: function(*own), lambda: peer(*others))
 
 
 class AgainstOwnLibrary:
@@ -105,7 +105,7 @@ class AgainstOwnLibrary:
 
     def track_numpy_naive(self):
         q, k, v = arrays("numpy", 4096)
-        return ratio(lambda: it.attention(q, k, v), lambda: _naive(q, k, v), rounds=2)
+        return ratio(lambda: it.attention(q, k, v), lambda: _naive(q, k, v))
 
     def track_torch_entropy_of_weights(self):
         import torch
@@ -116,7 +116,7 @@ class AgainstOwnLibrary:
             p = torch.softmax(q @ k.mT / 8, -1)
             return torch.special.entr(p).sum(-1)
 
-        return ratio(lambda: it.attention_entropy(q, k), of_weights, rounds=2)
+        return ratio(lambda: it.attention_entropy(q, k), of_weights)
 
     def track_jax(self):
         import jax
@@ -125,7 +125,7 @@ class AgainstOwnLibrary:
         others = _heads_last(own)
         ours = synchronized("jax", it.attention)
         theirs = synchronized("jax", jax.nn.dot_product_attention)
-        return ratio(lambda: ours(*own), lambda: theirs(*others), rounds=2)
+        return ratio(lambda: ours(*own), lambda: theirs(*others))
 
 
 class Gradients:
@@ -148,7 +148,7 @@ class Gradients:
                 return jax.nn.dot_product_attention(q, k, v, is_causal=call == "causal")
 
             theirs, others = gradient("jax", peer), _heads_last(own)
-        return ratio(lambda: ours(*own), lambda: theirs(*others), rounds=2)
+        return ratio(lambda: ours(*own), lambda: theirs(*others))
 
 
 class SmallCalls:
@@ -164,7 +164,7 @@ class SmallCalls:
             peer = torch_sdpa(call, 16)
         else:
             peer = _naive_causal if call == "causal" else _naive
-        return ratio(lambda: CALLS[call](*own), lambda: peer(*own), rounds=1000)
+        return ratio(lambda: CALLS[call](*own), lambda: peer(*own), rounds=1000, pause=0)
 
 
 class Hops:
@@ -275,7 +275,7 @@ class LinearAttention:
             backend, lambda q, k, v: it.layers.linear_attention(q, k, v, phi, is_causal=is_causal)
         )
         exact = synchronized(backend, lambda q, k, v: it.attention(q, k, v, is_causal=is_causal))
-        return ratio(lambda: ours(q, k, v), lambda: exact(q, k, v), rounds=2)
+        return ratio(lambda: ours(q, k, v), lambda: exact(q, k, v))
 
 
 class Laws:

@@ -101,12 +101,18 @@ def gradient(backend, function, n_arguments=3):
     return synchronized("torch", run)
 
 
-def ratio(ours, theirs, rounds=5, clock=time.perf_counter):
-    """The median time of one function over that of another, timed alternately in this process."""
+def ratio(ours, theirs, rounds=7, pause=0.05):
+    """The median time of one function over that of another, timed alternately in this process.
+
+    A library may still be busy when a call has returned: its threads spin for some milliseconds in wait
+    for work, and large arrays are freed. Without a `pause` (in seconds) the other function would share
+    the processor with that.
+    """
     times = {ours: [], theirs: []}
     for _ in range(rounds + 1):  # the first round is a warm-up
         for function, record in times.items():
-            start = clock()
+            time.sleep(pause)
+            start = time.perf_counter()
             function()
-            record.append(clock() - start)
+            record.append(time.perf_counter() - start)
     return float(np.median(times[ours][1:]) / np.median(times[theirs][1:]))

@@ -50,7 +50,7 @@ class Attention:
     def track_entropy(self, backend, is_causal):
         entropy = synchronized(backend, lambda q, k, v: it.attention_entropy(q, k, is_causal=is_causal))
         theirs = synchronized(backend, self.calls(backend, is_causal)[1])
-        return ratio(lambda: entropy(*self.arrays), lambda: theirs(*self.arrays), rounds=5)
+        return ratio(lambda: entropy(*self.arrays), lambda: theirs(*self.arrays))
 
 
 class Gradient(Attention):
@@ -61,7 +61,7 @@ class Gradient(Attention):
 
     def track_gradient(self, backend, is_causal):
         ours, theirs = (gradient(backend, f) for f in self.calls(backend, is_causal))
-        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=10)
+        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays))
 
 
 class Kernels:
@@ -98,7 +98,7 @@ class Kernels:
         ours, theirs = self.calls(backend, result, is_causal)
         ours = gradient(backend, ours, 2 if result == "entropy" else 3)  # entropies have no values
         theirs = gradient(backend, theirs)
-        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays), rounds=10)
+        return ratio(lambda: ours(*self.arrays), lambda: theirs(*self.arrays))
 
 
 class Hadamard:

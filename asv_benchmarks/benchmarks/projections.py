@@ -130,9 +130,6 @@ class ProjectionsAgainstPeers:
         return ratio(ours, lambda: clarkson_woodruff_transform(self.host.T, K, rng=1).T)
 
 
-ROUNDS = 7
-
-
 class Rotations:
     """Time of a rotation relative to dense products and to SciPy's cosine transform.
 
@@ -153,19 +150,19 @@ class Rotations:
     def track_dense(self, backend, d):
         """Against a product with a dense matrix by NumPy."""
         dense = np.asarray(it.jl.rotation(self.host.shape[1], rng=1, like=self.host).matrix()).T
-        return ratio(self.rotate, lambda: self.host @ dense, ROUNDS)
+        return ratio(self.rotate, lambda: self.host @ dense)
 
     def track_dct(self, backend, d):
         from scipy.fft import dct
 
-        return ratio(self.rotate, lambda: dct(self.host, norm="ortho"), ROUNDS)
+        return ratio(self.rotate, lambda: dct(self.host, norm="ortho"))
 
     def track_sklearn(self, backend, d):
         """Against scikit-learn's Gaussian map to as many components."""
         from sklearn.random_projection import GaussianRandomProjection
 
         peer = GaussianRandomProjection(self.host.shape[1], random_state=0).fit(self.host)
-        return ratio(self.rotate, lambda: peer.transform(self.host), ROUNDS)
+        return ratio(self.rotate, lambda: peer.transform(self.host))
 
 
 class Bounds:
