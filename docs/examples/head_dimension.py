@@ -156,7 +156,7 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             total[layer] += (x.mT @ x)[0] / (x.shape[-2] * len(texts))
         return query
 
-    with smollm2.attention(model, keep):
+    with smollm2.changed_queries(model, keep):
         for ids in tqdm(texts, desc="moments"):
             model(ids[None, :-1])
     return found[0], found[1]
@@ -169,7 +169,7 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def band_losses(model: Any, ids: Tensor, maps: Tensor | None) -> list[float]:
     """The mean loss of the tokens of each band."""
     inner = (lambda layer, query, key: query) if maps is None else partial(projected, maps)
-    with smollm2.attention(model, inner):
+    with smollm2.changed_queries(model, inner):
         logits = model(ids[None, :-1]).logits[0]
     losses = nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     return smollm2.means(losses, EDGES[1:])

@@ -19,14 +19,17 @@ soon as it is there.
 
 "held" was added later, when all other results were known: is it as bad elsewhere as at YaRN × 2, where
 it loses 0.3 nats? Like the slopes, its entropies are those that `smollm2.py` found at YaRN × 2. It is
-run on the first document only, as it takes a quarter of an hour at each kind of positions. It is not
-run with clamped positions, as no function of the library solves for factors there.
+run on the first document only, as it takes a quarter of an hour at each kind of positions. At clamped
+positions it came last of all, with factors from a bisection of this script, as no function of the
+library solves for factors there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
@@ -39,10 +42,13 @@ import smollm2
 import torch
 from matplotlib.figure import Figure
 from smollm2 import HELD, NO_LAW, TEMPERATURE, TRAINED, Arm, Document
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import isentropic as it
 from isentropic.integrations.huggingface._clamp import clamping
+from isentropic.masks import causal, window
 
 NAME = "laws_and_positions"
 LENGTH = TRAINED + TRAINED // 2
@@ -53,7 +59,7 @@ CONSTANTS = {"YaRN × 4": smollm2.temperature(4)}
 COLUMNS = ("as trained", CLAMPED, EXTENDED, "YaRN × 4", "NTK")
 POSITIONS = tuple(x for x in COLUMNS if x != EXTENDED)  # that are run here
 LAWS = {name: arm for name, arm in smollm2.ARMS.items() if arm.positions == EXTENDED and name != HELD}
-HELD_AT = tuple(x for x in POSITIONS if x != CLAMPED)  # on the first document
+STEPS, LIMIT = 16, 1000.0  # of a bisection for factors between 1/LIMIT and LIMIT
 
 
 def arm_at(positions: str, law: str) -> Arm:
@@ -73,7 +79,7 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
         digests[name] = document.digest
         start = lru_cache(1)(lambda *key, of=document: smollm2.prefix(model, of, Arm(*key)))
         cells = [(arm_at(positions, law), law) for positions in POSITIONS for law in LAWS]
-        cells += [(arm_at(positions, HELD), HELD) for positions in HELD_AT if name == names[0]]
+        cells += [(arm_at(positions, HELD), HELD) for positions in POSITIONS if name == names[0]]
         for arm, law in tqdm(sorted(cells), desc=name, leave=False):
             numbers = smollm2.numbers_of(arm, fits)
 
@@ -92,18 +98,77 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
 
 
 @torch.no_grad()
-def clamped(model: Any, document: Document, arm: Arm, slopes: Any, edges: list[int]) -> list[float]:
+def clamped(model: Any, document: Document, arm: Arm, numbers: Any, edges: list[int]) -> list[float]:
     """The mean loss in each band, where no key is farther than the window."""
     smollm2.set_positions(model, "as trained")
-    modules = [layer.self_attn for layer in model.model.layers]
     # In one piece, as keys at other positions need all hidden states.
-    with smollm2.using(model, arm, slopes), clamping(modules, WINDOW):
+    with clamped_and_held(model, numbers) if arm.law == HELD else clamped_by(model, arm, numbers):
         states = model.model(document.ids[None, :-1], use_cache=False).last_hidden_state[0]
     pairs = zip(states.split(smollm2.CHUNK), document.ids[1:].split(smollm2.CHUNK), strict=True)
     found = torch.cat(
         [nn.functional.cross_entropy(model.lm_head(x), ids, reduction="none") for x, ids in pairs]
     )
     return smollm2.means(found, edges)
+
+
+@contextlib.contextmanager
+def clamped_by(model: Any, arm: Arm, slopes: Any) -> Iterator[None]:
+    modules = [layer.self_attn for layer in model.model.layers]
+    with smollm2.using(model, arm, slopes), clamping(modules, WINDOW):
+        yield
+
+
+@contextlib.contextmanager
+def clamped_and_held(model: Any, entropies: Sequence[Any]) -> Iterator[None]:
+    """Clamp positions, and give each query beyond the trained length the entropy (H,) of its head."""
+    far: list[Tensor] = []  # the queries at the position of the window, and the keys at position 0
+
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        far.clear()
+        for project, place in ((module.q_proj, WINDOW), (module.k_proj, 0)):
+            rows = project(kwargs["hidden_states"]).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+            angles = (x[:, place : place + 1] for x in kwargs["position_embeddings"])
+            far.append(apply_rotary_pos_emb(rows, rows, *angles)[0])
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        pairs = (query, key), (far[0], far[1])
+        target = torch.as_tensor(entropies[module.layer_idx])[:, None]
+        factor = torch.ones(query.shape[:-1])
+        factor[..., TRAINED:] = factor_for(target, pairs, query.shape[-2] - TRAINED)
+        return clamped_state(pairs, factor, value).output().transpose(1, 2), None
+
+    with contextlib.ExitStack() as stack:
+        for layer in model.model.layers:
+            handle = layer.self_attn.register_forward_pre_hook(before, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(smollm2.attention(model, attend))
+        yield
+
+
+Pairs = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys: near ones, far ones
+
+
+def clamped_state(pairs: Pairs, factor: Tensor, value: Tensor | None = None) -> it.AttentionState:
+    """The state of the last queries, times a factor for each one."""
+    near, far = pairs
+    first = near[0].shape[-2] - factor.shape[-1]
+    masks = window(WINDOW - 1, offset=first), causal(offset=first - WINDOW)
+    states = []
+    for (query, key), mask in zip((near, far), masks, strict=True):
+        query = query[..., first:, :] * factor[..., None]
+        states.append(it.attention_state(query, key, value, mask=mask, law=None, enable_gqa=True))
+    return it.merge_states(states)
+
+
+def factor_for(target: Tensor, pairs: Pairs, n_queries: int) -> Tensor:
+    """The factors (B, H, n_queries) of the last queries at which their entropies are the target."""
+    shape = (*pairs[0][0].shape[:-2], n_queries)
+    low, high = torch.full(shape, -math.log(LIMIT)), torch.full(shape, math.log(LIMIT))
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        is_above = clamped_state(pairs, middle.exp()).entropy() > target
+        low, high = torch.where(is_above, middle, low), torch.where(is_above, high, middle)
+    return ((low + high) / 2).exp()
 
 
 def beyond(results: dict[str, Any], extended: dict[str, Any], positions: str, law: str) -> list[float]:

@@ -355,17 +355,22 @@ def held(model: Any, entropies: Sequence[Any]) -> contextlib.AbstractContextMana
         options = {"mask": it.masks.causal(), "enable_gqa": True}
         return query * it.factor_for_attention_entropy(query, key, target, **options)[..., None]
 
-    return attention(model, multiplied)
+    return changed_queries(model, multiplied)
 
 
-@contextlib.contextmanager
-def attention(model: Any, inner: Any) -> Iterator[None]:
+def changed_queries(model: Any, inner: Any) -> contextlib.AbstractContextManager:
     """Call ``inner(layer, query, key)`` in each layer, which returns the query that attention uses."""
     sdpa = AttentionInterface()["sdpa"]
 
     def attend(module: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
         return sdpa(module, inner(module.layer_idx, query, key), key, *others, **options)
 
+    return attention(model, attend)
+
+
+@contextlib.contextmanager
+def attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """Let the layers call this function of transformers' attention interface."""
     before = model.config._attn_implementation
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()["sdpa"])
