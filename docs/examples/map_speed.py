@@ -69,7 +69,9 @@ def measure(d: int, numbers: int = NUMBERS, rounds: int = ROUNDS) -> dict[str, f
     for k, maps in ((d, to_all(x)), (d // 4, to_few(x, d // 4))):
         dense = rng.normal(size=(d, k)).astype("float32")
         for name, apply in maps.items():
-            found[name] = ratio(apply, lambda dense=dense: x @ dense, rounds, 0, process_time)
+            found[name] = ratio(
+                apply, lambda dense=dense: x @ dense, rounds, pause=0, clock=process_time
+            )
     return found
 
 
