@@ -96,7 +96,6 @@ import torch
 from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -107,6 +106,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils import logging
 
 import isentropic as it
 from isentropic import laws
@@ -125,7 +125,7 @@ SPANS, SPAN, CUE = 8, 64, 16  # in `copying`
 # What decides, in nats per token.
 SMALLEST, LIMIT_WITHIN = 0.01, 0.002
 PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
-ON_TOP, HELD = "constant and slope per head", "held"
+ON_TOP, CALIBRATED, HELD = "constant and slope per head", "calibrated", "held"
 
 
 def temperature(times: int) -> float:
@@ -149,7 +149,7 @@ ARMS = {
     "one slope": Arm(law="one slope"),
     "slope per layer": Arm(law="slope per layer"),
     "slope per head": Arm(law="slope per head"),
-    "calibrated": Arm(law="calibrated"),
+    CALIBRATED: Arm(law=CALIBRATED),
     "constant and one slope": Arm(constant=TEMPERATURE, law="constant and one slope"),
     ON_TOP: Arm(constant=TEMPERATURE, law=ON_TOP),
     "as trained": Arm("as trained"),
@@ -214,8 +214,11 @@ QUICK = Size(
 # ---------------------------------------------------------------------------------------- results
 
 
-def kept(folder: Path, name: str, what: Any, compute: Callable[[], Any]) -> Any:
-    """``compute()``, which is kept as JSON under the name and everything that it depends on."""
+def kept(folder: Path, name: str, what: Any, compute: Callable[[], Any], steps: int = 0) -> Any:
+    """``compute()``, which is kept as JSON under the name and everything that it depends on.
+
+    A result that is there already advances the progress bar by `steps`, as its computation would.
+    """
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"{name.replace(' ', '-')}-{digest}.json"
     if not path.exists():
@@ -224,6 +227,8 @@ def kept(folder: Path, name: str, what: Any, compute: Callable[[], Any]) -> Any:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(found))
         part.replace(path)  # so that a file is never half of a result
+    else:
+        experiment.advance(steps)
     return json.loads(path.read_text())
 
 
@@ -234,6 +239,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     """The model and its tokenizer, which are converted into the folder if they are not there."""
     if not folder.exists():
         convert(folder)
+    logging.disable_progress_bar()
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
 
@@ -460,15 +466,14 @@ def fit(model: Any, documents: Sequence[Document], job: Fit) -> dict[str, Any]:
     for document in documents:
         cache = prefix(model, document, arm).cache
         with huggingface.use(model, laws_of(arm, of_layers), base="sdpa"):
-            for a in tqdm(
-                range(TRAINED, len(document.ids) - 1, CHUNK), desc=document.name, unit=" steps"
-            ):
+            for a in range(TRAINED, len(document.ids) - 1, CHUNK):
                 loss = losses(model, document.ids[a : a + CHUNK + 1], cache).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 schedule.step()
                 history.append(loss.item())
+                experiment.advance()
                 for layer in cache.layers:
                     layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
     return {"slopes": [x.tolist() for x in of_layers], "losses": history}
@@ -478,7 +483,7 @@ def fit(model: Any, documents: Sequence[Document], job: Fit) -> dict[str, Any]:
 def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
     """The slopes of `isentropic.calibrate`, from the queries of three lengths in each layer."""
     samples: list[list] = [[] for _ in model.model.layers]
-    for document in tqdm(documents, desc="calibrated"):
+    for document in documents:
         cache, _ = prefix(model, document, Arm())
         length = len(document.ids) - 1
         middle = (TRAINED + length) // 2
@@ -491,6 +496,7 @@ def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
                 losses(model, document.ids[n - QUERIES : n + 1], cache)
             for sample, query, layer in zip(samples, found, cache.layers, strict=True):
                 sample.append((query, layer.keys, it.masks.causal()))
+        experiment.advance()
     fitted = [it.calibrate(x, reference_length=TRAINED, enable_gqa=True) for x in samples]
     return {"slopes": [law.slope.tolist() for law in fitted], "losses": []}
 
@@ -499,7 +505,7 @@ def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
 def held_entropies(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
     """The mean entropies of the heads of each layer, (H,), at the trained length."""
     sums: list[Any] = [0.0 for _ in model.model.layers]
-    for document in tqdm(documents, desc=HELD):
+    for document in documents:
         cache, _ = prefix(model, document, Arm())
         cache.crop(-QUERIES)
         with queries(model) as found:
@@ -508,6 +514,7 @@ def held_entropies(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
             options = {"mask": it.masks.causal(), "enable_gqa": True}
             entropy = it.attention_entropy(query, layer.keys, law=None, **options)
             sums[i] = sums[i] + entropy.mean(dim=(0, -1))
+        experiment.advance()
     return {"entropies": [(x / len(documents)).tolist() for x in sums]}
 
 
@@ -529,8 +536,8 @@ def queries(model: Any) -> Iterator[list[Tensor]]:
         yield found
 
 
-def run(size: Size, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
+def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[str, Any]:
+    """All results. Those that the folder has are not computed again. Each process has one thread."""
     model, tokenizer = load(converted)
     test, fitting = (
         [read(x, tokenizer, size.length) for x in names] for names in (size.test, size.fit)
@@ -538,17 +545,25 @@ def run(size: Size, converted: Path, folder: Path) -> dict[str, Any]:
     checked = kept(converted, "check", {"tokens": CHECKED}, lambda: check(model, tokenizer))
     if not SANE[0] < checked < SANE[1]:
         raise ValueError(f"the converted model must have a loss in {SANE}, got {checked:.3f}")
-    fits = fitted(model, fitting, size, folder)
-    arms: dict[str, dict] = {arm: {} for arm in size.arms}
-    for i, document in enumerate(tqdm(test, desc="documents", unit=" documents")):
-        for arm, found in measured(model, document, size, fits, folder, i).items():
-            arms[arm][document.name] = found
+
+    steps = fits_of(size)
+    by_length = sorted(steps, key=lambda name: -steps[name])  # so that the last ones are short
+    work = partial(fitted, documents=fitting, size=size, converted=converted, folder=folder)
+    numbers = experiment.run(work, by_length, sum(steps.values()), processes)
+    fits = dict(zip(by_length, numbers, strict=True))
+
+    work = partial(measured, size=size, fits=fits, converted=converted, folder=folder)
+    count = sum(documents_of(ARMS[arm], size) for arm in size.arms)
+    found = experiment.run(work, list(enumerate(test)), count, processes)
     return {
         "edges": size.edges,
         "documents": {x.name: x.digest for x in (*test, *fitting)},
         "check": checked,
-        "fits": fits,
-        "arms": arms,
+        "fits": {name: fits[name] for name in steps},
+        "arms": {
+            arm: {x.name: y[arm] for x, y in zip(test, found, strict=True) if arm in y}
+            for arm in size.arms
+        },
     }
 
 
@@ -559,23 +574,30 @@ def check(model: Any, tokenizer: Any) -> float:
     return losses(model, ids, DynamicCache(config=model.config)).mean().item()
 
 
-def fitted(model: Any, documents: Sequence[Document], size: Size, folder: Path) -> dict[str, dict]:
-    """The numbers of all arms that have some, by the name of their law: slopes, or entropies."""
-    settings = {"trained": TRAINED, "length": size.length, "chunk": CHUNK, "rate": RATE}
-    result = {}
-    for name in dict.fromkeys(ARMS[arm].law for arm in size.arms):
-        if name in FITS:
-            job = FITS[name]
-            used = documents[: job.documents]
-            what = settings | {"job": job, "documents": [x.digest for x in used]}
-            result[name] = kept(folder, name, what, partial(fit, model, used, job))
-        elif name == "calibrated":
-            what = settings | {"queries": QUERIES, "documents": [x.digest for x in documents]}
-            result[name] = kept(folder, name, what, partial(calibrated, model, documents))
-        elif name == HELD:
-            what = settings | {"queries": QUERIES, "documents": [x.digest for x in documents]}
-            result[name] = kept(folder, name, what, partial(held_entropies, model, documents))
-    return result
+def fits_of(size: Size) -> dict[str, int]:
+    """The laws with numbers that are found on the documents, each with the steps of its progress."""
+    fitting, steps = len(size.fit), (size.length - TRAINED) // CHUNK
+    counts = {name: min(job.documents, fitting) * steps for name, job in FITS.items()}
+    counts |= {CALIBRATED: fitting, HELD: fitting}
+    names = dict.fromkeys(ARMS[arm].law for arm in size.arms)
+    return {name: counts[name] for name in names if name in counts}
+
+
+def fitted(
+    name: str, documents: Sequence[Document], size: Size, converted: Path, folder: Path
+) -> dict[str, Any]:
+    """The numbers of a law: slopes, or entropies."""
+    model, _ = load(converted)
+    settings: dict[str, Any] = {"trained": TRAINED, "length": size.length, "chunk": CHUNK, "rate": RATE}
+    if name in FITS:
+        documents = documents[: FITS[name].documents]
+        settings["job"] = FITS[name]
+        compute = partial(fit, model, documents, FITS[name])
+    else:
+        settings["queries"] = QUERIES
+        compute = partial(calibrated if name == CALIBRATED else held_entropies, model, documents)
+    settings["documents"] = [x.digest for x in documents]
+    return kept(folder, name, settings, compute, fits_of(size)[name])
 
 
 def documents_of(arm: Arm, size: Size) -> int:
@@ -590,15 +612,17 @@ def numbers_of(arm: Arm, fits: dict[str, dict]) -> Any:
 
 
 def measured(
-    model: Any, document: Document, size: Size, fits: dict[str, dict], folder: Path, index: int
+    job: tuple[int, Document], size: Size, fits: dict[str, dict], converted: Path, folder: Path
 ) -> dict[str, Any]:
-    """The results of all arms for a document. A prefix is computed if an arm needs it."""
+    """The results of all arms for a document and its index. A prefix is computed if an arm needs it."""
+    index, document = job
+    model, _ = load(converted)
     # Arms with the same prefix follow one another, so that one is in memory at a time.
     start = lru_cache(1)(lambda *key: prefix(model, document, Arm(*key)))
     settings = {"trained": TRAINED, "edges": size.edges, "chunk": CHUNK, "document": document.digest}
     names = [x for x in size.arms if index < documents_of(ARMS[x], size)]
     result = {}
-    for name in tqdm(sorted(names, key=lambda x: ARMS[x][:2]), desc=document.name, leave=False):
+    for name in sorted(names, key=lambda x: ARMS[x][:2]):
         arm = ARMS[name]
         numbers = numbers_of(arm, fits)
 
@@ -607,6 +631,7 @@ def measured(
 
         what = settings | {"arm": arm, "slopes": numbers, "copies": (SPANS, SPAN, CUE)}
         result[name] = kept(folder, f"{document.name} {name}", what, compute)
+        experiment.advance()
     return result
 
 
@@ -800,10 +825,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--arms", type=arms, metavar="NAME,NAME", help="only these, and those without a law"
     )
+    parser.add_argument(
+        "--processes", type=experiment.positive, default=2, metavar="COUNT",
+        help="each of one thread, and with up to 8 GB (%(default)s)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
     size = size._replace(arms=options.arms or size.arms)
-    results = run(size, options.cache / "model", options.output / name)
+    results = run(size, options.cache / "model", options.output / name, options.processes)
     experiment.finish(name, results, report, picture, options.output)
 
 

@@ -307,6 +307,16 @@ class TestFit:
         torch.testing.assert_close(found, seen)
 
 
+def in_this_process(work, jobs, steps, workers):
+    """`experiment.run`, which makes sure that all steps of the progress bar are made."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "advance", lambda steps=1: made.append(steps))
+        found = [work(job) for job in jobs]
+    assert sum(made) == steps
+    return found
+
+
 class TestRun:
     @pytest.fixture
     def started(self, monkeypatch, model):
@@ -323,6 +333,7 @@ class TestRun:
         # The docstrings of packages are those of this test, which is quicker.
         monkeypatch.setattr(smollm2, "docstrings", lambda package: __doc__ * 20 + package)
         monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+        monkeypatch.setattr(experiment, "run", in_this_process)
         monkeypatch.setattr(smollm2, "FULL", SIZE)
         monkeypatch.setattr(smollm2, "SANE", (0, math.inf))
         for name in ("measure", "fit", "calibrated", "prefix"):
