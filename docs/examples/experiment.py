@@ -131,6 +131,8 @@ def run(
     Each process has one thread, so that the results do not depend on the number of processes. `work`
     calls `advance` as it progresses.
     """
+    if not jobs:
+        return []
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs))

@@ -296,6 +296,7 @@ class TestDecision:
 class TestHarness:
     def test_runs_in_processes(self, capsys):
         assert experiment.run(math.sqrt, [4, 9], 2, workers=2) == [2, 3]
+        assert experiment.run(math.sqrt, [], 0, workers=2) == []
 
     def test_rounded(self):
         assert experiment.rounded({"a": [1.23456789, 3, "b"]}) == {"a": [1.2346, 3, "b"]}

@@ -140,7 +140,7 @@ class TestFeatures:
         # Equation 58 of the document lacks it: the mean is e^{‖x + y‖²/2}.
         rng = np.random.default_rng(1)
         x, y = rng.normal(size=(2, 6)) * 0.35
-        w = it.layers.positive_features(6, 400_000, rng=0).weights
+        w = it.layers.positive_features(6, 400_000, orthogonal=False, rng=0).weights
         got = np.mean(np.exp(w @ x) * np.exp(w @ y))
         np.testing.assert_allclose(got, np.exp(((x + y) ** 2).sum() / 2), rtol=0.02)
         assert abs(got / np.exp(x @ y) - 1) > 0.2
