@@ -78,8 +78,10 @@ JAX_CACHE_EVERYTHING = (
 def install(session: nox.Session, *groups: str, model: bool = False) -> None:
     """Install the package and the dependency groups, and the pretrained model if `model` is true."""
     packages = dict.fromkeys(nox.project.dependency_groups(PYPROJECT, *groups))
+    # pip would compile all modules of all packages. Python compiles those that a session imports.
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # In one call, so that the pins also apply to the requirements of the package.
-    session.install(*packages, "-e", ".")
+    session.install("--no-compile", *packages, "-e", ".")
     if model:
         session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "model"))
 
@@ -112,6 +114,7 @@ def run_tests(session: nox.Session, backend: str, *options: str, **environment: 
     # Programs that were compiled in an earlier run are loaded, which halves the time of the JAX tests.
     environment["JAX_COMPILATION_CACHE_DIR"] = str(session.cache_dir / "xla")
     environment |= dict.fromkeys(JAX_CACHE_EVERYTHING, "0")
+    environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # programs are lowered faster without them
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the memory of a GPU
     session.run("pytest", f"--backend={backend}", *PROCESSES, *options, env=environment)
 

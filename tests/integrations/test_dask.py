@@ -102,7 +102,7 @@ def test_larger_than_the_memory_of_a_worker(tmp_path):
 
         def block(block_info=None):
             (start, stop), _ = block_info[None]["array-location"]
-            return np.random.default_rng(start).normal(size=(stop - start, 8192)).astype("float32")
+            return np.random.default_rng(start).random((stop - start, 8192), "float32")
 
         if __name__ == "__main__":
             n, limit = 36_000, 500_000_000
@@ -116,7 +116,7 @@ def test_larger_than_the_memory_of_a_worker(tmp_path):
                 y = f(x).compute()
             assert y.shape == (n, 64)
             for start in (0, 17_000, n - 1000):
-                rows = np.random.default_rng(start).normal(size=(1000, 8192)).astype("float32")
+                rows = np.random.default_rng(start).random((1000, 8192), "float32")
                 np.testing.assert_allclose(y[start : start + 1000], f(rows), rtol=1e-4, atol=1e-4)
             print("done")
     """

@@ -483,17 +483,21 @@ class TestLookup:
         )
         assert torch.equal(outputs(model, batch()), expected)
 
-    @pytest.mark.parametrize("base", ["sdpa", "eager"])
-    def test_pickled_for_another_process(self, tmp_path, base):
-        model = decoder("Llama")
-        huggingface.use(model, laws.LogLength(4), base=base)
-        torch.save((model, batch(), outputs(model, batch())), tmp_path / "model.pt")
+    def test_pickled_for_another_process(self, tmp_path):
+        saved = []
+        for base in ("sdpa", "eager"):
+            model = decoder("Llama")
+            huggingface.use(model, laws.LogLength(4), base=base)
+            saved.append((model, batch(), outputs(model, batch())))
+        torch.save(saved, tmp_path / "models.pt")
         code = f"""
 import torch
-model, inputs, expected = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-with torch.no_grad():
-    got = model(**inputs)[0][inputs["attention_mask"].bool()]
-torch.testing.assert_close(got, expected)
+saved = torch.load({str(tmp_path / "models.pt")!r}, weights_only=False)
+assert len(saved) == 2
+for model, inputs, expected in saved:
+    with torch.no_grad():
+        got = model(**inputs)[0][inputs["attention_mask"].bool()]
+    torch.testing.assert_close(got, expected)
 """
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 

@@ -439,7 +439,7 @@ class TestJAX:
             call = jax.shard_map(
                 partial(ring, **options), mesh=mesh, in_specs=jax.P("s"), out_specs=jax.P("s")
             )
-            return call(*arrays)
+            return jax.eval_shape(call, *arrays)
 
         with pytest.raises(ValueError, match="`query` must have at least 2 dimensions, got 1"):
             mapped(x[0], x, x)
