@@ -24,7 +24,7 @@ class BlockSizes:
     tile: int = 2**20  # logits of a tile over all batch and head axes; bounds the memory of a call
     rows: int = 16  # the fewest queries of a tile; products of fewer rows are slow
     count_tile: int = 1024  # queries and keys of a tile whose visible keys are counted
-    cache_numbers: int = 2**17  # numbers that fit in a processor's cache, intermediates included
+    cache_numbers: int = 2**18  # numbers that fit in a processor's cache, intermediates included
     jax_cache_numbers: int = 2**15  # likewise for JAX, whose intermediates are more
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers in the vectors whose distances are compared

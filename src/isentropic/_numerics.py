@@ -129,6 +129,12 @@ def product(xp: ModuleType, a: Array, b: Array) -> Array:
     return xp.matmul(a, b, precision="highest") if is_jax(xp) else xp.matmul(a, b)
 
 
+def row_products(xp: ModuleType, a: Array, b: Array) -> Array:
+    """The inner products of the rows of `a` and `b`, in the full precision of the dtype."""
+    # PyTorch cannot batch the `vecdot` of array_api_compat, and JAX would round to TF32 on a GPU.
+    return xp.vecdot(a, b) if is_numpy(xp) else xp.sum(a * b, axis=-1)
+
+
 def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Any:
     """``a @ b``, where axis −3 of `b` may divide that of `a`: the heads of a group share a product."""
     if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:

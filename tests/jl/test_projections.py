@@ -19,7 +19,8 @@ MAPS = {
     "count_sketch": it.jl.count_sketch,
     "count_sketch-4": lambda *a, **k: it.jl.count_sketch(*a, nonzeros=4, **k),
 }
-SIZES = [(24, 8), (50, 12)]
+# A few coordinates of 64, which is 60 padded, and many of 56 = 2 · 28, a multiple of one of Paley's orders.
+SIZES = [(60, 4), (50, 12)]
 
 
 def flat(f):
@@ -360,6 +361,16 @@ class TestHadamard:
         h = scipy.linalg.hadamard(64) / 8
         expected = np.sqrt(64 / 10) * h[f.rows] * f.signs[0]
         np.testing.assert_allclose(f.matrix(), expected, atol=1e-12)
+        np.testing.assert_allclose(f(np.eye(64)).T, expected, atol=1e-12)
+
+    # With few coordinates the last factor is applied only where it is needed.
+    @pytest.mark.parametrize("k", [1, 2, 3, 9, 100, 700])
+    @pytest.mark.parametrize("d", [768, 1000])
+    @pytest.mark.parametrize("rounds", [1, 2])
+    def test_samples_of_every_size(self, d, k, rounds, rng):
+        f, x = it.jl.hadamard_projection(d, k, rounds=rounds, rng=0), rng.normal(size=(2, d, 3))
+        np.testing.assert_allclose(f(x, axis=1), f.matrix() @ x, atol=1e-11)
+        np.testing.assert_allclose(f(x[..., 0]), x[..., 0] @ f.matrix().T, atol=1e-11)
 
     def test_one_hot_keeps_its_length(self):
         for d in (64, 768, 100):

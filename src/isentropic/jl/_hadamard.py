@@ -2,7 +2,7 @@
 
 A matrix of order m·2^j is the Kronecker product of a matrix of order m and Sylvester's matrix of order
 2^j. A product H_a ⊗ H_b is applied one factor at a time: reshape the vector to (a, b), and multiply
-along one axis by each factor. Factors of order about 32 need few passes over the data, and their
+along one axis by each factor. Factors of order about 16 need few passes over the data, and their
 matrix products are dense.
 """
 
@@ -18,12 +18,13 @@ from isentropic._checks import check_axis, check_choice, check_floating, value_e
 from isentropic._linear import LinearMap, apply_to_rows
 from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
-from isentropic._numerics import product
+from isentropic._numerics import product, row_products
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
 # all their orders. For n ≥ 17 the least order that is at least n is at most 18 % above n.
 _PALEY_ORDERS = (12, 20, 28, 36, 44, 60)
-_FACTOR_BITS = 5  # log₂ of the order of a factor
+_FACTOR_BITS = 4  # log₂ of the order of a factor: the time of a product grows with the order
+_MAX_COLUMNS = 1024  # of a product on columns, if NumPy computes it
 _MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
 
 # An order as (base, doublings): base · 2^doublings.
@@ -61,7 +62,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     Notes
     -----
     ``H_1 = [1]`` and ``H_2n = [[H_n, H_n], [H_n, −H_n]]``. The matrix is applied as a Kronecker product
-    of factors of order up to 32, one pass over the data for each factor.
+    of factors of order up to 32, with one pass over the data for each factor.
 
     Examples
     --------
@@ -132,20 +133,29 @@ def _factors(xp: ModuleType, order: Order, scale: float, dtype: Any, device: Any
 
 
 def _factor_orders(order: Order) -> list[Order]:
-    """Split an order into those of factors. The last one is applied first, and is the largest.
-
-    The others act along an axis that is not the last one, where smaller factors are faster.
-    """
+    """Split an order into those of factors. The last one is applied first."""
     base, doublings = order
     if base << doublings <= _MAX_DENSE:
         return [order]
+    first = 0 if base == 1 else _doublings_of_paley(order)
+    rest = doublings - first
+    # The last factor acts along rows, and the others on columns, which must not be too short for them.
+    last = rest if rest <= _FACTOR_BITS + 1 else _FACTOR_BITS
+    count = -(-(rest - last) // _FACTOR_BITS)
+    others = [(rest - last + i) // count for i in range(count)]
+    return [*([] if base == 1 else [(base, first)]), *((1, part) for part in (*others, last) if part)]
+
+
+def _doublings_of_paley(order: Order) -> int:
+    """How many doublings come before Paley's matrix in the Kronecker product; the others follow it.
+
+    This says which matrix has the order, and so which map a seed gives. It must never change.
+    """
+    base, doublings = order
     bits = math.log2(base) + doublings
-    count = math.ceil(bits / _FACTOR_BITS)
-    last = min(doublings, _FACTOR_BITS)
-    rest = doublings - last
-    first = min(rest, max(0, round((bits - last) / (count - 1) - math.log2(base))))
-    middle = [(rest - first + i) // (count - 2) for i in range(count - 2)]
-    return [(base, first), *((1, part) for part in middle if part), (1, last)]
+    last = min(doublings, 5)
+    of_each = (bits - last) / (math.ceil(bits / 5) - 1)
+    return min(doublings - last, max(0, round(of_each - math.log2(base))))
 
 
 def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: int) -> Array:
@@ -161,9 +171,30 @@ def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: in
         if trail == 1:
             rows = _times_transposed(xp, xp.reshape(rows, (size // f, f)), factor)
         else:
-            rows = product(xp, factor, xp.reshape(rows, (size // (f * trail), f, trail)))
+            rows = _times_columns(xp, factor, xp.reshape(rows, (size // (f * trail), f, trail)))
         trail = trail * f
     return xp.reshape(rows, shape)
+
+
+def sample_kronecker(
+    xp: ModuleType, factors: list[Array], rows: Array, trail: int, coordinates: Array
+) -> Array:
+    """Some coordinates of each row of ``apply_kronecker(xp, factors, rows, trail)``."""
+    lead, (*others, last) = rows.shape[0], factors
+    size = math.prod([factor.shape[0] for factor in factors])
+    order, count = last.shape[0], coordinates.shape[0]
+    if not others or count * order > size:
+        z = xp.reshape(apply_kronecker(xp, factors, rows, trail), (lead, size, trail))
+        return xp.reshape(xp.take(z, coordinates, axis=1), (lead, count * trail))
+    # The factors commute. So the last one can come after the others, and only where it is needed: a
+    # coordinate is the product of one of its rows with as many numbers.
+    z = apply_kronecker(xp, others, rows, order * trail)
+    z = xp.take(xp.reshape(z, (lead, size // order, order * trail)), coordinates // order, axis=1)
+    weights = xp.take(last, coordinates % order, axis=0)
+    if trail == 1:
+        return row_products(xp, z, weights[None])
+    z = product(xp, weights[None, :, None, :], xp.reshape(z, (lead, count, order, trail)))
+    return xp.reshape(z, (lead, count * trail))
 
 
 def _apply_in_turn(xp: Any, factors: list[Array], rows: Array, trail: int) -> Array:
@@ -192,6 +223,22 @@ def _times_transposed(xp: ModuleType, rows: Array, factor: Array) -> Array:
             rows = xp.reshape(rows, (count // part, part, f))
             factor = xp.reshape(xp.reshape(factor, (f * f,)), (f, f))
     return product(xp, rows, factor)
+
+
+def _times_columns(xp: ModuleType, factor: Array, columns: Array) -> Array:
+    """``factor @ columns`` for matrices side by side, with NumPy in parts of their columns."""
+    count, f, trail = columns.shape
+    part = math.gcd(trail, _MAX_COLUMNS)
+    if not is_numpy(xp) or part == trail or part < 256:
+        return product(xp, factor, columns)
+    # OpenBLAS does not copy the operands of small products. For wide ones it takes twice the time.
+    result: Any = xp.empty((count, f, trail), dtype=columns.dtype)
+    source, target = (
+        xp.permute_dims(xp.reshape(x, (count, f, trail // part, part)), (0, 2, 1, 3))
+        for x in (columns, result)
+    )
+    xp.matmul(factor, source, out=target)
+    return result
 
 
 def _matrix(xp: ModuleType, order: Order, dtype: Any, device: Any) -> Array:

@@ -36,7 +36,13 @@ from isentropic._namespace import (
     namespace_with_drawn,
 )
 from isentropic._numerics import product, quietly
-from isentropic.jl._hadamard import Order, apply_kronecker, hadamard_factors, hadamard_order
+from isentropic.jl._hadamard import (
+    Order,
+    apply_kronecker,
+    hadamard_factors,
+    hadamard_order,
+    sample_kronecker,
+)
 
 
 @equal_by_value
@@ -225,17 +231,17 @@ class HadamardProjection(NamedTuple):
 
     def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
         factors = self._factors(xp, dtype, device)
-        size, d, k = self._size, self.n_features, self.n_components
+        size, d = self._size, self.n_features
         all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
 
         def mix(block: Array) -> Array:
             lead = block.shape[0]
-            for i, signs in enumerate(all_signs):
-                z = xp.reshape(block, (lead, size if i else d, trail)) * signs
-                z = z if i else _pad(xp, z, size)
-                block = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
-            z = xp.take(xp.reshape(block, (lead, size, trail)), self.rows, axis=1)
-            return xp.reshape(z, (lead, k * trail))
+            z = _pad(xp, xp.reshape(block, (lead, d, trail)) * all_signs[0], size)
+            for signs in all_signs[1:]:
+                z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
+                z = xp.reshape(z, (lead, size, trail)) * signs
+            z = xp.reshape(z, (lead, size * trail))
+            return sample_kronecker(xp, factors, z, trail, self.rows)
 
         return mix
 
