@@ -174,13 +174,18 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
     import numpy as np
 
     s, value = _logits_at_once(plan, operands)
+    # The maxima of rows take as long as a product. They are needed only if sums without a reference
+    # might overflow, or be too small to be accurate, or 0 in a row that sees no key.
+    if np.maximum.reduce(s, axis=None, initial=-math.inf) <= _MAX_EXPONENT:
+        weight = np.exp(s)
+        normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
+        if np.minimum.reduce(normalizer, axis=None, initial=math.inf) >= _MIN_SUM:
+            return grouped_matmul(np, np.divide(weight, normalizer, out=weight), value)
     # The weights of a row that sees no key are e^{−∞} = 0.
     maximum = np.maximum.reduce(s, axis=-1, keepdims=True, initial=np.finfo(s.dtype).min)
-    np.exp(np.subtract(s, maximum, out=s), out=s)
-    normalizer = np.add.reduce(s, axis=-1, keepdims=True)
-    if np.count_nonzero(normalizer) == normalizer.size:
-        return grouped_matmul(np, np.divide(s, normalizer, out=s), value)
-    return divide_or_zero(np, grouped_matmul(np, s, value), normalizer)
+    weight = np.exp(np.subtract(s, maximum, out=s), out=s)
+    normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
+    return divide_or_zero(np, grouped_matmul(np, weight, value), normalizer)
 
 
 def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionState:
