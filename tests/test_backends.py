@@ -1,5 +1,7 @@
 """Backends against the generic pass and against oracles: values, gradients, masks, what is not finite."""
 
+import itertools
+
 import numpy as np
 import oracles
 import pytest
@@ -72,7 +74,9 @@ class TestAgainstGeneric:
         k, v = (backend.array(rng.normal(size=(2, heads, 13, e))) for e in (8, 5))
         options = MASKS[name](backend.array) | {"enable_gqa": grouped}
         expected = outcomes(backend, "generic", q, k, v, **options)
-        for implementation in (None, "native"):
+        for implementation in (None, "native", "numpy"):
+            if implementation == "numpy" and "cpu" not in str(q.device).lower():
+                continue
             got = outcomes(backend, implementation, q, k, v, **options)
             tolerance = 1e-5 if not backend.float64 else 1e-11
             for key, x in got.items():
@@ -241,6 +245,20 @@ class TestBackends:
                 for other in others - {"triton", "pallas"}:
                     runs = it.attention_backends(x, x, x, implementation=other)[other] == "runs"
                     assert (repr(other) in suggested) == runs
+
+    def test_many_logits_under_a_mask_are_faster_by_numpy_than_by_pytorch(self, backend):
+        if backend.library != "torch":
+            pytest.skip("about PyTorch's kernel")
+        xp = backend.xp
+        names = {"window": masks.window(3), "array": xp.ones((2**10, 2**10), dtype=xp.bool)}
+        for (name, mask), heads in itertools.product(names.items(), (4, 8)):
+            x = backend.array(np.zeros((heads, 2**10, 2)), "float32")
+            expected = "numpy" if heads == 8 and x.device.type == "cpu" else "sdpa"
+            assert it.attention_backends(x, x, x, mask=mask)[expected] == "runs", name
+            assert it.attention_backends(x, x, x, mask=mask, bias=x[..., :1])["sdpa"] == "runs"
+            assert it.attention_backends(x, x, x, is_causal=True)["sdpa"] == "runs"
+            x.requires_grad_()
+            assert it.attention_backends(x, x, x, mask=mask)["sdpa"] == "runs"
 
     def test_numpy_takes_few_logits_and_many_but_no_few_logits_of_many_heads(self):
         few, many = np.zeros((4, 2)), np.zeros((2**20, 2))

@@ -99,6 +99,23 @@ def takes_tiles(plan: Plan) -> bool:
     return plan.are_all_readable and plan.block_size is None and _is_large(plan)
 
 
+def takes_mask(plan: Plan) -> bool:
+    """Whether the pass computes a masked output of PyTorch tensors faster than PyTorch's own kernel.
+
+    The kernel reads the mask as an array, for all keys that some query sees. The pass forms only the
+    tiles at the edges of the mask.
+    """
+    n_logits = plan.n_queries * plan.n_keys * math.prod(plan.batch)
+    is_plain = plan.is_plain_causal or plan.has_bias
+    return (
+        plan.has_mask
+        and not is_plain
+        and not plan.is_differentiated
+        and takes_tiles(plan)
+        and n_logits >= BLOCKS.numpy_masked_logits
+    )
+
+
 @_quietly_on_tensors
 def state_for_gradient(plan: Plan, operands: Operands, order: float) -> AttentionState:
     """The state in columns, relative to the maximum, for a backward pass of another library."""
@@ -521,6 +538,8 @@ class _Pass:
                 visible = self.visible(item, columns)
                 if not visible.any():
                     continue
+                if visible.all():  # as in most tiles of a causal mask that is an array
+                    visible = None
             s = buffer[: n_rows * columns[1]].reshape(n_rows, columns[1])
             np.matmul(q, keys[start : start + columns[1]].T, out=s)
             yield columns, visible, s

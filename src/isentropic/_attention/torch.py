@@ -16,6 +16,7 @@ from isentropic._attention.generic import (
     reach,
     tile_shape,
 )
+from isentropic._attention.numpy import takes_mask
 from isentropic._attention.plan import TRANSFORMED, Operands, Plan, four_axes, sum_of
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take
@@ -42,6 +43,8 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return TRANSFORMED
     if plan.head_dim == 0 or plan.n_values == 0:
         return "queries or values have no features"
+    if not is_named and takes_mask(plan):
+        return "the NumPy pass is faster, as it does not form the mask as an array"
     if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
         return None
     # PyTorch's "math" kernel forms the weights and is not better than the generic pass.
