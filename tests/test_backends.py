@@ -284,8 +284,67 @@ def test_several_dtypes_are_computed_in_the_widest(backend, rng):
         backend.assert_close(got, expected, rtol=1e-13, atol=1e-14)
 
 
-class TestBound:
-    """Rows whose bound ‖q‖·max‖k‖ is far above their maximum are taken again."""
+class TestReferences:
+    """Sums of NumPy's tiles relative to constants, and what is computed again where these are not good."""
+
+    @pytest.mark.parametrize(
+        ("logits", "passes"),
+        [
+            (lambda s: s, [False]),
+            (lambda s: s - 100, [False, True]),
+            (lambda s: s + 100, [False, True]),
+            (lambda s: s + 100 * (np.arange(13) == 1), [False, True]),
+            (lambda s: s + 100 * (np.arange(13) == 12), [False, True, None]),
+            (lambda s: s - 100 * (np.arange(13) == 12), [False]),
+            (lambda s: s - 100 * (np.arange(13) < 12), [False, True, None]),
+            (lambda s: s + 1e4, [False, True, None]),  # the last one because of rounding in float32
+        ],
+    )
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_which_are_tried(self, tiles, set_blocks, monkeypatch, rng, logits, passes, dtype):
+        from isentropic._attention.numpy import _Pass
+
+        set_blocks(numpy_min_part=14, numpy_rows=6)  # one block of three rows, and tiles of ten keys
+        if dtype == "float64" and logits(np.zeros(13))[0] == 1e4:
+            passes = passes[:2]
+        tried = []
+
+        def noted(function):
+            def run(self, item, from_first_tile=None):
+                tried.append(from_first_tile)
+                if from_first_tile is None:
+                    return function(self, item)
+                return function(self, item, from_first_tile=from_first_tile)
+
+            return run
+
+        for name in ("below_constant", "below_maximum"):
+            monkeypatch.setattr(_Pass, name, noted(getattr(_Pass, name)))
+        # The first feature of the queries is 1, so that that of the keys is added to the logits.
+        q, k = rng.normal(size=(2, 13, 4))
+        q[:, 0], k[:, 0] = 1.0, logits(np.zeros(13))
+        q, k, v = q.astype(dtype)[-3:], k.astype(dtype), rng.normal(size=(13, 3)).astype(dtype)
+        s = q.astype("float64") @ k.astype("float64").T
+        options = {"law": None, "scale": 1.0, "implementation": "numpy"}
+        state = it.attention_state(q, k, v, **options)
+        assert tried == passes
+        slack = max(np.abs(k).max() * np.finfo(dtype).eps * 8, 1e-6)
+        np.testing.assert_allclose(state.output(), oracles.softmax(s) @ v, atol=slack, rtol=slack)
+        np.testing.assert_allclose(state.maximum, s.max(-1), rtol=1e-5)
+        h = it.attention_entropy(q, k, **options)
+        np.testing.assert_allclose(h, oracles.entropy(oracles.softmax(s)), atol=8 * slack)
+
+    def test_rows_that_see_their_first_key_late(self, tiles, rng):
+        q, k, v = rng.normal(size=(3, 13, 4)).astype("float32")
+        q[:, 0], k[:, 0] = 1.0, 60.0  # so that 0 is not good
+        mask = np.arange(13) >= np.arange(13)[:, None] * 2  # from the eighth row on they see none
+        got = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="numpy")
+        expected = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="generic")
+        for a, b in zip(
+            (got.output(), got.entropy()), (expected.output(), expected.entropy()), strict=True
+        ):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+        np.testing.assert_array_equal(got.output()[7:], 0)
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
@@ -368,6 +427,12 @@ class TestBound:
         q, k, v = np.ones((1, 1)), np.full((2, 1), -np.inf), np.full((2, 1), np.inf)
         with np.errstate(all="ignore"):
             assert it.attention(q, k, v, implementation=implementation) == 0
+
+    @pytest.mark.parametrize("implementation", ["generic", "native"])
+    def test_logits_of_minus_infinity(self, small_blocks, implementation):
+        q, k = np.ones((1, 1)), np.asarray([[-np.inf], [1.0], [1.0]])
+        h = it.attention_entropy(q, k, implementation=implementation)
+        np.testing.assert_allclose(h, np.log(2))
 
     def test_bounds_that_overflow(self, small_blocks):
         q = np.full((3, 2), 1e30, "float32")

@@ -1,8 +1,8 @@
 """The tile pass for NumPy: two products and an exponential per tile, with few elementwise passes.
 
-Without a bias the exponents of a row are relative to a bound ‖q‖ · max‖k‖ ≥ max q·k, or the soft cap,
-instead of the maximum. A small bound is not even subtracted. A row whose sum relative to the bound is
-too small to be accurate is computed again.
+Without a bias the exponents of a row are relative to 0, which needs no subtraction. If its sum is then
+too small or too large to be accurate, they are relative to the largest logit of the first tile in which
+the row sees a key. A block of rows with a logit that is far above that one is computed again.
 
 With a bias, and for entropies of other orders than 1, exponents are relative to the maximum of the
 tiles so far.
@@ -40,11 +40,11 @@ from isentropic._namespace import Array
 from isentropic._numerics import divide_or_zero, grouped_matmul, quietly
 from isentropic._threads import n_threads, run
 
-# A sum relative to the bound is accurate from here on: for up to 10^10 keys it loses less to underflow
-# (of weights below 1e-38 in float32) than to rounding.
-_MIN_SUM = 1e-20
-# Bounds below this, in nats, are not subtracted: in float32 the weights are between 4e-18 and 2e17, of
-# which 10^21 can be added.
+# Sums relative to a constant are accurate between these limits: for up to 10^10 keys they lose less to
+# underflow (of weights below 1e-38 in float32) than to rounding, and sums of values do not overflow.
+_MIN_SUM, _MAX_SUM = 1e-20, 1e20
+# Logits up to here, in nats, are exponentiated as they are if all of them are computed at once: the
+# weights are at most 2e17 in float32, of which 10^21 can be added.
 _MAX_EXPONENT = 40.0
 # The largest rounding error in an exponent from its unit, by which the queries are divided.
 _MAX_EXPONENT_ERROR = 1e-3
@@ -135,7 +135,7 @@ def output(plan: Plan, operands: Operands) -> Array:
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
     """The state in columns, with the moment of an order.
 
-    Unless `relative_to_maximum`, the sums of large calls are relative to a bound of the maximum.
+    Unless `relative_to_maximum`, the sums of large calls are relative to any reference.
     """
     return _state_to_library(plan, _numpy_state(plan, operands, order, relative_to_maximum))
 
@@ -318,6 +318,14 @@ class _Sums:
         if self.value is not None:
             self.value += np.matmul(weight, self.values[start : start + size], out=self.part)
 
+    def are_accurate(self, is_empty: Any) -> bool:
+        """Whether no sum is too small or too large, but for those of rows that have seen no key."""
+        import numpy as np
+
+        z = self.normalizer
+        are_within = is_empty | ((z >= _MIN_SUM) & (z <= _MAX_SUM))
+        return bool(np.all(are_within)) and bool(np.all(np.isfinite(self.moment)))
+
     def shift(self, shift: Any, order: float | None) -> None:
         """Let the exponents change by `shift`."""
         import numpy as np
@@ -343,13 +351,14 @@ class _Pass:
     def __post_init__(self) -> None:
         key, value = (_in_rows(x, self.plan.compute) for x in (self.operands.key, self.operands.value))
         self.operands = self.operands._replace(key=key, value=value)
-        plan, operands = self.plan, self.operands
+        operands = self.operands
         is_plain = operands.bias is None and operands.nonfinite is None
-        # The norms of the keys take longer than the maxima of fewer rows.
-        has_many_rows = plan.n_queries >= plan.head_dim
-        self.has_bound = is_plain and has_many_rows and self.order in (None, 1.0)
-        self.largest_norms: dict[Any, Any] = {}  # of the keys of a part
-        self.loose_bounds: set[Any] = set()  # parts with a row whose maximum is far below the bound
+        # The constants to which sums can be relative: 0, and the largest logit of the first tile.
+        self.constants = (0, 1) if is_plain and self.order in (None, 1.0) else ()
+        if self.is_for_gradient:
+            self.constants = self.constants[:1]
+        # How many of them were not accurate for some row, by the part of the keys.
+        self.refused: dict[tuple[Index, Block], int] = {}
         # The mask of an item has numbers in place of the arrays that differ from item to item. So the
         # mask of all items tells whether they have tiles in common.
         mask = operands.mask
@@ -412,8 +421,15 @@ class _Pass:
 
     def block(self, item: _Item) -> AttentionState:
         """The state of an item."""
-        state = self.below_bound(item) if self.has_bound else None
-        return self.below_maximum(item) if state is None else state
+        index = _element_of(self.operands.key, self.plan.batch, item.index)
+        place = index, item.part
+        for constant in self.constants[self.refused.get(place, 0) :]:
+            state = self.below_constant(item, from_first_tile=constant == 1)
+            if state is not None:
+                return state
+            # The other rows are likely to have such logits too.
+            self.refused[place] = constant + 1
+        return self.below_maximum(item)
 
     def part_of(self, x: Any, item: _Item) -> Any:
         """The rows of an item in `x` (..., L, columns)."""
@@ -428,30 +444,30 @@ class _Pass:
             multiplier = self.part_of(multiplier, item)
         return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
-    def below_bound(self, item: _Item) -> AttentionState | None:
-        """The state from sums relative to a bound; None if the maximum of some row is far below it."""
+    def below_constant(self, item: _Item, *, from_first_tile: bool) -> AttentionState | None:
+        """The state from sums relative to a constant for each row; None if some may be inaccurate.
+
+        The constant is 0, or the largest logit of the first tile in which the row sees a key.
+        """
         import numpy as np
 
         exp, unit = (np.exp, 1.0) if self.is_for_gradient else _exponential()
-        place, softcap = self.place(item), self.plan.softcap
-        query_unit = unit if softcap is None else softcap
-        query = self.scaled_rows(item, query_unit)
-        bound = _norms(query) * (self.largest_norm(item) * query_unit)
-        if softcap is not None:
-            bound = np.minimum(bound, softcap)
-        largest = np.max(bound)
-        if place in self.loose_bounds or not largest * np.finfo(bound.dtype).eps < _MAX_EXPONENT_ERROR:
-            return None
-        is_shifted = largest > _MAX_EXPONENT
-        if is_shifted and self.is_for_gradient:
-            return None
-        reference = bound / unit if is_shifted else np.zeros_like(bound)
-        sums = self.new_sums(item)
-        peak = np.zeros_like(bound)
+        softcap = self.plan.softcap
+        query = self.scaled_rows(item, unit if softcap is None else softcap)
+        n_rows, dtype = item.rows[1], query.dtype
+        # Relative to the largest number, the weights of a row that has seen no key yet are 0.
+        is_unseen = np.full(n_rows, from_first_tile)
+        reference = np.full(n_rows, np.finfo(dtype).max if from_first_tile else 0.0, dtype)
+        sums, peak, is_first = self.new_sums(item), np.zeros(n_rows, dtype), True
         for columns, visible, s in self.tiles(item, query):
             if softcap is not None:
                 np.multiply(np.tanh(s, out=s), softcap / unit, out=s)
-            if is_shifted:
+            if is_unseen.any():
+                maximum = _row_maxima(s if visible is None else np.where(visible, s, -math.inf))
+                is_new = is_unseen & (maximum > -math.inf)
+                reference[is_new] = maximum[is_new]
+                is_unseen &= ~is_new
+            if from_first_tile:
                 np.subtract(s, reference[:, None], out=s)
             p = exp(s, out=s if self.order is None else sums.beside(s))
             if visible is not None:
@@ -461,13 +477,15 @@ class _Pass:
                 sums.moment += np.vecdot(p, s)
             if self.relative_to_maximum:
                 np.maximum(peak, _row_maxima_of_weights(p), out=peak)
-        if is_shifted and not np.all(sums.normalizer >= _MIN_SUM):
-            self.loose_bounds.add(place)
+            if is_first and not sums.are_accurate(is_unseen):
+                return None
+            is_first = False
+        reference = np.where(is_unseen, 0.0, reference * unit)
+        is_exact = np.max(np.abs(reference)) * np.finfo(dtype).eps < _MAX_EXPONENT_ERROR
+        if not is_exact or not sums.are_accurate(is_unseen):
             return None
         sums.moment *= unit
-        return self.state_of(
-            sums, reference * unit, peak if self.relative_to_maximum else sums.normalizer
-        )
+        return self.state_of(sums, reference, peak if self.relative_to_maximum else sums.normalizer)
 
     def below_maximum(self, item: _Item) -> AttentionState:
         """The state from sums relative to the maximum so far, for logits of every kind."""
@@ -569,17 +587,6 @@ class _Pass:
             value = value[_element_of(value, self.plan.batch, item.index)]
         return _Sums(item.rows[1], value, self.plan.compute)
 
-    def place(self, item: _Item) -> tuple[Index, Block]:
-        """What identifies the keys of an item."""
-        return _element_of(self.operands.key, self.plan.batch, item.index), item.part
-
-    def largest_norm(self, item: _Item) -> Any:
-        """The largest norm of the keys of an item."""
-        place = index, (start, size) = self.place(item)
-        if place not in self.largest_norms:
-            self.largest_norms[place] = _norms(self.operands.key[index][start : start + size]).max()
-        return self.largest_norms[place]
-
 
 @functools.cache
 def _exponential() -> tuple[Any, float]:
@@ -639,13 +646,6 @@ def _in_rows(x: Any, dtype: Any) -> Any:
     x = np.asarray(x, dtype=dtype)
     is_in_rows = x.strides[-1] == x.itemsize and x.strides[-2] >= x.shape[-1] * x.itemsize
     return x if is_in_rows else np.ascontiguousarray(x)
-
-
-def _norms(x: Any) -> Any:
-    """The Euclidean norms of the rows."""
-    import numpy as np
-
-    return np.sqrt(np.vecdot(x, x))
 
 
 def _element_of(x: Any, batch: Index, index: Index) -> Index:
