@@ -146,9 +146,10 @@ def _state_and_entropy(q, k, v, **options):
     return it.attention_state(q, k, v, **options), entropies
 
 
-class TestTransformations:
-    LENGTHS = (2, 7, 16, 33, 64, 100, 300, 777, 1500, 2100)
+LENGTHS = (2, 7, 16, 33, 64, 100, 300, 777, 1500, 2100)
 
+
+class TestGraphs:
     @pytest.mark.parametrize("name", ["attention", "causal", "entropy", "output of a state", "sinks"])
     def test_modes_that_see_all_operations(self, name):
         """Tracing records operations, not numbers, and counters count them."""
@@ -183,7 +184,7 @@ class TestTransformations:
     )
     def test_few_graphs_for_ten_lengths(self, call, compile_):
         compiled, counter = compile_(call)
-        for n in self.LENGTHS:
+        for n in LENGTHS:
             q, k, v = torch.randn(3, 2, n, 8)
             for got, want in zip(
                 cases.leaves(compiled(q, k, v)), cases.leaves(call(q, k, v)), strict=True
@@ -326,7 +327,7 @@ class TestTransformations:
 
     def test_gradients_of_ten_lengths(self, compile_):
         compiled, counter = compile_(lambda *a: it.attention(*a, is_causal=True).sin().sum())
-        for n in self.LENGTHS:
+        for n in LENGTHS:
             q, k, v = (torch.randn(2, n, 4, requires_grad=True) for _ in range(3))
             got = torch.autograd.grad(compiled(q, k, v), (q, k, v))
             want = torch.autograd.grad(it.attention(q, k, v, is_causal=True).sin().sum(), (q, k, v))
@@ -397,6 +398,8 @@ class TestTransformations:
                 for got, want in zip(compiled(f, y), call(f, y), strict=True):
                     torch.testing.assert_close(got, want)
 
+
+class TestTransformations:
     def test_vmap_of_multi_head_attention(self):
         x, w = torch.randn(3, 5, 8), torch.randn(4, 8, 8)
 

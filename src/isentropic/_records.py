@@ -21,10 +21,7 @@ class Record:
         cls._fields = (*cls._fields, *cls.__annotations__)
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        for name, x in zip(self._fields, values, strict=False):
-            object.__setattr__(self, name, x)
-        for name, x in named.items():
-            object.__setattr__(self, name, x)
+        self.__dict__.update(zip(self._fields, values, strict=False), **named)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")

@@ -82,26 +82,33 @@ def state_of(
 
     The sums are relative to the maximum if `relative_to_maximum`, and otherwise to any reference.
     """
-    state = _backend_for(plan, implementation, order).state
-    assert state is not None
-    return with_sinks(plan, operands, state(plan, operands, order, relative_to_maximum), order)
+    backend = _backend_for(plan, implementation, order)
+    return _state_by(backend, plan, operands, order, relative_to_maximum)
 
 
 def rows_of(plan: Plan, operands: Operands, implementation: str | None) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows, computed by the first suitable backend."""
-    rows = _backend_for(plan, implementation, 1.0).rows
-    if rows is not None and operands.sinks is None:
-        return rows(plan, operands)
-    return as_rows(state_of(plan, operands, implementation, relative_to_maximum=True))
+    backend = _backend_for(plan, implementation, 1.0)
+    if backend.rows is not None and operands.sinks is None:
+        return backend.rows(plan, operands)
+    return as_rows(_state_by(backend, plan, operands, 1.0, True))
 
 
 def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order: float) -> Array:
     """Rényi's entropies (..., L), computed by the first suitable backend."""
-    entropy = _backend_for(plan, implementation, order).entropy
-    if entropy is not None and operands.sinks is None:
-        return entropy(plan, operands, order)
-    state = as_rows(state_of(plan, operands, implementation, order))
+    backend = _backend_for(plan, implementation, order)
+    if backend.entropy is not None and operands.sinks is None:
+        return backend.entropy(plan, operands, order)
+    state = as_rows(_state_by(backend, plan, operands, order, False))
     return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")
+
+
+def _state_by(
+    backend: Backend, plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
+) -> AttentionState:
+    assert backend.state is not None
+    state = backend.state(plan, operands, order, relative_to_maximum)
+    return with_sinks(plan, operands, state, order)
 
 
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
