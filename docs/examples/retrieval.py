@@ -164,7 +164,7 @@ def first_half(model: Any, one: Task, constant: float) -> DynamicCache:
     """The cache after the tokens before `start`. All laws with the same constant have it in common."""
     smollm2.set_positions(model, Arm().positions)
     cache = DynamicCache(config=model.config)
-    with huggingface.use(model, smollm2.laws_of(Arm(constant=constant)), base="sdpa"):
+    with huggingface.use(model, smollm2.laws_of(Arm(constant=constant))):
         read(model, one.ids[: one.start - 1], cache)
     return cache
 
@@ -176,7 +176,7 @@ def measure(
     """The answers within the trained length, and those at the end."""
     smollm2.set_positions(model, arm.positions)
     ids, cache = one.ids, smollm2.branch(before)
-    with huggingface.use(model, smollm2.laws_of(arm, slopes), base="sdpa"):
+    with huggingface.use(model, smollm2.laws_of(arm, slopes)):
         early = ask(model, ids[one.start - 1], one.early, smollm2.branch(cache))
         read(model, ids[one.start - 1 : -1], cache)
         return {"early": early, "late": ask(model, ids[-1], one.late, cache)}

@@ -353,7 +353,7 @@ def using(model: Any, arm: Arm, numbers: Sequence[Any] | None) -> contextlib.Abs
     """Apply an arm to the model. `numbers` has the slopes of each layer, or the entropies of "held"."""
     if arm.law == HELD and numbers is not None:
         return held(model, numbers)
-    return huggingface.use(model, laws_of(arm, numbers), base="sdpa")
+    return huggingface.use(model, laws_of(arm, numbers))
 
 
 def held(model: Any, entropies: Sequence[Any]) -> contextlib.AbstractContextManager:
@@ -420,7 +420,7 @@ class Prefix(NamedTuple):
 def prefix(model: Any, document: Document, arm: Arm) -> Prefix:
     set_positions(model, arm.positions)
     cache = DynamicCache(config=model.config)
-    with huggingface.use(model, laws_of(Arm(constant=arm.constant)), base="sdpa"):
+    with huggingface.use(model, laws_of(Arm(constant=arm.constant))):
         return Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
 
 
@@ -468,7 +468,7 @@ def fit(model: Any, documents: Sequence[Document], job: Fit) -> dict[str, Any]:
     history = []
     for document in documents:
         cache = prefix(model, document, arm).cache
-        with huggingface.use(model, laws_of(arm, of_layers), base="sdpa"):
+        with huggingface.use(model, laws_of(arm, of_layers)):
             for a in range(TRAINED, len(document.ids) - 1, CHUNK):
                 loss = losses(model, document.ids[a : a + CHUNK + 1], cache).mean()
                 optimizer.zero_grad()

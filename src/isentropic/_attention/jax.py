@@ -289,8 +289,8 @@ class _Heads:
             blocks = shared.joined(_Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size))
             return _fold(plan.xp, of_columns, merge, empty(rows[1]), blocks, reach)
 
-        # The keys and values are split once for all rows, and transposed. So XLA computes their gradients
-        # without transposing tiles, which would take it three times as long.
+        # The keys and values are split once for all rows, and transposed. So XLA need not transpose
+        # tiles of weights for their gradients, which would take three times as long.
         row_size, column_size = BLOCKS.jax_rows, BLOCKS.jax_columns
         arrays = {name: x for name, x in self.arrays.items() if name not in _ROW_AXES}
         shared = _Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size)
