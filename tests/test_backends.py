@@ -250,9 +250,9 @@ class TestBackends:
         if backend.library != "torch":
             pytest.skip("about PyTorch's kernel")
         xp = backend.xp
-        names = {"window": masks.window(3), "array": xp.ones((2**10, 2**10), dtype=xp.bool)}
+        names = {"window": masks.window(3), "array": xp.ones((2**11, 2**11), dtype=xp.bool)}
         for (name, mask), heads in itertools.product(names.items(), (4, 8)):
-            x = backend.array(np.zeros((heads, 2**10, 2)), "float32")
+            x = backend.array(np.zeros((heads, 2**11, 2)), "float32")
             expected = "numpy" if heads == 8 and x.device.type == "cpu" else "sdpa"
             assert it.attention_backends(x, x, x, mask=mask)[expected] == "runs", name
             assert it.attention_backends(x, x, x, mask=mask, bias=x[..., :1])["sdpa"] == "runs"
@@ -287,26 +287,11 @@ def test_several_dtypes_are_computed_in_the_widest(backend, rng):
 class TestReferences:
     """Sums of NumPy's tiles relative to constants, and what is computed again where these are not good."""
 
-    @pytest.mark.parametrize(
-        ("logits", "passes"),
-        [
-            (lambda s: s, [False]),
-            (lambda s: s - 100, [False, True]),
-            (lambda s: s + 100, [False, True]),
-            (lambda s: s + 100 * (np.arange(13) == 1), [False, True]),
-            (lambda s: s + 100 * (np.arange(13) == 12), [False, True, None]),
-            (lambda s: s - 100 * (np.arange(13) == 12), [False]),
-            (lambda s: s - 100 * (np.arange(13) < 12), [False, True, None]),
-            (lambda s: s + 1e4, [False, True, None]),  # the last one because of rounding in float32
-        ],
-    )
-    @pytest.mark.parametrize("dtype", ["float32", "float64"])
-    def test_which_are_tried(self, tiles, set_blocks, monkeypatch, rng, logits, passes, dtype):
+    @pytest.fixture
+    def tried(self, monkeypatch):
+        """What the sums of blocks are made relative to: 0 is False, the first tile True, the largest None."""
         from isentropic._attention.numpy import _Pass
 
-        set_blocks(numpy_min_part=14, numpy_rows=6)  # one block of three rows, and tiles of ten keys
-        if dtype == "float64" and logits(np.zeros(13))[0] == 1e4:
-            passes = passes[:2]
         tried = []
 
         def noted(function):
@@ -318,8 +303,28 @@ class TestReferences:
 
             return run
 
-        for name in ("below_constant", "below_maximum"):
+        for name in ("relative_to_constant", "relative_to_largest"):
             monkeypatch.setattr(_Pass, name, noted(getattr(_Pass, name)))
+        return tried
+
+    @pytest.mark.parametrize(
+        ("logits", "passes"),
+        [
+            (lambda s: s, [False]),
+            (lambda s: s - 100, [False, True]),
+            (lambda s: s + 100, [False, True]),
+            (lambda s: s + 100 * (np.arange(13) == 1), [False, True]),
+            (lambda s: s + 100 * (np.arange(13) == 12), [False, None]),
+            (lambda s: s - 100 * (np.arange(13) == 12), [False]),
+            (lambda s: s - 100 * (np.arange(13) < 12), [False, True, None]),
+            (lambda s: s + 1e4, [False, True, None]),  # the last one because of rounding in float32
+        ],
+    )
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_which_are_tried(self, tiles, set_blocks, tried, rng, logits, passes, dtype):
+        set_blocks(numpy_min_part=14, numpy_rows=6)  # one block of three rows, and tiles of ten keys
+        if dtype == "float64" and logits(np.zeros(13))[0] == 1e4:
+            passes = passes[:2]
         # The first feature of the queries is 1, so that that of the keys is added to the logits.
         q, k = rng.normal(size=(2, 13, 4))
         q[:, 0], k[:, 0] = 1.0, logits(np.zeros(13))
@@ -334,17 +339,26 @@ class TestReferences:
         h = it.attention_entropy(q, k, **options)
         np.testing.assert_allclose(h, oracles.entropy(oracles.softmax(s)), atol=8 * slack)
 
-    def test_rows_that_see_their_first_key_late(self, tiles, rng):
+    @pytest.mark.parametrize(("added", "expected"), [(0.0, {False}), (60.0, {False, True})])
+    def test_rows_that_see_their_first_key_late(self, tiles, tried, rng, added, expected):
         q, k, v = rng.normal(size=(3, 13, 4)).astype("float32")
-        q[:, 0], k[:, 0] = 1.0, 60.0  # so that 0 is not good
+        q[:, 0], k[:, 0] = 1.0, added
         mask = np.arange(13) >= np.arange(13)[:, None] * 2  # from the eighth row on they see none
         got = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="numpy")
-        expected = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="generic")
+        assert set(tried) == expected
+        wanted = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="generic")
         for a, b in zip(
-            (got.output(), got.entropy()), (expected.output(), expected.entropy()), strict=True
+            (got.output(), got.entropy()), (wanted.output(), wanted.entropy()), strict=True
         ):
             np.testing.assert_allclose(a, b, atol=1e-4)
         np.testing.assert_array_equal(got.output()[7:], 0)
+
+    def test_hidden_logits_that_overflow(self, small_blocks):
+        q, k = np.asarray([[0.0, 0.0], [1e20, 1e20]], "float32"), np.full((2, 2), 1e20, "float32")
+        mask = np.asarray([[True, False], [False, False]])
+        options = {"mask": mask, "law": None, "implementation": "native"}
+        out = it.attention(q, k, np.ones((2, 1), "float32"), **options)
+        np.testing.assert_array_equal(out, [[1.0], [0.0]])
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])

@@ -35,7 +35,7 @@ class BlockSizes:
     # Calls with fewer logits are not faster with threads and one batch element at a time.
     numpy_min_head_logits: int = 2**16
     numpy_min_logits: int = 2**20  # of all heads
-    numpy_masked_logits: int = 2**23  # from here on outputs under a mask are faster than by PyTorch
+    numpy_masked_logits: int = 2**25  # from here on most outputs under masks are faster than by PyTorch
     jax_rows: int = 1024  # a tile of one head on a CPU: large, as XLA shares out single operations
     jax_columns: int = 1024
     jax_min_length: int = 256  # with fewer queries or keys all heads at once are faster

@@ -41,8 +41,9 @@ from isentropic._numerics import divide_or_zero, grouped_matmul, quietly
 from isentropic._threads import n_threads, run
 
 # Sums relative to a constant are accurate between these limits: for up to 10^10 keys they lose less to
-# underflow (of weights below 1e-38 in float32) than to rounding, and sums of values do not overflow.
-_MIN_SUM, _MAX_SUM = 1e-20, 1e20
+# underflow (of weights below 1e-38 in float32) than to rounding, and sums of values below 10^20 do not
+# overflow.
+_MIN_SUM, _MAX_SUM = 1e-20, 1e17
 # Logits up to here, in nats, are exponentiated as they are if all of them are computed at once: the
 # weights are at most 2e17 in float32, of which 10^21 can be added.
 _MAX_EXPONENT = 40.0
@@ -102,18 +103,12 @@ def takes_tiles(plan: Plan) -> bool:
 def takes_mask(plan: Plan) -> bool:
     """Whether the pass computes a masked output of PyTorch tensors faster than PyTorch's own kernel.
 
-    The kernel reads the mask as an array, for all keys that some query sees. The pass forms only the
-    tiles at the edges of the mask.
+    The kernel adds an array to the logits. The pass hides keys only in tiles where some are hidden.
     """
+    if not plan.has_mask or plan.is_plain_causal or plan.has_bias or plan.is_differentiated:
+        return False
     n_logits = plan.n_queries * plan.n_keys * math.prod(plan.batch)
-    is_plain = plan.is_plain_causal or plan.has_bias
-    return (
-        plan.has_mask
-        and not is_plain
-        and not plan.is_differentiated
-        and takes_tiles(plan)
-        and n_logits >= BLOCKS.numpy_masked_logits
-    )
+    return takes_tiles(plan) and n_logits >= BLOCKS.numpy_masked_logits
 
 
 @_quietly_on_tensors
@@ -202,6 +197,8 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
     maximum = np.maximum.reduce(s, axis=-1, keepdims=True, initial=np.finfo(s.dtype).min)
     weight = np.exp(np.subtract(s, maximum, out=s), out=s)
     normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
+    if np.count_nonzero(normalizer) == normalizer.size:
+        return grouped_matmul(np, np.divide(weight, normalizer, out=weight), value)
     return divide_or_zero(np, grouped_matmul(np, weight, value), normalizer)
 
 
@@ -323,7 +320,7 @@ class _Sums:
         import numpy as np
 
         z = self.normalizer
-        are_within = is_empty | ((z >= _MIN_SUM) & (z <= _MAX_SUM))
+        are_within = (is_empty & (z == 0)) | ((z >= _MIN_SUM) & (z <= _MAX_SUM))
         return bool(np.all(are_within)) and bool(np.all(np.isfinite(self.moment)))
 
     def shift(self, shift: Any, order: float | None) -> None:
@@ -353,12 +350,11 @@ class _Pass:
         self.operands = self.operands._replace(key=key, value=value)
         operands = self.operands
         is_plain = operands.bias is None and operands.nonfinite is None
-        # The constants to which sums can be relative: 0, and the largest logit of the first tile.
-        self.constants = (0, 1) if is_plain and self.order in (None, 1.0) else ()
-        if self.is_for_gradient:
-            self.constants = self.constants[:1]
-        # How many of them were not accurate for some row, by the part of the keys.
-        self.refused: dict[tuple[Index, Block], int] = {}
+        # The constants to which sums can be relative, in the order in which they are tried: 0 (False),
+        # and the largest logit of the first tile (True).
+        self.constants: tuple[bool, ...] = ()
+        if is_plain and self.order in (None, 1.0):
+            self.constants = (False,) if self.is_for_gradient else (False, True)
         # The mask of an item has numbers in place of the arrays that differ from item to item. So the
         # mask of all items tells whether they have tiles in common.
         mask = operands.mask
@@ -421,15 +417,11 @@ class _Pass:
 
     def block(self, item: _Item) -> AttentionState:
         """The state of an item."""
-        index = _element_of(self.operands.key, self.plan.batch, item.index)
-        place = index, item.part
-        for constant in self.constants[self.refused.get(place, 0) :]:
-            state = self.below_constant(item, from_first_tile=constant == 1)
+        for from_first_tile in self.constants:
+            state = self.relative_to_constant(item, from_first_tile=from_first_tile)
             if state is not None:
                 return state
-            # The other rows are likely to have such logits too.
-            self.refused[place] = constant + 1
-        return self.below_maximum(item)
+        return self.relative_to_largest(item)
 
     def part_of(self, x: Any, item: _Item) -> Any:
         """The rows of an item in `x` (..., L, columns)."""
@@ -444,10 +436,12 @@ class _Pass:
             multiplier = self.part_of(multiplier, item)
         return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
-    def below_constant(self, item: _Item, *, from_first_tile: bool) -> AttentionState | None:
-        """The state from sums relative to a constant for each row; None if some may be inaccurate.
+    def relative_to_constant(self, item: _Item, *, from_first_tile: bool) -> AttentionState | None:
+        """The state from sums relative to a constant for each row; None if it is bad for a first tile.
 
-        The constant is 0, or the largest logit of the first tile in which the row sees a key.
+        The constant is 0, or the largest logit of the first tile in which the row sees a key. If it is
+        good for the first tile but not for all, another constant would hardly be better. Then the state
+        is that from sums relative to the largest logit so far.
         """
         import numpy as np
 
@@ -456,19 +450,19 @@ class _Pass:
         query = self.scaled_rows(item, unit if softcap is None else softcap)
         n_rows, dtype = item.rows[1], query.dtype
         # Relative to the largest number, the weights of a row that has seen no key yet are 0.
-        is_unseen = np.full(n_rows, from_first_tile)
         reference = np.full(n_rows, np.finfo(dtype).max if from_first_tile else 0.0, dtype)
-        sums, peak, is_first = self.new_sums(item), np.zeros(n_rows, dtype), True
+        is_unseen, is_first = np.full(n_rows, True), True
+        sums, peak = self.new_sums(item), np.zeros(n_rows, dtype)
         for columns, visible, s in self.tiles(item, query):
             if softcap is not None:
                 np.multiply(np.tanh(s, out=s), softcap / unit, out=s)
-            if is_unseen.any():
-                maximum = _row_maxima(s if visible is None else np.where(visible, s, -math.inf))
-                is_new = is_unseen & (maximum > -math.inf)
-                reference[is_new] = maximum[is_new]
-                is_unseen &= ~is_new
             if from_first_tile:
+                if is_unseen.any():
+                    maximum = _row_maxima(s if visible is None else np.where(visible, s, -math.inf))
+                    np.copyto(reference, maximum, where=is_unseen & (maximum > -math.inf))
                 np.subtract(s, reference[:, None], out=s)
+            if is_unseen.any():
+                is_unseen &= visible is not None and ~np.any(visible, axis=-1)
             p = exp(s, out=s if self.order is None else sums.beside(s))
             if visible is not None:
                 np.multiply(p, visible, out=p)
@@ -483,11 +477,11 @@ class _Pass:
         reference = np.where(is_unseen, 0.0, reference * unit)
         is_exact = np.max(np.abs(reference)) * np.finfo(dtype).eps < _MAX_EXPONENT_ERROR
         if not is_exact or not sums.are_accurate(is_unseen):
-            return None
+            return self.relative_to_largest(item)
         sums.moment *= unit
         return self.state_of(sums, reference, peak if self.relative_to_maximum else sums.normalizer)
 
-    def below_maximum(self, item: _Item) -> AttentionState:
+    def relative_to_largest(self, item: _Item) -> AttentionState:
         """The state from sums relative to the maximum so far, for logits of every kind."""
         import numpy as np
 
