@@ -177,7 +177,7 @@ def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: in
 
 
 def sample_kronecker(
-    xp: ModuleType, factors: list[Array], rows: Array, trail: int, coordinates: Array
+    xp: ModuleType, factors: list[Array], rows: Array, trail: int, coordinates: Any
 ) -> Array:
     """Some coordinates of each row of ``apply_kronecker(xp, factors, rows, trail)``."""
     lead, (*others, last) = rows.shape[0], factors
