@@ -17,7 +17,7 @@ from typing import Any
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
 from isentropic._linear import LinearMap, apply_to_rows
 from isentropic._loops import is_gpu, map_chunks
-from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
+from isentropic._namespace import Array, ArrayT, common_device, is_dask, is_jax, is_numpy, namespace
 from isentropic._numerics import product, row_products
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
@@ -232,7 +232,8 @@ def _times_columns(xp: ModuleType, factor: Array, columns: Array) -> Array:
     if not is_numpy(xp) or part == trail or part < 256:
         return product(xp, factor, columns)
     # OpenBLAS does not copy the operands of small products. For wide ones it takes twice the time.
-    result: Any = xp.empty((count, f, trail), dtype=columns.dtype)
+    device = common_device(columns=columns)
+    result: Any = xp.empty((count, f, trail), dtype=columns.dtype, device=device)
     source, target = (
         xp.permute_dims(xp.reshape(x, (count, f, trail // part, part)), (0, 2, 1, 3))
         for x in (columns, result)
