@@ -19,8 +19,8 @@ MAPS = {
     "count_sketch": it.jl.count_sketch,
     "count_sketch-4": lambda *a, **k: it.jl.count_sketch(*a, nonzeros=4, **k),
 }
-# A few coordinates of 64, which is 60 padded, and many of 56 = 2 · 28, a multiple of one of Paley's orders.
-SIZES = [(60, 4), (50, 12)]
+# The first one is padded to 112 = 4 · 28, of which few coordinates are kept.
+SIZES = [(100, 4), (24, 8), (50, 12)]
 
 
 def flat(f):

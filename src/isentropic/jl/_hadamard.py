@@ -192,7 +192,7 @@ def sample_kronecker(
     z = xp.take(xp.reshape(z, (lead, size // order, order * trail)), coordinates // order, axis=1)
     weights = xp.take(last, coordinates % order, axis=0)
     if trail == 1:
-        return row_products(xp, z, weights[None])
+        return row_products(xp, z, weights[None, ...])
     z = product(xp, weights[None, :, None, :], xp.reshape(z, (lead, count, order, trail)))
     return xp.reshape(z, (lead, count * trail))
 
