@@ -404,11 +404,14 @@ def within_transformation() -> bool:
     return level is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-def is_watched() -> bool:
+def is_watched(torch: Any) -> bool:
     """Whether PyTorch transforms the call, or a mode of PyTorch sees its operations."""
-    import torch
-
-    return torch._C._len_torch_dispatch_stack() > 0 or within_transformation()
+    # The conditions of `within_transformation` again, as this is asked in each call.
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def is_differentiated(xp: ModuleType, x: Any) -> bool:

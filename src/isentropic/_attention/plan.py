@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from types import ModuleType
@@ -188,13 +189,11 @@ def plan_of(plan: Plan, operands: Operands) -> Plan:
 def _signature(a: Arguments) -> Any:
     """All that the plan of a call depends on; None for calls whose plans are not cached."""
     law, n_keys = a.law, a.n_keys
-    if law is not None and not isinstance(law, Law):  # the checks will refuse it
-        return None
     torch = sys.modules.get("torch")
     is_recording = False
     if torch is not None:
         # Symbolic lengths, levels of transformations and traced tensors are valid in one trace only.
-        if torch.compiler.is_compiling() or is_watched():
+        if torch.compiler.is_compiling() or is_watched(torch):
             return None
         is_recording = torch.is_grad_enabled()
     options = a[_FIRST_OPTION:]
@@ -214,7 +213,7 @@ def _signature(a: Arguments) -> Any:
             options,
             tuple(map(type, options)),  # True equals 1, but only one of them is valid
         )
-    except AttributeError:  # an argument is not an array; the checks will refuse it
+    except (AttributeError, TypeError):  # an argument has a wrong type; the checks will refuse it
         return None
 
 
@@ -410,7 +409,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
     nonfinite = None
-    if mask is not None:
+    if mask is not None and not _are_known_finite(plan, query, key, value):
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
@@ -436,7 +435,7 @@ def _sink_logits(plan: Plan, sinks: Any) -> Array:
 
 def _without_nonfinite(
     plan: Plan, query: Array, key: Array, value: Array | None
-) -> tuple[Array, Array, Array | None, tuple[Array, Array] | None]:
+) -> tuple[Array, Array, Array | None, tuple[Array, Array]]:
     """Replace NaN and ∞ by 0 in the arrays, and return what to add to the logits in exchange.
 
     A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So nonfinite
@@ -444,8 +443,6 @@ def _without_nonfinite(
     see a nonfinite row.
     """
     xp = plan.xp
-    if _are_known_finite(plan, query, key, value):
-        return query, key, value, None
     zero = xp.zeros((1,), dtype=plan.compute, device=plan.device)
     finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
     key_is_finite = xp.all(finite_key, axis=-1)
@@ -470,7 +467,9 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     if plan.library == "jax":  # inside a JAX trace no result can be read
         return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
     # One sum is faster than a test of each number. The sum of finite numbers may overflow.
-    return math.isfinite(sum_of(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
+    if math.isfinite(sum_of(plan, *arrays)):
+        return True
+    return all(bool(xp.all(xp.isfinite(x))) for x in arrays)
 
 
 def sum_of(plan: Plan, *arrays: Any) -> float:
@@ -478,10 +477,8 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
 
     It is finite only if all numbers are, and NaN if any of them is. BLAS is fastest to add products.
     """
-    # Sums of Python's floats never warn, where those of NumPy's do.
-    import numpy as np
-
-    are_tensors, total, waiting = plan.library == "torch", 0.0, None
+    # `vdot` and sums of Python's floats never warn, where `dot` and sums of NumPy's do.
+    vdot, are_tensors, total, waiting = _vdot(), plan.library == "torch", 0.0, None
     for x in arrays:
         is_contiguous = x.is_contiguous() if are_tensors else x.flags.c_contiguous
         if x.dtype != plan.compute or not is_contiguous:
@@ -492,10 +489,19 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
         if waiting is None:
             waiting = numbers
         elif waiting.size == numbers.size:
-            total, waiting = total + float(np.vdot(waiting, numbers)), None
+            total, waiting = total + float(vdot(waiting, numbers)), None
         else:
-            total, waiting = total + float(np.vdot(waiting, waiting)), numbers
-    return total if waiting is None else total + float(np.vdot(waiting, waiting))
+            total, waiting = total + float(vdot(waiting, waiting)), numbers
+    return total if waiting is None else total + float(vdot(waiting, waiting))
+
+
+@functools.cache
+def _vdot() -> Any:
+    """NumPy's `vdot` of two NumPy arrays."""
+    import numpy as np
+
+    # `np.vdot` looks for arrays of other libraries first, which takes as long as a small product.
+    return getattr(np.vdot, "_implementation", np.vdot)
 
 
 def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from isentropic._attention.generic import (
     AttentionState,
@@ -138,13 +138,14 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     if not isinstance(scale, float) or scale <= 0:
         query = query if query.dtype == plan.compute else xp.astype(query, plan.compute)
         query, scale = query * scale, 1.0
-    arrays: Any = (query, operands.key, operands.values)
+    q, k, v = cast(Any, (query, operands.key, operands.value))
     if not plan.fits_sdpa:
-        arrays = [_fitted(plan, x) for x in arrays]
+        q, k, v = (_fitted(plan, x) for x in (q, k, v))
     elif len(plan.batch) == 1:
-        arrays = [x[None] for x in arrays]
-    # The kernel needs contiguous rows.
-    q, k, v = [x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous() for x in arrays]
+        q, k, v = q[None], k[None], v[None]
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        # The kernel needs contiguous rows.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v, scale
 
 
