@@ -59,9 +59,13 @@ class TestLoops:
     def test_rows_in_blocks(self, backend, rows, rng, tiny_tiles):
         x = backend.array(rng.normal(size=(rows, 10)).astype("float32"))  # four rows to a block
         expected = 2 * backend.numpy(x)[:, :3]
-        backend.assert_close(_loops.map_rows(backend.xp, lambda part: 2 * part[:, :3], x), expected)
+
+        def function(rows, out):
+            return 2 * rows[:, :3]
+
+        backend.assert_close(_loops.map_rows(backend.xp, function, x, width=3, row_size=10), expected)
         if backend.library == "jax":
             import jax
 
-            got = jax.jit(lambda x: _loops.map_rows(backend.xp, lambda part: 2 * part[:, :3], x))(x)
+            got = jax.jit(lambda x: _loops.map_rows(backend.xp, function, x, width=3, row_size=10))(x)
             backend.assert_close(got, expected)

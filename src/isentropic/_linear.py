@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from isentropic._loops import is_differentiable, is_readable, map_rows
 from isentropic._namespace import Array, accumulator, common_device, is_torch, leaves_of
 
-# A function of a matrix, which maps each row.
-RowFunction = Callable[[Array], Array]
+# ``function(rows, out)`` maps each row of a matrix. With NumPy it may write into `out`; see `map_rows`.
+RowFunction = Callable[[Array, Any], Array]
 # ``make(xp, arrays, dtype, device)`` returns such a function for matrices of this dtype.
 MakeRowFunction = Callable[[ModuleType, Any, Any, Any], RowFunction]
 
@@ -25,12 +25,13 @@ class LinearMap(NamedTuple):
 
     rows: MakeRowFunction
     adjoint_rows: MakeRowFunction
-    arrays: tuple[Any, ...] = ()  # all arrays that the two functions use, in nested tuples
+    widths: tuple[int, int]  # the sizes of a row that the two functions return
     # The number of intermediates of a row; None if the map is a single product of matrices.
-    row_size: int | None = None
+    row_size: int | None
+    arrays: tuple[Any, ...] = ()  # all arrays that the two functions use, in nested tuples
 
     def adjoint(self) -> LinearMap:
-        return self._replace(rows=self.adjoint_rows, adjoint_rows=self.rows)
+        return self._replace(rows=self.adjoint_rows, adjoint_rows=self.rows, widths=self.widths[::-1])
 
 
 def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array) -> Array:
@@ -41,10 +42,13 @@ def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array) -> Array:
         return xp.astype(y, x.dtype, copy=False)
     function = linear.rows(xp, linear.arrays, dtype, common_device(x=x))
 
-    def in_dtype(part: Array) -> Array:
-        return xp.astype(function(xp.astype(part, dtype, copy=False)), x.dtype, copy=False)
+    def in_dtype(part: Array, out: Any) -> Array:
+        y = function(xp.astype(part, dtype, copy=False), out if x.dtype == dtype else None)
+        return xp.astype(y, x.dtype, copy=False)
 
-    return in_dtype(x) if linear.row_size is None else map_rows(xp, in_dtype, x, linear.row_size)
+    if linear.row_size is None:
+        return in_dtype(x, None)
+    return map_rows(xp, in_dtype, x, width=linear.widths[0], row_size=linear.row_size)
 
 
 def _is_for_numpy(xp: ModuleType, linear: LinearMap, x: Array) -> bool:

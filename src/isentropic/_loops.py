@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
-from isentropic._namespace import Array, is_cupy, is_jax, is_numpy, is_torch
+from isentropic._namespace import Array, common_device, is_cupy, is_jax, is_numpy, is_torch
 from isentropic._threads import run
 
 
@@ -294,19 +294,39 @@ def _jitted(function: Callable[..., Any]) -> Any:
 
 
 def map_rows(
-    xp: ModuleType, function: Callable[[Array], Array], x: Array, row_size: int | None = None
+    xp: ModuleType,
+    function: Callable[[Array, Array | None], Array],
+    x: Array,
+    *,
+    width: int,
+    row_size: int,
 ) -> Array:
-    """Apply a `function` to the rows of a matrix, in blocks of rows if that is faster.
+    """``function(x, None)``, which maps each row of a matrix, in blocks of rows if that is faster.
 
-    It is faster with NumPy and with JAX on a CPU: the intermediates of a block stay in the cache.
-    `row_size` is the number of intermediates that `function` makes of a row.
+    It is faster with NumPy and with JAX on a CPU: the intermediates of a block stay in the cache. The
+    result has rows of the size `width`, and the dtype of `x`. `row_size` is the number of intermediates
+    that the function makes of a row. ``function(rows, out)`` may write the result into `out`, which is
+    None except with NumPy, and return it. That saves a copy.
     """
-    rows = x.shape[-2]
     if not _blocks_are_faster(xp, x):
-        return function(x)
+        return function(x, None)
+    rows = x.shape[0]
     numbers = BLOCKS.jax_cache_numbers if is_jax(xp) else BLOCKS.cache_numbers
-    block = max(1, numbers // max(1, row_size or x.shape[-1]))
-    return map_blocks(xp, lambda b: (function(take(x, b, -2)),), rows, block, in_threads=True)[0]
+    block = max(1, numbers // max(1, row_size))
+    if not is_numpy(xp) or rows <= block:
+        return map_blocks(xp, lambda b: (function(take(x, b, -2), None),), rows, block)[0]
+
+    keep_freed_memory()
+    result: Any = xp.empty((rows, width), dtype=x.dtype, device=common_device(x=x))
+
+    def write(block: Block) -> None:
+        out: Any = take(result, block, -2)
+        part = function(take(x, block, -2), out)
+        if part is not out:
+            out[...] = part
+
+    run(write, blocks(0, rows, block))
+    return result
 
 
 def map_chunks(x: Any, function: Callable[[Any], Any], axis: int, size: int) -> Any:

@@ -88,6 +88,32 @@ class TestMatrices:
         np.testing.assert_array_equal(np.abs(h), 1)
         np.testing.assert_array_equal(h @ h.T, order * np.eye(order))
 
+    @pytest.mark.parametrize("order", [256, 640, 768, 1024, 4096])
+    def test_factors_for_a_sample_have_the_same_product(self, order):
+        wanted = {"scale": 1.0, "dtype": np.float64, "device": None}
+        base_doublings, x = _hadamard.hadamard_order(order), np.eye(order)
+        whole = _hadamard.hadamard_factors(np, base_doublings, **wanted)
+        orders = set()
+        for count in (1, 5, order // 32, order // 16):
+            last = _hadamard.doublings_to_sample(np, base_doublings, count)
+            if last is None:
+                continue
+            factors = _hadamard.hadamard_factors(np, base_doublings, last=last, **wanted)
+            assert factors[-1].shape == (2**last, 2**last)
+            orders.add(last)
+            np.testing.assert_array_equal(
+                _hadamard.apply_kronecker(np, factors, x, 1),
+                _hadamard.apply_kronecker(np, whole, x, 1),
+            )
+        assert orders
+        assert _hadamard.doublings_to_sample(np, base_doublings, order) is None
+
+    def test_the_result_is_written_where_the_caller_wants_it(self, rng):
+        x, out = rng.normal(size=(5, 4096)), np.empty((5, 4096))
+        factors = _hadamard.hadamard_factors(np, (1, 12), scale=1.0, dtype=np.float64, device=None)
+        assert _hadamard.apply_kronecker(np, factors, x, 1, out) is out
+        np.testing.assert_array_equal(out, _hadamard.apply_kronecker(np, factors, x, 1))
+
     def test_orders_leave_small_gaps(self):
         for n in range(1, 3000):
             base, doublings = _hadamard.hadamard_order(n)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
-from isentropic._linear import LinearMap, apply_to_rows
+from isentropic._linear import LinearMap, RowFunction, apply_to_rows
 from isentropic._loops import is_gpu, map_chunks
-from isentropic._namespace import Array, ArrayT, common_device, is_dask, is_jax, is_numpy, namespace
+from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
 from isentropic._numerics import product, row_products
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
@@ -25,6 +24,7 @@ from isentropic._numerics import product, row_products
 _PALEY_ORDERS = (12, 20, 28, 36, 44, 60)
 _FACTOR_BITS = 4  # log₂ of the order of a factor: the time of a product grows with the order
 _MAX_COLUMNS = 1024  # of a product on columns, if NumPy computes it
+_SAMPLED_BITS = (5, 7)  # likewise of a factor that NumPy applies only to a sample of coordinates
 _MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
 
 # An order as (base, doublings): base · 2^doublings.
@@ -91,15 +91,16 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
     # Sylvester's matrix is symmetric, so the transform is its own adjoint.
     transform = functools.partial(_sylvester_rows, (1, n.bit_length() - 1), scale, trail)
-    linear = LinearMap(transform, transform, row_size=n * trail if n > _MAX_DENSE else None)
-    return xp.reshape(apply_to_rows(xp, linear, xp.reshape(x, (lead, n * trail))), x.shape)
+    width = n * trail
+    linear = LinearMap(transform, transform, (width, width), width if n > _MAX_DENSE else None)
+    return xp.reshape(apply_to_rows(xp, linear, xp.reshape(x, (lead, width))), x.shape)
 
 
 def _sylvester_rows(
     order: Order, scale: float, trail: int, xp: ModuleType, arrays: Any, dtype: Any, device: Any
-) -> Callable[[Array], Array]:
+) -> RowFunction:
     factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=device)
-    return lambda rows: apply_kronecker(xp, factors, rows, trail)
+    return lambda rows, out: apply_kronecker(xp, factors, rows, trail, out)
 
 
 def hadamard_order(n: int) -> Order:
@@ -109,38 +110,50 @@ def hadamard_order(n: int) -> Order:
 
 
 def hadamard_factors(
-    xp: ModuleType, order: Order, *, scale: float, dtype: Any, device: Any
+    xp: ModuleType,
+    order: Order,
+    *,
+    scale: float,
+    dtype: Any,
+    device: Any,
+    last: int | None = None,
 ) -> list[Array]:
-    """Matrices whose Kronecker product is `scale` times the Hadamard matrix with entries ±1."""
+    """Matrices whose Kronecker product is `scale` times the Hadamard matrix with entries ±1.
+
+    The last one has the order 2^last, if that is given. It must be one of `doublings_to_sample`.
+    """
     if is_numpy(xp):
-        return _numpy_factors(order, scale, dtype)
-    return _factors(xp, order, scale, dtype, device)
+        return _numpy_factors(order, scale, dtype, last)
+    return _factors(xp, order, scale, dtype, device, last)
 
 
 @functools.lru_cache(maxsize=64)
-def _numpy_factors(order: Order, scale: float, dtype: Any) -> list[Array]:
+def _numpy_factors(order: Order, scale: float, dtype: Any, last: int | None) -> list[Array]:
     import numpy as np
 
-    factors: list[Any] = _factors(np, order, scale, dtype, None)
+    factors: list[Any] = _factors(np, order, scale, dtype, None, last)
     for factor in factors:
         factor.flags.writeable = False
     return factors
 
 
-def _factors(xp: ModuleType, order: Order, scale: float, dtype: Any, device: Any) -> list[Array]:
-    parts = _factor_orders(order)
+def _factors(
+    xp: ModuleType, order: Order, scale: float, dtype: Any, device: Any, last: int | None
+) -> list[Array]:
+    parts = _factor_orders(order, last)
     return [_matrix(xp, part, dtype, device) * scale ** (1 / len(parts)) for part in parts]
 
 
-def _factor_orders(order: Order) -> list[Order]:
+def _factor_orders(order: Order, last: int | None = None) -> list[Order]:
     """Split an order into those of factors. The last one is applied first."""
     base, doublings = order
     if base << doublings <= _MAX_DENSE:
         return [order]
     first = 0 if base == 1 else _doublings_of_paley(order)
     rest = doublings - first
-    # The last factor acts along rows, and the others on columns, which must not be too short for them.
-    last = rest if rest <= _FACTOR_BITS + 1 else _FACTOR_BITS
+    if last is None:
+        # It acts along rows, and the others on columns, which must not be too short for them.
+        last = rest if rest <= _FACTOR_BITS + 1 else _FACTOR_BITS
     count = -(-(rest - last) // _FACTOR_BITS)
     others = [(rest - last + i) // count for i in range(count)]
     return [*([] if base == 1 else [(base, first)]), *((1, part) for part in (*others, last) if part)]
@@ -158,36 +171,65 @@ def _doublings_of_paley(order: Order) -> int:
     return min(doublings - last, max(0, round(of_each - math.log2(base))))
 
 
-def apply_kronecker(xp: ModuleType, factors: list[Array], rows: Array, trail: int) -> Array:
-    """Apply F₁ ⊗ F₂ ⊗ … ⊗ I to each row of a matrix; I is the identity of order `trail`."""
+def doublings_to_sample(xp: ModuleType, order: Order, count: int) -> int | None:
+    """log₂ of the order of a last factor that is applied only to a sample of `count` coordinates.
+
+    None if they are so many that it is faster to apply all factors to everything. Each coordinate takes
+    as many products as the order.
+    """
+    base, doublings = order
+    size = base << doublings
+    if size <= _MAX_DENSE:
+        return None
+    # With NumPy a high order saves factors that act on short columns, whose products are slow.
+    least, most = _SAMPLED_BITS if is_numpy(xp) else (_FACTOR_BITS, _FACTOR_BITS)
+    free = doublings - (0 if base == 1 else _doublings_of_paley(order))
+    last = min(most, free, (size // max(count, 1)).bit_length() - 1)
+    return last if last >= least else None
+
+
+def apply_kronecker(
+    xp: ModuleType, factors: list[Array], rows: Array, trail: int, out: Any = None
+) -> Array:
+    """Apply F₁ ⊗ F₂ ⊗ … ⊗ I to each row of a matrix; I is the identity of order `trail`.
+
+    NumPy may write the result into `out`, and return it.
+    """
     shape = rows.shape
     size = shape[0] * shape[1]
-    if size == 0:
+    if size == 0 or not factors:
         return rows
     if is_jax(xp) and not is_gpu(xp, None):
         return _apply_in_turn(xp, factors, rows, trail)
-    for factor in reversed(factors):
-        f = factor.shape[0]
-        if trail == 1:
-            rows = _times_transposed(xp, xp.reshape(rows, (size // f, f)), factor)
-        else:
-            rows = _times_columns(xp, factor, xp.reshape(rows, (size // (f * trail), f, trail)))
-        trail = trail * f
-    return xp.reshape(rows, shape)
+    first, *others = factors
+    for factor in reversed(others):
+        rows = _times(xp, factor, rows, trail)
+        trail = trail * factor.shape[0]
+    rows = _times(xp, first, rows, trail, out)
+    return rows if rows is out else xp.reshape(rows, shape)
+
+
+def _times(xp: ModuleType, factor: Array, rows: Array, trail: int, out: Any = None) -> Array:
+    """Apply … ⊗ I ⊗ F ⊗ I: to numbers that are `trail` entries apart."""
+    f, size = factor.shape[0], math.prod(rows.shape)
+    if trail == 1:
+        return _times_transposed(xp, xp.reshape(rows, (size // f, f)), factor)
+    columns = xp.reshape(rows, (size // (f * trail), f, trail))
+    return _times_columns(xp, factor, columns, out) if is_numpy(xp) else product(xp, factor, columns)
 
 
 def sample_kronecker(
     xp: ModuleType, factors: list[Array], rows: Array, trail: int, coordinates: Any
 ) -> Array:
-    """Some coordinates of each row of ``apply_kronecker(xp, factors, rows, trail)``."""
+    """Some coordinates of each row of ``apply_kronecker(xp, factors, rows, trail)``.
+
+    `doublings_to_sample` gives the order of the last factor. The factors commute. So it can come after
+    the others, and only where it is needed: a coordinate is the product of one of its rows with as many
+    numbers.
+    """
     lead, (*others, last) = rows.shape[0], factors
     size = math.prod([factor.shape[0] for factor in factors])
     order, count = last.shape[0], coordinates.shape[0]
-    if not others or count * order > size:
-        z = xp.reshape(apply_kronecker(xp, factors, rows, trail), (lead, size, trail))
-        return xp.reshape(xp.take(z, coordinates, axis=1), (lead, count * trail))
-    # The factors commute. So the last one can come after the others, and only where it is needed: a
-    # coordinate is the product of one of its rows with as many numbers.
     z = apply_kronecker(xp, others, rows, order * trail)
     z = xp.take(xp.reshape(z, (lead, size // order, order * trail)), coordinates // order, axis=1)
     weights = xp.take(last, coordinates % order, axis=0)
@@ -225,20 +267,18 @@ def _times_transposed(xp: ModuleType, rows: Array, factor: Array) -> Array:
     return product(xp, rows, factor)
 
 
-def _times_columns(xp: ModuleType, factor: Array, columns: Array) -> Array:
-    """``factor @ columns`` for matrices side by side, with NumPy in parts of their columns."""
+def _times_columns(np: Any, factor: Array, columns: Array, out: Any) -> Array:
+    """``factor @ columns`` by NumPy, for matrices side by side; written into `out`, if it is given."""
     count, f, trail = columns.shape
-    part = math.gcd(trail, _MAX_COLUMNS)
-    if not is_numpy(xp) or part == trail or part < 256:
-        return product(xp, factor, columns)
+    result = np.empty(columns.shape, dtype=columns.dtype, device="cpu") if out is None else out
     # OpenBLAS does not copy the operands of small products. For wide ones it takes twice the time.
-    device = common_device(columns=columns)
-    result: Any = xp.empty((count, f, trail), dtype=columns.dtype, device=device)
+    part = math.gcd(trail, _MAX_COLUMNS)
+    part = trail if part < 256 else part
     source, target = (
-        xp.permute_dims(xp.reshape(x, (count, f, trail // part, part)), (0, 2, 1, 3))
+        np.permute_dims(np.reshape(x, (count, f, trail // part, part)), (0, 2, 1, 3))
         for x in (columns, result)
     )
-    xp.matmul(factor, source, out=target)
+    np.matmul(factor, source, out=target)
     return result
 
 

@@ -39,6 +39,7 @@ from isentropic._numerics import product, quietly
 from isentropic.jl._hadamard import (
     Order,
     apply_kronecker,
+    doublings_to_sample,
     hadamard_factors,
     hadamard_order,
     sample_kronecker,
@@ -115,12 +116,12 @@ class DenseProjection(NamedTuple):
         weights = xp.astype(weights, dtype, copy=False)
         scale = xp.astype(self.scale, dtype, copy=False)
 
-        def multiply(rows: Array) -> Array:
+        def multiply(rows: Array, out: Any) -> Array:
             if trail == 1:
                 return product(xp, rows, xp.permute_dims(weights, (1, 0))) * scale
-            (out, size), lead = weights.shape, rows.shape[0]
-            y = product(xp, weights, xp.reshape(rows, (lead, size, trail)))
-            return xp.reshape(y, (lead, out * trail)) * scale
+            (k, d), lead = weights.shape, rows.shape[0]
+            y = product(xp, weights, xp.reshape(rows, (lead, d, trail)))
+            return xp.reshape(y, (lead, k * trail)) * scale
 
         return multiply
 
@@ -222,26 +223,31 @@ class HadamardProjection(NamedTuple):
     def _row_size(self, trail: int) -> int:
         return self._size * trail
 
-    def _factors(self, xp: ModuleType, dtype: Any, device: Any) -> list[Array]:
-        """The Kronecker factors of the scaled Hadamard matrix of one round."""
+    def _factors(self, xp: ModuleType, dtype: Any, device: Any, last: int | None = None) -> list[Array]:
+        """The Kronecker factors of the scaled Hadamard matrix of one round; see `hadamard_factors`."""
         size = self._size
         # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
         scale = size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
-        return hadamard_factors(xp, self._order, scale=scale, dtype=dtype, device=device)
+        return hadamard_factors(xp, self._order, scale=scale, dtype=dtype, device=device, last=last)
 
     def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
         factors = self._factors(xp, dtype, device)
         size, d = self._size, self.n_features
         all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
+        last = doublings_to_sample(xp, self._order, self.n_components)
+        sampled = None if last is None else self._factors(xp, dtype, device, last)
 
-        def mix(block: Array) -> Array:
+        def mix(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = _pad(xp, xp.reshape(block, (lead, d, trail)) * all_signs[0], size)
             for signs in all_signs[1:]:
                 z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
                 z = xp.reshape(z, (lead, size, trail)) * signs
             z = xp.reshape(z, (lead, size * trail))
-            return sample_kronecker(xp, factors, z, trail, self.rows)
+            if sampled is not None:
+                return sample_kronecker(xp, sampled, z, trail, self.rows)
+            z = xp.reshape(apply_kronecker(xp, factors, z, trail), (lead, size, trail))
+            return xp.reshape(xp.take(z, self.rows, axis=1), (lead, self.n_components * trail))
 
         return mix
 
@@ -255,7 +261,7 @@ class HadamardProjection(NamedTuple):
         source = xp.where(source < k, source, k - 1)
         kept = (xp.take(self.rows, source) == coordinates)[None, :, None]
 
-        def mix(block: Array) -> Array:
+        def mix(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), source, axis=1)
             z = xp.where(kept, z, xp.zeros((), dtype=dtype, device=common_device(z=z)))
@@ -335,7 +341,7 @@ class CountSketch(NamedTuple):
         signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
         sources = xp.reshape(self.features, (k * m,))
 
-        def sketch(block: Array) -> Array:
+        def sketch(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = xp.reshape(block, (lead, 1, d, trail)) * signs[None, :, :, None]
             z = _pad(xp, xp.reshape(z, (lead, s * d, trail)), s * d + 1)
@@ -349,7 +355,7 @@ class CountSketch(NamedTuple):
         signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
         sources = xp.reshape(self.components, (s * d,))
 
-        def spread(block: Array) -> Array:
+        def spread(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), sources, axis=1)
             z = xp.reshape(z, (lead, s, d, trail)) * signs[None, :, :, None]
@@ -479,10 +485,10 @@ class Rotation(NamedTuple):
         all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
         if self._is_product and trail == 1:
             transposed = xp.permute_dims(factors[0] * all_signs[0], (1, 0))
-            return lambda rows: product(xp, rows, transposed)
+            return lambda rows, out: product(xp, rows, transposed)
         (n_blocks, size), order = self.signs[0].shape, self._order
 
-        def rotate(block: Array) -> Array:
+        def rotate(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             for signs in all_signs:
                 z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
@@ -501,11 +507,11 @@ class Rotation(NamedTuple):
         all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
         if self._is_product and trail == 1:
             weights = xp.permute_dims(factors[0], (1, 0)) * all_signs[0]
-            return lambda rows: product(xp, rows, weights)
+            return lambda rows, out: product(xp, rows, weights)
         (n_blocks, size), order = self.signs[0].shape, self._order
         rest = size - order
 
-        def rotate_back(block: Array) -> Array:
+        def rotate_back(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             for signs in reversed(all_signs):
                 z = xp.reshape(block, (lead * n_blocks, size, trail))
@@ -564,7 +570,8 @@ def _linear_map(projection: Projection, trail: int) -> LinearMap:
     def adjoint_rows(xp: ModuleType, projection: Any, dtype: Any, device: Any) -> RowFunction:
         return projection._adjoint_rows(xp, dtype, device, trail)
 
-    return LinearMap(rows, adjoint_rows, projection, projection._row_size(trail))
+    widths = (projection.n_components * trail, projection.n_features * trail)
+    return LinearMap(rows, adjoint_rows, widths, projection._row_size(trail), projection)
 
 
 def _checked_namespace(projection: Projection) -> ModuleType:
