@@ -216,6 +216,37 @@ class TestMatchAttentionEntropy:
         h = it.attention_entropy(scaled, args[1], law=None, enable_gqa=True)
         np.testing.assert_allclose(backend.numpy(h), 3.0, atol=2e-5)
 
+    @pytest.mark.parametrize("kind", ["none", "causal", "array", "lengths", "window"])
+    def test_one_head_at_a_time(self, backend, rng, set_blocks, kind):
+        """On a CPU, NumPy computes large calls one head at a time."""
+        q = rng.normal(size=(2, 4, 7, 8)).astype("float32")
+        k = rng.normal(size=(2, 2, 13, 8)).astype("float32")
+        visible = rng.random((2, 1, 7, 13)) < 0.6
+        visible[0, 0, 3] = False
+        visible[..., 5] = False
+        lengths = backend.array(np.asarray([[13], [4]]))
+        mask = {
+            "none": None,
+            "causal": masks.causal(),
+            "array": backend.array(visible),
+            "lengths": masks.padding(lengths),
+            "window": masks.window(3) & masks.causal(),
+        }[kind]
+        if kind == "array":
+            k[:, :, 5] = math.nan  # hidden
+            q[1, 2, 4] = math.inf
+        target = rng.uniform(0.9, 1.5, size=(4, 1)).astype("float32")
+        args = [backend.array(x) for x in (q, k, target)]
+        expected = it.factor_for_attention_entropy(*args, mask=mask, enable_gqa=True)
+        set_blocks(numpy_min_head_logits=0, numpy_min_logits=0, cache_numbers=30)
+        got = it.factor_for_attention_entropy(*args, mask=mask, enable_gqa=True)
+        assert type(got) is type(expected)
+        backend.assert_close(got, backend.numpy(expected), rtol=5e-5)
+        if kind == "array":
+            found = backend.numpy(got)
+            assert np.isnan(found[1, 2, 4]) == visible[1, 0, 4].any()
+            assert np.isfinite(np.delete(found.reshape(-1, 7), 6, axis=0)).all()
+
     def test_edges(self, backend):
         one = backend.array(np.ones((1, 4), "float32"))
         # A query that sees one key, or none, has no entropy to change.

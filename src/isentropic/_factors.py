@@ -31,13 +31,22 @@ from isentropic._loops import (
     Block,
     compiled,
     is_differentiable,
+    is_readable,
     iterate,
     map_blocks,
     take,
     without_gradient,
 )
 from isentropic._namespace import Array, common_device, namespace, present
-from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly, replace_infinite_minimum
+from isentropic._numerics import (
+    clip,
+    divide_or_zero,
+    lift,
+    log_or,
+    quietly,
+    replace_infinite_minimum,
+    row_products,
+)
 from isentropic.masks import Mask
 
 # Enough for float64 and every case of the tests; most rows converge in 6 to 9 steps.
@@ -163,8 +172,8 @@ def factor_for_attention_entropy(
     Notes
     -----
     The solver holds the logits of one block of queries against all keys. A block has at least one
-    query of each head, and otherwise about as many logits as a tile. Derivatives are as in
-    `factor_for_entropy`.
+    query, of each head or of one head, and otherwise about as many logits as a tile. Derivatives are
+    as in `factor_for_entropy`.
 
     Examples
     --------
@@ -188,19 +197,7 @@ def factor_for_attention_entropy(
 
     query, key = (without_gradient(xp, x) for x in (operands.query, operands.key))
     tiles = Tiles.of(plan, operands._replace(query=query, key=key))
-    constant_targets = without_gradient(xp, targets)
-    row_size, column_size = tile_shape(plan)
-    rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
-
-    def solve_rows(rows: Block) -> tuple[Array, Array]:
-        return compiled(
-            xp,
-            _solve,
-            tiles.logits(rows, reach(plan, operands.mask, rows)),
-            take(constant_targets, rows, -2),
-        )
-
-    factor, slope = map_blocks(xp, solve_rows, plan.n_queries, rows_at_once, in_threads=True)
+    factor, slope = _solve_rows(tiles, without_gradient(xp, targets))
     mask_arrays = () if operands.mask is None else operands.mask.arrays
     if is_differentiable(xp, operands.query, operands.key, *mask_arrays, targets):
         scaled_operands = operands._replace(multiplier=factor * operands.multiplier)
@@ -218,6 +215,25 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
     check_floating(xp, target=target)
     check_broadcastable("target", target.shape, shape)
     return lift(xp.astype(target, dtype)[..., None], len(shape) + 1)
+
+
+def _solve_rows(tiles: Tiles, targets: Array) -> tuple[Array, Array]:
+    """`_solve` for all queries, (..., L, 1), with all logits of some of them in memory at a time."""
+    plan, operands = tiles.plan, tiles.operands
+    xp = plan.xp
+    from isentropic._attention import numpy  # here, as it need not be imported with the package
+
+    if numpy.takes_tiles(plan) and is_readable(xp, targets):
+        return numpy.map_logits(plan, operands, _solve, targets)
+    row_size, column_size = tile_shape(plan)
+    rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
+
+    def solve_block(rows: Block) -> tuple[Array, Array]:
+        logits = tiles.logits(rows, reach(plan, operands.mask, rows))
+        return compiled(xp, _solve, logits, take(targets, rows, -2))
+
+    factor, slope = map_blocks(xp, solve_block, plan.n_queries, rows_at_once)
+    return factor, slope
 
 
 def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
@@ -246,13 +262,13 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     share = divide_or_zero(xp, x, spread)
     first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
     score_variance = _variance(xp, first, second, n)
-    x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
+    x = xp.where(hidden, -1e36, x)
 
     def entropy_and_variance(u: Array) -> tuple[Array, Array]:
-        y = clip(xp, xp.exp(u) * x, min=-1e4)  # the weight e^{−10⁴} is 0, and y² cannot overflow
+        y = xp.exp(u) * x  # at least −2·10³⁸, which is finite, and whose weight is 0
         weight = xp.exp(y)
-        weighted = weight * y
-        z, first, second = (xp.sum(w, axis=-1, keepdims=True) for w in (weight, weighted, weighted * y))
+        z, weighted = xp.sum(weight, axis=-1, keepdims=True), weight * y
+        first, second = (row_products(xp, w, y)[..., None] for w in (weight, weighted))
         return log_or(xp, z, 0.0) - divide_or_zero(xp, first, z), _variance(xp, first, second, z)
 
     deficit = log_n - targets

@@ -25,6 +25,7 @@ from isentropic._attention.generic import (
     as_rows,
     merge_columns,
     output_of_columns,
+    reach,
     with_batch_axes,
 )
 from isentropic._attention.plan import Operands, Plan, numpy_dtype
@@ -152,6 +153,35 @@ def entropy(plan: Plan, operands: Operands, order: float) -> Array:
     if order == 1 and np.count_nonzero(z) == z.size:
         return _to_library(plan, np.log(z) - moment / z)
     return _to_library(plan, entropy_of_moments(cast(Any, np), z, moment, order, "renyi"))
+
+
+@_quietly_on_tensors
+def map_logits(
+    plan: Plan, operands: Operands, function: Callable[..., tuple[Any, Any]], column: Array
+) -> tuple[Array, Array]:
+    """Two arrays (..., L, 1) that a function makes of all logits of each query, and of a column.
+
+    The column is broadcastable to (..., L, 1). ``function(xp, logits, column)`` gets some rows of one
+    batch element, without keys that are hidden from all of them.
+    """
+    import numpy as np
+
+    keep_freed_memory()
+    whole, column = _Pass(*_as_numpy(plan, operands)), _numpy_view(plan, column)
+    mask: Any = operands.mask
+    rows = blocks(0, plan.n_queries, max(1, BLOCKS.cache_numbers // plan.n_keys))
+    results = [np.empty((*plan.batch, plan.n_queries, 1), whole.plan.compute) for _ in range(2)]
+
+    def compute(task: tuple[Index, Block]) -> None:
+        index, (start, size) = task
+        of_element = None if mask is None else mask.element(plan.batch, index)
+        item = _Item(index, (start, size), (0, plan.n_keys), of_element)
+        found = function(whole.plan.xp, whole.logits(item), whole.part_of(column, item))
+        for result, x in zip(results, found, strict=True):
+            result[index][start : start + size] = x
+
+    run(compute, [(index, r) for index in np.ndindex(*plan.batch) for r in rows])
+    return _to_library(plan, results[0]), _to_library(plan, results[1])
 
 
 def _numpy_state(
@@ -527,6 +557,19 @@ class _Pass:
         reference[is_empty] = -math.inf
         fields = (reference[:, None], normalizer[:, None], value)
         return AttentionState(*fields, None if self.order is None else moment[:, None])
+
+    def logits(self, item: _Item) -> Any:
+        """The logits of all keys that some query of an item sees, −∞ where one is hidden."""
+        import numpy as np
+
+        columns = reach(self.plan, item.mask, item.rows)
+        keys = self.operands.key[_element_of(self.operands.key, self.plan.batch, item.index)]
+        some: Any = take(keys, columns, -2)
+        s = np.matmul(self.scaled_rows(item, 1.0), some.T)
+        self.add_bias(item, columns, s)
+        if item.mask is not None:
+            _hide(s, item.mask.block(self.plan.frame, item.rows, columns))
+        return s
 
     def tiles(self, item: _Item, q: Any) -> Iterator[tuple[Block, Any, Any]]:
         """Yield the key blocks that some query sees, the keys that each one sees, and ``q @ keys``.
