@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -136,8 +137,9 @@ def run(
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs))
+    seconds = 0.2 if sys.stderr.isatty() else 30.0  # a file would keep every state of the bar
     with (
-        tqdm(total=steps, unit=" steps", smoothing=0.05) as bar,
+        tqdm(total=steps, unit=" steps", smoothing=0.05, mininterval=seconds) as bar,
         context.Pool(workers, _start, (done,)) as pool,
     ):
         results = pool.map_async(work, jobs, chunksize=1)

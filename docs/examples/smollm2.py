@@ -1,6 +1,6 @@
 """Does a law help a real language model beyond its trained length?
 
-    python smollm2.py            # about five hours on two cores
+    python smollm2.py            # about four hours on two cores
     python smollm2.py --quick    # ten minutes, and no verdict
 
 SmolLM2-135M-Instruct was trained with contexts of 8192 tokens, and reads documents of 16384 here. Its
@@ -34,7 +34,7 @@ Arms, all with the same weights:
 - as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
 - held: each query beyond the trained length has its own factor, at which its entropy is the mean
   entropy of its head at the trained length (of 64 queries in each document of the fit). Also on two
-  documents, as each takes half an hour.
+  documents, as each takes a quarter of an hour.
 
 A fit has all weights frozen. It starts from "no law", and makes one step of Adam for each 1024 tokens.
 Gradients do not reach the keys of earlier tokens.
@@ -61,13 +61,11 @@ arm helps against YaRN's constant. Within the trained length it equals the const
 "held" was written down last, when all results but those of "slope per layer" and "constant and one
 slope" were known. Clamped positions (ReRoPE) are in `law_or_position`.
 
-Time. Measured on one thread of a busy Xeon of 2.5 GHz with random weights, in seconds of the processor:
-7.9 for the first 2048 tokens, 15.6 for 1024 tokens after 11776, and 31 for 512 of these with gradients.
-So a document takes about 60 within the trained length, once for each constant; 124 beyond it for each
-law; and 8 for the second quantity. A step of a fit takes 62. Two processes of one thread each, on two
-cores of an AMD EPYC, took 8 minutes for `--quick`: 72 seconds for the trained length, 15 for 1024
-tokens after 9216, and 50 for a step of a fit. From these figures all arms and fits, "held" among them,
-take four to five hours on two cores. Most of the time goes into the products of attention, in single
+Time. Measured in two processes of one thread each, on two cores of an AMD EPYC (family 25, model 17),
+in seconds: 75 for the tokens up to the trained length, 14 to 22 for each 1024 tokens beyond it, 110 with
+"held", and 46 for a step of a fit. So a document takes 75 once for each constant, and 150 for each law.
+From these figures all arms and fits take four hours on two cores. The two that were added later take
+0.9 of them. `--quick` took 8 minutes. Most of the time goes into the products of attention, in single
 precision. A step with 512 tokens had a peak of 4.7 GB, so one with 1024 may need 8 GB in each process.
 Each result is kept in the folder `smollm2` beside the others as soon as it is there, so that a run that
 was stopped goes on where it was; only a fit starts again. `--arms` runs some of the arms. `--processes`
