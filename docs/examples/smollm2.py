@@ -34,7 +34,7 @@ Arms, all with the same weights:
 - as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
 - held: each query beyond the trained length has its own factor, at which its entropy is the mean
   entropy of its head at the trained length (of 64 queries in each document of the fit). Also on two
-  documents, as each takes a quarter of an hour.
+  documents, as each took half an hour.
 
 A fit has all weights frozen. It starts from "no law", and makes one step of Adam for each 1024 tokens.
 Gradients do not reach the keys of earlier tokens.
@@ -61,8 +61,8 @@ arm helps against YaRN's constant. Within the trained length it equals the const
 "held" was written down last, when all results but those of "slope per layer" and "constant and one
 slope" were known. Clamped positions (ReRoPE) are in `law_or_position`.
 
-Time. Measured in two processes of one thread each, on two cores of an AMD EPYC (family 25, model 17),
-in seconds: 75 for the tokens up to the trained length, 14 to 22 for each 1024 tokens beyond it, 110 with
+Time. Measured in two processes of one thread each, on two cores of an AMD EPYC (family 25, model 17), in
+seconds: 75 for the tokens up to the trained length, 14 to 22 for each 1024 tokens beyond it, 110 with
 "held", and 46 for a step of a fit. So a document takes 75 once for each constant, and 150 for each law.
 From these figures all arms and fits take four hours on two cores. The two that were added later take
 0.9 of them. `--quick` took 8 minutes. Most of the time goes into the products of attention, in single
