@@ -61,15 +61,15 @@ arm helps against YaRN's constant. Within the trained length it equals the const
 "held" was written down last, when all results but those of "slope per layer" and "constant and one
 slope" were known. Clamped positions (ReRoPE) are in `law_or_position`.
 
-Time. Measured in two processes of one thread each, on two cores of an AMD EPYC (family 25, model 17), in
-seconds: 75 for the tokens up to the trained length, 14 to 22 for each 1024 tokens beyond it, 110 with
-"held", and 46 for a step of a fit. So a document takes 75 once for each constant, and 150 for each law.
-From these figures all arms and fits take four hours on two cores. The two that were added later take
-0.9 of them. `--quick` took 8 minutes. Most of the time goes into the products of attention, in single
-precision. A step with 512 tokens had a peak of 4.7 GB, so one with 1024 may need 8 GB in each process.
-Each result is kept in the folder `smollm2` beside the others as soon as it is there, so that a run that
-was stopped goes on where it was; only a fit starts again. `--arms` runs some of the arms. `--processes`
-sets how many documents or fits are computed at a time.
+Time. Measured in two processes of one thread each, on two cores of an AMD EPYC (family 25, model 17).
+In seconds: 75 for the tokens up to the trained length, 14 to 22 for each 1024 tokens beyond it, 110
+with "held", and 46 for a step of a fit. So a document takes 75 once for each constant, and 150 for each
+law. From these figures all arms and fits take four hours on two cores. The two that were added later
+take 0.9 of them. `--quick` took 8 minutes. Most of the time goes into the products of attention, in
+single precision. A step with 512 tokens had a peak of 4.7 GB, so one with 1024 may need 8 GB in each
+process. Each result is kept in the folder `smollm2` beside the others as soon as it is there, so that a
+run that was stopped goes on where it was; only a fit starts again. `--arms` runs some of the arms.
+`--processes` sets how many documents or fits are computed at a time.
 """
 
 from __future__ import annotations
