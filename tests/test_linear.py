@@ -1,4 +1,4 @@
-"""Linear maps of rows: PyTorch's tensors through NumPy, against dense matrices in float64."""
+"""Linear maps of rows: arrays of PyTorch and JAX through NumPy, against dense matrices in float64."""
 
 import numpy as np
 import pytest
@@ -129,6 +129,11 @@ class TestInNumPy:
         np.testing.assert_array_equal(threaded, f(x))
         np.testing.assert_allclose(threaded, x @ matrix.T, rtol=1e-4, atol=1e-5)
 
+    def test_half_precision_is_rounded_once(self, rng, tiny_tiles):
+        x = rng.normal(size=(11, 256)).astype("float16")  # one row to a block
+        expected = it.jl.hadamard_transform(x.astype("float32")).astype("float16")
+        np.testing.assert_array_equal(it.jl.hadamard_transform(x), expected)
+
     def test_factors_that_calls_share_are_read_only(self):
         from isentropic.jl import _hadamard
 
@@ -136,3 +141,39 @@ class TestInNumPy:
         factors = _hadamard.hadamard_factors(np, (1, 8), **sizes)
         assert factors is _hadamard.hadamard_factors(np, (1, 8), **sizes)
         assert not any(factor.flags.writeable for factor in factors)
+
+
+class TestInJAX:
+    @pytest.fixture
+    def jax(self, backend):
+        return pytest.importorskip("jax") if backend.library == "jax" else pytest.skip("for JAX")
+
+    @pytest.mark.every_mode
+    @pytest.mark.parametrize("axis", [0, 1])
+    @pytest.mark.parametrize("name", ["transform", "hadamard", "sketch", "adjoint", "rotation"])
+    def test_compiled_calls_equal_eager_ones(self, backend, jax, name, axis, rng):
+        """NumPy computes eager calls. JAX compiles its own formulas."""
+        like = backend.array(np.zeros(1, np.float32))
+        maps = _maps(like) | {"rotation": (it.jl.rotation(200, rng=0, like=like), np.eye(200))}
+        f, matrix = maps[name]
+        x = backend.array(rng.normal(size=(5, matrix.shape[1])).astype("float32"))
+        x = x if axis else x.T
+        got, expected = f(x, axis=axis), jax.jit(lambda x: f(x, axis=axis))(x)
+        assert got.dtype == expected.dtype
+        backend.assert_close(got, backend.numpy(expected), rtol=1e-4, atol=1e-5)
+
+    def test_half_precision(self, jax, rng):
+        f = it.jl.hadamard_projection(200, 24, rng=0, like=jax.numpy.zeros(1, "bfloat16"))
+        x = jax.numpy.asarray(rng.normal(size=(5, 200)), dtype="bfloat16")
+        got, expected = f(x), jax.jit(lambda x: f(x))(x)
+        assert got.dtype == expected.dtype == "bfloat16"
+        np.testing.assert_allclose(got.astype(float), expected.astype(float), rtol=1e-2)
+
+    @pytest.mark.every_mode
+    @pytest.mark.parametrize("is_committed", [False, True])
+    def test_the_device_is_that_of_the_argument(self, jax, is_committed):
+        device = jax.devices("cpu")[-1]
+        x = jax.device_put(np.ones((3, 128), np.float32), device if is_committed else None)
+        y = it.jl.hadamard_transform(x)
+        assert y.devices() == x.devices()
+        assert y.committed == is_committed

@@ -1,18 +1,28 @@
 """Linear maps of the rows of a matrix, computed in blocks of rows.
 
 PyTorch computes small products slowly on a CPU. So NumPy applies the maps to its tensors, in their own
-memory, and their gradient is the adjoint map.
+memory, and their gradient is the adjoint map. Eager operations of JAX on a CPU are slow too: adding 1
+takes as long as five copies. So NumPy also applies the maps to JAX arrays outside of transformations.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from isentropic._loops import is_differentiable, is_readable, map_rows
-from isentropic._namespace import Array, accumulator, common_device, is_torch, leaves_of
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    common_device,
+    is_jax,
+    is_torch,
+    leaves_of,
+    namespace,
+)
 
 # ``function(rows, out)`` maps each row of a matrix. With NumPy it may write into `out`; see `map_rows`.
 RowFunction = Callable[[Array, Any], Array]
@@ -34,11 +44,18 @@ class LinearMap(NamedTuple):
         return self._replace(rows=self.adjoint_rows, adjoint_rows=self.rows, widths=self.widths[::-1])
 
 
-def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array) -> Array:
-    """Apply a linear map to each row of a matrix. It is computed in float32 or better."""
+def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) -> Array:
+    """Apply a linear map to each row of a matrix. It is computed in float32 or better.
+
+    The caller may give NumPy an array for the result.
+    """
     dtype = accumulator(xp, x.dtype)
     if _is_for_numpy(xp, linear, x):
-        y = _through_numpy().apply(xp.astype(x, dtype, copy=False), linear, *leaves_of(linear.arrays))
+        wide: Any = xp.astype(x, dtype, copy=False)
+        if is_torch(xp):
+            y = _through_numpy().apply(wide, linear, *leaves_of(linear.arrays))
+        else:
+            y = _through_numpy_in_jax(linear, wide)
         return xp.astype(y, x.dtype, copy=False)
     function = linear.rows(xp, linear.arrays, dtype, common_device(x=x))
 
@@ -48,35 +65,63 @@ def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array) -> Array:
 
     if linear.row_size is None:
         return in_dtype(x, None)
-    return map_rows(xp, in_dtype, x, width=linear.widths[0], row_size=linear.row_size)
+    return map_rows(xp, in_dtype, x, width=linear.widths[0], row_size=linear.row_size, out=out)
 
 
 def _is_for_numpy(xp: ModuleType, linear: LinearMap, x: Array) -> bool:
-    """Whether NumPy computes the map of a tensor: not if the map's own arrays have gradients."""
-    if not is_torch(xp) or linear.row_size is None or not is_readable(xp, x):
+    """Whether NumPy computes the map: not if the map's own arrays have gradients."""
+    if not (is_torch(xp) or is_jax(xp)) or linear.row_size is None or not is_readable(xp, x):
         return False
     leaves = tuple(leaves_of(linear.arrays))
     return all(is_readable(xp, a) for a in leaves) and not is_differentiable(xp, *leaves)
 
 
+def _in_numpy(linear: LinearMap, x: Any, out: Any = None) -> Any:
+    """The map of an array of another library, as a NumPy array."""
+    import array_api_compat.numpy as np
+
+    linear = linear._replace(arrays=_in_host_memory(linear.arrays))
+    return apply_to_rows(np, linear, _in_host_memory(x), out)
+
+
+def _through_numpy_in_jax(linear: LinearMap, x: Any) -> Any:
+    import jax
+    import numpy as np
+
+    # JAX takes over memory, instead of copying it, if the address is divisible by 64.
+    shape = (x.shape[0], linear.widths[0])
+    memory = np.empty(math.prod(shape) * x.dtype.itemsize + 64, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    out = memory[start : memory.size - 64 + start].view(x.dtype).reshape(shape)
+    y = _in_numpy(linear, x, out)
+    return jax.device_put(y, x.sharding if x.committed else None, may_alias=True)
+
+
+def _in_host_memory(x: Any) -> Any:
+    """An array, or nested tuples of arrays, as NumPy arrays. Only half precision is copied."""
+    if isinstance(x, tuple):
+        parts = map(_in_host_memory, x)
+        return tuple(parts) if type(x) is tuple else type(x)(*parts)
+    xp: Any = namespace(x=x)
+    if xp.isdtype(x.dtype, "real floating"):
+        x = xp.astype(x, accumulator(xp, x.dtype), copy=False)
+    if is_torch(xp):
+        return x.numpy(force=True)
+    import numpy as np
+
+    return np.asarray(x)
+
+
 @functools.cache
 def _through_numpy() -> Any:
-    import array_api_compat.numpy as np
     import torch
-
-    def host(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(host, x)) if type(x) is tuple else type(x)(*map(host, x))
-        x = x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
-        return x.numpy(force=True)
 
     class ThroughNumpy(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, x: Any, linear: LinearMap, *leaves: Any) -> Any:
             ctx.linear = linear
             ctx.save_for_backward(*leaves)
-            linear = linear._replace(arrays=host(linear.arrays))
-            return torch.from_numpy(apply_to_rows(np, linear, host(x)))
+            return torch.from_numpy(_in_numpy(linear, x))
 
         @staticmethod
         def backward(ctx: Any, upstream: Any) -> Any:

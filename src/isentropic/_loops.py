@@ -300,30 +300,34 @@ def map_rows(
     *,
     width: int,
     row_size: int,
+    out: Any = None,
 ) -> Array:
     """``function(x, None)``, which maps each row of a matrix, in blocks of rows if that is faster.
 
     It is faster with NumPy and with JAX on a CPU: the intermediates of a block stay in the cache. The
     result has rows of the size `width`, and the dtype of `x`. `row_size` is the number of intermediates
     that the function makes of a row. ``function(rows, out)`` may write the result into `out`, which is
-    None except with NumPy, and return it. That saves a copy.
+    None except with NumPy, and return it. That saves a copy. The caller may give NumPy an array `out`
+    for the whole result.
     """
     if not _blocks_are_faster(xp, x):
         return function(x, None)
     rows = x.shape[0]
     numbers = BLOCKS.jax_cache_numbers if is_jax(xp) else BLOCKS.cache_numbers
     block = max(1, numbers // max(1, row_size))
-    if not is_numpy(xp) or rows <= block:
+    if not is_numpy(xp):
         return map_blocks(xp, lambda b: (function(take(x, b, -2), None),), rows, block)[0]
+    if rows <= block and out is None:
+        return function(x, None)
 
     keep_freed_memory()
-    result: Any = xp.empty((rows, width), dtype=x.dtype, device=common_device(x=x))
+    result = xp.empty((rows, width), dtype=x.dtype, device=common_device(x=x)) if out is None else out
 
     def write(block: Block) -> None:
-        out: Any = take(result, block, -2)
-        part = function(take(x, block, -2), out)
-        if part is not out:
-            out[...] = part
+        wanted: Any = take(result, block, -2)
+        part = function(take(x, block, -2), wanted)
+        if part is not wanted:
+            wanted[...] = part
 
     run(write, blocks(0, rows, block))
     return result
