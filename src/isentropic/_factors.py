@@ -232,7 +232,7 @@ def _solve_rows(tiles: Tiles, targets: Array) -> tuple[Array, Array]:
         logits = tiles.logits(rows, reach(plan, operands.mask, rows))
         return compiled(xp, _solve, logits, take(targets, rows, -2))
 
-    factor, slope = map_blocks(xp, solve_block, plan.n_queries, rows_at_once)
+    factor, slope = map_blocks(xp, solve_block, plan.n_queries, rows_at_once, in_threads=True)
     return factor, slope
 
 

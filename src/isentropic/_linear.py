@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._loops import is_differentiable, is_readable, map_rows
+from isentropic._loops import is_differentiable, is_readable, jax_array, map_rows
 from isentropic._namespace import (
     Array,
     accumulator,
@@ -85,16 +85,15 @@ def _in_numpy(linear: LinearMap, x: Any, out: Any = None) -> Any:
 
 
 def _through_numpy_in_jax(linear: LinearMap, x: Any) -> Any:
-    import jax
     import numpy as np
 
-    # JAX takes over memory, instead of copying it, if the address is divisible by 64.
+    # At an address divisible by 64, so that JAX takes over the memory.
     shape = (x.shape[0], linear.widths[0])
     memory = np.empty(math.prod(shape) * x.dtype.itemsize + 64, dtype=np.uint8)
     start = -memory.ctypes.data % 64
     out = memory[start : memory.size - 64 + start].view(x.dtype).reshape(shape)
     y = _in_numpy(linear, x, out)
-    return jax.device_put(y, x.sharding if x.committed else None, may_alias=True)
+    return jax_array(y, x.sharding if x.committed else None)
 
 
 def _in_host_memory(x: Any) -> Any:

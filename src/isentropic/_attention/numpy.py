@@ -36,7 +36,7 @@ from isentropic._entropy import (
     shift_moment,
     terms_of_moment,
 )
-from isentropic._loops import BLOCKS, Block, blocks, keep_freed_memory, take
+from isentropic._loops import BLOCKS, Block, blocks, jax_array, keep_freed_memory, take
 from isentropic._namespace import Array
 from isentropic._numerics import divide_or_zero, grouped_matmul, quietly
 from isentropic._threads import n_threads, run
@@ -296,7 +296,7 @@ def _to_library(plan: Plan, x: Any) -> Any:
         return x
     if plan.library == "torch":
         return xp.from_numpy(x if x.flags.writeable else x.copy())
-    return xp.asarray(x, device=plan.device)
+    return jax_array(x, plan.device)
 
 
 def _state_to_library(plan: Plan, state: AttentionState) -> AttentionState:
