@@ -670,6 +670,14 @@ def test_ranks_are_never_promoted(name, tiny_tiles):
     assert jax.tree.structure(got) == jax.tree.structure(jax.eval_shape(case, arrays))
 
 
+def test_without_implicit_transfers(rng):
+    """NumPy computes these calls. Its results are moved explicitly."""
+    x = jax.device_put(rng.normal(size=(4, 128)).astype("float32"), jax.devices("cpu")[0])
+    with jax.transfer_guard("disallow"):
+        for y in (it.attention(x, x, x), it.jl.hadamard_transform(x)):
+            assert y.shape == x.shape
+
+
 def test_without_promotion_of_dtypes():
     """A user may set JAX to refuse promotions (``jax_numpy_dtype_promotion``)."""
     x = jnp.linspace(-1, 1, 40, dtype="bfloat16").reshape(5, 8)
