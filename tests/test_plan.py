@@ -69,6 +69,17 @@ def test_equal_numbers_of_other_types_are_refused(backend, rng):
             it.attention(q, q, q, **({"is_causal": True, "scale": 1.0, "n_keys": 1} | options))
 
 
+def test_what_looks_like_a_law_is_refused(backend, rng):
+    class Proxy:
+        def signature(self, array_signature):
+            return laws.Constant(1.5).signature(array_signature)
+
+    q, k, v = (backend.array(x) for x in rng.normal(size=(3, 2, 5, 8)).astype("float32"))
+    it.attention(q, k, v, law=laws.Constant(1.5))  # the plan is kept
+    with pytest.raises(TypeError, match="`law` must be a law"):
+        it.attention(q, k, v, law=Proxy())
+
+
 def test_what_was_refused_is_refused_again(backend, rng):
     q = backend.array(rng.normal(size=(2, 5, 4)), "float32")
     for _ in range(2):
