@@ -219,10 +219,10 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
 
 def _solve_rows(tiles: Tiles, targets: Array) -> tuple[Array, Array]:
     """`_solve` for all queries, (..., L, 1), with all logits of some of them in memory at a time."""
-    plan, operands = tiles.plan, tiles.operands
-    xp = plan.xp
     from isentropic._attention import numpy  # here, as it need not be imported with the package
 
+    plan, operands = tiles.plan, tiles.operands
+    xp = plan.xp
     if numpy.takes_tiles(plan) and is_readable(xp, targets):
         return numpy.map_logits(plan, operands, _solve, targets)
     row_size, column_size = tile_shape(plan)
@@ -262,10 +262,10 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     share = divide_or_zero(xp, x, spread)
     first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
     score_variance = _variance(xp, first, second, n)
-    x = xp.where(hidden, -1e36, x)
+    x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
 
     def entropy_and_variance(u: Array) -> tuple[Array, Array]:
-        y = xp.exp(u) * x  # at least −2·10³⁸, which is finite, and whose weight is 0
+        y = xp.exp(u) * x  # at least −2·10³⁸, which is finite in float32, and whose weight is 0
         weight = xp.exp(y)
         z, weighted = xp.sum(weight, axis=-1, keepdims=True), weight * y
         first, second = (row_products(xp, w, y)[..., None] for w in (weight, weighted))

@@ -80,8 +80,9 @@ def _in_numpy(linear: LinearMap, x: Any, out: Any = None) -> Any:
     """The map of an array of another library, as a NumPy array."""
     import array_api_compat.numpy as np
 
-    linear = linear._replace(arrays=_in_host_memory(linear.arrays))
-    return apply_to_rows(np, linear, _in_host_memory(x), out)
+    xp = namespace(x=x)
+    linear = linear._replace(arrays=_in_host_memory(xp, linear.arrays))
+    return apply_to_rows(np, linear, _in_host_memory(xp, x), out)
 
 
 def _through_numpy_in_jax(linear: LinearMap, x: Any) -> Any:
@@ -96,12 +97,11 @@ def _through_numpy_in_jax(linear: LinearMap, x: Any) -> Any:
     return jax_array(y, x.sharding if x.committed else None)
 
 
-def _in_host_memory(x: Any) -> Any:
+def _in_host_memory(xp: Any, x: Any) -> Any:
     """An array, or nested tuples of arrays, as NumPy arrays. Only half precision is copied."""
     if isinstance(x, tuple):
-        parts = map(_in_host_memory, x)
+        parts = [_in_host_memory(xp, part) for part in x]
         return tuple(parts) if type(x) is tuple else type(x)(*parts)
-    xp: Any = namespace(x=x)
     if xp.isdtype(x.dtype, "real floating"):
         x = xp.astype(x, accumulator(xp, x.dtype), copy=False)
     if is_torch(xp):

@@ -414,28 +414,21 @@ def is_transformed(xp: ModuleType, x: Any) -> bool:
         return False
     import torch
 
-    if torch.compiler.is_compiling() or not within_transformation():
+    if torch.compiler.is_compiling() or not _within_transformation(torch):
         return False
     within = torch._C._functorch.maybe_current_level() is not None
     return within or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
-def within_transformation() -> bool:
+def _within_transformation(torch: Any) -> bool:
     """Whether the call runs inside a transformation of torch.func or a forward-mode level."""
-    import torch
-
     level = torch._C._functorch.maybe_current_level()
     return level is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def is_watched(torch: Any) -> bool:
     """Whether PyTorch transforms the call, or a mode of PyTorch sees its operations."""
-    # The conditions of `within_transformation` again, as this is asked in each call.
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch._C._len_torch_dispatch_stack() > 0 or _within_transformation(torch)
 
 
 def is_differentiated(xp: ModuleType, x: Any) -> bool:

@@ -168,14 +168,12 @@ def map_logits(
 
     keep_freed_memory()
     whole, column = _Pass(*_as_numpy(plan, operands)), _numpy_view(plan, column)
-    mask: Any = operands.mask
     rows = blocks(0, plan.n_queries, max(1, BLOCKS.cache_numbers // plan.n_keys))
     results = [np.empty((*plan.batch, plan.n_queries, 1), whole.plan.compute) for _ in range(2)]
 
     def compute(task: tuple[Index, Block]) -> None:
         index, (start, size) = task
-        of_element = None if mask is None else mask.element(plan.batch, index)
-        item = _Item(index, (start, size), (0, plan.n_keys), of_element)
+        item = whole.item(index, (start, size), (0, plan.n_keys))
         found = function(whole.plan.xp, whole.logits(item), whole.part_of(column, item))
         for result, x in zip(results, found, strict=True):
             result[index][start : start + size] = x
@@ -397,7 +395,6 @@ class _Pass:
 
         keep_freed_memory()
         plan = self.plan
-        mask: Any = self.operands.mask
         elements = list(np.ndindex(*plan.batch))
         # Under a causal mask the last rows take longest. So they come first.
         rows = blocks(0, plan.n_queries, self.row_size(len(elements)))[::-1]
@@ -406,8 +403,7 @@ class _Pass:
 
         def compute(task: tuple[Index, Block, int]) -> None:
             index, (start, size), i = task
-            of_element = None if mask is None else mask.element(plan.batch, index)
-            fields = self.block(_Item(index, (start, size), parts[i], of_element))
+            fields = self.block(self.item(index, (start, size), parts[i]))
             for array, field in zip(states[i], fields, strict=True):
                 if array is not None:
                     array[index][start : start + size] = field
@@ -419,6 +415,11 @@ class _Pass:
         if self.order is None:
             return merged._replace(weighted_value=output_of_columns(np, merged))
         return merged
+
+    def item(self, index: Index, rows: Block, part: Block) -> _Item:
+        mask: Any = self.operands.mask
+        of_element = None if mask is None else mask.element(self.plan.batch, index)
+        return _Item(index, rows, part, of_element)
 
     def row_size(self, n_elements: int) -> int:
         """The number of queries of a block: fewer if there would be too few blocks for the threads."""

@@ -470,9 +470,7 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     if plan.library == "jax":  # inside a JAX trace no result can be read
         return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
     # One sum is faster than a test of each number. The sum of finite numbers may overflow.
-    if math.isfinite(sum_of(plan, *arrays)):
-        return True
-    return all(bool(xp.all(xp.isfinite(x))) for x in arrays)
+    return math.isfinite(sum_of(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
 
 
 def sum_of(plan: Plan, *arrays: Any) -> float:
