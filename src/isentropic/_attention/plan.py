@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -120,6 +121,7 @@ class Plan(Record):
     )
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
     factors: Any  # the factors on the queries, (L, 1), if few numbers alone determine them
+    kernel_factors: Any  # for PyTorch's kernel, (1, 1, L, 1)
     # Those of `frame` and `batch`, for short.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
@@ -200,12 +202,15 @@ def _signature(a: Arguments) -> Any:
             return None
         is_recording = torch.is_grad_enabled()
     options = a[_FIRST_OPTION:]
+    signature_of: Any = _signature_of
+    if torch is not None and type(a.query) is torch.Tensor:  # the others are tensors, or refused
+        signature_of = _signature_of_tensor
     try:
         return (
             is_recording,
-            _signature_of(a.query),
-            _signature_of(a.key),
-            None if a.value is None else _signature_of(a.value),
+            signature_of(a.query),
+            signature_of(a.key),
+            None if a.value is None else signature_of(a.value),
             None if a.bias is None else _signature_of(a.bias),
             None if a.sinks is None else _signature_of(a.sinks),
             None if a.mask is None else _signature_of(a.mask),
@@ -220,6 +225,9 @@ def _signature(a: Arguments) -> Any:
         return None
 
 
+_signature_of_tensor = attrgetter("__class__", "shape", "dtype", "device", "layout", "requires_grad")
+
+
 def _signature_of(x: Any) -> tuple[Any, ...]:
     """The properties of an array or a mask, except for values. AttributeError for other objects."""
     kind = type(x)
@@ -227,7 +235,7 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
     if module == "numpy":
         return kind, x.shape, x.dtype
     if module == "torch" or is_torch_array(x):
-        return kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad
+        return _signature_of_tensor(x)
     if isinstance(x, Mask):
         return x.signature(_signature_of)
     # JAX has other promotion rules for arrays that it has made from Python numbers (weak types).
@@ -249,6 +257,7 @@ def _plan(a: Arguments) -> Plan:
     compute = accumulator(xp, dtype)
     counts = None if mask is None else mask.counts(frame)
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
+    factors = _factors_of_counts(a, counts, frame, compute, scale) if can_be_read else None
     return Plan(
         frame=frame,
         dtype=dtype,
@@ -278,7 +287,8 @@ def _plan(a: Arguments) -> Plan:
             for x in inputs
         ),
         counts=counts,
-        factors=_factors_of_counts(a, counts, frame, compute, scale) if can_be_read else None,
+        factors=factors,
+        kernel_factors=factors[None, None] if factors is not None and is_torch(xp) else None,
         xp=xp,
         library=library_of(xp),
         device=frame.device,

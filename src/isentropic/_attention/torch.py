@@ -134,6 +134,8 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
     xp, query, scale = plan.xp, operands.query, operands.multiplier
+    if scale is plan.factors and plan.fits_sdpa:
+        scale = plan.kernel_factors  # their product with the query has its axes, without a step for them
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
         query = query if query.dtype == plan.compute else xp.astype(query, plan.compute)
@@ -142,7 +144,7 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     if not plan.fits_sdpa:
         q, k, v = (_fitted(plan, x) for x in (q, k, v))
     elif len(plan.batch) == 1:
-        q, k, v = q[None], k[None], v[None]
+        q, k, v = (q if q.ndim == 4 else q[None]), k[None], v[None]
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
         # The kernel needs contiguous rows.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
