@@ -135,7 +135,7 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
     xp, query, scale = plan.xp, operands.query, operands.multiplier
     if scale is plan.factors and plan.fits_sdpa:
-        scale = plan.kernel_factors  # their product with the query has its axes, without a step for them
+        scale = plan.kernel_factors  # spares a step for the axes of the product
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
         query = query if query.dtype == plan.compute else xp.astype(query, plan.compute)
