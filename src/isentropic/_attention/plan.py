@@ -489,7 +489,8 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
     It is finite only if all numbers are, and NaN if any of them is. BLAS is fastest to add products.
     """
     # `vdot` and sums of Python's floats never warn, where `dot` and sums of NumPy's do.
-    vdot, are_tensors, total, waiting = _vdot(), plan.library == "torch", 0.0, None
+    are_tensors, total, waiting = plan.library == "torch", 0.0, None
+    vdot = _implementation("vdot")
     for x in arrays:
         is_contiguous = x.is_contiguous() if are_tensors else x.flags.c_contiguous
         if x.dtype != plan.compute or not is_contiguous:
@@ -506,13 +507,21 @@ def sum_of(plan: Plan, *arrays: Any) -> float:
     return total if waiting is None else total + float(vdot(waiting, waiting))
 
 
+def count_nonzero(x: Any) -> int:
+    """The number of nonzero numbers of a NumPy array."""
+    return int(_implementation("count_nonzero")(x))
+
+
 @functools.cache
-def _vdot() -> Any:
-    """NumPy's `vdot` of two NumPy arrays."""
+def _implementation(name: str) -> Any:
+    """A function of NumPy for NumPy arrays alone.
+
+    `np.vdot` looks for arrays of other libraries first, which takes as long as a small product.
+    """
     import numpy as np
 
-    # `np.vdot` looks for arrays of other libraries first, which takes as long as a small product.
-    return getattr(np.vdot, "_implementation", np.vdot)
+    function = getattr(np, name)
+    return getattr(function, "_implementation", function)
 
 
 def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:

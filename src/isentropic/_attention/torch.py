@@ -17,7 +17,9 @@ from isentropic._attention.generic import (
     tile_shape,
 )
 from isentropic._attention.numpy import takes_mask
-from isentropic._attention.plan import TRANSFORMED, Operands, Plan, four_axes, sum_of
+from isentropic._attention.plan import (
+    TRANSFORMED, Operands, Plan, count_nonzero, four_axes, sum_of,
+)  # fmt: skip
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take
 from isentropic._namespace import Array
@@ -98,11 +100,9 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
 def _sdpa(
     plan: Plan, query: Any, key: Any, value: Any, scale: float, mask: Any = None, *, is_causal: bool
 ) -> Any:
-    import torch
-
     # Whether heads are grouped may be symbolic under torch.compile, and the kernel needs a bool.
     is_grouped = True if not plan.fits_sdpa and query.shape[1] != key.shape[1] else False  # noqa: SIM210
-    return torch.nn.functional.scaled_dot_product_attention(
+    return plan.xp.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
 
@@ -165,8 +165,6 @@ def _fitted(plan: Plan, x: Any) -> Any:
 
 def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
     """The output with NaN for queries that are NaN, and for all queries if some key is NaN."""
-    import numpy as np
-
     xp = plan.xp
     if plan.device.type != "cpu":
         return out
@@ -175,7 +173,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         # Under autocast the kernel returns bfloat16, which NumPy does not have.
         numbers = out if out.dtype == plan.compute else out.to(plan.compute)
         first = numbers.numpy(force=True)[..., 0]
-        if np.count_nonzero(first) == first.size or not math.isnan(sum_of(plan, query, key)):
+        if count_nonzero(first) == first.size or not math.isnan(sum_of(plan, query, key)):
             return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
     if key_is_nan.shape[1] != query.shape[1]:
