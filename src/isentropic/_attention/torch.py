@@ -18,8 +18,13 @@ from isentropic._attention.generic import (
 )
 from isentropic._attention.numpy import takes_mask
 from isentropic._attention.plan import (
-    TRANSFORMED, Operands, Plan, count_nonzero, four_axes, sum_of,
-)  # fmt: skip
+    TRANSFORMED,
+    Operands,
+    Plan,
+    count_nonzero,
+    four_axes,
+    sum_of,
+)
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take
 from isentropic._namespace import Array
