@@ -418,7 +418,8 @@ def _check_options(a: Arguments) -> None:
 def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     """The operands of a call. If the plan was cached, the law has already been checked."""
     mask = _mask(a)
-    query, key, value, bias = arrays = cast(Any, (a.query, a.key, a.value, a.bias))
+    arrays: Any = (a.query, a.key, a.value, a.bias)
+    query, key, value, bias = arrays
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
     nonfinite = None

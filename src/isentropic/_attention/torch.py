@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from isentropic._attention.generic import (
     AttentionState,
@@ -138,14 +138,15 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
 
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
-    xp, query, scale = plan.xp, operands.query, operands.multiplier
+    xp, scale = plan.xp, operands.multiplier
+    arrays: Any = operands[:3]
+    q, k, v = arrays
     if scale is plan.factors and plan.fits_sdpa:
         scale = plan.kernel_factors  # spares a step for the axes of the product
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
-        query = query if query.dtype == plan.compute else xp.astype(query, plan.compute)
-        query, scale = query * scale, 1.0
-    q, k, v = cast(Any, (query, operands.key, operands.value))
+        q = q if q.dtype == plan.compute else xp.astype(q, plan.compute)
+        q, scale = q * scale, 1.0
     if not plan.fits_sdpa:
         q, k, v = (_fitted(plan, x) for x in (q, k, v))
     elif len(plan.batch) == 1:
