@@ -295,6 +295,23 @@ class TestDerivatives:
             got = float(jax.grad(lambda t: it.factor_for_entropy(backend.array(s), t))(1.5))
         assert got == pytest.approx(expected, rel=1e-3)
 
+    def test_second_for_the_target(self, backend, rng):
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("has no derivatives")
+        s, step = rng.normal(size=12).astype("float32"), 1e-3
+        behind, here, ahead = (_root(s, 1.5 + d) for d in (-step, 0.0, step))
+        if backend.library == "torch":
+            target = backend.xp.asarray(1.5, dtype=backend.xp.float32, device=backend.device)
+            factor = it.factor_for_entropy(backend.array(s), target.requires_grad_())
+            (slope,) = backend.xp.autograd.grad(factor, target, create_graph=True)
+            slope.backward()
+            got = float(target.grad)
+        else:
+            import jax
+
+            got = float(jax.grad(jax.grad(lambda t: it.factor_for_entropy(backend.array(s), t)))(1.5))
+        assert got == pytest.approx((ahead - 2 * here + behind) / step**2, rel=1e-2)
+
 
 def test_the_factor_of_one_row_is_an_array(backend):
     logits = backend.array([1.0, 2.0, 3.0], "float32")

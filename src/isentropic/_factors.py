@@ -14,6 +14,7 @@ bounds. The lower bound follows from D ≤ λ² R²/8 for scores of range R, as 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ from isentropic._loops import (
     Block,
     compiled,
     is_differentiable,
+    is_differentiated,
     is_readable,
     iterate,
     map_blocks,
@@ -102,9 +104,8 @@ def factor_for_entropy(
     Notes
     -----
     The solver is a safeguarded Newton's method with a bounded number of steps. The entropy falls with
-    λ at the rate ``dH/d log λ = −Var(λ · logits)``, the variance under the softmax. First derivatives
-    are those of the implicit function, and 0 where no factor reaches the target. Second derivatives
-    are not supported.
+    λ at the rate ``dH/d log λ = −Var(λ · logits)``, the variance under the softmax. The first
+    and second derivatives are those of the implicit function, and 0 where no factor reaches the target.
 
     Examples
     --------
@@ -125,9 +126,14 @@ def factor_for_entropy(
         factor, slope = compiled(xp, _solve, without_gradient(xp, s), without_gradient(xp, targets))
         if is_differentiable(xp, s, targets):
             hidden = s == -math.inf
-            scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
-            _, _, normalizer, moment = partition(xp, scaled, 1.0)
-            factor = _with_gradient(xp, factor, slope, (normalizer, moment), targets)
+
+            def entropy_at(factor: Array) -> Array:
+                scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
+                _, _, normalizer, moment = partition(xp, scaled, 1.0)
+                assert moment is not None  # as the order is 1
+                return entropy_of_moments(xp, normalizer, moment, 1.0, "renyi")
+
+            factor = _with_gradient(xp, factor, slope, entropy_at, targets)
     return _rounded(xp, factor, logits.dtype)
 
 
@@ -200,10 +206,16 @@ def factor_for_attention_entropy(
     factor, slope = _solve_rows(tiles, without_gradient(xp, targets))
     mask_arrays = () if operands.mask is None else operands.mask.arrays
     if is_differentiable(xp, operands.query, operands.key, *mask_arrays, targets):
-        scaled_operands = operands._replace(multiplier=factor * operands.multiplier)
-        # A traced target gives a traced factor, with which NumPy cannot compute.
-        state = state_of(plan_of(plan, scaled_operands), scaled_operands, None)
-        factor = _with_gradient(xp, factor, slope, (state.normalizer, state.weighted_score), targets)
+        # The factor depends on the targets too.
+        plan = plan.replaced(is_differentiated=plan.is_differentiated or is_differentiated(xp, targets))
+
+        def entropy_at(factor: Array) -> Array:
+            scaled = operands._replace(multiplier=factor * operands.multiplier)
+            # A traced target gives a traced factor, with which NumPy cannot compute.
+            state = state_of(plan_of(plan, scaled), scaled, None)
+            return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
+
+        factor = _with_gradient(xp, factor, slope, entropy_at, targets)
     return _rounded(xp, factor, plan.dtype)
 
 
@@ -321,12 +333,19 @@ def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:
 
 
 def _with_gradient(
-    xp: ModuleType, factor: Array, slope: Array, state: tuple[Array, Any], targets: Array
+    xp: ModuleType,
+    factor: Array,
+    slope: Array,
+    entropy_at: Callable[[Array], Array],
+    targets: Array,
 ) -> Array:
-    """The factor, with the derivatives of the solution of H = target.
+    """The factor, with the first two derivatives of the solution of H = target.
 
-    They are the derivatives of one more Newton step in which only H and the target are variables.
+    They are those of two more steps of Newton's method with a constant slope, which change no value.
+    The first step has the first derivative of the solution, and the second step the second one.
     """
-    h = entropy_of_moments(xp, *state, 1.0, "renyi")
-    step = divide_or_zero(xp, xp.where(slope > 0, h - targets, 0.0), slope)
-    return factor + factor * (step - without_gradient(xp, step))
+    for _ in range(2):
+        difference = entropy_at(factor) - targets
+        step = divide_or_zero(xp, xp.where(slope > 0, difference, 0.0), slope)
+        factor = factor + factor * (step - without_gradient(xp, step))
+    return factor
