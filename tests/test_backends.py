@@ -222,7 +222,7 @@ class TestBackends:
         capped = it.attention_backends(few, few, few, softcap=3.0)
         assert capped["generic"] == "runs"
         if backend.library == "numpy":
-            assert capped["numpy"] == "for so few logits it has no bias and no soft cap"
+            assert capped["numpy"] == "for so few logits it supports no bias and no soft cap"
         elif backend.library == "strict":
             assert capped["numpy"] == "some array is on another device, traced or differentiated"
 
@@ -390,8 +390,8 @@ class TestReferences:
             np.testing.assert_allclose(got, expected, atol=slack * 8, rtol=1e-5)
 
     @pytest.mark.parametrize("gap", [0, 40, 46, 47, 60, 85, 86, 87, 88, 90, 95, 103, 1000, 9000])
-    def test_rows_far_below_the_bound(self, small_blocks, gap):
-        # A key across the queries sets the bound; relative to it weights underflow by and by.
+    def test_logits_far_below_the_length_of_a_key(self, small_blocks, gap):
+        # A long key across the queries. Its length must not be what exponents are relative to.
         logits = -np.arange(12.0) % 7
         k = np.zeros((13, 2), "float32")
         k[:12, 0], k[12, 1] = logits, gap
@@ -406,7 +406,7 @@ class TestReferences:
 
     @pytest.mark.parametrize("exponent", [8, 13, 19])
     def test_small_differences_of_large_logits(self, small_blocks, rng, exponent):
-        # Integers that float32 holds exactly, as do their products: all of the error is the bound's.
+        # Integers that float32 holds exactly, as do their products: all errors are those of the pass.
         size = 16
         q = np.ones((9, size), "float32")
         differences = rng.integers(0, 2, (13, size))
@@ -429,7 +429,7 @@ class TestReferences:
 
     def test_all_hidden_but_one(self, small_blocks, rng):
         q, k, v = rng.normal(size=(3, 20, 4)).astype("float32")
-        q *= 50  # the only visible key is far below the bound
+        q *= 50  # the logit of the only visible key is far below others
         mask = np.eye(20, dtype=bool)
         out = it.attention(q, k, v, mask=mask, law=None, implementation="native")
         np.testing.assert_array_equal(out, v)

@@ -34,7 +34,7 @@ def _creations(node, function=""):
             isinstance(child, ast.Call)
             and isinstance(child.func, ast.Attribute)
             and child.func.attr in CREATION
-            and ast.unparse(child.func.value) in ("xp", "self.xp", "frame.xp", "problem.xp")
+            and ast.unparse(child.func.value) in ("xp", "self.xp", "frame.xp", "plan.xp")
         ):
             yield inside, child
         yield from _creations(child, inside)

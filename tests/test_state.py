@@ -199,7 +199,7 @@ class TestMerge:
                 for i, page in enumerate(pages)
             ]
 
-        with pytest.warns(UserWarning, match=r"a causal mask the offset .* less the position"):
+        with pytest.warns(UserWarning, match=r"use masks.causal\(offset - b\)"):
             it.merge_states(states(0))
         np.testing.assert_allclose(it.merge_states(states(1)).output(), whole.output())
 

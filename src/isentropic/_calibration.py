@@ -44,7 +44,7 @@ _MOST_OCTAVES = 47
 # Lengths nearer to the reference than this, in log n, do not tell the slope: it would be the error of a
 # factor, divided by a small number.
 _NEAR = 0.05
-# How far the knots of "auto" go, in the longest length of the fit.
+# The last knot of "auto", in multiples of the longest length of the fit.
 _REACH = 64
 
 

@@ -80,7 +80,7 @@ def partition(
     if maximum is None:
         maximum = largest(xp, s)
     if is_constant:
-        # The derivative of s − max, which is −∞ for hidden keys, does not become NaN, and e^{−∞} is 0.
+        # Hidden keys need no guard here: s − max is −∞, its derivative is finite, and e^{−∞} is 0.
         x = s - xp.maximum(maximum, xp.finfo(s.dtype).min)
         weight = xp.exp(x)
     else:
@@ -91,7 +91,7 @@ def partition(
     if order is None:
         return maximum, weight, normalizer, None
     terms = terms_of_moment(xp, x, weight, order)
-    if order != 1 or not is_numpy(xp):  # where a weight of 0 has no part, nor a gradient to guard
+    if order != 1 or not is_numpy(xp):  # there, terms of weight 0 are 0 and have no gradient
         terms = xp.where(s == -math.inf, 0.0, terms)
     return maximum, weight, normalizer, xp.sum(terms, axis=-1, keepdims=True)
 
@@ -399,8 +399,8 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     P, Q = _distribution(xp, xp.where(p == 0, 0.0, p)), _distribution(xp, q)
 
     is_near = xp.abs(Q.share - P.share) < P.share / 2
-    # Shares are rounded. Nearly equal shares differ by rounding errors alone; their weights do not.
-    # Weights of different totals would cancel. A power of two rounds no weight.
+    # The difference of nearly equal shares is mostly rounding error, so the weights are subtracted.
+    # First those of q get nearly the total of p, by a power of two, which is exact.
     have_totals = (P.total > 0) & (Q.total > 0)
     ratio = xp.where(have_totals, P.total, 1.0) / xp.where(have_totals, Q.total, 1.0)
     scale = 2.0 ** xp.round(xp.log2(ratio))

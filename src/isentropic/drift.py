@@ -69,7 +69,7 @@ class DriftReport:
         The mean entropy of these queries in nats. It is NaN where a layer has no query in a group, for
         example because of a window, and for heads that a layer lacks, if other layers have more.
     names : tuple of str, or None
-        The names of the layers. None if they have none but their numbers.
+        The names of the layers. None if the layers have only numbers.
 
     Examples
     --------
@@ -197,7 +197,7 @@ class CalibrationReport:
     entropies : NumPy array, ``(layers, heads)``
         The mean entropies that the factors hold, in nats.
     names : tuple of str, or None
-        The names of the layers. None if they have none but their numbers.
+        The names of the layers. None if the layers have only numbers.
 
     Examples
     --------
@@ -316,7 +316,7 @@ def _mean(x: np.ndarray) -> float:
 
 
 def _round_if_near(x: float) -> float:
-    """A number that rounding has moved away from a whole one, as the whole one."""
+    """`x`, or the nearest integer if they differ only by rounding."""
     return round(x) if math.isclose(x, round(x), rel_tol=1e-12) else x
 
 

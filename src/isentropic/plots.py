@@ -161,7 +161,7 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     """
     import numpy as np
 
-    namespace(weights=weights)  # which refuses what is no array
+    namespace(weights=weights)  # raises for anything that is not an array
     p = to_numpy(weights).astype(np.float64)
     if p.ndim != 2:
         raise value_error("weights", "have 2 dimensions, those of one head", p.ndim)

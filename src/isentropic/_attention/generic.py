@@ -417,8 +417,8 @@ def _merged_counts(xp: ModuleType, states: tuple[AttentionState, ...]) -> tuple[
 
 def _warn_of_counts(what: str) -> None:
     warnings.warn(
-        f"{what}: give each attention_state the number of keys that a query sees in all as `n_keys`, "
-        "and a causal mask the offset of the queries less the position of the first key of the block.",
+        f"{what}: pass each attention_state the total number of keys that a query sees as `n_keys`. "
+        "For a block of keys that begins at key b, use masks.causal(offset - b).",
         stacklevel=4,  # the caller of `merge_states`
     )
 
@@ -500,8 +500,8 @@ def weights_of_logits(xp: ModuleType, s: Array, maximum: Array, normalizer: Arra
     return xp.where(s == -math.inf, 0.0, weight)  # also where the query is NaN
 
 
-# For `attention_statistics` the value of a state is Σ eˣ (x − mean)², which is added like a value where
-# the means agree.
+# For `attention_statistics` the `weighted_value` of a state is Σ eˣ (x − mean)². If two means agree,
+# these sums are simply added.
 
 
 def spread_of_logits(xp: ModuleType, s: Array) -> AttentionState:

@@ -46,7 +46,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
 
     half = plan.dtype in (plan.xp.float16, plan.xp.bfloat16)
     if jax.default_backend() != "gpu" or not half or width % 8 or width > 128:
-        return "it is faster only by cuDNN: on a GPU, in half precision, with heads of 8, 16, … 128"
+        return "it is faster only by cuDNN, which needs a GPU, half precision and heads of 8, 16, … 128"
     return None
 
 
@@ -75,7 +75,7 @@ def why_not_heads(plan: Plan, order: float | None, is_named: bool) -> str | None
     if plan.library != "jax":
         return "the arrays are not JAX's"
     if plan.block_size is not None:
-        return "it chooses the sizes of its tiles"
+        return "it does not support `block_size`"
     if plan.n_queries == 0 or 0 in plan.batch:
         return "there are no queries"
     if is_named:
@@ -117,9 +117,9 @@ def _state(
     needs no other results of the first. It is linear in the tangents. JAX transposes it, which gives
     the five products per tile of flash attention, and can differentiate it again.
 
-    Outputs, and entropies of finite orders, do not depend on what the sums are relative to, so that the
-    maximum can be a constant. It has a derivative if the keys of the largest logits are found, which
-    `with_largest` asks for.
+    Outputs, and entropies of finite orders, do not depend on what the sums are relative to, so the
+    maximum can be a constant. `with_largest` also finds the key of each largest logit, through which
+    the maximum is differentiated.
     """
     import jax
     import numpy as np

@@ -45,10 +45,10 @@ from isentropic._threads import n_threads, run
 # underflow (of weights below 1e-38 in float32) than to rounding, and sums of values below 10^20 do not
 # overflow.
 _MIN_SUM, _MAX_SUM = 1e-20, 1e17
-# Logits up to here, in nats, are exponentiated as they are if all of them are computed at once: the
-# weights are at most 2e17 in float32, of which 10^21 can be added.
+# If all logits are computed at once and none is above this, in nats, nothing is subtracted from them.
+# Their exponentials are then at most 2e17, of which float32 can add 10^21.
 _MAX_EXPONENT = 40.0
-# The largest rounding error in an exponent from its unit, by which the queries are divided.
+# Queries are divided by the unit of the exponents. That may change an exponent by this much at most.
 _MAX_EXPONENT_ERROR = 1e-3
 
 Index = tuple[int, ...]
@@ -69,14 +69,14 @@ def _quietly_on_tensors(function: _Function) -> _Function:
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the NumPy pass does not compute a call, or None."""
     if plan.block_size is not None:
-        return "it chooses the sizes of its tiles"
+        return "it does not support `block_size`"
     if not is_named and plan.frame.is_compiling:
         return "torch.compile traces the call"
     if not plan.are_all_readable or plan.is_differentiated:
         return "some array is on another device, traced or differentiated"
     if _is_small(plan):
         if plan.has_bias or plan.softcap is not None:
-            return "for so few logits it has no bias and no soft cap"
+            return "for so few logits it supports no bias and no soft cap"
         return None
     if not is_named and not _is_large(plan):
         return "each head has too few logits for it to be faster"
@@ -369,8 +369,8 @@ class _Pass:
     operands: Operands
     order: float | None = None  # of the moment; None without a moment
     relative_to_maximum: bool = False
-    # The backward pass computes the logits again. Weights that come from logits with other rounding
-    # errors do not quite sum to 1, which it would multiply by the mean of the keys.
+    # The backward pass computes the logits again. If it rounded them differently, the weights would not
+    # sum to exactly 1, and the mean of the keys would multiply the error.
     is_for_gradient: bool = False
 
     def __post_init__(self) -> None:
@@ -383,8 +383,8 @@ class _Pass:
         self.constants: tuple[bool, ...] = ()
         if is_plain and self.order in (None, 1.0):
             self.constants = (False,) if self.is_for_gradient else (False, True)
-        # The mask of an item has numbers in place of the arrays that differ from item to item. So the
-        # mask of all items tells whether they have tiles in common.
+        # The mask of an item has numbers in place of arrays, so it always looks shift-invariant. Only
+        # the mask of the whole call tells whether items share tiles.
         mask = operands.mask
         self.has_common_tiles = mask is not None and mask.is_shift_invariant
         self.visible_tiles: dict[Any, Any] = {}
@@ -468,7 +468,7 @@ class _Pass:
         return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
     def relative_to_constant(self, item: _Item, *, from_first_tile: bool) -> AttentionState | None:
-        """The state from sums relative to a constant for each row; None if it is bad for a first tile.
+        """The state from sums relative to one constant per row, or None if these are inaccurate.
 
         The constant is 0, or the largest logit of the first tile in which the row sees a key. If it is
         good for the first tile but not for all, another constant would hardly be better. Then the state
@@ -653,7 +653,7 @@ def _hide(s: Any, visible: Any) -> None:
     """Set logits to −∞ where keys are hidden."""
     import numpy as np
 
-    # The smaller number and NaN is the number. For irregular masks `copyto` takes four times as long.
+    # `fmin` of a number and NaN is the number. For irregular masks `copyto` takes four times as long.
     ceilings = np.asarray([-math.inf, math.nan], s.dtype)
     np.fmin(s, np.take(ceilings, visible.view(np.uint8), mode="clip"), out=s)
 

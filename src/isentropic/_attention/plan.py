@@ -92,8 +92,8 @@ _FIRST_OPTION = Arguments._fields.index("is_causal")
 class Plan(Record):
     """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 
-    A plan holds no arrays of the caller. Plans are cached: two calls with the same signature share a
-    plan. So plans are compared by identity.
+    A plan holds no arrays of the caller. Its own, the factors, are never written. Plans are cached: two
+    calls with the same signature share a plan. So plans are compared by identity.
     """
 
     frame: Frame
@@ -116,9 +116,7 @@ class Plan(Record):
     is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
-    fits_sdpa: (
-        bool  # whether they have the dtype and shapes of PyTorch's kernel, but for a missing axis
-    )
+    fits_sdpa: bool  # whether query, key and value fit PyTorch's kernel, up to a missing batch axis
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
     factors: Any  # the factors on the queries, (L, 1), if few numbers alone determine them
     kernel_factors: Any  # for PyTorch's kernel, (1, 1, L, 1)
@@ -351,6 +349,7 @@ def _factors_of_counts(
         return None
     factors, xp = factors.astype(dtype)[:, None], cast(Any, frame.xp)
     if is_numpy(xp):
+        factors.flags.writeable = False
         return factors
     with xp.inference_mode(False):  # a later call may need a gradient
         return xp.from_numpy(factors)
@@ -485,9 +484,10 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
 
 
 def sum_of(plan: Plan, *arrays: Any) -> float:
-    """The sum of the numbers, or of products of them, of arrays of NumPy or PyTorch that can be read.
+    """A sum over arrays of NumPy or PyTorch that can be read.
 
-    It is finite only if all numbers are, and NaN if any of them is. BLAS is fastest to add products.
+    It is finite only if all numbers are, and NaN if any of them is. It adds products of pairs of
+    numbers, because BLAS does that fastest.
     """
     # `vdot` and sums of Python's floats never warn, where `dot` and sums of NumPy's do.
     are_tensors, total, waiting = plan.library == "torch", 0.0, None

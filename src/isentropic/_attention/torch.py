@@ -241,7 +241,7 @@ def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionStat
 
 @dataclass(frozen=True)
 class _Call:
-    """All that PyTorch need not know of a call whose gradient computes the tiles again."""
+    """The parts of a call that autograd does not track."""
 
     tiles: Tiles  # without inputs
     order: float | None

@@ -8,9 +8,9 @@ maximum m:
 with the terms f of the moment (see `isentropic._entropy`). Given the gradients g_z, g_W and g_w of a
 loss with respect to the sums, the gradient with respect to the logits is
 
-    ds_j = p_j (g_z + g_W · v_j) + g_w f′(x_j),
+    ds_j = p_j (g_z + g_W · v_j) + g_w f′(x_j).
 
-and for the largest logit g_m − Σ ds_j more. From it follow
+The largest logit gets g_m − Σ ds_j in addition. The other gradients are
 
     dV = Pᵀ g_W,    dQ = dS K,    dK = dSᵀ Q.
 
@@ -186,7 +186,7 @@ def _lowest_normal(x: Any) -> float:
 
 
 def _lowest(x: Any, order: float | None) -> float:
-    """A number so low that as an exponent it has no weight and no part in the moment.
+    """An exponent so low that it adds nothing to the sums or to the moment.
 
     Products with exponents that are clipped there do not overflow.
     """

@@ -65,7 +65,7 @@ class Call(NamedTuple):
 def transformations() -> tuple[str, ...]:
     """The transformations of torch.func around a call in a graph: Vmap, Grad, Jvp.
 
-    A graph is made anew where there are others.
+    torch.compile traces a new graph if they change.
     """
     levels = torch._C._functorch.get_interpreter_stack() or []
     return tuple(level.key().name for level in levels)

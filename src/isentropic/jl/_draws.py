@@ -2,7 +2,7 @@
 
 So the same seed gives the same numbers in every library and dtype, and on every device.
 
-NumPy promises that the raw words of a bit generator stay the same for ever, but not how a
+NumPy promises that the raw words of a bit generator stay the same forever, but not how a
 `numpy.random.Generator` makes distributions of them (NEP 19). So the distributions are made here, of
 raw words of 64 bits. They take additions, products, divisions and square roots only, one at a time,
 which IEEE 754 rounds in one way. So a draw has the same bits on every machine. A seed is that of PCG64.

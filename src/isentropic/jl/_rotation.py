@@ -31,7 +31,7 @@ def rotation(
 ) -> Rotation:
     """A random orthogonal map of any size, whose inverse is its adjoint.
 
-    A rotation spreads a large entry of a vector over all entries, so that vectors are quantised with
+    A rotation spreads a large entry of a vector over all entries, so that vectors are quantized with
     smaller errors. It keeps norms and inner products.
 
     Parameters

@@ -143,7 +143,7 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
 
 @dataclass(frozen=True)
 class _Fields:
-    """A part of a configuration, and the form of the names of its fields in the whole."""
+    """A part of a configuration, and a template for the full names of its fields."""
 
     data: Mapping[str, Any]
     form: str = "{}"
@@ -351,7 +351,7 @@ _LENGTH_RULES: dict[str, Callable[[_Fields, list[_Rope]], Iterator[ModelRule]]] 
 
 # Factors that come with the rotation
 
-# What models rotate by if their configuration does not say it, as far as it matters here.
+# The rotation of a type of models if its configuration names none. Only those with a factor are here.
 _DEFAULT_ROPES: dict[str, dict[str, Any]] = {
     "beam": {"sliding_attention": {"rope_type": "default"}, "full_attention": None},
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0},
@@ -377,7 +377,7 @@ _READ_MSCALE = (
 )  # fmt: skip
 # Models that normalize queries and keys after their rotation.
 _NORMALIZE_LAST = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "nanochat")
-# Models that rotate queries and keys in some layers alone, by what says in which.
+# Models that rotate queries and keys only in some layers, grouped by what names these layers.
 _NO_ROPE_LAYERS = ("llama4_text", "mistral_large4_text", "smollm3")
 _ROTATE_IN_WINDOWS = ("afmoe", "cohere2", "flint")
 _ROTATE_IN_WINDOWS_IF_ANY = ("exaone4", "exaone_moe", "kolibri1")
@@ -457,7 +457,7 @@ def _attention_factor(fields: _Fields, rope: _Rope) -> float:
 
 
 def _rotating_layers(fields: _Fields, layer_type: str | None = None) -> tuple[int, ...] | None:
-    """The layers that a rotation is for. None if that are all that have attention."""
+    """The layers to which a rotation applies. None if it applies to all layers with attention."""
     if layer_type is not None:
         return _layers_of_type(fields, layer_type)
     if fields.kind in _FULL_ATTENTION_ONLY:

@@ -139,7 +139,7 @@ class Law(Node, ABC):
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def _named_values(self) -> dict[str, Any]:
-        """The parameters by name. Cached properties, which are in the `__dict__` too, are none."""
+        """The parameters by name. Cached properties, which are in the `__dict__` too, are left out."""
         if not self._cached_properties:
             return vars(self)
         return {name: x for name, x in vars(self).items() if name not in self._cached_properties}

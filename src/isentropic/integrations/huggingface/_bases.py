@@ -1,9 +1,8 @@
 """Laws in the attention implementations of transformers: the factor of a law goes into the queries.
 
-An implementation keeps its name, because transformers goes by names: FlashAttention gets other
-arguments, only some implementations get a paged cache, and only some sparse masks. So what is replaced
-is the function that transformers gets when it looks up a name. For modules without a law it does what
-it did.
+An implementation keeps its name, because transformers decides by the name which arguments, caches and
+masks an implementation gets. So the lookup of a name returns another function. For modules without a
+law it does the same as the original.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.functional import pad
 
-# From an attention module and its number of heads: features as axes, and the index of the query.
+# (module, number of heads) → (the axes into which features are split, the index of the query).
 _Split: TypeAlias = Callable[[Any, int], tuple[tuple[int, ...], Any]]
-# From an attention module and its arguments: the numbers of keys (B, 1, L) that the queries of each
-# child see, by the names of those children that the call runs.
+# (module, arguments) → the numbers of keys (B, 1, L) that the queries of each child see, by the names
+# of the children that the call runs.
 _Counts: TypeAlias = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
-# From the arguments of an attention module, and a number for each row of each of its softmaxes: the
-# numbers of the queries, (B, H, L).
+# (arguments of a module, a number for each row of each of its softmaxes) → the numbers of the queries,
+# (B, H, L).
 _Rows: TypeAlias = Callable[..., Any]
 
 
@@ -47,8 +47,8 @@ class Family:
     further : tuple of str
         Further children, which give other queries.
     counts : function or None
-        Counts the keys that queries see, where that is not what the masks say. For `child` it counts
-        those of all queries, in whichever way they see keys.
+        Counts the keys that queries see, if the masks do not show them. The count for `child` covers
+        all queries, local and global.
     rows : function or None
         Says where the queries are in the weights, if these are not (B, H, L, S).
     """
@@ -114,7 +114,7 @@ def _in_window_or_global(module: Any, arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _local_and_global(arguments: Mapping[str, Any], local: Any, of_global: Any = None) -> Any:
-    """From (B, L, H), and for global queries (B H, globals), which do not use their local rows."""
+    """(B, L, H) of local queries and (B H, globals) of global ones, which replace their local rows."""
     rows = local.transpose(1, 2).clone()
     if of_global is not None:
         is_global = arguments["is_index_global_attn"]

@@ -30,7 +30,7 @@ _Arguments: TypeAlias = Mapping[str, Any]  # of the forward method of an attenti
 
 _HOOKED = "_isentropic_hooked"  # an attribute of attention modules that have hooks
 _PENDING = "_isentropic_pending"  # an attribute of the child until it is called: the law, and n
-# Arguments with the states of which keys are made.
+# Arguments with the hidden states from which keys are computed.
 _KEY_SOURCES = (
     "key_value_states", "encoder_hidden_states", "cross_attention_states", "hidden_kv", "context",
     "key", "kv",

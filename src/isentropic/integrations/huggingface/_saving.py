@@ -24,8 +24,8 @@ from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
 
 ENTRY, _VERSION = "isentropic_laws", 1
 _KEYS = ("law", "count", "trainable")  # what describes the law of a layer
-# What transformers reads, but does not write. So it refuses to load a model with laws without this
-# package, and does not compute its attention without them.
+# transformers reads this field, but never writes it. With it a model with laws does not load without
+# this package, rather than silently lose its laws.
 _IMPLEMENTATION = "attn_implementation"
 
 

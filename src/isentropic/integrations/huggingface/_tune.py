@@ -108,7 +108,7 @@ def tune(
     the laws on other texts. A law cannot mend positions that the model does not know: extend those
     first, and see `diagnose`.
 
-    The present laws of the model take no part. It has them again afterwards.
+    Laws that the model has are ignored here, and restored afterwards.
 
     Examples
     --------
