@@ -122,6 +122,13 @@ class DriftReport:
         -------
         NumPy array (layers, heads)
             Nats. NaN for layers whose range of lengths does not contain `length`.
+
+        Raises
+        ------
+        TypeError
+            If `length` is not a real number.
+        ValueError
+            If `length` is not positive.
         """
         import numpy as np
 

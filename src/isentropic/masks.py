@@ -166,6 +166,13 @@ class Mask(Node, Record, ABC):
         array of integers, broadcastable to (..., L)
             Counts from 0 to S.
 
+        Raises
+        ------
+        TypeError
+            If a size is not an integer, or if `like` is of another library than the arrays of the mask.
+        ValueError
+            If a size is negative, or if an array of the mask does not fit the sizes.
+
         Examples
         --------
         >>> from isentropic import masks

@@ -114,6 +114,13 @@ class DistortionReport:
         Returns
         -------
         FailureRate
+
+        Raises
+        ------
+        TypeError
+            If a number is not a real number.
+        ValueError
+            If `eps` is not positive, or if `confidence` is not in [0.5, 1).
         """
         check_real("eps", eps, above=0)
         check_real("confidence", confidence, least=0.5)

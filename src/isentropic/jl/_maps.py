@@ -85,11 +85,26 @@ class DenseProjection(NamedTuple):
         """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
+
+        Raises
+        ------
+        TypeError
+            If `x` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_features entries, or if `x` is on another device than the map.
         """
         return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
+        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩.
+
+        Raises
+        ------
+        TypeError
+            If `y` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_components entries, or if `y` is on another device than the map.
+        """
         return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
@@ -166,11 +181,26 @@ class HadamardProjection(NamedTuple):
         """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
+
+        Raises
+        ------
+        TypeError
+            If `x` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_features entries, or if `x` is on another device than the map.
         """
         return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
+        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩.
+
+        Raises
+        ------
+        TypeError
+            If `y` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_components entries, or if `y` is on another device than the map.
+        """
         return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
@@ -315,11 +345,26 @@ class CountSketch(NamedTuple):
         """Apply the map along an axis with n_features entries; the result has n_components there.
 
         The image has the dtype of `x`. A Dask array stays lazy.
+
+        Raises
+        ------
+        TypeError
+            If `x` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_features entries, or if `x` is on another device than the map.
         """
         return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩."""
+        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩.
+
+        Raises
+        ------
+        TypeError
+            If `y` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_components entries, or if `y` is on another device than the map.
+        """
         return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
@@ -405,11 +450,26 @@ class Rotation(NamedTuple):
         """Rotate along an axis with n_features entries.
 
         The image has the dtype of `x`. A Dask array stays lazy.
+
+        Raises
+        ------
+        TypeError
+            If `x` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_features entries, or if `x` is on another device than the map.
         """
         return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Rotate back along an axis: ``f.adjoint(f(x))`` is x, but for rounding."""
+        """Rotate back along an axis: ``f.adjoint(f(x))`` is x, but for rounding.
+
+        Raises
+        ------
+        TypeError
+            If `y` is not a floating-point array of the library of the map.
+        ValueError
+            If the axis does not have n_features entries, or if `y` is on another device than the map.
+        """
         return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
@@ -435,6 +495,14 @@ class Rotation(NamedTuple):
         -------
         array
             In the shape and dtype of `weight`.
+
+        Raises
+        ------
+        TypeError
+            If `weight` is not a floating-point array of the library of the map.
+        ValueError
+            If `side` is not one of these, if `weight` does not have n_features entries on that side, or if
+            it is on another device than the map.
 
         Examples
         --------

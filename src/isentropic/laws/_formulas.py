@@ -38,6 +38,13 @@ class SqrtLogLength(Law):
     minimum : float, optional
         The smallest factor.
 
+    Raises
+    ------
+    TypeError
+        If `base` is not a real number or an array of them, or `minimum` not a real number.
+    ValueError
+        If `base` is not above 1, or a number is not finite.
+
     References
     ----------
     Jin et al. 2023, arXiv 2306.08645, for diffusion models at other resolutions than in training.
@@ -72,6 +79,13 @@ class AffineLog(Law):
     slope, intercept : float or array
     minimum : float or array, optional
         The smallest factor.
+
+    Raises
+    ------
+    TypeError
+        If a parameter is not a real number or an array of them.
+    ValueError
+        If a number is not finite.
 
     References
     ----------
@@ -111,6 +125,13 @@ class PowerLog(Law):
     ----------
     offset, coefficient, exponent : float or array
 
+    Raises
+    ------
+    TypeError
+        If a parameter is not a real number or an array of them.
+    ValueError
+        If a number is not finite.
+
     References
     ----------
     Vasylenko et al. 2025, arXiv 2506.16640. There coefficient and exponent depend on the query.
@@ -144,6 +165,13 @@ class StepLog(Law):
     ----------
     coefficient : float or array
     period : float > 0, or array
+
+    Raises
+    ------
+    TypeError
+        If a parameter is not a real number or an array of them.
+    ValueError
+        If `period` is not positive, or a number is not finite.
 
     Examples
     --------
@@ -185,6 +213,13 @@ class Power(Law):
 
     ``laws.shifted(laws.Power(exponent, period), period)`` is ``(1 + n / period)^exponent``.
 
+    Raises
+    ------
+    TypeError
+        If a parameter is not a real number or an array of them.
+    ValueError
+        If `base` is not positive, or a number is not finite.
+
     References
     ----------
     Bruno, Chen, Lin, Polyanskiy & Rigollet 2026, arXiv 2605.08505.
@@ -222,6 +257,13 @@ class InfoScale(Law):
         The length at which the factor is 1.
     head_dim : float > 0
         The head size d.
+
+    Raises
+    ------
+    TypeError
+        If `base` is not a real number or an array of them, or `head_dim` not a real number.
+    ValueError
+        If `base` is not above 1, `head_dim` is not positive, or a number is not finite.
 
     References
     ----------

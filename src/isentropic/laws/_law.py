@@ -237,6 +237,13 @@ class Law(Node, ABC):
 class Constant(Law):
     """The factor does not depend on n. ``Constant(1)`` is standard attention.
 
+    Raises
+    ------
+    TypeError
+        If `value` is not a real number or an array of them.
+    ValueError
+        If `value` is not finite.
+
     Examples
     --------
     >>> from isentropic import laws
@@ -263,6 +270,13 @@ class LogLength(Law):
         The length at which the factor is 1.
     minimum : float, optional
         The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
+
+    Raises
+    ------
+    TypeError
+        If `base` is not a real number or an array of them, or `minimum` not a real number.
+    ValueError
+        If `base` is not above 1, or a number is not finite.
 
     References
     ----------

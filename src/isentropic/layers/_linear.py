@@ -116,6 +116,13 @@ class PositiveFeatures(NamedTuple):
         """The features ``√r exp(ω·x − ‖x‖²/2)/√m``, (..., d) → (..., m). They may overflow for large x.
 
         r is the ratio of the standard normal density to the one of the directions, at ω.
+
+        Raises
+        ------
+        TypeError
+            If `x` is not a floating-point array of the library of the features.
+        ValueError
+            If the last axis of `x` does not have d entries, or if `x` is on another device.
         """
         xp = namespace_with_drawn(("features", tuple(present(**self._asdict()).values())), x=x)
         check_floating(xp, x=x)
