@@ -1093,10 +1093,15 @@ class TestRecomputedGradients:
         for got, expected in zip(*found, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
-    @pytest.mark.parametrize("call", ["attention", "softcap", "state", "entropy"])
+    @pytest.mark.parametrize(
+        "call", ["attention", "window", "padding", "bias", "softcap", "state", "entropy"]
+    )
     def test_what_is_kept_grows_with_the_length_alone(self, call):
         calls = {
             "attention": lambda q: it.attention(q, q, q, is_causal=True),
+            "window": lambda q: it.attention(q, q, q, mask=masks.window(300)),
+            "padding": lambda q: it.attention(q, q, q, mask=masks.padding(torch.tensor(2000))),
+            "bias": lambda q: it.attention(q, q, q, bias=torch.zeros(q.shape[-2])),
             "softcap": lambda q: it.attention(q, q, q, softcap=9.0),
             "state": lambda q: it.attention_state(q, q, q).output(),
             "entropy": lambda q: it.attention_entropy(q, q, order=2),
@@ -1108,13 +1113,13 @@ class TestRecomputedGradients:
             kept += x.numel()
             return x
 
-        n = 2048
+        n = 2100
         q = torch.randn(4, n, 16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             out = calls[call](q)
         out.sum().backward()
         assert torch.isfinite(q.grad).all()
-        assert kept < 4 * n * 16 * 20  # L × S would be 4 · n · 2048
+        assert kept < 4 * n * 16 * 20  # L × S would be 4 · n · 2100
 
     @pytest.mark.parametrize("order", [None, 0.0, 0.5, 0.9, 1.0, 1.1, 2.0, np.inf])
     @pytest.mark.parametrize("options", GRADIENT_OPTIONS)

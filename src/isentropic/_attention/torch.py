@@ -52,10 +52,19 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "queries or values have no features"
     if not is_named and takes_mask(plan):
         return "the NumPy pass is faster under a mask"
+    if not is_named and _keeps_masks(plan):
+        return "PyTorch would keep the mask, an L×S array, for the gradient"
     if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
         return None
     # PyTorch's "math" kernel forms the weights and is not better than the generic pass.
     return "PyTorch would form the weights" if _would_form_weights(plan) else None
+
+
+def _keeps_masks(plan: Plan) -> bool:
+    """Whether PyTorch would keep more than one block of bias and mask, where tiles are as fast."""
+    forms_mask = plan.has_bias or (plan.has_mask and not plan.is_plain_causal)
+    is_large = plan.n_queries * plan.n_keys > BLOCKS.sdpa_mask_logits
+    return plan.is_differentiated and forms_mask and is_large and plan.device.type == "cpu"
 
 
 def _transformations() -> tuple[str, ...]:

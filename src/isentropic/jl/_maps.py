@@ -501,8 +501,8 @@ class Rotation(NamedTuple):
         TypeError
             If `weight` is not a floating-point array of the library of the map.
         ValueError
-            If `side` is not one of these, if `weight` does not have n_features entries on that side, or if
-            it is on another device than the map.
+            If `side` is not one of these, if `weight` does not have n_features entries on that side, or
+            if it is on another device than the map.
 
         Examples
         --------
