@@ -741,6 +741,18 @@ def slopes_table(results: dict) -> str:
     return table(["slope per ln n", "least", "median", "greatest"], rows)
 
 
+def price_of_positions(results: dict) -> str:
+    """What the positions of YaRN cost within the trained length, which no law here changes."""
+    if not results["arms"].get("as trained"):
+        return ""
+    found = gains(results, "as trained", NO_LAW, beyond=False)
+    return (
+        f" Within the trained length the model has {statistics.fmean(found):.3f} nats less with its "
+        f"own positions than with those of YaRN × 2, both without a law (mean of {len(found)} documents). "
+        "That is the price of the positions, whatever the law."
+    )
+
+
 def report(results: dict[str, Any]) -> str:
     found = {arm: answers(results, arm) for arm in laws_in(results) if arm not in (NO_LAW, CONSTANT)}
     by_arm = "; ".join(f"{arm}: {x}" for arm, x in found.items())
@@ -766,7 +778,7 @@ relevant effect is {SMALLEST} nats:
 
 Is there a law that is better than YaRN's constant beyond the trained length, and whose loss within it
 is at most {LIMIT_WITHIN} nats above that of no law? {by_arm}. The arm that decides is {PRIMARY}; others
-that pass are candidates for other documents.{not_run}
+that pass are candidates for other documents.{not_run}{price_of_positions(results)}
 
 {slopes_table(results)}
 """
