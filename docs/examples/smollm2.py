@@ -748,8 +748,8 @@ def price_of_positions(results: dict) -> str:
     found = gains(results, "as trained", NO_LAW, beyond=False)
     return (
         f" Within the trained length the model has {statistics.fmean(found):.3f} nats less with its "
-        f"own positions than with those of YaRN × 2, both without a law (mean of {len(found)} documents). "
-        "That is the price of the positions, whatever the law."
+        f"own positions than with those of YaRN × 2, both without a law (mean of {len(found)} "
+        "documents). That is the price of the positions, whatever the law."
     )
 
 
