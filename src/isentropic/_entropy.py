@@ -91,7 +91,7 @@ def partition(
     if order is None:
         return maximum, weight, normalizer, None
     terms = terms_of_moment(xp, x, weight, order)
-    if order != 1 or not is_numpy(xp):  # there, terms of weight 0 are 0 and have no gradient
+    if order != 1 or not is_numpy(xp):  # else terms of weight 0 are 0, without a gradient
         terms = xp.where(s == -math.inf, 0.0, terms)
     return maximum, weight, normalizer, xp.sum(terms, axis=-1, keepdims=True)
 

@@ -104,8 +104,8 @@ def factor_for_entropy(
     Notes
     -----
     The solver is a safeguarded Newton's method with a bounded number of steps. The entropy falls with
-    λ at the rate ``dH/d log λ = −Var(λ · logits)``, the variance under the softmax. The first
-    and second derivatives are those of the implicit function, and 0 where no factor reaches the target.
+    λ at the rate ``dH/d log λ = −Var(λ · logits)``, the variance under the softmax. The first and
+    second derivatives are those of the implicit function, and 0 where no factor reaches the target.
 
     Examples
     --------

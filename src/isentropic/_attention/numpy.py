@@ -383,8 +383,8 @@ class _Pass:
         self.constants: tuple[bool, ...] = ()
         if is_plain and self.order in (None, 1.0):
             self.constants = (False,) if self.is_for_gradient else (False, True)
-        # The mask of an item has numbers in place of arrays, so it always looks shift-invariant. Only
-        # the mask of the whole call tells whether items share tiles.
+        # The mask of an item has numbers in place of the arrays that differ from item to item, so it
+        # may be shift-invariant by itself. Only that of the whole call tells whether items share tiles.
         mask = operands.mask
         self.has_common_tiles = mask is not None and mask.is_shift_invariant
         self.visible_tiles: dict[Any, Any] = {}

@@ -105,7 +105,7 @@ def _log_flatness(n: int) -> float | None:
 
 @functools.lru_cache(maxsize=4)  # a matrix takes up to 8 MB
 def _elementary(n: int) -> np.ndarray | None:
-    """An orthogonal matrix that is flatter than a Kronecker product, of which each odd n has one."""
+    """An orthogonal matrix of order n, flatter than a Kronecker product, or None. Odd n have one."""
     import numpy as np
 
     if n % 2:

@@ -223,9 +223,9 @@ def sample_kronecker(
 ) -> Array:
     """Some coordinates of each row of ``apply_kronecker(xp, factors, rows, trail)``.
 
-    `doublings_to_sample` gives the order of the last factor. The factors commute. So the
-    last one can be applied after the others, and only at these coordinates. Each of them is the product
-    of a row of that factor with as many numbers.
+    `doublings_to_sample` gives the order of the last factor. The factors commute. So the last one can
+    be applied after the others, and only at these coordinates. Each of them is the product of a row of
+    that factor with as many numbers.
     """
     lead, (*others, last) = rows.shape[0], factors
     size = math.prod([factor.shape[0] for factor in factors])

@@ -266,13 +266,12 @@ def diagnose(
     distance of the window or farther has the distance of the window. Up to the window the loss is that
     of the model as it is. The table shows what clamping costs from there up to the trained length.
 
-    The standard errors are those of the jackknife over sequences. Use several
-    independent texts.
+    The standard errors are those of the jackknife over sequences. Use several independent texts.
 
     Laws that the model has are not used. The model runs four times, in evaluation mode. Attention with
     clamped positions computes queries and keys three times, and no L×S array beyond the masks of
-    transformers. Logits are formed in parts if the model supports ``logits_to_keep``. Layers
-    other than attention, and attention without positions, are not changed.
+    transformers. Logits are formed in parts if the model supports ``logits_to_keep``. Layers other
+    than attention, and attention without positions, are not changed.
 
     A warning names a rule by which the model already scales its logits, as in `use`.
 
