@@ -1,4 +1,8 @@
-"""Laws that experiments train with a model, and the best constant of several at test time."""
+"""Laws that experiments train with a model, and the best constant of several at test time.
+
+A module is called with what the query is made from, the query and the key, and returns the law of the
+attention between that query and key. Most of them need none of the three.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import isentropic as it
 from isentropic import laws
 
 
@@ -20,7 +25,7 @@ class Learned(nn.Module):
         self.form = form
         self.numbers = nn.ParameterDict({name: torch.full((heads,), x) for name, x in start.items()})
 
-    def forward(self, hidden: Tensor) -> laws.Law:
+    def forward(self, hidden: Tensor, query: Tensor, key: Tensor) -> laws.Law:
         return self.form(**self.numbers)
 
 
@@ -31,8 +36,32 @@ class Fixed(nn.Module):
         super().__init__()
         self.law = law
 
-    def forward(self, hidden: Tensor) -> laws.Law | None:
+    def forward(self, hidden: Tensor, query: Tensor, key: Tensor) -> laws.Law | None:
         return self.law
+
+
+class Held(nn.Module):
+    """The factor of each query at which its entropy is a learned part of log n, of at most log base.
+
+    So the entropy is a constant from n = base on. Every head has a part of its own, from 0 to 1.
+    """
+
+    def __init__(self, base: int, heads: int, is_causal: bool) -> None:
+        super().__init__()
+        self.base, self.is_causal = base, is_causal
+        self.numbers = nn.ParameterDict({"logit": torch.zeros(heads)})
+
+    def forward(self, hidden: Tensor, query: Tensor, key: Tensor) -> laws.Law:
+        n = key.shape[-2]
+        seen = torch.arange(1, n + 1) if self.is_causal else torch.tensor([n])
+        target = self.numbers["logit"].sigmoid()[:, None] * seen.clamp(max=self.base).log()
+        return held(query, key, target, self.is_causal)
+
+
+def held(query: Tensor, key: Tensor, target: Tensor | float, is_causal: bool) -> laws.Law:
+    """The law whose factor for each query gives it the entropy `target`."""
+    factor = it.factor_for_attention_entropy(query, key, target, is_causal=is_causal)
+    return laws.Constant(laws.per_query(factor))
 
 
 class OfQuery(nn.Module):
@@ -51,7 +80,7 @@ class OfQuery(nn.Module):
         self.maps.bias.data.copy_(torch.tensor(start).repeat_interleave(heads))
         self.numbers = nn.ParameterDict({name: torch.full((heads,), x) for name, x in others.items()})
 
-    def forward(self, hidden: Tensor) -> laws.Law:
+    def forward(self, hidden: Tensor, query: Tensor, key: Tensor) -> laws.Law:
         by_head = (
             self.maps(hidden).unflatten(-1, self.shape).transpose(-4, -1)
         )  # (count, heads, L, ·, 1)
@@ -72,11 +101,13 @@ def inverse_softplus(x: float) -> float:
     return math.log(math.expm1(x))
 
 
-def modules(base: int, width: int, heads: int = 1) -> dict[str, Callable[[], nn.Module]]:
+def modules(
+    base: int, width: int, heads: int = 1, *, is_causal: bool = False
+) -> dict[str, Callable[[], nn.Module]]:
     """A new law of each arm, for queries of all heads that are made from `width` numbers.
 
     The laws of the length start with the factor 1 at `base`, and with the slope of log there (query:
-    nearly). The two controls start with the factor 1.
+    nearly). The two controls start with the factor 1, and "held" with half of the greatest entropy.
     """
     slope = 1 / math.log(base)
     return {
@@ -92,6 +123,7 @@ def modules(base: int, width: int, heads: int = 1) -> dict[str, Callable[[], nn.
             of_query_and_length, width, heads,
             inverse_softplus(1 / math.log(base + 1)), math.atanh(0.5), offset=0.0,
         ),
+        "held": lambda: Held(base, heads, is_causal),
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import experiment  # noqa: E402
 import max_retrieval  # noqa: E402
 from max_retrieval import ARMS, AT_TEST, TRAINED  # noqa: E402
 
+import isentropic as it  # noqa: E402
 from isentropic import laws  # noqa: E402
 
 SETTINGS = max_retrieval.Settings(2, (16, 40), (40, 16), 6, 160)
@@ -50,7 +51,7 @@ def factors(arm, n):
     torch.manual_seed(0)
     model = max_retrieval.Retriever(arm).requires_grad_(False)
     hidden = torch.randn(5, 1, 1, max_retrieval.WIDTH)
-    return np.broadcast_to(np.asarray(model.law(hidden)(n)), (5, 1, 1))
+    return np.broadcast_to(np.asarray(model.law(hidden, None, None)(n)), (5, 1, 1))
 
 
 class TestTask:
@@ -91,18 +92,27 @@ class TestLaws:
         for arm in TRAINED:
             assert all((weights(arm)[name] == x).all() for name, x in plain.items())
 
-    @pytest.mark.parametrize("arm", [arm for arm in TRAINED if arm != "O"])
+    @pytest.mark.parametrize("arm", [arm for arm in TRAINED if arm not in ("O", "held")])
     def test_start(self, arm):
         np.testing.assert_allclose(factors(arm, 16), 1, rtol=1e-5)
         rise = (factors(arm, 17) - factors(arm, 15)) / math.log(17 / 15)
         expected = 0 if arm in ("constant", "query alone") else 1 / math.log(16)
         np.testing.assert_allclose(rise, expected, rtol=0.1, atol=1e-6)
 
+    def test_held_in_training(self, model):
+        """The entropies are half of log n at first, and constant beyond 16 items."""
+        law = max_retrieval.TRAINED["held"]()
+        for n in (7, 16, 100):
+            heads = model.heads(max_retrieval.draw(3, n, torch.Generator().manual_seed(0)))
+            rule = law(heads.hidden, heads.query, heads.key)
+            entropy = it.attention_entropy(heads.query, heads.key, law=rule)
+            np.testing.assert_allclose(entropy.detach(), math.log(min(n, 16)) / 2, atol=1e-4)
+
     def test_learned_numbers(self):
         model = max_retrieval.Retriever("query")
         model.law.maps.bias.data = torch.tensor([0.3, -0.4])
         model.law.numbers["offset"].data = torch.tensor([0.2])
-        found = model.law(torch.randn(1, 1, 1, max_retrieval.WIDTH))(100)
+        found = model.law(torch.randn(1, 1, 1, max_retrieval.WIDTH), None, None)(100)
         expected = 0.2 + math.log1p(math.exp(0.3)) * math.log(101) ** (2 * math.tanh(-0.4))
         assert found.item() == pytest.approx(expected, rel=1e-5)
 
@@ -203,7 +213,7 @@ class TestRun:
 
     def test_training_learns(self):
         model = max_retrieval.train("log", 0, 150)
-        rules = {"log": lambda heads, n: model.law(heads.hidden)}
+        rules = {"log": lambda heads, n: model.rule(heads)}
         found = max_retrieval.test(model, rules, 0, SETTINGS._replace(sets=200, items=3200))
         assert found["log"]["accuracy"][0] > 30  # a guess is right in 10 %
 

@@ -82,9 +82,9 @@ class TestLaws:
         for arm in TRAINED:
             assert all((weights(arm)[name] == x).all() for name, x in plain.items())
 
-    @pytest.mark.parametrize("arm", [arm for arm in TRAINED if arm != "O"])
+    @pytest.mark.parametrize("arm", [arm for arm in TRAINED if arm not in ("O", "held")])
     def test_start(self, arm):
-        law = reader(arm).rule(1, torch.randn(3, HEADS, 17, recall_causal.WIDTH // HEADS))
+        law = reader(arm).rule(1, torch.randn(3, HEADS, 17, recall_causal.WIDTH // HEADS), None)
         factors = recall_causal.factors_of(law, 17).expand(3, HEADS, 17)
         np.testing.assert_allclose(factors[..., 15], 1, rtol=1e-5)
         rise = (factors[..., 16] - factors[..., 14]) / math.log(17 / 15)
@@ -102,12 +102,23 @@ class TestLaws:
             assert x.shape[0] % HEADS == 0
             assert (x.grad.reshape(len(x), -1) != 0).any(-1).all()
 
+    def test_held_in_training(self):
+        """The entropies are the part p of log n up to n0, and constant beyond it."""
+        model = reader("held", 8)
+        q, k = torch.randn(2, 3, HEADS, 20, recall_causal.WIDTH // HEADS)
+        model.laws[1].numbers["logit"].copy_(torch.tensor([0.0, 1.0]))
+        law = model.rule(1, q, k)
+        entropy = recall_causal.it.attention_entropy(q, k, is_causal=True, law=law)
+        part = torch.tensor([0.0, 1.0]).sigmoid()[:, None]
+        expected = part * torch.arange(1, 21).clamp(max=8).log()
+        torch.testing.assert_close(entropy, expected.expand(3, HEADS, 20), atol=1e-4, rtol=0)
+
     def test_query_of_its_own_head(self):
         """The maps of a head change the factors of that head only, and know the query."""
         model, query = reader("query alone"), torch.randn(2, HEADS, 5, recall_causal.WIDTH // HEADS)
-        before = recall_causal.factors_of(model.rule(0, query), 5)
+        before = recall_causal.factors_of(model.rule(0, query, None), 5)
         model.laws[0].maps.weight[1] = 1.0
-        after = recall_causal.factors_of(model.rule(0, query), 5)
+        after = recall_causal.factors_of(model.rule(0, query, None), 5)
         assert (after[:, 0] == before[:, 0]).all()
         expected = torch.nn.functional.softplus(
             query.transpose(1, 2).flatten(-2).sum(-1) + math.log(math.e - 1)
@@ -125,8 +136,9 @@ class TestArmsAtTest:
         learned = {arm: {"numbers": [x] * LAYERS} for arm, x in numbers.items()}
         rules = recall_causal.rules_at_test(reader("O", 8), 8, 0, SETTINGS, learned)
         factors = {
-            arm: recall_causal.factors_of(rule(1, None), 128).expand(HEADS, 128)
+            arm: recall_causal.factors_of(rule(1, None, None), 128).expand(HEADS, 128)
             for arm, rule in rules.items()
+            if arm != "O + held"  # It needs queries and keys.
         }
         for arm in ("O", "O + log", "O + affine", "O + power", "O + held mean"):
             assert (factors[arm][:, :8] == 1).all()
@@ -134,6 +146,17 @@ class TestArmsAtTest:
         np.testing.assert_allclose(factors["O + affine"][:, 63], [2, 1])
         np.testing.assert_allclose(factors["O + power"][:, 63], [1, 8])
         assert (factors["O + constant 3"] == 3).all()
+
+    def test_held(self):
+        """Beyond n0 the entropy of each query is that of its head there, and nothing changes up to n0."""
+        model, sample = reader("O", 8), draw(8, 128)
+        targets = recall_causal.entropies_at(model, 8, sample)
+        q, k = torch.randn(2, 3, HEADS, 40, recall_causal.WIDTH // HEADS)
+        law = recall_causal.held_beyond(8, targets, 1, q, k)
+        factors = recall_causal.factors_of(law, 40)
+        assert (factors[..., :8] == 1).all()
+        entropy = recall_causal.it.attention_entropy(q, k, is_causal=True, law=law)[..., 8:]
+        torch.testing.assert_close(entropy, targets[1][:, None].expand_as(entropy), atol=1e-4, rtol=0)
 
     def test_held_mean(self):
         """With the factors in use the mean entropy of each layer and head is that at n0."""
@@ -146,7 +169,7 @@ class TestArmsAtTest:
             found = []
 
             def attend(layer, q, k, v):
-                law = rule(layer, q)
+                law = rule(layer, q, k)
                 state = recall_causal.it.attention_state(q, k, v, is_causal=True, law=law)
                 found.append([state.entropy()[..., rows].mean((0, 2)) for rows in at])
                 return state.output()
@@ -154,7 +177,7 @@ class TestArmsAtTest:
             model.run(sample, attend)
             return found
 
-        plain, with_factors = entropies(lambda layer, q: None), entropies(held)
+        plain, with_factors = entropies(lambda layer, q, k: None), entropies(held)
         for layer in range(LAYERS):
             target, middle, last = with_factors[layer]
             torch.testing.assert_close(plain[layer][0], target)
