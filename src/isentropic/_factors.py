@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from isentropic._attention.backends import state_of
-from isentropic._attention.generic import Tiles, reach, tile_shape
+from isentropic._attention.backends import map_logits, state_of
 from isentropic._attention.plan import Arguments, plan_of, prepare
 from isentropic._checks import (
     check_broadcastable,
@@ -29,14 +28,10 @@ from isentropic._checks import (
 )
 from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
 from isentropic._loops import (
-    Block,
     compiled,
     is_differentiable,
     is_differentiated,
-    is_readable,
     iterate,
-    map_blocks,
-    take,
     without_gradient,
 )
 from isentropic._namespace import Array, common_device, namespace, present
@@ -202,8 +197,8 @@ def factor_for_attention_entropy(
         return xp.ones_like(plan.zeros((plan.n_queries,)))
 
     query, key = (without_gradient(xp, x) for x in (operands.query, operands.key))
-    tiles = Tiles.of(plan, operands._replace(query=query, key=key))
-    factor, slope = _solve_rows(tiles, without_gradient(xp, targets))
+    constant = operands._replace(query=query, key=key)
+    factor, slope = map_logits(plan, constant, _solve, without_gradient(xp, targets))
     mask_arrays = () if operands.mask is None else operands.mask.arrays
     if is_differentiable(xp, operands.query, operands.key, *mask_arrays, targets):
         # The factor depends on the targets too.
@@ -229,79 +224,39 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
     return lift(xp.astype(target, dtype)[..., None], len(shape) + 1)
 
 
-def _solve_rows(tiles: Tiles, targets: Array) -> tuple[Array, Array]:
-    """`_solve` for all queries, (..., L, 1), with all logits of some of them in memory at a time."""
-    from isentropic._attention import numpy  # here, as it need not be imported with the package
+class _Scores(NamedTuple):
+    """Scores of each row relative to their maximum, in units of the smallest distance from it."""
 
-    plan, operands = tiles.plan, tiles.operands
-    xp = plan.xp
-    if numpy.takes_tiles(plan) and is_readable(xp, targets):
-        return numpy.map_logits(plan, operands, _solve, targets)
-    row_size, column_size = tile_shape(plan)
-    rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
-
-    def solve_block(rows: Block) -> tuple[Array, Array]:
-        logits = tiles.logits(rows, reach(plan, operands.mask, rows))
-        return compiled(xp, _solve, logits, take(targets, rows, -2))
-
-    factor, slope = map_blocks(xp, solve_block, plan.n_queries, rows_at_once, in_threads=True)
-    return factor, slope
+    x: Array  # at most 0; so low that the weight is 0 where a score is hidden or ignored
+    unit: Array  # half of the smallest distance from the maximum
+    spread: Array  # −min x
+    variance: Array  # of x/spread
+    log_n: Array  # n is the number of scores that are not ignored
 
 
 def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
-    dtype = xp.finfo(s.dtype)
-    eps, tiny, largest = float(dtype.eps), float(dtype.smallest_normal), float(dtype.max)
-    hidden = s == -math.inf
-    top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
-    x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
-    # No dtype covers both the scores that are nearest to the maximum and the farthest ones. Either the
-    # target is above the entropy of the nearest scores, and they can count as equal to the maximum; or
-    # only they have weight.
-    is_near = (s != -math.inf) & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _MAX_DISTANCE_RATIO))
-    n_near = xp.sum(xp.astype(is_near, s.dtype), axis=-1, keepdims=True)
-    is_above_near = targets >= log_or(xp, n_near, 0.0) * (1 - 4 * eps)
-    x = xp.where(is_near & is_above_near, 0.0, x)
-    gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
-    # Scores are measured in units of the smallest distance from the maximum. At the factor 200 in these
-    # units only the maximum has weight.
-    unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _MAX_EXPONENT / largest)
-    hidden = hidden | (x * (1 / _MAX_DISTANCE_RATIO) < -unit)
-    x = xp.where(hidden, 0.0, x) / unit
-    spread = -xp.min(x, axis=-1, keepdims=True)
-    n = x.shape[-1] - xp.sum(xp.astype(hidden, s.dtype), axis=-1, keepdims=True)
-    log_n = log_or(xp, n, 0.0)
-    share = divide_or_zero(xp, x, spread)
-    first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
-    score_variance = _variance(xp, first, second, n)
-    x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
-
-    def entropy_and_variance(u: Array) -> tuple[Array, Array]:
-        y = xp.exp(u) * x  # at least −2·10³⁸, which is finite in float32, and whose weight is 0
-        weight = xp.exp(y)
-        z, weighted = xp.sum(weight, axis=-1, keepdims=True), weight * y
-        first, second = (row_products(xp, w, y)[..., None] for w in (weight, weighted))
-        return log_or(xp, z, 0.0) - divide_or_zero(xp, first, z), _variance(xp, first, second, z)
-
-    deficit = log_n - targets
+    eps, tiny = float(xp.finfo(s.dtype).eps), float(xp.finfo(s.dtype).smallest_normal)
+    scores = _relative_scores(xp, s, targets)
+    deficit = scores.log_n - targets
     is_below = deficit > 0
     deficit = xp.where(is_below, deficit, 1.0)
     highest = xp.zeros_like(deficit) + math.log(_MAX_EXPONENT)
-    at_highest, _ = entropy_and_variance(highest)
-    is_inside = is_below & (spread > 0) & (at_highest < targets)
-    log_spread = log_or(xp, spread, 0.0)
+    at_highest, _ = _entropy_and_variance(xp, scores.x, highest)
+    is_inside = is_below & (scores.spread > 0) & (at_highest < targets)
+    log_spread = log_or(xp, scores.spread, 0.0)
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
     # For small λ the deficit is λ²/2 times the variance of the scores.
-    start = xp.log(deficit * 2.0 / clip(xp, score_variance, min=eps)) / 2 - log_spread
+    start = xp.log(deficit * 2.0 / clip(xp, scores.variance, min=eps)) / 2 - log_spread
     start = xp.minimum(xp.maximum(start, lowest), highest)
     goal = xp.log(deficit) - xp.log(clip(xp, targets, min=tiny))
 
     def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         u, low, high, _ = carry
-        h, variance = entropy_and_variance(u)
+        h, variance = _entropy_and_variance(xp, scores.x, u)
         is_above = h > targets
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
-        d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
+        d, h = clip(xp, scores.log_n - h, min=eps / 8), clip(xp, h, min=tiny)
         slope = variance * (1 / d + 1 / h)
         slope = xp.where(slope > 1e-30, slope, 0.0)  # a smaller slope would make the step overflow
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
@@ -313,12 +268,46 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
 
     carry = (start, lowest, highest, xp.zeros_like(start))
     u, *_ = iterate(xp, step, carry, _MAX_STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
-    h, variance = entropy_and_variance(u)
-    factor = xp.exp(xp.where(is_inside, u, highest)) / (unit * 2)
+    h, variance = _entropy_and_variance(xp, scores.x, u)
+    factor = xp.exp(xp.where(is_inside, u, highest)) / (scores.unit * 2)
     factor = xp.where(is_below, factor, 0.0)
-    factor = xp.where(spread == 0, 1.0, factor)
+    factor = xp.where(scores.spread == 0, 1.0, factor)
     is_number = (h == h) & (targets == targets)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
+
+
+def _relative_scores(xp: ModuleType, s: Array, targets: Array) -> _Scores:
+    dtype = xp.finfo(s.dtype)
+    hidden = s == -math.inf
+    top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
+    x = xp.where(hidden, top, s) / 2 - top / 2  # halves, whose difference does not overflow
+    # No dtype covers both the scores that are nearest to the maximum and the farthest ones. Either the
+    # target is above the entropy of the nearest scores, and they can count as equal to the maximum; or
+    # only they have weight.
+    is_near = (s != -math.inf) & (-x <= -xp.min(x, axis=-1, keepdims=True) * (1 / _MAX_DISTANCE_RATIO))
+    n_near = xp.sum(xp.astype(is_near, s.dtype), axis=-1, keepdims=True)
+    is_above_near = targets >= log_or(xp, n_near, 0.0) * (1 - 4 * float(dtype.eps))
+    x = xp.where(is_near & is_above_near, 0.0, x)
+    gap = xp.min(xp.where(x < 0, -x, math.inf), axis=-1, keepdims=True)
+    # In units of the gap, only the maximum has weight at the factor 200.
+    unit = clip(xp, xp.where(gap < math.inf, gap, 1.0), min=2 * _MAX_EXPONENT / float(dtype.max))
+    hidden = hidden | (x * (1 / _MAX_DISTANCE_RATIO) < -unit)
+    x = xp.where(hidden, 0.0, x) / unit
+    spread = -xp.min(x, axis=-1, keepdims=True)
+    n = x.shape[-1] - xp.sum(xp.astype(hidden, s.dtype), axis=-1, keepdims=True)
+    share = divide_or_zero(xp, x, spread)
+    first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
+    x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
+    return _Scores(x, unit, spread, _variance(xp, first, second, n), log_or(xp, n, 0.0))
+
+
+def _entropy_and_variance(xp: ModuleType, x: Array, u: Array) -> tuple[Array, Array]:
+    """The entropy of softmax(eᵘ x), and the variance of eᵘ x under it."""
+    y = xp.exp(u) * x  # at least −2·10³⁸, which is finite in float32, and whose weight is 0
+    weight = xp.exp(y)
+    z, weighted = xp.sum(weight, axis=-1, keepdims=True), weight * y
+    first, second = (row_products(xp, w, y)[..., None] for w in (weight, weighted))
+    return log_or(xp, z, 0.0) - divide_or_zero(xp, first, z), _variance(xp, first, second, z)
 
 
 def _rounded(xp: ModuleType, factor: Array, dtype: Any) -> Any:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isentropic._attention.generic import AttentionState, Tiles, as_rows, output_of_columns, with_sinks
 from isentropic._attention.plan import Operands, Plan
 from isentropic._checks import value_error
 from isentropic._entropy import entropy_of_moments
+from isentropic._loops import is_readable
 from isentropic._namespace import Array
 
 
@@ -103,6 +104,20 @@ def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order
     return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")
 
 
+def map_logits(
+    plan: Plan, operands: Operands, function: Callable[..., tuple[Array, Array]], column: Array
+) -> tuple[Array, Array]:
+    """Two arrays (..., L, 1) that a function makes of all logits of each query, and of a column.
+
+    ``function(xp, logits, column)`` gets some rows at a time. The column broadcasts to (..., L, 1).
+    """
+    from isentropic._attention import numpy
+
+    if numpy.takes_tiles(plan) and is_readable(plan.xp, column):
+        return numpy.map_logits(plan, operands, function, column)
+    return Tiles.of(plan, operands).map_logits(function, column)
+
+
 def _state_by(
     backend: Backend, plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
 ) -> AttentionState:
@@ -124,13 +139,24 @@ def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict
 
 def _backend_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
     # torch.compile does not trace through lru_cache, and its plans are not used again.
-    choose = choose_backend.__wrapped__ if plan.frame.is_compiling else choose_backend
-    return choose(plan, implementation, order)
+    if plan.frame.is_compiling:
+        return choose_backend.__wrapped__(plan, implementation, order, None)
+    settings = None
+    if plan.library == "torch" and plan.device.type != "cpu":
+        from isentropic._attention import torch
+
+        settings = torch.enabled_kernels()
+    return choose_backend(plan, implementation, order, settings)
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_backend(plan: Plan, implementation: str | None, order: float | None) -> Backend:
-    """The first backend that can compute the call."""
+def choose_backend(
+    plan: Plan, implementation: str | None, order: float | None, settings: Any
+) -> Backend:
+    """The first backend that can compute the call.
+
+    The choice depends on the plan and on the `settings` of PyTorch that the call is made under.
+    """
     why = []
     for backend in backends():
         if _is_requested(backend, implementation):

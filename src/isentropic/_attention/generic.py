@@ -22,7 +22,17 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._entropy import entropy_of_moments, partition, shift_moment
-from isentropic._loops import BLOCKS, Block, clip_reach, fold, is_gpu, is_known_true, map_blocks, take
+from isentropic._loops import (
+    BLOCKS,
+    Block,
+    clip_reach,
+    compiled,
+    fold,
+    is_gpu,
+    is_known_true,
+    map_blocks,
+    take,
+)
 from isentropic._namespace import (
     Array,
     accumulator,
@@ -619,6 +629,24 @@ class Tiles:
 
         state = self._empty(1, 1.0) if plan.n_keys == 0 else self._over_tiles(tile, merge)
         return state if sinks is None else merge(state, spread_of_logits(xp, sinks))
+
+    def map_logits(
+        self, function: Callable[..., tuple[Array, Array]], column: Array
+    ) -> tuple[Array, Array]:
+        """Two arrays (..., L, 1) that a function makes of all logits of each query, and of a column.
+
+        ``function(xp, logits, column)`` gets some rows at a time. The column broadcasts to (..., L, 1).
+        """
+        xp, plan = self.plan.xp, self.plan
+        row_size, column_size = tile_shape(plan)
+        rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
+
+        def over_rows(rows: Block) -> tuple[Array, Array]:
+            logits = self.logits(rows, reach(plan, self.operands.mask, rows))
+            return compiled(xp, function, logits, take(column, rows, -2))
+
+        first, second = map_blocks(xp, over_rows, plan.n_queries, rows_at_once, in_threads=True)
+        return first, second
 
     def _over_tiles(
         self,

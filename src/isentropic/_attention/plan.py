@@ -116,7 +116,7 @@ class Plan(Record):
     is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
-    fits_sdpa: bool  # whether query, key and value fit PyTorch's kernel, up to a missing batch axis
+    fits_sdpa: bool  # see `_fits_sdpa`
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
     factors: Any  # the factors on the queries, (L, 1), if few numbers alone determine them
     kernel_factors: Any  # for PyTorch's kernel, (1, 1, L, 1)
@@ -277,23 +277,32 @@ def _plan(a: Arguments) -> Plan:
         is_transformed=any(is_transformed(xp, x) for x in arrays),
         is_readable=can_be_read,
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
-        fits_sdpa=is_torch(xp)
-        and not frame.is_compiling
-        and len(batch) in (1, 2)
-        and all(
-            x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == a.query.shape[-1]
-            for x in inputs
-        ),
+        fits_sdpa=_fits_sdpa(frame, batch, compute, inputs),
         counts=counts,
         factors=factors,
         kernel_factors=factors[None, None] if factors is not None and is_torch(xp) else None,
-        xp=xp,
-        library=library_of(xp),
-        device=frame.device,
-        n_queries=frame.n_queries,
-        n_keys=frame.n_keys,
-        ndim=len(batch) + 2,
+        **_abbreviations(frame, batch),
     )
+
+
+def _fits_sdpa(frame: Frame, batch: tuple[int, ...], compute: Any, inputs: list[Any]) -> bool:
+    """Whether query, key and value fit PyTorch's kernel, up to a missing batch axis."""
+    if not is_torch(frame.xp) or frame.is_compiling or len(batch) not in (1, 2):
+        return False
+    width = inputs[0].shape[-1]
+    return all(x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == width for x in inputs)
+
+
+def _abbreviations(frame: Frame, batch: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of a plan that are those of its frame, under shorter names."""
+    return {
+        "xp": frame.xp,
+        "library": library_of(frame.xp),
+        "device": frame.device,
+        "n_queries": frame.n_queries,
+        "n_keys": frame.n_keys,
+        "ndim": len(batch) + 2,
+    }
 
 
 def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:

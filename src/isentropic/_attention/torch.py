@@ -92,6 +92,18 @@ def _would_form_weights(plan: Plan) -> bool:
     return bool(torch._fused_sdp_choice(query, key, key, None, 0.0, False, scale=1.0) == 0)
 
 
+def enabled_kernels() -> tuple[bool, ...]:
+    """Which kernels PyTorch may choose on a GPU. `torch.nn.attention.sdpa_kernel` changes that."""
+    from torch.backends import cuda
+
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+
+
 def sdpa_output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev) by PyTorch's own kernel."""
     if operands.bias is not None or (plan.has_mask and not plan.is_plain_causal):

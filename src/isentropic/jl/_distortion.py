@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._checks import check_floating, check_real, counts, value_error
@@ -220,21 +221,9 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
          0.5: 0 %
     A Gaussian map to 500 dimensions keeps them all within 0.319 with probability 99 %.
     """
-    xp = namespace(x=x, y=y)
-    device = common_device(x=x, y=y)
-    check_floating(xp, x=x, y=y)
-    for name, array in (("x", x), ("y", y)):
-        if array.ndim != 2:
-            raise value_error(name, "have 2 dimensions", array.ndim)
-        if array.shape[1] < 1:
-            raise value_error(name, "have at least 1 column", array.shape[1])
+    xp, device = _check_points(x, y)
     n, d = x.shape
-    if n < 2:
-        raise value_error("x", "have at least 2 rows", n)
-    if y.shape[0] != n:
-        raise value_error("y", f"have as many rows as `x` ({n})", y.shape[0])
     (pairs,) = counts(pairs=_DEFAULT_PAIRS if pairs is None else pairs)
-
     n_pairs = n * (n - 1) // 2
     first, second = (
         xp.asarray(index.astype("int32"), device=device)
@@ -242,38 +231,13 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     )
     dtype = accumulator(xp, xp.result_type(x, y))
     unit = _power_of_two_above(xp, xp.astype(xp.max(xp.abs(x)), dtype))
-
-    def norms(points: Array) -> Array:
-        def squares(rows: Block) -> tuple[Array]:
-            part = xp.astype(take(points, rows, -2), dtype) / unit
-            return (xp.sum(part * part, axis=-1, keepdims=True),)
-
-        return map_blocks(xp, squares, n, max(1, BLOCKS.pairs // max(1, points.shape[1])))[0][:, 0]
-
-    def products(points: Array, lengths: list[Array]) -> tuple[Array, ...]:
-        def sums(block: Block) -> tuple[Array, ...]:
-            a, b = (
-                xp.astype(xp.take(points, take(index, block, -1), axis=0), dtype) / unit
-                for index in (first, second)
-            )
-            unit_a, unit_b = (
-                divide_or_zero(xp, part, take(length, block, -1)[:, None])
-                for part, length in zip((a, b), lengths, strict=True)
-            )
-            differences = (a - b, unit_a - unit_b, unit_a + unit_b)
-            terms = (*(part * part for part in differences), a * b)
-            return tuple(xp.sum(part, axis=-1, keepdims=True) for part in terms)
-
-        size = max(1, BLOCKS.pairs // max(1, points.shape[1]))
-        return tuple(part[:, 0] for part in map_blocks(xp, sums, first.shape[0], size))
-
-    norm_x, norm_y = norms(x), norms(y)
+    norm_x, norm_y = (_square_norms(xp, points, unit) for points in (x, y))
     lengths_x, lengths_y = (
         [root_or_zero(xp, xp.take(norm, index)) for index in (first, second)]
         for norm in (norm_x, norm_y)
     )
-    square_x, *units_x, inner_x = products(x, lengths_x)
-    square_y, *units_y, inner_y = products(y, lengths_y)
+    square_x, *units_x, inner_x = _pair_products(xp, x, unit, (first, second), lengths_x)
+    square_y, *units_y, inner_y = _pair_products(xp, y, unit, (first, second), lengths_y)
     return DistortionReport(
         distance=_relative_error(xp, square_y, square_x),
         norm=_relative_error(xp, norm_y, norm_x),
@@ -284,6 +248,60 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
         n_components=y.shape[1],
         n_pairs=n_pairs,
     )
+
+
+def _check_points(x: Array, y: Array) -> tuple[ModuleType, Any]:
+    """Check the points and their images, and return their library and device."""
+    xp = namespace(x=x, y=y)
+    device = common_device(x=x, y=y)
+    check_floating(xp, x=x, y=y)
+    for name, array in (("x", x), ("y", y)):
+        if array.ndim != 2:
+            raise value_error(name, "have 2 dimensions", array.ndim)
+        if array.shape[1] < 1:
+            raise value_error(name, "have at least 1 column", array.shape[1])
+    n = x.shape[0]
+    if n < 2:
+        raise value_error("x", "have at least 2 rows", n)
+    if y.shape[0] != n:
+        raise value_error("y", f"have as many rows as `x` ({n})", y.shape[0])
+    return xp, device
+
+
+def _square_norms(xp: ModuleType, points: Array, unit: Array) -> Array:
+    """The squared norms of points, in a unit of length, (n,)."""
+
+    def squares(rows: Block) -> tuple[Array]:
+        part = xp.astype(take(points, rows, -2), unit.dtype) / unit
+        return (xp.sum(part * part, axis=-1, keepdims=True),)
+
+    n, d = points.shape
+    return map_blocks(xp, squares, n, max(1, BLOCKS.pairs // max(1, d)))[0][:, 0]
+
+
+def _pair_products(
+    xp: ModuleType, points: Array, unit: Array, pair: tuple[Array, Array], lengths: list[Array]
+) -> tuple[Array, ...]:
+    """For each pair a, b of points, with a unit of length, four numbers.
+
+    They are ‖a − b‖², the same for a/‖a‖ and b/‖b‖, ‖a/‖a‖ + b/‖b‖‖², and ⟨a, b⟩.
+    """
+
+    def sums(block: Block) -> tuple[Array, ...]:
+        a, b = (
+            xp.astype(xp.take(points, take(index, block, -1), axis=0), unit.dtype) / unit
+            for index in pair
+        )
+        unit_a, unit_b = (
+            divide_or_zero(xp, part, take(length, block, -1)[:, None])
+            for part, length in zip((a, b), lengths, strict=True)
+        )
+        differences = (a - b, unit_a - unit_b, unit_a + unit_b)
+        terms = (*(part * part for part in differences), a * b)
+        return tuple(xp.sum(part, axis=-1, keepdims=True) for part in terms)
+
+    size = max(1, BLOCKS.pairs // max(1, points.shape[1]))
+    return tuple(part[:, 0] for part in map_blocks(xp, sums, pair[0].shape[0], size))
 
 
 def _sample_pairs(n_pairs: int, size: int, rng: Any) -> tuple[np.ndarray, np.ndarray]:
