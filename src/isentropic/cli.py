@@ -62,7 +62,13 @@ def main() -> None:
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-@main.command(epilog=f"Presets: {', '.join(laws_module.presets())}.")
+def _preset_label(name: str) -> str:
+    """The name of a row; for an alias of a preset, also the rule that it is."""
+    formula = laws_module.presets().get(name, "")
+    return f"{name} ({formula})" if formula.startswith("as ") else name
+
+
+@main.command(epilog=f"Presets: {', '.join(map(_preset_label, laws_module.presets()))}.")
 @click.argument("names", nargs=-1, metavar="[FILE|NAME[:PARAMETER=VALUE,...]]...")
 @click.option(
     "--lengths", type=_Numbers(), default=(64, 512, 4096, 32768), show_default="64,512,4096,32768",
@@ -82,11 +88,12 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"lengths": lengths, "factors": factors}))
         return
-    width = max(map(len, factors), default=1) + 2
+    labels = [_preset_label(name) for name in factors]
+    width = max(map(len, labels), default=1) + 2
     click.echo("n".ljust(width) + "".join(f"{n:>9}" for n in lengths))
-    for name, row in factors.items():
+    for label, row in zip(labels, factors.values(), strict=True):
         means = (x if isinstance(x, float) else math.fsum(x) / len(x) for x in row)
-        click.echo(name.ljust(width) + "".join(f"{x:>9.4f}" for x in means))
+        click.echo(label.ljust(width) + "".join(f"{x:>9.4f}" for x in means))
 
 
 def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | None]]:

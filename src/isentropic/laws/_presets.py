@@ -11,20 +11,21 @@ from isentropic._checks import check_choice, check_real, type_error
 from isentropic.laws._formulas import (
     AffineLog,
     InfoScale,
+    LogLength,
     Power,
     PowerLog,
     SqrtLogLength,
     StepLog,
     shifted,
 )
-from isentropic.laws._law import Constant, Law, LogLength, Parameter
+from isentropic.laws._law import Constant, Law, Parameter
 
 
 class _Rule(NamedTuple):
     """A row of the table in the documentation of `preset`, and the function that makes the law."""
 
     make: Callable[..., Law]
-    formula: str  # or "as" another rule
+    formula: str  # or "as" another rule, of which this is another name
     counts: str  # what n counts
     below: str  # the factor below the training length L
     source: str
@@ -180,20 +181,21 @@ _RULES = {
 }  # fmt: skip
 
 
-def presets() -> tuple[str, ...]:
-    """The names that `preset` knows, sorted.
+def presets() -> dict[str, str]:
+    """The names that `preset` knows, sorted, with their formulas.
 
     Returns
     -------
-    tuple of str
+    dict of str
+        The formula for each name. That of an alias begins with "as", and names the rule that it is.
 
     Examples
     --------
     >>> from isentropic import laws
-    >>> "llama-4" in laws.presets()
-    True
+    >>> laws.presets()["su-decoder"], laws.presets()["qwen"]
+    ('max(1, ln n / ln L), L = 512', 'as su-decoder')
     """
-    return tuple(_RULES)
+    return {name: rule.formula for name, rule in _RULES.items()}
 
 
 def preset(name: str, **parameters: Any) -> Law:
@@ -255,7 +257,7 @@ def preset(name: str, **parameters: Any) -> Law:
     >>> laws.preset("qwen", length=2048)(1000)
     1.0
     """
-    check_choice("name", name, presets())
+    check_choice("name", name, tuple(_RULES))
     make = _RULES[name].make
     try:
         bound = inspect.signature(make).bind(**parameters)
