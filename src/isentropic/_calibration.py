@@ -262,7 +262,7 @@ def log_factors_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarr
 
     above = _Above.of(held)
     weights, measured, known = above.weights, above.measured, len(above.lengths)
-    curves = _of_random_keys(held, (*above.lengths, *lengths))
+    curves = _curves_of_random_keys(held, (*above.lengths, *lengths))
 
     def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray((weights * a * b).sum(axis=0))
@@ -282,7 +282,7 @@ def log_factors_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarr
     return np.asarray(np.take_along_axis(np.stack(path), best[None, None], axis=0)[0, known:])
 
 
-def _of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
+def _curves_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
     """The logarithms of the factors that hold the entropies: (dimensions, lengths, heads)."""
     import numpy as np
 

@@ -57,8 +57,8 @@ def refuse_names(function: str, given: Mapping[str, Any], names: Mapping[str, st
     """Refuse argument names of other libraries. `names` maps them to the names here, or to None."""
     for name in given:
         if name in names:
-            own_name = names[name]
-            hint = f": here it is `{own_name}`" if own_name else ", and no equivalent"
+            name_here = names[name]
+            hint = f": here it is `{name_here}`" if name_here else ", and no equivalent"
             raise TypeError(f"{function}() has no argument `{name}`{hint}.") from None
 
 

@@ -266,16 +266,16 @@ def _largest_in_jax() -> Any:
     xp = jax.numpy
 
     @jax.custom_jvp
-    def of_rows(x: Any) -> Any:
+    def row_maximum(x: Any) -> Any:
         return xp.max(x, axis=-1, keepdims=True)
 
-    @of_rows.defjvp
+    @row_maximum.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
         (x,), (tangent,) = primals, tangents
         position = xp.argmax(x, axis=-1, keepdims=True)
-        return of_rows(x), xp.take_along_axis(tangent, position, axis=-1)
+        return row_maximum(x), xp.take_along_axis(tangent, position, axis=-1)
 
-    return of_rows
+    return row_maximum
 
 
 def compiled(xp: ModuleType, function: Callable[..., Any], *arrays: Array) -> Any:

@@ -136,11 +136,11 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
     except TypeError:
         raise TypeError(
             f"`{name}` must be an array (NumPy, CuPy, PyTorch, JAX or another library of the "
-            f"array API standard), got {_kind_and_mend(x)}."
+            f"array API standard), got {_described_type(x)}."
         ) from None
 
 
-def _kind_and_mend(x: Any) -> str:
+def _described_type(x: Any) -> str:
     """The full name of the type of what is not an array here, and how to make an array of it."""
     kind = type(x)
     if kind.__module__ == "builtins":

@@ -476,7 +476,7 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
     >>> [round(theory.needle_entropy(n, 8, 7.5), 2) for n in (64, 8192)]
     [2.11, 5.24]
     """
-    return _of_needles(_needle, n, n_relevant, gap)
+    return _needle_function(_needle, n, n_relevant, gap)
 
 
 @quietly
@@ -525,7 +525,7 @@ def needle_weight(n: Any, n_relevant: Any, gap: Any) -> Any:
     >>> [round(theory.needle_weight(n, 8, 7.5), 3) for n in (64, 8192)]  # a constant factor
     [0.996, 0.639]
     """
-    return _of_needles(_needle_weight, n, n_relevant, gap)
+    return _needle_function(_needle_weight, n, n_relevant, gap)
 
 
 @quietly
@@ -564,7 +564,7 @@ def needle_sensitivity(n: Any, n_relevant: Any, gap: Any) -> Any:
     >>> [round(theory.needle_sensitivity(512, 1, gap), 3) for gap in (0.0, 6.0, 12.0)]
     [1.996, 1.609, 0.012]
     """
-    return _of_needles(_needle_sensitivity, n, n_relevant, gap)
+    return _needle_function(_needle_sensitivity, n, n_relevant, gap)
 
 
 @quietly
@@ -737,7 +737,7 @@ def invariant_factor(
     return finish(xp.reshape(xp.where(unit > 0, factor, math.nan), shape))
 
 
-def _of_needles(function: Callable[..., Any], n: Any, n_relevant: Any, gap: Any) -> Any:
+def _needle_function(function: Callable[..., Any], n: Any, n_relevant: Any, gap: Any) -> Any:
     _check_needles(n, n_relevant)
     xp, (n, relevant, gap), finish = _prepare(
         n=(n, 1, math.inf), n_relevant=(n_relevant, 1, math.inf), gap=(gap, -math.inf, math.inf)

@@ -146,8 +146,8 @@ def _state(
         )
         shift = plan.xp.where(state.maximum == -math.inf, 0.0, shift)
         zero = plan.xp.zeros_like(shift)
-        _, of_shift = jax.jvp(partial(_shifted, plan, state, order), (zero,), (shift,))
-        tangent = jax.tree.map(lambda a, b: a + b, tangent, of_shift)
+        _, shift_tangent = jax.jvp(partial(_shifted, plan, state, order), (zero,), (shift,))
+        tangent = jax.tree.map(lambda a, b: a + b, tangent, shift_tangent)
         return (state, keys), (tangent, np.zeros(keys.shape, jax.dtypes.float0))
 
     mask_arrays = () if operands.mask is None else operands.mask.arrays
@@ -239,7 +239,7 @@ class _Heads:
         """The logit of the key that is `largest`, for each query."""
         xp, softcap = self.plan.xp, self.plan.softcap
 
-        def of_head(head: _Heads) -> Array:
+        def logits_of_head(head: _Heads) -> Array:
             query, key, keys = (head.arrays[name] for name in ("query", "key", "largest"))
             s = xp.vecdot(query, key[keys[:, 0]])[:, None]
             if softcap is not None:
@@ -250,7 +250,7 @@ class _Heads:
                 s = s + xp.take_along_axis(bias, keys, axis=-1)
             return s
 
-        return self._over_heads(of_head)
+        return self._over_heads(logits_of_head)
 
     def _over_heads(self, function: Callable[[_Heads], Any]) -> Any:
         """``function(head)`` for each batch element and head, joined along their axes."""
@@ -260,7 +260,7 @@ class _Heads:
         plan_of_head = plan.replaced(batch=(), ndim=2, dtype=plan.compute)
         shape, arrays = _with_groups(xp, plan.batch, self.arrays)
 
-        def of_head(index: tuple[Any, ...], arrays: _Arrays) -> Any:
+        def apply_to_head(index: tuple[Any, ...], arrays: _Arrays) -> Any:
             mask = self.mask
             if mask is not None and plan.batch:
                 if len(shape) > len(plan.batch):
@@ -268,7 +268,7 @@ class _Heads:
                 mask = mask.element(plan.batch, index)
             return function(_Heads(plan_of_head, arrays, mask, self.order))
 
-        result = _over_axes(xp, of_head, shape, arrays)
+        result = _over_axes(xp, apply_to_head, shape, arrays)
         return jax.tree.map(lambda x: xp.reshape(x, (*plan.batch, *x.shape[len(shape) :])), result)
 
     def _over_tiles(
@@ -280,14 +280,14 @@ class _Heads:
         """``merge`` of ``tile(tiles, logits, columns, arrays)`` over the tiles of one head."""
         plan, mask = self.plan, self.mask
 
-        def of_rows(rows: Block, arrays: _Arrays) -> Any:
-            def of_columns(columns: Block, arrays: _Arrays) -> Any:
+        def apply_to_rows(rows: Block, arrays: _Arrays) -> Any:
+            def apply_to_tile(columns: Block, arrays: _Arrays) -> Any:
                 tiles = _tiles(plan, arrays, mask)
                 return tile(tiles, tiles.logits(rows, columns), columns, arrays)
 
             reach = None if mask is None else mask.reach(plan.frame, rows)
             blocks = shared.joined(_Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size))
-            return _fold(plan.xp, of_columns, merge, empty(rows[1]), blocks, reach)
+            return _fold(plan.xp, apply_to_tile, merge, empty(rows[1]), blocks, reach)
 
         # The keys and values are split once for all rows, and transposed. So XLA need not transpose
         # tiles of weights for their gradients, which would take three times as long.
@@ -296,7 +296,9 @@ class _Heads:
         shared = _Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size)
         shared = shared.transposed(plan.xp, "key").transposed(plan.xp, "value")
         arrays = {name: x for name, x in self.arrays.items() if name in _ROW_AXES}
-        return _map(plan.xp, of_rows, _Blocks.of(plan.xp, arrays, _ROW_AXES, plan.n_queries, row_size))
+        return _map(
+            plan.xp, apply_to_rows, _Blocks.of(plan.xp, arrays, _ROW_AXES, plan.n_queries, row_size)
+        )
 
     def _empty(self, n_rows: int) -> AttentionState:
         """The state of no keys. As `jax.shard_map` requires, it varies with all arrays."""
@@ -417,14 +419,14 @@ def _map(xp: Any, function: Callable[[Block, _Arrays], Any], blocks: _Blocks) ->
     """``function(rows, arrays of the rows)`` over blocks of rows, joined along axis −2."""
     import jax
 
-    def of_block(item: tuple[Any, _Arrays]) -> Any:
+    def apply_to_block(item: tuple[Any, _Arrays]) -> Any:
         return function((item[0], blocks.size), blocks.same | item[1])
 
     parts = []
     if blocks.ragged:
         parts.append(function((0, blocks.ragged), blocks.same | blocks.first))
     if blocks.ragged < blocks.length:
-        others = jax.lax.map(of_block, (blocks.starts(xp), blocks.stacked))
+        others = jax.lax.map(apply_to_block, (blocks.starts(xp), blocks.stacked))
         parts.append(jax.tree.map(lambda x: xp.reshape(x, (-1, x.shape[-1])), others))
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: xp.concat(xs, axis=-2), *parts)
 

@@ -167,14 +167,14 @@ def map_logits(
     import numpy as np
 
     keep_freed_memory()
-    whole, column = _Pass(*_as_numpy(plan, operands)), _numpy_view(plan, column)
+    full_pass, column = _Pass(*_as_numpy(plan, operands)), _numpy_view(plan, column)
     rows = blocks(0, plan.n_queries, max(1, BLOCKS.cache_numbers // plan.n_keys))
-    results = [np.empty((*plan.batch, plan.n_queries, 1), whole.plan.compute) for _ in range(2)]
+    results = [np.empty((*plan.batch, plan.n_queries, 1), full_pass.plan.compute) for _ in range(2)]
 
     def compute(task: tuple[Index, Block]) -> None:
         index, (start, size) = task
-        item = whole.item(index, (start, size), (0, plan.n_keys))
-        found = function(whole.plan.xp, whole.logits(item), whole.part_of(column, item))
+        item = full_pass.item(index, (start, size), (0, plan.n_keys))
+        found = function(full_pass.plan.xp, full_pass.logits(item), full_pass.part_of(column, item))
         for result, x in zip(results, found, strict=True):
             result[index][start : start + size] = x
 
@@ -324,7 +324,7 @@ class _Sums:
         self.part = None if self.value is None else np.empty_like(self.value)
         self.ones = self.buffer = np.ones(0, dtype)
 
-    def beside(self, tile: Any) -> Any:
+    def buffer_like(self, tile: Any) -> Any:
         """An array like a tile, the same memory for every tile."""
         import numpy as np
 
@@ -418,8 +418,8 @@ class _Pass:
 
     def item(self, index: Index, rows: Block, part: Block) -> _Item:
         mask: Any = self.operands.mask
-        of_element = None if mask is None else mask.element(self.plan.batch, index)
-        return _Item(index, rows, part, of_element)
+        element_mask = None if mask is None else mask.element(self.plan.batch, index)
+        return _Item(index, rows, part, element_mask)
 
     def row_size(self, n_elements: int) -> int:
         """The number of queries of a block: fewer if there would be too few blocks for the threads."""
@@ -494,7 +494,7 @@ class _Pass:
                 np.subtract(s, reference[:, None], out=s)
             if is_unseen.any():
                 is_unseen &= visible is not None and ~np.any(visible, axis=-1)
-            p = exp(s, out=s if self.order is None else sums.beside(s))
+            p = exp(s, out=s if self.order is None else sums.buffer_like(s))
             if visible is not None:
                 np.multiply(p, visible, out=p)
             sums.add(columns, p)
@@ -531,7 +531,7 @@ class _Pass:
             reference = np.maximum(maximum, np.finfo(s.dtype).min)
             sums.shift(np.where(previous == -math.inf, 0.0, previous - reference), order)
             np.subtract(s, reference[:, None], out=s)
-            p = np.exp(s, out=s if order is None else sums.beside(s))
+            p = np.exp(s, out=s if order is None else sums.buffer_like(s))
             sums.add(columns, p)
             if order is not None:
                 sums.moment += _moment(s, p, order)
@@ -604,10 +604,10 @@ class _Pass:
         mask, frame, rows = item.mask, self.plan.frame, item.rows
         if not self.has_common_tiles:
             return mask.block(frame, rows, columns)
-        place = (rows[0] - columns[0], rows[1], columns[1])
-        if place not in self.visible_tiles:
-            self.visible_tiles[place] = mask.block(frame, rows, columns)
-        return self.visible_tiles[place]
+        tile_key = (rows[0] - columns[0], rows[1], columns[1])
+        if tile_key not in self.visible_tiles:
+            self.visible_tiles[tile_key] = mask.block(frame, rows, columns)
+        return self.visible_tiles[tile_key]
 
     def add_bias(self, item: _Item, columns: Block, s: Any) -> None:
         """Add the bias to the logits of a tile, and NaN for nonfinite rows of queries and keys."""

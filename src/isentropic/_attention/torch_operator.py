@@ -182,9 +182,9 @@ def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     found = iter(torch.ops.isentropic.attention_gradients(fields, upstream, wanted, *call))
     gradients = [next(found) if is_wanted else None for is_wanted in wanted]
     # PyTorch takes an empty list for one of tensors, and wants a gradient for each.
-    of_numbers: list[None] | None = None if call.mask_numbers else []
-    of_mask = None, of_numbers, [None] * len(mask_arrays)
-    return *gradients, [None] * len(nonfinite), *of_mask, None, None, None
+    number_gradients: list[None] | None = None if call.mask_numbers else []
+    mask_gradients = None, number_gradients, [None] * len(mask_arrays)
+    return *gradients, [None] * len(nonfinite), *mask_gradients, None, None, None
 
 
 _state.register_autograd(_differentiate, setup_context=_save)

@@ -143,6 +143,14 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Returns
         -------
         self
+
+        Raises
+        ------
+        TypeError
+            For a parameter of the wrong type.
+        ValueError
+            For a parameter out of range or an unknown name, and for `X` that is not a matrix of finite
+            numbers with at least one row and one column.
         """
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"]))
         n_samples, n_features = X.shape
@@ -231,6 +239,14 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         array or sparse matrix (n_samples, ``n_components_``)
             The images, in the library, device and floating dtype of `X`. They are sparse if `X` and the
             map are sparse and ``dense_output`` is false.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            Before `fit`.
+        ValueError
+            For `X` that is not a matrix of finite numbers, has another number of columns than in `fit`,
+            or is of another library or device.
         """
         check_is_fitted(self)
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"], reset=False))
@@ -266,6 +282,14 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         -------
         array (n_samples, n_features)
             A dense array, except for the identity with sparse data.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            Before `fit`.
+        ValueError
+            For `X` that is not a matrix of finite numbers, does not have ``n_components_`` columns, or
+            is of another library or device than the data in `fit`.
         """
         check_is_fitted(self)
         X = _floating(check_array(X, accept_sparse=["csr", "csc"]))
@@ -296,6 +320,13 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Returns
         -------
         array of str
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            Before `fit`.
+        ValueError
+            For names that are not those of the data in `fit`, or too few or too many of them.
         """
         check_is_fitted(self)
         kind = OneToOneFeatureMixin if self._map is None else ClassNamePrefixFeaturesOutMixin

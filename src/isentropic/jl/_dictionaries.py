@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from isentropic._checks import check_choice, check_real, is_integer, type_error, value_error
 from isentropic._namespace import Array, to_numpy
-from isentropic.jl._draws import place_draw, place_wide
+from isentropic.jl._draws import convert_draw, convert_wide
 from isentropic.jl._maps import (
     CountSketch,
     DenseProjection,
@@ -110,7 +110,7 @@ def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Projection:
     host: Any = kind(*(_field(kind, name, data[name]) for name in kind._fields))
     host._check()
     _check_values(host)
-    projection: Projection = kind(*(_placed(name, x, like) for name, x in host._asdict().items()))
+    projection: Projection = kind(*(_converted(name, x, like) for name, x in host._asdict().items()))
     return projection
 
 
@@ -122,12 +122,12 @@ def _field(kind: Any, name: str, data: Any) -> Any:
     return _restored(name, data)
 
 
-def _placed(name: str, x: Any, like: Array | None) -> Any:
+def _converted(name: str, x: Any, like: Array | None) -> Any:
     if isinstance(x, tuple):
-        return tuple(_placed(name, part, like) for part in x)
+        return tuple(_converted(name, part, like) for part in x)
     if name in _INTEGERS:
-        return place_draw(x, like, integer=True)
-    return (place_wide if name in _WIDE else place_draw)(x, like)
+        return convert_draw(x, like, integer=True)
+    return (convert_wide if name in _WIDE else convert_draw)(x, like)
 
 
 def _check_values(projection: Any) -> None:

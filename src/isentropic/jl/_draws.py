@@ -59,7 +59,7 @@ def draw_matrix(rng: Any, columns: int, rows: int, like: Array | None, draw: Dra
     for part in draw_rows(rng, columns, rows, draw):
         values[start : start + part.shape[0]] = part
         start += part.shape[0]
-    return place_draw(values, like)
+    return convert_draw(values, like)
 
 
 def draw_rows(rng: Any, columns: int, rows: int, draw: Draw) -> Iterator[np.ndarray]:
@@ -161,7 +161,7 @@ def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) 
     return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0)).T
 
 
-def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False) -> Any:
+def convert_draw(values: np.ndarray, like: Array | None, *, integer: bool = False) -> Any:
     """`values` in the library, on the device and in the dtype of `like`; integers become int32."""
     if like is None:
         return values
@@ -171,8 +171,8 @@ def place_draw(values: np.ndarray, like: Array | None, *, integer: bool = False)
     return from_numpy(values, like, xp.int32 if integer else None)
 
 
-def place_wide(values: np.ndarray, like: Array | None) -> Any:
-    """As `place_draw`, in float32 or better."""
+def convert_wide(values: np.ndarray, like: Array | None) -> Any:
+    """As `convert_draw`, in float32 or better."""
     if like is None:
         return values
     like = _block_sample(like)

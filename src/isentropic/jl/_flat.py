@@ -109,7 +109,7 @@ def _elementary(n: int) -> np.ndarray | None:
     import numpy as np
 
     if n % 2:
-        matrices = [_hartley(n), *([_core(n)] if has_field(n) else [])]
+        matrices = [_hartley(n), *([_flat_jacobsthal(n)] if has_field(n) else [])]
         return min(matrices, key=lambda matrix: abs(matrix).max())
     if n == 2:
         return np.asarray([[1.0, 1.0], [1.0, -1.0]]) * 0.5**0.5
@@ -128,7 +128,7 @@ def _hartley(n: int) -> np.ndarray:
     return (np.cos(angle) + np.sin(angle)) * n**-0.5
 
 
-def _core(q: int) -> np.ndarray:
+def _flat_jacobsthal(q: int) -> np.ndarray:
     """An orthogonal matrix made of Jacobsthal's matrix S. Its flatness is about 1 + 1/√q.
 
     S + a·I + b·J is orthogonal up to its scale, with a = 1 where S is skew-symmetric (q = 3 modulo 4),

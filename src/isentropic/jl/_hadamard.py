@@ -167,8 +167,8 @@ def _doublings_of_paley(order: Order) -> int:
     base, doublings = order
     bits = math.log2(base) + doublings
     last = min(doublings, 5)
-    of_each = (bits - last) / (math.ceil(bits / 5) - 1)
-    return min(doublings - last, max(0, round(of_each - math.log2(base))))
+    bits_of_each = (bits - last) / (math.ceil(bits / 5) - 1)
+    return min(doublings - last, max(0, round(bits_of_each - math.log2(base))))
 
 
 def doublings_to_sample(xp: ModuleType, order: Order, count: int) -> int | None:

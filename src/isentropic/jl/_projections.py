@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from isentropic._checks import check_real, counts, value_error
 from isentropic._namespace import Array, accumulator, common_device, namespace
 from isentropic.jl._draws import (
+    convert_draw,
     draw_matrix,
     generator_of,
-    place_draw,
     random_normals,
     random_orthonormal,
     random_permutation,
@@ -242,7 +242,7 @@ def orthogonal_projection(
     short, long = sorted((n_components, n_features))
     weights = random_orthonormal(generator, short, long)
     weights = weights if n_components <= n_features else weights.T
-    return dense_map(place_draw(weights, like), max(n_features / n_components, 1.0) ** 0.5)
+    return dense_map(convert_draw(weights, like), max(n_features / n_components, 1.0) ** 0.5)
 
 
 @takes_rng
@@ -325,7 +325,7 @@ def hadamard_projection(
     signs = [random_signs(generator, (n_features if i == 0 else size,)) for i in range(rounds)]
     rows = np.sort(random_permutation(generator, size)[:n_components])
     return HadamardProjection(
-        tuple(place_draw(part, like) for part in signs), place_draw(rows, like, integer=True)
+        tuple(convert_draw(part, like) for part in signs), convert_draw(rows, like, integer=True)
     )
 
 
@@ -401,9 +401,9 @@ def count_sketch(
         features[i, :n_features] = i * n_features + dealt
     features = features.reshape(nonzeros, depth, block).swapaxes(1, 2).reshape(n_components, depth)
     return CountSketch(
-        place_draw(signs, like),
-        place_draw(components, like, integer=True),
-        place_draw(features, like, integer=True),
+        convert_draw(signs, like),
+        convert_draw(components, like, integer=True),
+        convert_draw(features, like, integer=True),
     )
 
 

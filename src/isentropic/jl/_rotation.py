@@ -8,9 +8,9 @@ from typing import Any
 from isentropic._checks import check_choice, check_flag, counts, value_error
 from isentropic._namespace import Array
 from isentropic.jl._draws import (
+    convert_draw,
+    convert_wide,
     generator_of,
-    place_draw,
-    place_wide,
     random_orthonormal,
     random_signs,
     takes_rng,
@@ -135,6 +135,6 @@ def rotation(
         signs = [random_signs(generator, (blocks if independent else 1, size)) for _ in range(rounds)]
         factors = [flat_matrix(order) for order in orders]
     return Rotation(
-        tuple(place_draw(np.repeat(part, blocks // part.shape[0], axis=0), like) for part in signs),
-        tuple(place_wide(factor, like) for factor in factors),
+        tuple(convert_draw(np.repeat(part, blocks // part.shape[0], axis=0), like) for part in signs),
+        tuple(convert_wide(factor, like) for factor in factors),
     )

@@ -18,26 +18,28 @@ depends on the query also has an axis for the queries, and is wrapped in `per_qu
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from isentropic.laws._law import Constant, Law, LogLength, per_query
+from isentropic.laws._formulas import (
+    AffineLog,
+    InfoScale,
+    Knots,
+    LogLength,
+    Power,
+    PowerLog,
+    SqrtLogLength,
+    StepLog,
+    from_kappa,
+    scaled,
+    shifted,
+)
+from isentropic.laws._law import Constant, Law, per_query
 
 if TYPE_CHECKING:
     from isentropic.laws._configurations import ModelRule, from_config
     from isentropic.laws._dictionaries import from_dict, to_dict
-    from isentropic.laws._formulas import (
-        AffineLog,
-        InfoScale,
-        Knots,
-        Power,
-        PowerLog,
-        SqrtLogLength,
-        StepLog,
-        from_kappa,
-        scaled,
-        shifted,
-    )
     from isentropic.laws._presets import preset, presets
 else:  # a type checker that sees `__getattr__` accepts every attribute name
-    _MODULES = {
+    # Modules that attention does not need are imported on first use.
+    _LAZY = {
         "ModelRule": "_configurations",
         "from_config": "_configurations",
         "from_dict": "_dictionaries",
@@ -47,11 +49,9 @@ else:  # a type checker that sees `__getattr__` accepts every attribute name
     }
 
     def __getattr__(name: str) -> Any:
-        # Attention needs only the default law. The other ones are imported on first use.
-        if name not in __all__:
+        if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = _MODULES.get(name, "_formulas")
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

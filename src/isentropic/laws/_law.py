@@ -1,4 +1,4 @@
-"""What a law is, and the two laws that attention itself needs: the constant and the default."""
+"""What a law is, and what its parameters may be. A parameter of each query is a constant law too."""
 
 from __future__ import annotations
 
@@ -85,6 +85,28 @@ class Law(Node, ABC):
     _cached_properties: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, n: Any) -> Any:
+        """The factor for n visible keys.
+
+        Parameters
+        ----------
+        n : number, or array (..., L) of integers or floats
+            Numbers of keys. All below 1 count as 1.
+
+        Returns
+        -------
+        float or array
+            The factor (dimensionless): a float for a number and a law without arrays. Otherwise an
+            array that has the shape of `n`, broadcast against the parameters. It has the floating dtype
+            of `n`, or the default dtype of the library for integers.
+
+        Raises
+        ------
+        TypeError
+            If `n` is neither a number nor an array of numbers, or is of another library than the
+            parameters.
+        ValueError
+            If shapes do not broadcast, or `n` is on another device than the parameters.
+        """
         parameters = self.arrays
         if is_array(n):
             xp, device = namespace(("law", parameters), n=n), common_device(("law", parameters), n=n)
@@ -258,47 +280,6 @@ class Constant(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return xp.ones_like(n) * over_queries(xp, self.value, n)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LogLength(Law):
-    """``ln n / ln base``: Su's law, which keeps the entropy of focused attention nearly constant.
-
-    Parameters
-    ----------
-    base : float > 1, or array
-        The length at which the factor is 1.
-    minimum : float, optional
-        The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
-
-    Raises
-    ------
-    TypeError
-        If `base` is not a real number or an array of them, or `minimum` not a real number.
-    ValueError
-        If `base` is not above 1, or a number is not finite.
-
-    References
-    ----------
-    Su 2021, https://spaces.ac.cn/archives/8823.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.LogLength(16)(256), laws.LogLength(16, minimum=1)(4)
-    (2.0, 1.0)
-    """
-
-    base: Parameter = 512
-    minimum: float | None = None
-
-    def __post_init__(self) -> None:
-        check_parameter("base", self.base, above=1)
-        check_minimum(self.minimum)
-
-    def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        factor = log_length(xp, n) / log_of(xp, over_queries(xp, self.base, n))
-        return at_least(xp, factor, self.minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -501,7 +482,3 @@ def _holds_arrays(x: Any) -> bool:
     if isinstance(x, (tuple, list, dict)):
         return any(map(_holds_arrays, x.values() if isinstance(x, dict) else x))
     return isinstance(x, Law) or is_array(x)
-
-
-# The default law of attention.
-DEFAULT_LAW = LogLength(512)

@@ -59,14 +59,15 @@ from isentropic._namespace import (
 )
 from isentropic._numerics import align, clip, lift, log_or, product, quietly
 from isentropic.jl._draws import (
+    convert_draw,
     draw_matrix,
     generator_of,
-    place_draw,
     random_normals,
     random_orthonormal,
     takes_rng,
 )
-from isentropic.laws._law import DEFAULT_LAW, Law, check_law
+from isentropic.laws._formulas import DEFAULT_LAW
+from isentropic.laws._law import Law, check_law
 from isentropic.masks import causal
 
 if TYPE_CHECKING:
@@ -291,7 +292,7 @@ def _orthogonal_directions(
         normals = random_normals(generator, (n_features, n_features))
         lengths = deviation * np.linalg.norm(normals, axis=1, keepdims=True)
         blocks.append(lengths * random_orthonormal(generator, n_features, n_features))
-    directions: Array = place_draw(np.concatenate(blocks)[:n_components], like)
+    directions: Array = convert_draw(np.concatenate(blocks)[:n_components], like)
     return directions
 
 

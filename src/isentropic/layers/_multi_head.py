@@ -17,7 +17,8 @@ from isentropic._checks import (
 )
 from isentropic._namespace import Array, ArrayT, common_device, namespace, present
 from isentropic._numerics import lift
-from isentropic.laws._law import DEFAULT_LAW, Law
+from isentropic.laws._formulas import DEFAULT_LAW
+from isentropic.laws._law import Law
 from isentropic.masks import Mask
 
 

@@ -19,7 +19,8 @@ from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._measure import as_mapping, check_batches
 from isentropic.integrations.huggingface._modules import attention_modules, evaluation
 from isentropic.integrations.huggingface._rules import warn_of_rules
-from isentropic.laws._law import Law, LogLength
+from isentropic.laws._formulas import LogLength
+from isentropic.laws._law import Law
 
 if TYPE_CHECKING:
     import numpy as np
@@ -323,7 +324,7 @@ class _Arms:
             raise value_error("model", must, type(model).__name__)
         self.is_causal = any(map(is_causal, rotary))
         # The attention to images of a multimodal model is not causal, and stays as it is.
-        self.of_text = [module for module in self.modules if is_causal(module) == self.is_causal]
+        self.text_modules = [module for module in self.modules if is_causal(module) == self.is_causal]
         self.accepted = inspect.signature(model.forward).parameters
         warn_of_rules(self.modules, [x for x, _ in self.laws[1]])
 
@@ -373,7 +374,7 @@ class _Arms:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(apply(self.model, self.modules, self.laws[with_law]))
                 if is_clamped:
-                    stack.enter_context(clamping(self.of_text, self.window))
+                    stack.enter_context(clamping(self.text_modules, self.window))
                 yield self._loss(inputs, labels)
 
     def _loss(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
@@ -421,7 +422,7 @@ def _token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _computed_once(module: torch.nn.Module) -> Iterator[None]:
     """Let a module give the output of its first call in all calls, to run its head on parts of it."""
-    forward, own = module.forward, vars(module).get("forward")
+    forward, previous = module.forward, vars(module).get("forward")
     outputs: list[Any] = []
 
     def forward_once(*args: Any, **kwargs: Any) -> Any:
@@ -433,10 +434,10 @@ def _computed_once(module: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
+        if previous is None:
             del vars(module)["forward"]
         else:
-            vars(module)["forward"] = own
+            vars(module)["forward"] = previous
 
 
 def _band(n: np.ndarray, trained_length: int) -> np.ndarray:

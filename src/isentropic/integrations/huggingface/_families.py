@@ -113,14 +113,14 @@ def _in_window_or_global(module: Any, arguments: Mapping[str, Any]) -> dict[str,
     return {child: x[:, None] for child, x in n.items()}
 
 
-def _local_and_global(arguments: Mapping[str, Any], local: Any, of_global: Any = None) -> Any:
+def _local_and_global(arguments: Mapping[str, Any], local: Any, global_rows: Any = None) -> Any:
     """(B, L, H) of local queries and (B H, globals) of global ones, which replace their local rows."""
     rows = local.transpose(1, 2).clone()
-    if of_global is not None:
+    if global_rows is not None:
         is_global = arguments["is_index_global_attn"]
         batch, position = is_global.nonzero(as_tuple=True)
         number = is_global.cumsum(-1)[batch, position] - 1
-        rows[batch, :, position] = of_global.unflatten(0, rows.shape[:2])[batch, :, number]
+        rows[batch, :, position] = global_rows.unflatten(0, rows.shape[:2])[batch, :, number]
     return rows
 
 

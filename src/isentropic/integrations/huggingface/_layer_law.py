@@ -81,7 +81,7 @@ def layer_law(
     device = layer_device(model, module)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
 
-    def placed(x: Any) -> Any:
+    def checked_parameter(x: Any) -> Any:
         if trainable or not getattr(x, "requires_grad", False):
             return to_numpy(x)
         # A copy on another device would not be trained.
@@ -90,7 +90,7 @@ def layer_law(
         return x
 
     like = torch.empty(0, device=device, dtype=dtype)
-    return LayerLaw(initial._with_arrays(placed), count, bool(trainable), like)
+    return LayerLaw(initial._with_arrays(checked_parameter), count, bool(trainable), like)
 
 
 def _with_arrays_to_train(law: Law, heads: int | None) -> Law:

@@ -223,9 +223,9 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """Announce a call of attention, and compute it."""
-    own_implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    model_implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     # An implementation that calls another one is announced once, with the queries of the model.
-    if own_implementation in (implementation, None):
+    if model_implementation in (implementation, None):
         announce(
             module, lambda: _call(implementation, module, query, key, attention_mask, *args, **kwargs)
         )

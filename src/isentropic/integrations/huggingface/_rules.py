@@ -68,7 +68,7 @@ def _is_for(rule: ModelRule, module: Any) -> bool:
 
 def _message(rule: ModelRule) -> str:
     if rule.law is not None and rule.counts is None:
-        what = _about_constant(rule, rule.law(1))
+        what = _constant_message(rule, rule.law(1))
     else:
         law = "a law whose numbers are weights" if rule.law is None else f"{rule.law!r}"
         what = (
@@ -82,7 +82,7 @@ def _message(rule: ModelRule) -> str:
     return f"{what} To switch it off, set `{off}` in the configuration before the model is made."
 
 
-def _about_constant(rule: ModelRule, factor: float) -> str:
+def _constant_message(rule: ModelRule, factor: float) -> str:
     part = "the part of its logits that comes from rotated features"
     if rule.scales != "rotated products":
         part = "its logits"

@@ -171,11 +171,11 @@ def _require_implementation(config: Any) -> Any:
         What to ask for in `config`: a dictionary with one value per configuration within it, and its
         own under "". Some outer configurations overwrite what the inner ones ask for, others do not.
     """
-    own = NAME if ENTRY in vars(config) else None
+    outer = NAME if ENTRY in vars(config) else None
     inner = {key: getattr(config, key, None) for key in config.sub_configs}
     wanted = {key: _require_implementation(x) for key, x in inner.items() if x is not None}
-    wanted = {key: x for key, x in {"": own, **wanted}.items() if x is not None}
-    asked = own if wanted.keys() <= {""} else wanted
+    wanted = {key: x for key, x in {"": outer, **wanted}.items() if x is not None}
+    asked = outer if wanted.keys() <= {""} else wanted
     if asked is not None:
         setattr(config, _IMPLEMENTATION, asked)
     return asked
