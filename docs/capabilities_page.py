@@ -1,6 +1,6 @@
 """The generated part of the page "What runs where", from the declaration in tests/capabilities.py."""
 
-from capabilities import COLUMNS, ROWS, Cell, Row
+from capabilities import COLUMNS, OTHER_MODULES, ROWS, Cell, Row
 
 TITLES = {
     "": "Attention and entropy",
@@ -19,7 +19,9 @@ def page() -> str:
     lines: list[str] = []
     for module, title in TITLES.items():
         lines += [f"## {title}", "", *table(module, notes), ""]
-    lines += ["## Notes", ""]
+    lines += ["## Integrations and plots", "", "They take:", ""]
+    lines += [f"- `{name}`: {what}." for name, what in OTHER_MODULES.items()]
+    lines += ["", "## Notes", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
     return "\n".join(lines) + "\n"
 

@@ -23,7 +23,8 @@ YES = Cell(True)
 NOTHING = Cell(None)  # the results have no derivative, or the arguments no part in them
 
 COLUMNS = {
-    "libraries": "other libraries, GPU",
+    "libraries": "other libraries",
+    "gpu": "GPU",
     "jit": "`jax.jit`",
     "jax_vmap": "`jax.vmap`",
     "compile": "`torch.compile`",
@@ -39,6 +40,9 @@ class Row:
     """A cell for each column. The default is what most functions do."""
 
     libraries: Cell = YES
+    gpu: Cell = (
+        YES  # tensors and arrays of PyTorch, JAX and CuPy; without a GPU, fake tensors of PyTorch
+    )
     jit: Cell = YES
     jax_vmap: Cell = YES
     compile: Cell = YES  # with fullgraph=True
@@ -70,12 +74,14 @@ NATIVE = Row(second=_NATIVE)
 _TRACED = Cell(
     True, "The numbers are drawn when the call is traced. They are constants in the compiled program."
 )
+_MOVED = Cell(
+    True,
+    "NumPy draws the numbers on the host. Then they are moved to the library and device of `like`, "
+    "so they are the same everywhere.",
+)
 DRAWN = Row(
-    libraries=Cell(
-        True,
-        "NumPy draws the numbers on the host. Then they are moved to the library and device of `like`, "
-        "so they are the same everywhere.",
-    ),
+    libraries=_MOVED,
+    gpu=_MOVED,
     jit=_TRACED,
     jax_vmap=_TRACED,
     compile=Cell(
@@ -95,8 +101,9 @@ _READ = Cell(
     "numpy.ndarray conversion method|Data-dependent branching|Cannot access data pointer"
     "|does not require grad",
 )
+_COPIED = Cell(True, "The numbers are copied to the host, and the result is computed there.")
 READ = Row(
-    libraries=Cell(True, "The numbers are copied to the host, and the result is computed there."),
+    libraries=_COPIED, gpu=_COPIED,
     jit=_READ, jax_vmap=_READ, compile=_READ, torch_vmap=_READ, gradient=_READ, second=_READ,
 )  # fmt: skip
 
@@ -205,6 +212,15 @@ ROWS = {
     ),
     "theory.entropy_criterion_dim": SIZES,
     "theory.matched_key_dim": SIZES,
+}
+
+# Modules that need more than an array library, and what their functions take.
+OTHER_MODULES = {
+    "integrations.huggingface": "PyTorch models of transformers, on the device of the model",
+    "integrations.jax": "JAX arrays, inside and outside of `jax.jit`",
+    "integrations.sklearn": "arrays of every library, as other estimators of scikit-learn with array API dispatch",
+    "integrations.torch": "PyTorch modules and tensors, on every device",
+    "plots": "reports, laws, and arrays of every library, which are copied to the host",
 }
 
 # Public names without a row.

@@ -101,7 +101,7 @@ class TestEveryFunction:
         leaves = [arrays[name].requires_grad_() for name in names]
         assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
-    @_every("libraries")
+    @_every("gpu")
     def test_fake_cuda(self, name):
         # Runs without a GPU: finds devices that are mixed, and values that are asked for.
         from torch._subclasses.fake_tensor import FakeTensorMode
