@@ -121,6 +121,30 @@ def deciding_number(
     return n
 
 
+# ------------------------------------------------------------------------------------------ causes
+
+
+def diagnosis(results: dict[str, Any], arms: Sequence[str], window: int, count: int) -> str:
+    """How much of the rise of the loss beyond the first length a law removes, and how much clamping.
+
+    It is the table of `isentropic.integrations.huggingface.diagnose`, for models that were tested
+    before. `arms` are the standard scale, the law, clamped positions, and both. `count` is the number
+    of predictions at each length. The errors are over seeds.
+    """
+    import numpy as np
+
+    from isentropic.integrations.huggingface import Diagnosis
+
+    lengths = results["lengths"]
+    plain, law, clamped, both = (
+        np.asarray([seed["loss"] for seed in results["arms"][arm]]) for arm in arms
+    )
+    losses = np.stack([np.stack([plain, clamped], 1), np.stack([law, both], 1)], 1)
+    counts = np.full((len(plain), len(lengths)), count)
+    bands = np.repeat(np.asarray(lengths)[:, None], 2, axis=1)
+    return str(Diagnosis(lengths[0], window, bands, counts, losses))
+
+
 # ------------------------------------------------------------------------------------------ runs
 
 

@@ -221,6 +221,7 @@ def report(results: dict[str, Any]) -> str:
             for found in [decision(results, arm, other)]
         ),
     )
+    causes = experiment.diagnosis(results, ("O", "O + law", "O", "O + law"), TRAINED, TESTS)
     grows = table(["", *ARMS], [["dH/d log n", *(f"{growth(results, arm):.2f}" for arm in ARMS)]])
     lost = table(
         [
@@ -254,6 +255,14 @@ where most is lost:
 The mean entropy of all tokens grows like this:
 
 {grows}
+
+What of the rise of the loss is dilution? This is the table of
+{{func}}`~isentropic.integrations.huggingface.diagnose`, with the seeds in place of texts. The model
+has no positions but the mark of the first bit, so clamping changes nothing:
+
+```text
+{causes}
+```
 
 Most tokens have nothing to look for here, so their attention is spread at any factor. A calibrated law
 holds a mean entropy. That is the mean over many tokens that do not matter, or over the weights of CLS,

@@ -381,6 +381,8 @@ def report(results: dict[str, Any]) -> str:
         n: [arm for arm in arms if np.mean(seeds_of(results, arm, "accuracy")[i]) < low]
         for i, n in enumerate(lengths)
     }
+    arms_of_causes = ("O", "O + law", "O, ReRoPE", "O + law, ReRoPE")
+    causes = experiment.diagnosis(results, arms_of_causes, CLAMP, results["predictions"])
     below = "; ".join(f"at n = {n}: {', '.join(found)}" for n, found in lost.items() if found)
     return f"""\
 {results["layers"]} layers, d = {results["width"]}, {results["heads"]} heads, {results["steps"]} steps \
@@ -397,6 +399,13 @@ of {results["batch"]} × {TRAINED} bytes, {results["seeds"]} seeds, {results["pr
 The differences are paired over the seeds. A mean gain matters from {SMALLEST:g} point:
 
 {decisions}
+
+What of the rise of the loss is dilution, and what is due to positions? This is the table of
+{{func}}`~isentropic.integrations.huggingface.diagnose`, with the seeds in place of texts:
+
+```text
+{causes}
+```
 
 The calibrated law holds the entropy of every layer within {held:.2f} nats. Some arms are below the
 accuracy of always answering with the most frequent byte ({low:.1f} %), so their differences there mean
