@@ -72,7 +72,8 @@ def block(row: Claim) -> list[str]:
     test = f"`{row.test.__module__.rpartition('.')[2]}.{row.test.__name__}`"
     if row.function:
         resolve(row.function)
-        link = f"{{py:obj}}`{row.function.removeprefix('isentropic.')} <{row.function}>`"
+        name = row.function.removeprefix("isentropic.")
+        link = f"`{name}`" if name.startswith("_") else f"{{py:obj}}`{name} <{row.function}>`"
         test = f"{link} · {test}"
     parts.append(test)
     first, *others = parts

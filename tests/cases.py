@@ -196,7 +196,6 @@ CASES = {
         a["q"], a["k2"], a["target"] * 0.1 + 1.0, mask=a["visible"], is_causal=True, enable_gqa=True
     ),
     "needle_entropy": lambda a: theory.needle_entropy(a["n_keys"], 1, a["target"] * 0.1 + 2.0),
-    "vmf_kl_uniform": lambda a: theory.vmf_kl_uniform(8, a["target"] * a["target"] + 0.5),
     "Mask": lambda a: (
         masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
     ).visible_count(7, 7, like=a["q"]),
@@ -276,8 +275,6 @@ TRIED = {
     "sphere_sensitivity": lambda a: theory.sphere_sensitivity(50, 8, _few(a)),
     "needle_sensitivity": lambda a: theory.needle_sensitivity(a["n_keys"], 1, _positive(a)),
     "needle_weight": lambda a: theory.needle_weight(a["n_keys"], 1, _positive(a)),
-    "vmf_log_mgf": lambda a: theory.vmf_log_mgf(8, _positive(a)),
-    "vmf_mean_cosine": lambda a: theory.vmf_mean_cosine(8, _positive(a)),
     "tied_entropy": lambda a: theory.tied_entropy(a["n_keys"] + 1, 8, _positive(a)),
     "invariant_factor": lambda a: theory.invariant_factor(
         50, _few(a), model="needle", n_relevant=1, gap=3.0

@@ -83,7 +83,6 @@ class TestErrorsOfFloatingPoint:
         "factor_for_attention_entropy",
         "factor_for_entropy-target",
         "needle_entropy",
-        "vmf_kl_uniform",
     )
 
     def sized(self, name, dtype, size):

@@ -7,12 +7,12 @@ import mpmath
 import numpy as np
 import pytest
 from scipy import special, stats
+from vmf import von_mises_fisher
 
 import isentropic as it
 from isentropic import _scores, laws, theory
 
 LENGTHS = np.array([64, 128, 256, 512, 1024, 2048, 4096, 8192])
-VMF = (theory.vmf_log_mgf, theory.vmf_mean_cosine, theory.vmf_kl_uniform)
 
 
 def spread(entropies):
@@ -64,125 +64,6 @@ def angle_grid(d, points):
 def digits():
     with mpmath.workdps(25):
         yield
-
-
-def vmf_of_bessel(d, kappa):
-    d, kappa = mpmath.mpf(d), mpmath.mpf(kappa)
-    bessel = mpmath.besseli(d / 2 - 1, kappa)
-    cosine = mpmath.besseli(d / 2, kappa) / bessel
-    log_mgf = mpmath.loggamma(d / 2) + (d / 2 - 1) * mpmath.log(2 / kappa) + mpmath.log(bessel)
-    return log_mgf, cosine, kappa * cosine - log_mgf
-
-
-def vmf_of_integrals(d, kappa):
-    """For large d, where the angle's density is narrow."""
-    d, kappa = mpmath.mpf(d), mpmath.mpf(kappa)
-
-    def integral(kappa, moment):
-        x = 2 * kappa / (d - 2 + mpmath.sqrt((d - 2) ** 2 + 4 * kappa**2))
-        mode, far = mpmath.acos(x), 14 / mpmath.sqrt(kappa * x + (d - 2))
-
-        def f(theta):
-            exponent = kappa * (mpmath.cos(theta) - x) + (d - 2) * mpmath.log(
-                mpmath.sin(theta) / mpmath.sin(mode)
-            )
-            return mpmath.exp(exponent) * mpmath.cos(theta) ** moment
-
-        value = mpmath.quad(f, mpmath.linspace(mode - far, mode + far, 5))
-        return value, kappa * x + (d - 2) * mpmath.log(mpmath.sin(mode))
-
-    (one, at_one), (first, _), (zero, at_zero) = integral(kappa, 0), integral(kappa, 1), integral(0, 0)
-    log_mgf, cosine = mpmath.log(one / zero) + at_one - at_zero, first / one
-    return log_mgf, cosine, kappa * cosine - log_mgf
-
-
-class TestVonMisesFisher:
-    @pytest.mark.host
-    @pytest.mark.parametrize("d", [2, 2.5, 3, 4, 7, 12, 33, 64, 333, 1000])
-    def test_against_bessel_functions(self, d, rng):
-        kappas = [*10.0 ** np.arange(-6, 8), *10 ** rng.uniform(-6, 7, 10)]
-        with mpmath.workdps(60):
-            expected = [vmf_of_bessel(d, kappa) for kappa in kappas]
-        for function, column in zip(VMF, zip(*expected, strict=True), strict=True):
-            got = function(d, np.asarray(kappas))
-            np.testing.assert_allclose(got, np.asarray(column, float), rtol=5e-13)
-            assert function(d, kappas[-1]) == got[-1]
-
-    @pytest.mark.host
-    @pytest.mark.parametrize("d", [10**4, 123_456, 10**6])
-    def test_against_integrals(self, d):
-        kappas = 10.0 ** np.asarray([-6, -2, 0.5, 2.5, 4, 5.2, 6, 7])
-        with mpmath.workdps(40):
-            expected = [vmf_of_integrals(d, kappa) for kappa in kappas]
-        for function, column in zip(VMF, zip(*expected, strict=True), strict=True):
-            np.testing.assert_allclose(function(d, kappas), np.asarray(column, float), rtol=5e-13)
-
-    @pytest.mark.host
-    def test_three_dimensions(self):
-        kappa = np.geomspace(0.1, 600, 40)
-        np.testing.assert_allclose(
-            theory.vmf_log_mgf(3, kappa), np.log(np.sinh(kappa) / kappa), rtol=1e-12
-        )
-        np.testing.assert_allclose(
-            theory.vmf_mean_cosine(3, kappa), 1 / np.tanh(kappa) - 1 / kappa, rtol=1e-12
-        )
-
-    @pytest.mark.host
-    def test_limits_of_the_concentration(self):
-        for d in (2, 3, 64, 1e6):
-            for function in VMF:
-                assert function(d, 0) == 0.0
-            for kappa in (1e-150, 1e-6):
-                assert theory.vmf_log_mgf(d, kappa) == pytest.approx(kappa**2 / (2 * d), rel=1e-11)
-                assert theory.vmf_mean_cosine(d, kappa) == pytest.approx(kappa / d, rel=1e-11)
-                assert theory.vmf_kl_uniform(d, kappa) == pytest.approx(kappa**2 / (2 * d), rel=1e-11)
-        # In two dimensions, log I₀ ~ κ − ½ log 2πκ.
-        for kappa in (1e12, 1e300):
-            expected = (math.log(2 * math.pi * kappa) - 1) / 2
-            assert theory.vmf_kl_uniform(2, kappa) == pytest.approx(expected, rel=1e-11)
-            assert theory.vmf_mean_cosine(2, kappa) == pytest.approx(1 - 0.5 / kappa, rel=1e-15)
-
-    @pytest.mark.host
-    def test_large_dimension(self):
-        rate = np.asarray([0.01, 0.5, 1.0, 3.0, 50.0])
-        s = (np.sqrt(1 + 4 * rate**2) - 1) / (2 * rate)
-        d = 10**6
-        np.testing.assert_allclose(
-            theory.vmf_kl_uniform(d, rate * d) / d, -np.log1p(-(s**2)) / 2, rtol=2e-6
-        )
-        np.testing.assert_allclose(theory.vmf_mean_cosine(d, rate * d), s, rtol=2e-6)
-
-    @pytest.mark.host
-    def test_stationary_point(self):
-        # Of (1 − s²)^{(d−3)/2} e^{κs}, to which the mean cosine tends as d grows.
-        for d, kappa in ((64, 8.0), (64, 300.0), (1000, 1000.0)):
-            m = d - 3
-            s = (-m + math.sqrt(m**2 + 4 * kappa**2)) / (2 * kappa)
-            assert m * s / (1 - s**2) == pytest.approx(kappa, rel=1e-11)
-            assert abs(theory.vmf_mean_cosine(d, kappa) - s) < 2 / d
-        assert s != 1
-        kappa = 1e9
-        s = (-m + math.sqrt(m**2 + 4 * kappa**2)) / (2 * kappa)
-        assert (1 - s) * 2 * kappa / m == pytest.approx(1, rel=1e-3)
-
-    @pytest.mark.host
-    def test_the_figure_0_24(self):
-        golden = (1 + math.sqrt(5)) / 2
-        assert math.log(golden) / 2 == pytest.approx(0.2406, abs=5e-5)
-        assert theory.vmf_kl_uniform(1e6, 1e6) / 1e6 == pytest.approx(math.log(golden) / 2, rel=1e-6)
-
-        # It is within 5 % only near κ = d.
-        rate = np.linspace(0.5, 3.5, 3001)
-        near = rate[np.abs(theory.vmf_kl_uniform(1e6, rate * 1e6) / (rate * 1e6) / 0.24 - 1) < 0.05]
-        assert (near[0], near[-1]) == pytest.approx((0.78, 2.30), abs=5e-3)
-        assert theory.vmf_kl_uniform(64, 8) == pytest.approx(0.489, abs=5e-4)
-
-    @pytest.mark.host
-    def test_derivatives(self):
-        d, kappa = 17, 30.0
-        e = 1e-4
-        slope = (theory.vmf_log_mgf(d, kappa + e) - theory.vmf_log_mgf(d, kappa - e)) / (2 * e)
-        assert theory.vmf_mean_cosine(d, kappa) == pytest.approx(slope, rel=1e-8)
 
 
 class TestGaussian:
@@ -412,7 +293,7 @@ class TestSphere:
         for d, kappa in ((2, 1e4), (3, 300.0), (64, 30.0)):
             annealed = theory.sphere_entropy(1e15, d, kappa, method="annealed")
             assert theory.sphere_entropy(1e15, d, kappa) == pytest.approx(annealed, abs=1e-7)
-            expected = math.log(1e15) - theory.vmf_kl_uniform(d, kappa)
+            expected = math.log(1e15) - von_mises_fisher(d, kappa).divergence
             assert annealed == pytest.approx(expected, rel=1e-14)
 
     @pytest.mark.host
@@ -829,9 +710,6 @@ CALLS = {
     "frozen_entropy": lambda n, x: theory.frozen_entropy(x),
     "sphere": lambda n, x: theory.sphere_entropy(n, 64, x * 8),
     "sphere-annealed": lambda n, x: theory.sphere_entropy(n, x + 1, x, method="annealed"),
-    "vmf_log_mgf": lambda n, x: theory.vmf_log_mgf(n, x),
-    "vmf_mean_cosine": lambda n, x: theory.vmf_mean_cosine(n, x),
-    "vmf_kl_uniform": lambda n, x: theory.vmf_kl_uniform(n, x),
     "needle": lambda n, x: theory.needle_entropy(n, 2, x),
     "needle_weight": lambda n, x: theory.needle_weight(n, 2, x),
     "needle_sensitivity": lambda n, x: theory.needle_sensitivity(n, 2, x),
@@ -881,11 +759,10 @@ class TestArrays:
     def test_half_precision(self, backend):
         if backend.half is None:
             pytest.skip("no half precision here")
-        got = theory.vmf_kl_uniform(64, backend.array([8.0, 1000.0], backend.half))
+        got = theory.frozen_entropy(backend.array([1.5, 8.0], backend.half))
         assert got.dtype == getattr(backend.xp, backend.half)
-        np.testing.assert_allclose(
-            backend.numpy(got), theory.vmf_kl_uniform(64, np.asarray([8.0, 1000.0])), rtol=1e-3
-        )
+        expected = theory.frozen_entropy(np.asarray([1.5, 8.0]))
+        np.testing.assert_allclose(backend.numpy(got), expected, rtol=1e-3)
 
     def test_entries_out_of_range_give_nan(self, backend):
         inf, nan = math.inf, math.nan
@@ -894,7 +771,6 @@ class TestArrays:
             lambda x: theory.gaussian_entropy(64, x, method="annealed"),
             lambda x: theory.sphere_entropy(x, 8, 3.0, method="annealed"),
             theory.frozen_entropy,
-            lambda x: theory.vmf_log_mgf(x, 3.0),
             lambda x: theory.needle_entropy(64, x, 3.0),
             lambda x: theory.invariant_factor(64, 0.5, model="needle", n_relevant=1, gap=x),
         ):
@@ -952,8 +828,6 @@ class TestErrors:
             (lambda: theory.sphere_entropy(8, 1, 1.0), ValueError, r"`d` must be at least 2, got 1"),
             (lambda: theory.sphere_entropy(8, 1e7, 1.0), ValueError, r"`d` must be at most 1e\+06"),
             (lambda: theory.sphere_entropy(8, 3, 1.0, method="frozen"), ValueError, r"`method` must be"),
-            (lambda: theory.vmf_log_mgf(1.9, 1.0), ValueError, r"`d` must be at least 2, got 1.9"),
-            (lambda: theory.vmf_kl_uniform(3, -1e-9), ValueError, r"`kappa` must be at least 0"),
             (lambda: theory.frozen_entropy(-1), ValueError, r"`beta_over_critical` must be at least 0"),
             (lambda: theory.needle_entropy(8, 0, 1.0), ValueError, r"`n_relevant` must be at least 1, got 0"),
             (lambda: theory.needle_entropy(8, 9, 1.0), ValueError, r"`n_relevant` must be at most `n`, got 9 and 8"),

@@ -54,9 +54,6 @@ __all__ = [
     "sphere_entropy",
     "sphere_sensitivity",
     "tied_entropy",
-    "vmf_kl_uniform",
-    "vmf_log_mgf",
-    "vmf_mean_cosine",
 ]
 
 GAUSSIAN_METHODS = ("exact", "annealed", "first-order", "frozen")
@@ -176,7 +173,7 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
 
 @quietly
 def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
-    """Mean entropy of ``softmax(kappa · cos θ)`` over n independent directions on a sphere.
+    r"""Mean entropy of ``softmax(kappa · cos θ)`` over n independent directions on a sphere.
 
     For queries and keys with norms ‖q‖ and ‖k‖ and uniform directions, κ is the scale of attention
     times ‖q‖ ‖k‖. At the standard scale 1/√d and with norms √d, it is √d.
@@ -191,8 +188,8 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
         Inverse temperature; at most 10⁷ for ``"exact"``.
     method : {"exact", "annealed"}
         - ``"exact"``: for any n, by quadrature, as in `gaussian_entropy`.
-        - ``"annealed"``: ``log n − vmf_kl_uniform(d, κ)``, the limit of many keys. It is accurate only
-          where it is well above 0; for large κ it is negative.
+        - ``"annealed"``: ``log n − KL``, the limit of many keys. It is accurate only where it is well
+          above 0; for large κ it is negative.
 
     Returns
     -------
@@ -207,16 +204,27 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     ValueError
         For numbers out of range, shapes that do not broadcast, or an unknown method.
 
+    Notes
+    -----
+    KL is the divergence of the von Mises–Fisher distribution from the uniform one,
+
+    .. math:: κ A - \log M, \quad A = I_{d/2}(κ) / I_{d/2-1}(κ), \quad
+        \log M = \log Γ(d/2) + (d/2 - 1) \log(2/κ) + \log I_{d/2-1}(κ).
+
+    For small κ it is ``κ²/(2d)``. For large d at a fixed λ = κ/d it is ``−(d/2) log(1 − s²)`` with
+    ``s = (√(1 + 4λ²) − 1)/(2λ)``. At κ = d the latter is κ times ½ log of the golden ratio, 0.2406 κ.
+
     References
     ----------
-    Mardia & Jupp 2000, Directional Statistics.
+    Mardia & Jupp 2000, Directional Statistics, 9.3. The figure 0.24: Su 2021,
+    https://spaces.ac.cn/archives/8823.
 
     Examples
     --------
     >>> from isentropic import theory
     >>> round(theory.sphere_entropy(64, 64, 8.0), 3)
     3.692
-    >>> round(theory.sphere_entropy(64, 64, 8.0, method="annealed"), 3)
+    >>> round(theory.sphere_entropy(64, 64, 8.0, method="annealed"), 3)  # log 64 − 0.489
     3.67
     """
     check_choice("method", method, SPHERE_METHODS)
@@ -320,126 +328,6 @@ def sphere_sensitivity(n: Any, d: Any, kappa: Any) -> Any:
         n=(n, 1, _MOST_KEYS), d=(d, 2, _MOST_DIMENSIONS), kappa=(kappa, 0, _HIGHEST_STRENGTH)
     )
     return finish(_to_sensitivity(xp, n, _mean_sphere(xp, tsallis_term, n, d, kappa)))
-
-
-@quietly
-def vmf_log_mgf(d: Any, kappa: Any) -> Any:
-    r"""``log E exp(κ cos θ)`` for a direction uniform on the unit sphere in d dimensions.
-
-    Parameters
-    ----------
-    d : number or array ≥ 2
-        The dimension, which need not be an integer.
-    kappa : number or array ≥ 0
-        The concentration κ.
-
-    Returns
-    -------
-    float or array
-        At least 0, with a relative error below 1e-13 (in float32 1e-6) for all d and κ.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
-
-    Notes
-    -----
-    .. math:: \log Γ(d/2) + (d/2 - 1) \log(2/κ) + \log I_{d/2-1}(κ),
-
-    computed by Debye's expansion at a higher order, and the recurrence down from it.
-
-    References
-    ----------
-    DLMF 10.41; Mardia & Jupp 2000, Directional Statistics, 9.3.
-
-    Examples
-    --------
-    >>> from isentropic import theory
-    >>> round(theory.vmf_log_mgf(64, 8.0), 6)
-    0.496284
-    """
-    return _vmf(0, d, kappa)
-
-
-@quietly
-def vmf_mean_cosine(d: Any, kappa: Any) -> Any:
-    """``A_d(κ) = I_{d/2}(κ)/I_{d/2−1}(κ)``, the mean cosine of the von Mises–Fisher distribution.
-
-    It is also the derivative of `vmf_log_mgf` with respect to κ.
-
-    Parameters
-    ----------
-    d : number or array ≥ 2
-        The dimension, which need not be an integer.
-    kappa : number or array ≥ 0
-        The concentration κ.
-
-    Returns
-    -------
-    float or array
-        In [0, 1], with a relative error below 1e-14 (in float32 1e-6) for all d and κ.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
-
-    References
-    ----------
-    Mardia & Jupp 2000, Directional Statistics, 9.3.
-
-    Examples
-    --------
-    >>> from isentropic import theory
-    >>> round(theory.vmf_mean_cosine(3, 2.0), 6)  # coth κ − 1/κ
-    0.537315
-    """
-    return _vmf(1, d, kappa)
-
-
-@quietly
-def vmf_kl_uniform(d: Any, kappa: Any) -> Any:
-    """Divergence of the von Mises–Fisher distribution from the uniform one, ``κA − log E e^{κ cos θ}``.
-
-    For many keys, the entropy of attention at κ is log n minus this divergence.
-
-    Parameters
-    ----------
-    d : number or array ≥ 2
-        The dimension, which need not be an integer.
-    kappa : number or array ≥ 0
-        The concentration κ.
-
-    Returns
-    -------
-    float or array
-        Nats, at least 0, with a relative error below 1e-12 (in float32 1e-5) for all d and κ.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
-
-    Notes
-    -----
-    For small κ it is ``κ²/(2d)``. For large d at a fixed λ = κ/d it is ``−(d/2) log(1 − s²)`` with
-    ``s = (√(1 + 4λ²) − 1)/(2λ)``. At κ = d the latter is κ times ½ log of the golden ratio, 0.2406 κ.
-
-    References
-    ----------
-    Mardia & Jupp 2000, Directional Statistics. The figure 0.24: Su 2021,
-    https://spaces.ac.cn/archives/8823.
-
-    Examples
-    --------
-    >>> from isentropic import theory
-    >>> round(theory.vmf_kl_uniform(64, 8.0), 3)  # at the standard scale 1/√d
-    0.489
-    >>> round(theory.vmf_kl_uniform(10**6, 1e6) / 1e6, 4)
-    0.2406
-    """
-    return _vmf(2, d, kappa)
 
 
 @quietly
@@ -594,10 +482,10 @@ def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
 
     Notes
     -----
-    Let κ = factor · √d and ``log M = vmf_log_mgf(d, κ)``. The weight of the other keys, relative to
+    Let κ = factor · √d, and M and KL as in `sphere_entropy`. The weight of the other keys, relative to
     that of the query's own key, is ``r = (n − 1) M e^{−κ}``, and
 
-        H = h(p) + p (log(n − 1) − KL),    p = r/(1 + r),    KL = vmf_kl_uniform(d, κ),
+        H = h(p) + p (log(n − 1) − KL),    p = r/(1 + r),
 
     where h is the binary entropy. For d ≫ κ, with c the factor, this becomes
     ``r = (n − 1) e^{c²/2 − c√d}`` and KL = c²/2.
@@ -852,11 +740,6 @@ def _log1p_exp(xp: ModuleType, z: Any) -> tuple[Any, Any]:
     positive = z > 0
     e = xp.exp(xp.where(positive, -z, z))
     return xp.where(positive, z, 0.0) + xp.log1p(e), xp.where(positive, 1.0, e) / (1 + e)
-
-
-def _vmf(which: int, d: Any, kappa: Any) -> Any:
-    xp, (d, kappa), finish = _prepare(d=(d, 2, math.inf), kappa=(kappa, 0, math.inf))
-    return finish(von_mises_fisher(xp, d, kappa)[which])
 
 
 # For each model:

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 from scipy import integrate, optimize, special
+from vmf import von_mises_fisher
 
 import isentropic as it
 from isentropic import laws, theory
@@ -244,21 +245,21 @@ def test_gaussian_scores():
     says=r"$E\,e^{λs} = \int e^{λs}p(s)\,ds$ with $p(s) \propto (1-s^2)^{(d-2)/2}$ for unit vectors.",
     verdict="does not hold",
     correct="The exponent is (d − 3)/2.",
-    function="isentropic.theory.vmf_log_mgf",
+    function="isentropic._special.von_mises_fisher",
 )
 @claim(
     "8823-31",
     says=r"$I(λ) = \int_{-1}^1 e^{λd\cosθ}\sin^{d-2}θ\,dθ$.",
     verdict="does not hold",
     correct=r"θ runs from 0 to π.",
-    function="isentropic.theory.vmf_log_mgf",
+    function="isentropic._special.von_mises_fisher",
 )
 @claim(
     "8823-32",
     says=r"$I(λ) = \int_{-1}^1 e^{λds}(1-s^2)^{(d-3)/2}\,ds$.",
     verdict="holds",
     correct=r"$I(λ)/I(0) = Γ(\frac d2)(\frac2κ)^{d/2-1}I_{d/2-1}(κ)$, κ = λd.",
-    function="isentropic.theory.vmf_log_mgf",
+    function="isentropic._special.von_mises_fisher",
 )
 def test_density_of_the_cosine():
     rows = 200_000
@@ -271,7 +272,7 @@ def test_density_of_the_cosine():
             cosine_integral(kappa, d, power) - cosine_integral(0.0, d, power)
             for power in ((d - 3) / 2, (d - 2) / 2)
         )
-        assert theory.vmf_log_mgf(d, kappa) == pytest.approx(right, rel=1e-6)
+        assert von_mises_fisher(d, kappa).log_mgf == pytest.approx(right, rel=1e-6)
         error = 4 * e.std() / e.mean() / math.sqrt(rows)
         assert abs(math.log(e.mean()) - right) < 2 * error
         assert right - wrong > 0.02
@@ -310,16 +311,17 @@ def test_laplace():
     says=r"$\log E\,e^{λs} \approx c_1λ - c_2\log d$ on the unit sphere.",
     verdict="does not hold",
     correct=r"$\lnΓ(\frac d2) + (\frac d2-1)\ln\frac2λ + \ln I_{d/2-1}(λ)$: $λ^2/(2d)$ for small λ, $λ - \frac{d-1}2\logλ + \dots$ for large.",
-    function="isentropic.theory.vmf_log_mgf",
+    function="isentropic._special.von_mises_fisher",
 )
 def test_log_mgf_is_not_affine():
     for d in (16, 64, 256):
-        assert theory.vmf_log_mgf(d, 0.01 * d) == pytest.approx(0.0001 * d / 2, rel=0.01)
-        values = [theory.vmf_log_mgf(d, d * x) / d for x in (0.1, 1.0, 1.9, 2.8)]
+        assert von_mises_fisher(d, 0.01 * d).log_mgf == pytest.approx(0.0001 * d / 2, rel=0.01)
+        values = [von_mises_fisher(d, d * x).log_mgf / d for x in (0.1, 1.0, 1.9, 2.8)]
         # An affine function has no second differences.
         assert values[0] - 2 * values[1] + values[2] > 0.2
         slopes = [
-            theory.vmf_log_mgf(d, k + 1) - theory.vmf_log_mgf(d, k) for k in (50.0 * d, 100.0 * d)
+            von_mises_fisher(d, k + 1).log_mgf - von_mises_fisher(d, k).log_mgf
+            for k in (50.0 * d, 100.0 * d)
         ]
         np.testing.assert_allclose(
             slopes, [1 - (d - 1) / (2 * k) for k in (50.0 * d, 100.0 * d)], atol=1e-3
@@ -392,7 +394,7 @@ def test_gaussian_scores_under_the_law():
 def sphere_under_the_law():
     n, d = 8192, 64
     kappa = 5 * math.log(n)
-    formula = math.log(n) - theory.vmf_kl_uniform(d, kappa)
+    formula = math.log(n) - von_mises_fisher(d, kappa).divergence
     return {"formula": formula, "entropy": theory.sphere_entropy(n, d, kappa)}
 
 
@@ -409,19 +411,21 @@ def test_sphere():
     n, d = 1024, 64
     for kappa in (4.0, 8.0, 16.0):
         h, error = mean_and_error(it.entropy_from_logits(kappa * cosines(n, d, 300)))
-        log_mgf = theory.vmf_log_mgf(d, kappa)
-        cosine = theory.vmf_mean_cosine(d, kappa)
+        log_mgf = von_mises_fisher(d, kappa).log_mgf
+        cosine = von_mises_fisher(d, kappa).mean_cosine
         predicted = math.log(n) + log_mgf - kappa * cosine
         assert theory.sphere_entropy(n, d, kappa, method="annealed") == pytest.approx(predicted)
         assert abs(h - theory.sphere_entropy(n, d, kappa)) < 4 * error
-        assert theory.vmf_kl_uniform(d, kappa) == pytest.approx(kappa * cosine - log_mgf)
+        assert von_mises_fisher(d, kappa).divergence == pytest.approx(kappa * cosine - log_mgf)
         step = 1e-4
-        slope = (theory.vmf_log_mgf(d, kappa + step) - theory.vmf_log_mgf(d, kappa - step)) / (2 * step)
+        slope = (
+            von_mises_fisher(d, kappa + step).log_mgf - von_mises_fisher(d, kappa - step).log_mgf
+        ) / (2 * step)
         assert cosine == pytest.approx(slope, rel=1e-5)
         assert abs(h - predicted) < 4 * error + 0.06 * (kappa > 10)
     numbers = sphere_under_the_law()
     kappa = 5 * math.log(8192)
-    log_mgf, cosine = theory.vmf_log_mgf(d, kappa), theory.vmf_mean_cosine(d, kappa)
+    log_mgf, cosine = von_mises_fisher(d, kappa).log_mgf, von_mises_fisher(d, kappa).mean_cosine
     assert numbers["formula"] == pytest.approx(math.log(8192) + log_mgf - kappa * cosine)
     assert numbers["formula"] < 0
     h, error = mean_and_error(it.entropy_from_logits(kappa * cosines(8192, d, 60)))
@@ -446,7 +450,7 @@ def golden():
     return {
         "limit": limit,
         "ends": ends,
-        "usual": theory.vmf_kl_uniform(64, 8.0),
+        "usual": von_mises_fisher(64, 8.0).divergence,
         "cosine": (math.sqrt(5) - 1) / 2,
         "exponent": log_mgf_of_many(1.0),
         "where": optimize.brentq(lambda x: log_mgf_of_many(x) - 0.76, 1, 99),
@@ -460,14 +464,14 @@ def golden():
     correct=r"λ near 1: $KL/κ \to \frac12\lnφ = @{limit:.4f}$ at κ = λd = d → ∞ (φ the golden ratio), within 5 % for λ between @{ends:.3f}. At the usual "
     r"$λ = 1/\sqrt d$, d = 64, the deficit is @{usual:.2f}, not 1.92.",
     numbers=golden,
-    function="isentropic.theory.vmf_kl_uniform",
+    function="isentropic._special.von_mises_fisher",
 )
 def test_the_constant_0_24():
     numbers, d = golden(), 10**6
     assert numbers["limit"] == pytest.approx(math.log((1 + math.sqrt(5)) / 2) / 2)
 
     def rate(lam):
-        return theory.vmf_kl_uniform(d, lam * d) / (lam * d)
+        return von_mises_fisher(d, lam * d).divergence / (lam * d)
 
     assert rate(1.0) == pytest.approx(numbers["limit"], rel=1e-5)
     for lam in (0.125, 0.78, 1.0, 2.3, 5.0):
@@ -477,7 +481,7 @@ def test_the_constant_0_24():
     assert max(apart) == pytest.approx(0.05, rel=1e-3)
     assert all(abs(rate(lam) / numbers["limit"] - 1) > 0.05 for lam in (0.999 * low, 1.001 * high))
     assert numbers["usual"] == pytest.approx(
-        8 * theory.vmf_mean_cosine(64, 8) - theory.vmf_log_mgf(64, 8)
+        8 * von_mises_fisher(64, 8).mean_cosine - von_mises_fisher(64, 8).log_mgf
     )
 
 
@@ -491,7 +495,7 @@ def test_the_constant_0_24():
     says=r"$s^* = \frac{λd}{(d-3)+λd} \approx 1 - \frac{d-3}{λd}$.",
     verdict="does not hold",
     correct=r"$s^* = \frac{-(d-3)+\sqrt{(d-3)^2+4κ^2}}{2κ} \approx 1 - \frac{d-3}{2κ}$, κ = λd.",
-    function="isentropic.theory.vmf_mean_cosine",
+    function="isentropic._special.von_mises_fisher",
 )
 @claim(
     "8823-35",
@@ -505,7 +509,7 @@ def test_the_constant_0_24():
     verdict="does not hold",
     correct=r"Laplace's formula holds, at the $s^*$ above. At κ = d its exponent is @{exponent:.3f}d for large d, not 0.76d; it is 0.76κ near κ = @{where:.2f}d alone.",
     numbers=golden,
-    function="isentropic.theory.vmf_log_mgf",
+    function="isentropic._special.von_mises_fisher",
 )
 @claim(
     "8823-37",
@@ -513,14 +517,14 @@ def test_the_constant_0_24():
     verdict="does not hold",
     correct=r"$\log I(λ)/I(0)$ is $\ln E\,e^{κ\cosθ}$, @{exponent:.3f}d at κ = d, for large d.",
     numbers=golden,
-    function="isentropic.theory.vmf_log_mgf",
+    function="isentropic._special.von_mises_fisher",
 )
 def test_stationary_point():
     numbers = golden()
     many = 10**6
-    assert theory.vmf_log_mgf(many, many) / many == pytest.approx(numbers["exponent"], abs=1e-5)
+    assert von_mises_fisher(many, many).log_mgf / many == pytest.approx(numbers["exponent"], abs=1e-5)
     kappa = numbers["where"] * many
-    assert theory.vmf_log_mgf(many, kappa) / kappa == pytest.approx(0.76, abs=1e-5)
+    assert von_mises_fisher(many, kappa).log_mgf / kappa == pytest.approx(0.76, abs=1e-5)
     for d, lam in ((64, 0.125), (64, 1.0), (1000, 1.0), (64, 50.0)):
         kappa = lam * d
 
@@ -545,8 +549,10 @@ def test_stationary_point():
         if lam == 1.0:
             written = 0.76 * kappa + math.log(2 * math.pi * (d - 3)) / 2 - math.log(kappa)
             assert written - exact > 0.3 * d
-            assert theory.vmf_log_mgf(d, kappa) / d == pytest.approx(numbers["exponent"], abs=0.01)
-            assert theory.vmf_mean_cosine(d, kappa) == pytest.approx(s, abs=0.02)
+            assert von_mises_fisher(d, kappa).log_mgf / d == pytest.approx(
+                numbers["exponent"], abs=0.01
+            )
+            assert von_mises_fisher(d, kappa).mean_cosine == pytest.approx(s, abs=0.02)
             assert abs(0.76 * kappa - math.log(kappa) - exact) > 0.3 * d
         if lam == 50.0:
             assert s == pytest.approx(1 - (d - 3) / (2 * kappa), abs=1e-3)
@@ -558,7 +564,7 @@ def test_stationary_point():
 def at_the_standard_scale():
     n, d = [64, 128, 256, 512, 1024], 64
     return {
-        "deficit": theory.vmf_kl_uniform(d, 8.0),
+        "deficit": von_mises_fisher(d, 8.0).divergence,
         "many": [theory.sphere_entropy(m, d, 8.0, method="annealed") for m in n],
         "exact": [theory.sphere_entropy(m, d, 8.0) for m in n],
     }
@@ -583,7 +589,7 @@ def at_the_standard_scale():
 def test_standard_scale():
     numbers, n, d = at_the_standard_scale(), [64, 128, 256, 512, 1024], 64
     assert numbers["deficit"] == pytest.approx(
-        8 * theory.vmf_mean_cosine(d, 8) - theory.vmf_log_mgf(d, 8)
+        8 * von_mises_fisher(d, 8).mean_cosine - von_mises_fisher(d, 8).log_mgf
     )
     np.testing.assert_allclose(numbers["many"], np.log(n) - numbers["deficit"])
     for m, exact in zip(n, numbers["exact"], strict=True):
@@ -593,9 +599,9 @@ def test_standard_scale():
         assert exact > math.log(m) - 1.92 + 1.3
         assert exact > math.log(m) - 0.24 * 8 - math.log(8) + 3
     many = 10**6
-    assert theory.vmf_mean_cosine(many, many) == pytest.approx(golden()["cosine"], abs=1e-5)
-    assert theory.vmf_log_mgf(many, many) / many == pytest.approx(golden()["exponent"], abs=1e-5)
-    assert theory.vmf_kl_uniform(many, many) / many == pytest.approx(golden()["limit"], abs=1e-5)
+    assert von_mises_fisher(many, many).mean_cosine == pytest.approx(golden()["cosine"], abs=1e-5)
+    assert von_mises_fisher(many, many).log_mgf / many == pytest.approx(golden()["exponent"], abs=1e-5)
+    assert von_mises_fisher(many, many).divergence / many == pytest.approx(golden()["limit"], abs=1e-5)
 
 
 @functools.cache
