@@ -311,7 +311,7 @@ def observe(
     type=click.Choice(["affine", "power", "knots", "auto"]),
     default="affine",
     show_default=True,
-    help="Kind of the laws: knots for lengths as here, auto for longer ones.",
+    help="Kind of law: knots for lengths within --lengths, auto for longer ones.",
 )
 def calibrate(
     model: str,

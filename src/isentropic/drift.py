@@ -250,11 +250,12 @@ class CalibrationReport:
         Notes
         -----
         The expected factor is the mean of the two guesses of the family ``"auto"`` (see `calibrate`). A
-        law of this family has it at its knots, and lines in log n between and beyond them. The lowest
-        and the highest factor are those of a power of n, of a function affine in log n, of one affine
-        in the root of log n, and the expected one, fitted to the same factors. So the interval is about
-        the shape of the law, and not about the samples. In the model MiniLM-L6, fitted up to 256
-        tokens, it has the factor for 512 in two thirds of the heads.
+        law of this family has the expected factor at its knots, and is linear in log n between and
+        beyond them. The lowest and the highest factor are the extremes of four, fitted to the same
+        factors: a power of n, a function affine in log n, one affine in the root of log n, and the
+        expected factor. So the interval is about the shape of the law, and not about the samples. In
+        the model MiniLM-L6, fitted up to 256 tokens, the interval contains the factor for 512 tokens in
+        two thirds of the heads.
         """
         import numpy as np
 
@@ -482,9 +483,9 @@ class Recorder:
 
 
 def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (K,) of queries to measure, and how many each stands for, if they see n (..., L) keys.
+    """Choose the rows of queries to measure: of each group of `Recorder.add` at most 64, evenly spaced.
 
-    Of each group of `Recorder.add`, it is at most 64 rows at equal distances.
+    The queries see n (..., L) keys. Return the rows (K,), and how many queries each of them stands for.
     """
     import numpy as np
 
@@ -668,8 +669,9 @@ def calibrate(
     `theory.invariant_factor`), with the same entropy, and in the dimension that fits best; or a power
     of it, if factors grow less than in infinitely many dimensions or more than in four. The law is the
     geometric mean of both guesses, weighted by their likelihoods, where log factors have errors of
-    0.02. Two lengths above the reference length hardly tell one guess from the other, and both count
-    the same. Three lengths up to eight times the reference do. Below the reference length the law goes
+    0.02. With two lengths above the reference length, the factors hardly tell one guess from the other,
+    and both count the same. With three, up to eight times the reference, the factors tell them apart.
+    Below the reference length the law goes
     through the factors themselves. Its last knot is at 64 times the longest length or more. The first
     call takes some seconds longer, for the entropies of random keys.
 

@@ -194,7 +194,7 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     laws : mapping of names to laws
         A law with parameters per head gives one line per head, all in the same color.
     lengths : sequence of float ≥ 1
-        Two lengths are the ends of the plot; more are all the lengths at which to compute the factors.
+        Two lengths are the ends of the plot. With more, the factors are computed at these lengths only.
     ax : matplotlib.axes.Axes, optional
         The axes to draw in; by default those of a new figure.
 

@@ -183,8 +183,8 @@ def _ordered(blocks: Any) -> tuple[Any, Any]:
     return blocks.sum(-1).int(), order.int()
 
 
-# Functions that hold nothing but numbers, tensors and such functions: PyTorch lifts those out of
-# closures, and does not compile again for other tensors.
+# The functions below close over nothing but numbers, tensors, and functions of the same kind. PyTorch
+# lifts these out of the closures, so it does not compile again when the tensors change.
 
 
 def _mask_mod(mask: Mask, frame: Frame) -> MaskMod:
@@ -240,7 +240,7 @@ def _segments(mask: _Segments, shift: int) -> MaskMod:
 
 
 def _elements(x: Any) -> Callable[..., Any]:
-    """A function of as many indices as `x` broadcasts to, which gives the element, or the number."""
+    """A function from indices of the broadcast axes to an element of `x`, or to the number `x`."""
     if isinstance(x, int) or all(size == 1 for size in x.shape):
         number = x if isinstance(x, int) else x.reshape(())
         return lambda *indices: number

@@ -363,7 +363,7 @@ class _Shards:
     def state(
         self, query: Array, key: Array, value: Array | None = None, *, offset: Any = 0
     ) -> AttentionState:
-        """The state of one block of queries over one of keys, which starts `offset` before it."""
+        """The state of a block of queries over a block of keys, which starts `offset` earlier."""
         return attention_state(
             query, key, value, mask=causal(offset) if self.is_causal else None, scale=self.scale,
             law=None, softcap=self.softcap, enable_gqa=self.enable_gqa,
@@ -628,7 +628,8 @@ def _rank_and_size(group: Any) -> tuple[int, int]:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
-        raise value_error("group", "come after `torch.distributed.init_process_group`", group)
+        must = "be initialized by `torch.distributed.init_process_group` before the call"
+        raise value_error("group", must, group)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         must = "be a process group to which this process belongs, or None"
         raise type_error("group", must, type(group).__name__)

@@ -144,7 +144,7 @@ def attention_fn(
     """
     check_choice("sow", sow, ("weights", "entropy"))
     if dropout_rate > 0 and not deterministic:
-        must = "be 0, or `deterministic` true: attention weights are never formed, nor dropped"
+        must = "be 0, or `deterministic` true: weights are never formed, so they cannot be dropped"
         raise value_error("dropout_rate", must, dropout_rate)
     check_ndim(3, query=query, key=key, value=value)
     if mask is not None and not isinstance(mask, Mask):

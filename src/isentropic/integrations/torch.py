@@ -1,6 +1,6 @@
 """PyTorch modules (the extra ``torch``): attention with a law, trainable laws, distributed attention.
 
-Masks of this package for `torch.nn.attention.flex_attention`.
+It also converts masks of this package for `torch.nn.attention.flex_attention`.
 
 Shapes: N sequences, L queries, S keys, H heads, E features of queries and outputs.
 """
@@ -405,7 +405,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             inputs.items(), (self.embed_dim, self.kdim, self.vdim), strict=False
         ):
             if x.is_nested:
-                must = "be dense, or one nested tensor be all three, batch first and without masks"
+                must = (
+                    "be dense, unless one nested tensor is query, key and value, with `batch_first` "
+                    "and without masks"
+                )
                 raise type_error(name, must, "a nested one")
             if x.ndim not in (2, 3) or x.ndim != query.ndim:
                 must = f"have the {query.ndim} dimensions of `query`"
@@ -496,11 +499,11 @@ def observe(
         The model. Its `torch.nn.MultiheadAttention` modules are observed, those of this package
         included, and its modules that call `announce_attention`.
     every : int or None
-        One in so many forward passes is observed, beginning with the first. Only forward passes of
+        The first forward pass is observed, and then every pass at this interval. Only forward passes of
         `model` in training mode are counted. With gradient accumulation, each forward pass counts. If
         `every` is None, only the passes for which `Observer.request` was called are observed.
     sequences : int, optional
-        Measure only so many sequences of a batch, the first ones. By default all are measured.
+        Measure only the first `sequences` sequences of each batch. By default all are measured.
     then : callable, optional
         Called with each `Observation`, at the end of the forward pass.
     warn_below : float, optional

@@ -1,4 +1,7 @@
-"""Maps as dictionaries of plain values, and back. They hold arrays, as not every map has a seed."""
+"""Maps as dictionaries of plain values, and back.
+
+A dictionary holds the arrays of a map instead of its seed, because not every map has a seed.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,7 @@ def _check_values(projection: Any) -> None:
         rows: Any = projection.rows
         size = projection._size
         if rows[0] < 0 or rows[-1] >= size or (np.diff(rows) <= 0).any():
-            raise value_error("rows", f"ascend and lie in [0, {size})", "others")
+            raise value_error("rows", f"ascend and lie in [0, {size})", "rows that do not")
     if isinstance(projection, CountSketch):
         components: Any = projection.components
         features: Any = projection.features
@@ -152,7 +155,7 @@ def _check_values(projection: Any) -> None:
         used = features[features != components.size]
         in_order = np.array_equal(np.sort(used), np.arange(components.size))
         if not in_order or (components.reshape(-1)[used] != row).any():
-            raise value_error("features", "be the inverse of `components`", "others")
+            raise value_error("features", "be the inverse of `components`", "other indices")
 
 
 def _stored(x: Array) -> dict[str, Any]:
@@ -161,17 +164,17 @@ def _stored(x: Array) -> dict[str, Any]:
     values = to_numpy(x)
     shape = {"shape": list(values.shape)}
     if values.dtype.kind != "f":
-        return shape | {"integer": _text(values.astype("<i4"))}
+        return shape | {"integer": _to_base64(values.astype("<i4"))}
     values = values.astype("<f8")
     size = float(abs(values.flat[0])) if values.size else 0.0
     if values.ndim and size and (abs(values) == size).all():
         bits = np.packbits(values.reshape(-1) < 0, bitorder="little")
-        return shape | {"size": size, "signs": _text(bits)}
-    return shape | {"float": _text(values)}
+        return shape | {"size": size, "signs": _to_base64(bits)}
+    return shape | {"float": _to_base64(values)}
 
 
 def _restored(name: str, data: Any) -> np.ndarray:
-    """The array of `_stored`, whose numbers are finite and at least one."""
+    """The array that `_stored` described. It must not be empty, and its numbers must be finite."""
     import numpy as np
 
     kinds = ("integer",) if name in _INTEGERS else ("float", "signs")
@@ -198,11 +201,11 @@ def _restored(name: str, data: Any) -> np.ndarray:
             values = np.frombuffer(content, _DTYPES[kind]).astype(_DTYPES[kind].replace("<", "="))
         values = values.reshape(shape)
     except (OverflowError, TypeError, ValueError):
-        raise value_error(name, f"{must}, in base64", "others") from None
+        raise value_error(name, f"{must}, in base64", "data that do not fit the shape") from None
     if not np.isfinite(values).all():
         raise value_error(name, "be finite", "NaN or infinity")
     return values
 
 
-def _text(values: np.ndarray) -> str:
+def _to_base64(values: np.ndarray) -> str:
     return base64.b64encode(values.tobytes()).decode()

@@ -282,9 +282,9 @@ def _square_norms(xp: ModuleType, points: Array, unit: Array) -> Array:
 def _pair_products(
     xp: ModuleType, points: Array, unit: Array, pair: tuple[Array, Array], lengths: list[Array]
 ) -> tuple[Array, ...]:
-    """For each pair a, b of points, with a unit of length, four numbers.
+    """Four numbers for each pair a, b of points, which are measured in the given unit of length.
 
-    They are ‖a − b‖², the same for a/‖a‖ and b/‖b‖, ‖a/‖a‖ + b/‖b‖‖², and ⟨a, b⟩.
+    The numbers are ‖a − b‖², ‖a/‖a‖ − b/‖b‖‖², ‖a/‖a‖ + b/‖b‖‖² and ⟨a, b⟩.
     """
 
     def sums(block: Block) -> tuple[Array, ...]:

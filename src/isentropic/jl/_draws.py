@@ -1,11 +1,12 @@
 """Random draws: made once on the host in float64, then converted to the library, dtype and device.
 
-So the same seed gives the same numbers in every library and dtype, and on every device.
+The same seed therefore gives the same numbers in every library and dtype, and on every device.
 
 NumPy promises that the raw words of a bit generator stay the same forever, but not how a
-`numpy.random.Generator` makes distributions of them (NEP 19). So the distributions are made here, of
-raw words of 64 bits. They take additions, products, divisions and square roots only, one at a time,
-which IEEE 754 rounds in one way. So a draw has the same bits on every machine. A seed is that of PCG64.
+`numpy.random.Generator` makes distributions of them (NEP 19). So this module makes the distributions
+itself, from raw words of 64 bits. It uses only additions, products, divisions and square roots, one at
+a time. IEEE 754 defines how these are rounded, so a draw has the same bits on every machine. An integer
+seed is that of the bit generator PCG64.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def random_normals(generator: np.random.Generator, shape: tuple[int, ...]) -> np
 
 
 def random_permutation(generator: np.random.Generator, n: int) -> np.ndarray:
-    """A uniformly random permutation: the order of n words, of which two are equal hardly ever."""
+    """A uniformly random permutation: the order that sorts n words. Two words are hardly ever equal."""
     import numpy as np
 
     return np.argsort(random_words(generator, n), kind="stable")

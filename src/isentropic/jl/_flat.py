@@ -17,10 +17,10 @@ from isentropic.jl._hadamard import conference, has_field, jacobsthal, paley
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest order of a factor. Larger ones are taken only where they are the only ones.
+# The largest order of a factor. The second limit is for sizes that cannot be split within the first.
 _LIMITS = (128, 1024)
-# A factor of order f takes about as long as this number and f multiplications for each entry.
-_PASS = 128
+# The fixed cost of a factor, in multiplications per entry: a factor of order f takes as long as f more.
+_FIXED_COST = 128
 
 
 class Split(NamedTuple):
@@ -64,8 +64,8 @@ def _split(n: int, limit: int) -> Split | None:
         rest = _split(n // order, limit) if order <= limit else None
         if rest:
             orders = tuple(sorted((order, *rest.orders)))
-            log_flatness = _sum(rest.log_flatness, _elements(order).log_flatness)
-            splits.append(Split(log_flatness, rest.work + order + _PASS, orders))
+            log_flatness = _rounded_sum(rest.log_flatness, _elements(order).log_flatness)
+            splits.append(Split(log_flatness, rest.work + order + _FIXED_COST, orders))
     return min(splits, default=None)
 
 
@@ -80,12 +80,14 @@ def _elements(n: int) -> Split:
         if flatness is not None:
             rest = _elements(n // order)
             splits.append(
-                Split(_sum(rest.log_flatness, flatness), rest.work + order, (order, *rest.orders))
+                Split(
+                    _rounded_sum(rest.log_flatness, flatness), rest.work + order, (order, *rest.orders)
+                )
             )
     return min(splits)
 
 
-def _sum(*log_flatness: float) -> float:
+def _rounded_sum(*log_flatness: float) -> float:
     # Rounded, so that the choice does not depend on the rounding of a library.
     return round(math.fsum(log_flatness), 9) + 0.0
 
@@ -98,7 +100,7 @@ def _divisors(n: int) -> Iterable[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _log_flatness(n: int) -> float | None:
-    """That of the matrix of `_elementary`, if there is one."""
+    """The logarithm of the flatness of `_elementary(n)`, or None if there is no such matrix."""
     matrix = _elementary(n)
     return None if matrix is None else math.log(abs(matrix).max() * n**0.5)
 

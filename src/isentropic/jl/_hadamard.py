@@ -23,8 +23,10 @@ from isentropic._numerics import product, row_products
 # all their orders. For n ≥ 17 the least order that is at least n is at most 18 % above n.
 _PALEY_ORDERS = (12, 20, 28, 36, 44, 60)
 _FACTOR_BITS = 4  # log₂ of the order of a factor: the time of a product grows with the order
-_MAX_COLUMNS = 1024  # of a product on columns, if NumPy computes it
-_SAMPLED_BITS = (5, 7)  # likewise of a factor that NumPy applies only to a sample of coordinates
+_MAX_COLUMNS = 1024  # NumPy splits a product on columns into parts of at most so many
+# The least and the greatest log₂ of the order of a last factor that NumPy applies only to a sample of
+# coordinates.
+_SAMPLED_BITS = (5, 7)
 _MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
 
 # An order as (base, doublings): base · 2^doublings.
@@ -162,7 +164,8 @@ def _factor_orders(order: Order, last: int | None = None) -> list[Order]:
 def _doublings_of_paley(order: Order) -> int:
     """How many doublings come before Paley's matrix in the Kronecker product; the others follow it.
 
-    This says which matrix has the order, and so which map a seed gives. It must never change.
+    This choice determines the Hadamard matrix of an order, and with it the map that a seed gives. So it
+    must never change.
     """
     base, doublings = order
     bits = math.log2(base) + doublings
@@ -174,8 +177,8 @@ def _doublings_of_paley(order: Order) -> int:
 def doublings_to_sample(xp: ModuleType, order: Order, count: int) -> int | None:
     """log₂ of the order of a last factor that is applied only to a sample of `count` coordinates.
 
-    None if they are so many that it is faster to apply all factors to everything. Each coordinate takes
-    as many products as the order.
+    None if the sample is so large that it is faster to apply all factors in full. Each coordinate of
+    the sample takes as many multiplications as the order.
     """
     base, doublings = order
     size = base << doublings
@@ -210,7 +213,7 @@ def apply_kronecker(
 
 
 def _times(xp: ModuleType, factor: Array, rows: Array, trail: int, out: Any = None) -> Array:
-    """Apply … ⊗ I ⊗ F ⊗ I: to numbers that are `trail` entries apart."""
+    """Apply I ⊗ F ⊗ I to each row: F maps numbers that are `trail` entries apart."""
     f, size = factor.shape[0], math.prod(rows.shape)
     if trail == 1:
         return _times_transposed(xp, xp.reshape(rows, (size // f, f)), factor)
@@ -325,10 +328,10 @@ def conference(order: int) -> list[list[float]]:
 
 
 def jacobsthal(q: int) -> list[list[float]]:
-    """The matrix whose entry (i, j) tells whether j − i is a square of the field of q elements.
+    """The matrix whose entry (i, j) tells whether j − i is a square in the field of q elements.
 
-    It is 1 if it is, −1 if it is not, and 0 for i = j. Rows sum to 0. The product with the transpose is
-    q·I − J, where J is the matrix of ones.
+    The entry is 1 for a square, −1 for an element that is not a square, and 0 for i = j. Rows sum to 0.
+    The product with the transpose is q·I − J, where J is the matrix of ones.
     """
     p = q if is_prime(q) else math.isqrt(q)
     # The field is that of integers modulo p, or that of a + b√r, where r is not a square.

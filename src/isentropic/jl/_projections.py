@@ -416,7 +416,7 @@ def sparse_entries(density: float) -> Draw:
     if density < 1 / 3:
         warnings.warn(
             f"A density of {density:.3g}, below 1/3, distorts the lengths of vectors with few large "
-            f"entries, and no method of min_dim covers it; hadamard_projection is fast for all.",
+            f"entries, and no method of min_dim covers it. For a fast map, use hadamard_projection.",
             stacklevel=4,  # the caller of a function decorated by takes_rng
         )
 

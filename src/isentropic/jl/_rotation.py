@@ -43,9 +43,8 @@ def rotation(
         O(d log d) operations. ``"haar"``: uniformly distributed over all orthogonal matrices, drawn in
         O(size³) and applied in O(d · size) operations, for blocks of this size.
     blocks : int ≥ 1
-        Into how many blocks of consecutive features the vectors are split; it must divide
-        `n_features`. Each block is rotated by itself. For the heads of attention, side by side in one
-        axis, it is their number.
+        The number of blocks of consecutive features, which must divide `n_features`. Each block is
+        rotated by itself. If an axis holds attention heads side by side, pass the number of heads.
     independent : bool
         Whether the blocks have independent signs. By default they all have the same rotation. With
         ``kind="haar"`` they always have the same.
@@ -74,19 +73,19 @@ def rotation(
     nonzero entry is its flatness, √d times the largest absolute entry of R. For a Hadamard matrix it is
     1, the least possible. The factors are, in the order of preference:
 
-    - Hadamard matrices of Sylvester and Paley, with which the flatness is exactly 1. Of the widths of
-      current models these have 64, 80, 96, 104, 112, 128, 576, 768, 896, 3584, 4096, 4864, 5120, 6912,
-      8960, 9728, 13824, 14336, 17408, 25600, 27648, 28672, 29568 and others;
+    - Hadamard matrices of Sylvester and Paley, with which the flatness is exactly 1. They exist for
+      many widths of current models: 64, 80, 96, 104, 112, 128, 576, 768, 896, 3584, 4096, 4864, 5120,
+      6912, 8960, 9728, 13824, 14336, 17408, 25600, 27648, 28672, 29568 and others;
     - conference matrices of order q + 1: 1.01 for 1000 and 18944;
     - Jacobsthal's matrix with a multiple of the matrix of ones, and the discrete Hartley transform, for
       odd orders: 1.12 for 11008 and 22016, 1.08 for 13696, 1.04 for 577, 1.53 for 1023. The largest
       flatness of all d up to 1024 is 1.89, that of 945.
 
-    Factors have orders up to 128. Only if d has no such factors, they have orders up to 1024, and a
-    prime d = 577 is one dense product. A size with a prime factor above 1024, as 151936, takes two
-    rounds with a Hadamard matrix of a smaller order D. The second round takes the features that the
-    first one left out. Then the entries of R are spread like normal numbers, and the flatness is about
-    √(2 log d²).
+    Factors have orders up to 128. If d cannot be split into such factors, they have orders up to 1024:
+    a prime such as d = 577 is one dense product. A size with a prime factor above 1024, such as 151936,
+    takes two rounds with a Hadamard matrix of a smaller order D. The second round includes the features
+    that the first one left out. Then the entries of R are distributed like normal numbers, and the
+    flatness is about √(2 log d²).
 
     The flatness of the kind "haar" is about √(2 log d²) too: its entries are nearly normal.
 

@@ -150,8 +150,8 @@ class LinearAttentionError(NamedTuple):
     measured : array (..., L)
         The root mean square of estimate/exact − 1 over the keys, for the given features.
     predicted : array (..., L)
-        The root of the expectation of its square over independent features. For orthogonal features it
-        is an upper bound.
+        The root of the expected square of `measured`, for independent features. For orthogonal features
+        this is an upper bound.
 
     Examples
     --------

@@ -111,7 +111,7 @@ def multi_head_attention(
     groups = _divided("w_k", w_k.shape[-1], head_dim) if enable_gqa else num_heads
     value_dim = _divided("w_v", w_v.shape[-1], groups)
     if w_k.shape[-1] != groups * head_dim:
-        must = f"have a last dimension of {groups * head_dim}, as `w_q` has per head"
+        must = f"have a last dimension of {groups * head_dim}, like that of `w_q`"
         raise value_error("w_k", must, w_k.shape[-1])
     if w_o.ndim != 2 or w_o.shape[0] != num_heads * value_dim:
         raise value_error("w_o", f"have the shape ({num_heads * value_dim}, ...)", w_o.shape)

@@ -53,7 +53,7 @@ def takes_rotary_positions(module: torch.nn.Module) -> bool:
 
 
 class _Captured(Exception):  # noqa: N818 (not an error)
-    """The query and the key of a module, which need not compute its attention."""
+    """Raised with the query and key of a module, so that it does not go on to compute attention."""
 
 
 class _Clamp:
@@ -107,7 +107,7 @@ class _Clamp:
         return self._attend(module, query, key, value, attention_mask, *args, **kwargs), None
 
     def _check(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-        """The tokens at the positions 0 and `length` must be where they are without clamping."""
+        """Check that queries and keys at the positions 0 and `length` are as without clamping."""
         for position, moved in zip((0, self.length), self.ends, strict=True):
             for x, y in zip((query, key), moved, strict=True):
                 if x.shape != y.shape:

@@ -29,13 +29,13 @@ class Family:
     child : str
         The child module on which the law acts.
     query : function or None
-        The child gives features. The function says which are the query, (..., heads, E), that the law
-        multiplies. None if attention weights p of shape (B, H, L, S) pass through the child: the factor
-        f makes p^f / Σ p^f of them, which multiplies all logits by f.
+        Says where the query, (..., heads, E), is among the features that the child returns. The law
+        multiplies the query. If None, the attention weights p, (B, H, L, S), pass through the child
+        instead. There the factor f turns them into p^f / Σ p^f, which multiplies all logits by f.
     masks : tuple of str
         The arguments that say which keys are visible.
     cross_mask : str
-        The argument that says so in cross-attention, if it is another.
+        The argument that says which keys are visible in cross-attention, if it is not one of `masks`.
     marks_hidden : bool
         Whether a boolean mask is True at hidden keys.
     buffer : str
@@ -146,7 +146,8 @@ FAMILIES = {
     "convbert.ConvBertSelfAttention": Family("dropout"),
     "cpmant.CpmAntAttention": Family("project_q", _alone),
     "data2vec_vision.Data2VecVisionSelfAttention": Family("query", _alone),
-    # The products of contents and positions are logits too, of which one does not have the query.
+    # The logits include products of contents with positions. One of these does not contain the query,
+    # so that scaling the query would miss it.
     "deberta.DisentangledSelfAttention": Family("dropout"),
     "deberta_v2.DisentangledSelfAttention": Family("dropout"),
     "falcon.FalconAttention": Family("query_key_value", _in_groups),

@@ -74,7 +74,7 @@ def hooks(modules: Iterable[Any]) -> contextlib.ExitStack:
 def _hook(family: Family, module: Any) -> Iterator[Any]:
     before = partial(_before, family, argument_names(module))
     yield module.register_forward_pre_hook(before, with_kwargs=True)
-    yield module.register_forward_hook(partial(_after, family), always_call=True)
+    yield module.register_forward_hook(partial(_check_law_was_applied, family), always_call=True)
     for child in map(module.get_submodule, family.children):
         if family.query is None:
             yield child.register_forward_pre_hook(_scale_logits)
@@ -95,7 +95,7 @@ def _before(family: Family, names: tuple[str, ...], module: Any, args: Any, kwar
         _prepare(family, module, dict(zip(names, args, strict=False)) | kwargs, law, count)
 
 
-def _after(family: Family, module: Any, args: Any, output: Any) -> None:
+def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) -> None:
     children = {name: module.get_submodule(name) for name in family.children}
     pending = [name for name, child in children.items() if hasattr(child, _PENDING)]
     for name in pending:
@@ -182,9 +182,8 @@ def visible_keys(family: Family, module: Any, arguments: _Arguments) -> Any:
 
 def _as_visible(mask: Any, marks_hidden: bool) -> Any:
     if isinstance(mask, tuple):
-        mask = mask[
-            2
-        ].bool()  # the attention inputs of Funnel: positions, types, mask, and another mask
+        # The attention inputs of Funnel: positions, types, mask, and another mask.
+        mask = mask[2].bool()
     if mask.is_floating_point() and mask.ndim != 3:
         added = mask if mask.ndim == 4 else mask[None, None]
         return added > torch.finfo(mask.dtype).min / 2
@@ -245,7 +244,7 @@ def entropies_with_law(module: Any, arguments: _Arguments, law: Law, count: str)
             module.forward(**arguments)
         weights = run.weights
     finally:
-        _after(family, module, (), weights)
+        _check_law_was_applied(family, module, (), weights)
     if family.rows is not None:
         rows = family.rows(arguments, *map(_entropy, weights))
         return rows, rows.shape[-1]
@@ -253,7 +252,7 @@ def entropies_with_law(module: Any, arguments: _Arguments, law: Law, count: str)
     return _entropy(weights[-1]).reshape(-1, n_heads(module) or 1, n_queries), n_keys
 
 
-def keys_of_queries(module: Any, arguments: _Arguments) -> tuple[Any, Any]:
+def visible_counts_and_mask(module: Any, arguments: _Arguments) -> tuple[Any, Any]:
     """The number of keys that each query sees, (B, 1, L), and `visible_keys`; None for all keys."""
     family = family_of(module)
     assert family is not None

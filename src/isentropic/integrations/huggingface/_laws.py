@@ -25,7 +25,7 @@ Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | 
 
 _MISSING = object()
 # By model and configuration, the last implementation that was not "isentropic".
-_BEFORE: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
+_PREVIOUS_IMPLEMENTATIONS: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
 
 
 def use(
@@ -84,9 +84,9 @@ def use(
     ValueError
         For a model on whose attention laws cannot act, for layers that it does not have, for parameters
         that do not fit its heads, for `trainable` laws with nothing to train, and for a `base` that
-        does not exist or does not support the model. Calling the model raises it with
-        ``count="positions"`` if the model does not pass positions to its attention, and with another
-        base if that does not tell the number of keys.
+        does not exist or does not support the model. Calling the model also raises it: with
+        ``count="positions"`` if the model does not pass positions to its attention, and with a base
+        other than "isentropic" if the number of keys cannot be determined.
     ImportError
         For a `base` that is not installed.
 
@@ -101,9 +101,9 @@ def use(
 
     Modules that do not use the AttentionInterface of transformers keep their own code, and hooks apply
     the law. :doc:`/reference/models` lists what runs in which way, and what does not. In some of them,
-    such as DeBERTa, the law f acts on the weights p, which become p^f / Σ p^f. There in float16 it does
-    not bring back weights below 6e-8, which are 0. Call `torch.compile` after `use`: a compiled model
-    does not see hooks that are added later.
+    such as DeBERTa, the law f acts on the weights p, which become p^f / Σ p^f. In float16, weights
+    below 6e-8 are 0, and the law cannot bring them back. Call `torch.compile` after `use`: a compiled
+    model does not see hooks that are added later.
 
     For a model that already scales its attention logits by a rule of its own, a warning names the
     rule and says how to switch it off. `isentropic.laws.from_config` returns these rules.
@@ -116,8 +116,8 @@ def use(
     what it does without a law. A model keeps its laws if its attention implementation is changed later.
 
     The model keeps its laws: ``save_pretrained`` writes them into its configuration, and
-    ``from_pretrained`` makes them again, if this module has been imported. So does every new model of
-    the same configuration. Laws of your own classes cannot be saved.
+    ``from_pretrained`` makes them again, if this module has been imported. Every new model of the same
+    configuration has them too. Laws of your own classes cannot be saved.
 
     Gradient checkpointing computes attention again in the backward pass, with the laws that the model
     has at that time. So run the backward pass within the ``with`` block too.
@@ -255,7 +255,7 @@ def apply(
 
 def _set_base(model: Any, base: str | None, *, has_laws: bool) -> None:
     """Set the implementation. By default, a model without laws has the one from before its laws."""
-    before = _BEFORE.setdefault(model, {})
+    before = _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {})
     for config, implementation in _implementations(model):
         if implementation != NAME:
             before[id(config)] = implementation

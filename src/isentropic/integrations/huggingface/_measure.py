@@ -27,7 +27,7 @@ from isentropic.integrations.huggingface._hooks import (
     cached_length,
     entropies_with_law,
     key_source,
-    keys_of_queries,
+    visible_counts_and_mask,
 )
 from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
@@ -89,10 +89,10 @@ def profile(
     Queries are grouped as in `isentropic.entropy_drift`.
 
     Models that do not use the AttentionInterface of transformers form the weights themselves, most of
-    them L×S. Their entropies are those of these weights, which takes about as much memory as such a
+    them L×S. Their entropies are computed from these weights. That takes about as much memory as such a
     model takes anyway. In Longformer, a query with global attention counts as one query, with all keys.
 
-    Padding among the queries of cross-attention is that of the self-attention before it.
+    The queries of cross-attention count as padding where those of the self-attention before it do.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def calibrate(
     report: bool = False,
     progress: bool | str = False,
 ) -> Sequence[Law] | tuple[list[Law], CalibrationReport]:
-    """Fit a law to every attention head of a model, which keeps its entropy at that of one length.
+    """Fit a law to every attention head of a model, so that its entropy stays as at one length.
 
     Parameters
     ----------
@@ -357,7 +357,7 @@ class _Run:
         for factor in self.factors:
             rows, n_keys = entropies_with_law(module, arguments, _scaled(law, factor), count)
             entropies.append(rows)
-        n, visible = keys_of_queries(module, arguments)
+        n, visible = visible_counts_and_mask(module, arguments)
         n = torch.tensor([n_keys]) if n is None else n
         counted = self.counted_queries(visible, entropies[0], entropies[0].shape[2], n_keys)
         self.add(layer, n.reshape(-1, n.shape[-1]), entropies, counted, 1.0)

@@ -34,11 +34,11 @@ def observe(
         The model. Its attention implementation stays as it is: "sdpa", "eager", "isentropic" or
         another. It may have laws.
     every : int or None
-        One in so many forward passes is observed, beginning with the first. Only forward passes of
+        The first forward pass is observed, and then every pass at this interval. Only forward passes of
         `model` in training mode are counted. With gradient accumulation, each forward pass counts. If
         `every` is None, only the passes for which `Observer.request` was called are observed.
     sequences : int, optional
-        Measure only so many sequences of a batch, the first ones. By default all are measured.
+        Measure only the first `sequences` sequences of each batch. By default all are measured.
     then : callable, optional
         Called with each `Observation`, at the end of the forward pass.
     warn_below : float, optional

@@ -109,7 +109,7 @@ class _Held:
     def implementation(self) -> str | None:
         return self.models[-1][1].config._attn_implementation
 
-    def home(self) -> tuple[Any, str]:
+    def config_and_name(self) -> tuple[Any, str]:
         """The configuration that is saved with the law, and the name of the module there.
 
         It is that of the innermost model of those whose configuration is saved. The name is the one
@@ -147,7 +147,7 @@ def write_entry(model: torch.nn.Module) -> dict[str, str]:
             if NAME in str(vars(config).get(_IMPLEMENTATION)):  # it may be of someone else
                 vars(config).pop(_IMPLEMENTATION)
         for held in _held_laws(root):
-            config, name = held.home()
+            config, name = held.config_and_name()
             empty = {"version": _VERSION, "base": NAME, "layers": {}}
             entry = vars(config).setdefault(ENTRY, empty)
             entry["layers"][name] = description = _description(held.law)
