@@ -221,21 +221,21 @@ class TestFit:
         """From 256 to 1024 keys they tell the factor at 16384 within 3 %, between the dimensions too."""
         lengths = (64.0, 128.0, 256.0, 512.0, 1024.0)
         held = self.held(self.of_random_keys(lengths, d, entropy), lengths, 128.0, entropy)
-        found = np.exp(_calibration.log_factors_of_random_keys(held, [16384.0]))
+        found = np.exp(_calibration.nearest_random_keys(held, [16384.0])[0])
         np.testing.assert_allclose(found[0], self.of_random_keys([16384.0], d, entropy), rtol=0.03)
 
     @pytest.mark.parametrize("power", [-0.5, 0.0, 0.3])
     def test_heads_that_grow_less_than_random_scores(self, power):
         lengths = (64.0, 128.0, 256.0, 512.0)
         held = self.held(self.of_random_keys(lengths, math.inf) ** power, lengths, 128.0)
-        found = np.exp(_calibration.log_factors_of_random_keys(held, [4096.0]))
+        found = np.exp(_calibration.nearest_random_keys(held, [4096.0])[0])
         expected = self.of_random_keys([4096.0], math.inf) ** power
         np.testing.assert_allclose(found[0], expected, rtol=0.01)
 
     def test_heads_that_grow_more_than_in_the_lowest_dimension(self):
         lengths = (64.0, 128.0, 256.0, 512.0)
         held = self.held(self.of_random_keys(lengths, 4) ** 1.5, lengths, 128.0)
-        found = np.exp(_calibration.log_factors_of_random_keys(held, [4096.0]))
+        found = np.exp(_calibration.nearest_random_keys(held, [4096.0])[0])
         np.testing.assert_allclose(found[0], self.of_random_keys([4096.0], 4) ** 1.5, rtol=0.02)
 
     def test_lengths_do_not_depend_on_each_other(self):
@@ -404,6 +404,21 @@ class TestCalibrationReport:
         np.testing.assert_allclose(two(1024), [one(1024)[0]] * 2)
         assert one(1024)[0] > 1.2
         np.testing.assert_allclose(three(np.asarray([16.0, 1024.0])), np.ones((3, 2)))
+
+    def test_shapes(self, report):
+        """The power, the line and the root are told apart; the constant counts as a line."""
+        assert report.shapes.tolist() == [[0, 1, 2, 1], [0, 1, 2, 1]]
+
+    @pytest.mark.parametrize("d", [4, 6, 10, 40, math.inf])
+    def test_dimensions(self, d):
+        """The dimension of random keys is found from their factors, up to an interpolation."""
+        lengths = np.asarray([128.0, 256.0, 512.0, 1024.0])
+        model = {"model": "gaussian", "std": 1.0} if d == math.inf else {"model": "sphere", "d": d}
+        factors = theory.invariant_factor(lengths, 2.0, **model)
+        factors = (factors / factors[0])[:, None, None]
+        report = it.drift.CalibrationReport(lengths, np.ones(4, int), factors, 128, np.asarray([[2.0]]))
+        assert report.dimensions.shape == (1, 1)
+        assert 1 / report.dimensions[0, 0] == pytest.approx(1 / d, abs=0.012)
 
     def test_table(self, report):
         lines = repr(report).splitlines()

@@ -239,7 +239,7 @@ def expected(held: Held, lengths: Sequence[float]) -> np.ndarray:
     above = _Above.of(held)
     both, known = (*above.lengths, *lengths), len(above.lengths)
     curved = np.log(extrapolated(held, both, chosen_shape(held)))
-    random = log_factors_of_random_keys(held, both)
+    random, _ = nearest_random_keys(held, both)
 
     def misfit(guess: np.ndarray) -> np.ndarray:
         error = np.where(above.weights > 0, guess[:known] - above.measured, 0.0)
@@ -250,8 +250,8 @@ def expected(held: Held, lengths: Sequence[float]) -> np.ndarray:
     return np.maximum(np.exp(mean[known:]), held.smallest)
 
 
-def log_factors_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
-    """The logarithms of the factors (lengths, heads) with which random keys fit best.
+def nearest_random_keys(held: Held, lengths: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """The random keys that fit best: the logarithms of their factors (lengths, heads), and 1/dimension.
 
     For keys that are uniform on a sphere, its dimension and the entropy at the reference determine the
     factor at each length. A head gets the dimension with which its factors agree. If they grow less
@@ -267,19 +267,28 @@ def log_factors_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarr
     def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray((weights * a * b).sum(axis=0))
 
-    def nearest(start: np.ndarray, direction: np.ndarray, low: float, high: float) -> np.ndarray:
-        """The point ``start + t · direction`` that fits best, with t from low to high."""
-        along = direction[:known]
+    def nearest(start: Any, end: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
+        """The point ``start + t · (end − start)`` that fits best with t from low to high, and t."""
+        along = (end - start)[:known]
         length = dot(along, along)
-        t = dot(measured - start[:known], along) / np.where(length > 0, length, np.inf)
-        return np.asarray(start + np.clip(t, low, high) * direction)
+        rest = measured - (start + np.zeros_like(end))[:known]
+        t = np.clip(dot(rest, along) / np.where(length > 0, length, np.inf), low, high)
+        return np.asarray(start + t * (end - start)), t
 
-    origin = np.zeros_like(curves[0])
-    path = [nearest(origin, curves[-1], -math.inf, 1), nearest(origin, curves[0], 1, math.inf)]
-    path += [nearest(a, b - a, 0, 1) for a, b in itertools.pairwise(curves)]
-    errors = [point[:known] - measured for point in path]
-    best = np.argmin([dot(error, error) for error in errors], axis=0)
-    return np.asarray(np.take_along_axis(np.stack(path), best[None, None], axis=0)[0, known:])
+    inverse = [1 / d for d in _DIMENSIONS]
+    below, _ = nearest(0.0, curves[-1], -math.inf, 1)
+    above_all, _ = nearest(0.0, curves[0], 1, math.inf)
+    none = np.zeros(measured.shape[1])
+    path = [(below, none + inverse[-1]), (above_all, none + inverse[0])]
+    pairs = zip(itertools.pairwise(curves), itertools.pairwise(inverse), strict=True)
+    for (start, end), (first, last) in pairs:
+        point, t = nearest(start, end, 0, 1)
+        path.append((point, first + t * (last - first)))
+    errors = [point[:known] - measured for point, _ in path]
+    best = np.argmin([dot(error, error) for error in errors], axis=0)[None]
+    points, dimensions = (np.stack(x) for x in zip(*path, strict=True))
+    found = np.take_along_axis(points, best[None], axis=0)[0, known:]
+    return found, np.take_along_axis(dimensions, best, axis=0)[0]
 
 
 def _curves_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:

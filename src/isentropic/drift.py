@@ -12,9 +12,11 @@ from isentropic._calibration import (
     EXTREME_SHAPES,
     FAMILIES,
     Held,
+    chosen_shape,
     expected,
     extrapolated,
     holding_factors,
+    nearest_random_keys,
 )
 from isentropic._checks import (
     check_choice,
@@ -269,6 +271,31 @@ class CalibrationReport:
             factors[:, np.isnan(held.factor).all(axis=0)] = np.nan
             parts.append(np.stack((factors.min(axis=0), factors[-1], factors.max(axis=0))))
         return np.stack(parts, axis=1)
+
+    @property
+    def shapes(self) -> np.ndarray:
+        """How the factors of each head grow from the reference length on, ``(layers, heads)``.
+
+        The shape p of the curve ``(1 + p · a · log(n/reference))^(1/p)`` that fits best: 0 for a power
+        of n, 1 for a line in log n, and 2 for the root of a line. It is 1 unless the factors tell more.
+        """
+        import numpy as np
+
+        return np.stack([chosen_shape(self._held(i)) for i in range(self.factors.shape[1])])
+
+    @property
+    def dimensions(self) -> np.ndarray:
+        """The effective dimension of the keys of each head, ``(layers, heads)``.
+
+        The factors of the head agree best with those of random keys on a sphere in this dimension. It
+        ranges from 4, where factors grow about like ``n^(2/3)``, to ∞, where the scores are normal and
+        factors grow about like ``√(log n)``. A head beyond one of the ends gets that end.
+        """
+        import numpy as np
+
+        found = [nearest_random_keys(self._held(i), ())[1] for i in range(self.factors.shape[1])]
+        with np.errstate(divide="ignore"):
+            return 1 / np.stack(found)
 
     def _held(self, layer: int) -> Held:
         # Each length is weighted by its number of logits.
