@@ -189,7 +189,7 @@ def _weights_above(held: Held) -> np.ndarray:
 
 
 class _Above(NamedTuple):
-    """The factors that tell how they grow: those from the reference on, if there are any."""
+    """The factors to which growth is fitted, with the weights of `_weights_above` and `_far`."""
 
     lengths: list[float]  # (G,)
     weights: np.ndarray  # (G, heads)
@@ -254,9 +254,9 @@ def nearest_random_keys(held: Held, lengths: Sequence[float]) -> tuple[np.ndarra
     """The random keys that fit best: the logarithms of their factors (lengths, heads), and 1/dimension.
 
     For keys that are uniform on a sphere, its dimension and the entropy at the reference determine the
-    factor at each length. A head gets the dimension with which its factors agree. If they grow less
-    than those of normal scores, it gets a power of the latter. If they grow more than in the lowest
-    dimension, it gets a power of those.
+    factor at each length. Each head gets the dimension that fits its factors best. If its factors grow
+    more slowly than those of normal scores, it gets a power of the factors of normal scores. If they
+    grow faster than in the lowest dimension, it gets a power of the factors in that dimension.
     """
     import numpy as np
 

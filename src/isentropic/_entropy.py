@@ -54,15 +54,17 @@ from isentropic._numerics import (
 
 FAMILIES = ("renyi", "tsallis")
 
-# The centered form is exact within this distance of order 1. Farther away (log A)/t does not cancel.
+# The centered form is used within this distance of order 1. Farther away, the form with A is accurate.
 _NEAR_ORDER_1 = 0.25
 # Orders closer to 1 than this count as 1: the difference is below rounding, and t x would underflow in
 # float32.
 _SAME_AS_ORDER_1 = 1e-20
-# Orders from here on count as infinite, to double precision. A product order · score could overflow.
+# From this order on, entropies equal the min-entropy to double precision, and order · score could
+# overflow. So these orders count as infinite.
 INFINITE_ORDER = 1e16
+# Centered scores are clipped here. Their weight is 0, and products with them do not overflow.
 LOWEST_SCORE = -1e30
-# Weights between the reciprocal of this and this can be added and divided in float32.
+# Weights between 1/_SAFE_RANGE and _SAFE_RANGE can be added and divided in float32.
 _SAFE_RANGE = 2.0**32
 # Log-ratios above this count as large: eˣ dominates x, and is still far from an overflow.
 _LARGE_LOG_RATIO = 20.0
@@ -399,8 +401,9 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     P, Q = _distribution(xp, xp.where(p == 0, 0.0, p)), _distribution(xp, q)
 
     is_near = xp.abs(Q.share - P.share) < P.share / 2
-    # The difference of nearly equal shares is mostly rounding error, so the weights are subtracted.
-    # First those of q get nearly the total of p, by a power of two, which is exact.
+    # The difference of nearly equal shares is mostly rounding error. So weights are subtracted instead,
+    # after those of q are multiplied by a power of two, which is exact and brings their total near that
+    # of p.
     have_totals = (P.total > 0) & (Q.total > 0)
     ratio = xp.where(have_totals, P.total, 1.0) / xp.where(have_totals, Q.total, 1.0)
     scale = 2.0 ** xp.round(xp.log2(ratio))

@@ -172,9 +172,9 @@ def factor_for_attention_entropy(
 
     Notes
     -----
-    The solver holds the logits of one block of queries against all keys. A block has at least one
-    query, of each head or of one head, and otherwise about as many logits as a tile. Derivatives are
-    as in `factor_for_entropy`.
+    The solver holds the logits of one block of queries against all keys. A block covers all heads, or a
+    single one. It has about as many logits as a tile, but at least one query of each head that it
+    covers. Derivatives are as in `factor_for_entropy`.
 
     Examples
     --------
@@ -330,8 +330,9 @@ def _with_gradient(
 ) -> Array:
     """The factor, with the first two derivatives of the solution of H = target.
 
-    They are those of two more steps of Newton's method with a constant slope, which change no value.
-    The first step has the first derivative of the solution, and the second step the second one.
+    The derivatives are those of two more steps of Newton's method with a constant slope. The steps do
+    not change the value. The first step adds the first derivative of the solution, and the second step
+    adds the second derivative.
     """
     for _ in range(2):
         difference = entropy_at(factor) - targets

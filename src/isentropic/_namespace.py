@@ -245,7 +245,10 @@ def same_arrays(a: Array, b: Array) -> bool:
 
 
 def equal_by_value(kind: type[T]) -> type[T]:
-    """Make `==` of a NamedTuple of arrays compare values. With the one of tuples it is ambiguous."""
+    """Make `==` of a NamedTuple of arrays compare values.
+
+    The `==` of tuples would ask for the truth value of an array, which is ambiguous.
+    """
 
     def equal(self: Any, other: object) -> bool:
         return type(other) is type(self) and _same_leaves(self, other)

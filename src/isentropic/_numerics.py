@@ -28,9 +28,9 @@ def quietly(
 
     Small weights underflow on purpose, and results beyond the dtype are documented to be NaN. The
     function runs in a context of its own, so that the caller's settings stay, even after an interrupt.
-    A function of a PyTorch tensor runs as it is: what it lets NumPy compute must be quiet by itself.
-    For an unknown argument that is in `names`, the names of other libraries, the TypeError gives the
-    name here.
+    If the first argument is a PyTorch tensor, nothing is switched off: parts that NumPy computes need a
+    decorator of their own. `names` maps argument names of other libraries to the names here. A
+    TypeError for one of them says what it is called here.
     """
     silenced: Callable[_Parameters, _Result] | None = None
 

@@ -4,8 +4,8 @@ With n scores s of a density ρ, h(v) = exp(v − e^v) and v = s − y, the func
 
     L(y) = E exp(−e^{s − y}),        L'(y) = W(y) = ∫ ρ(s) h(s − y) ds
 
-makes Lⁿ the distribution function of log Z + G, where G is a Gumbel variable; that is the identity
-E log Z = ∫₀^∞ (e^{−t} − L(t)ⁿ) dt/t in t = e^{−y}. Taking 1 − β ∂_β under the integral,
+has a power, Lⁿ, that is the distribution function of log Z + G for a Gumbel variable G. This is the
+identity E log Z = ∫₀^∞ (e^{−t} − L(t)ⁿ) dt/t in t = e^{−y}. Taking 1 − β ∂_β under the integral,
 
     E H = −∫ n L(y)ⁿ⁻¹ ∫ ρ(s) (v + γ) h(v) ds dy,
 
@@ -14,7 +14,7 @@ with Euler's constant γ. No large terms cancel in it, as ∫ (v + γ) h(v) dv =
 
     E Σp² = ∫ n L(y)ⁿ⁻¹ ∫ ρ(s) e^v h(v) ds dy,
 
-and that of 1 − Σp² has 1 − e^v there, with ∫ (1 − e^v) h(v) dv = 0.
+and the formula for 1 − Σp² has 1 − e^v in place of e^v, where ∫ (1 − e^v) h(v) dv = 0.
 
 The integral over y uses panels of Gauss–Legendre nodes. The ends of the panels are levels of the odds
 η = log((1 − L)/L), which the tail of the scores gives accurately enough. 1 − L is the integral of W

@@ -8,7 +8,7 @@ from typing import Any
 from isentropic._namespace import Array, common_device
 from isentropic._numerics import align, lift, product
 
-# An argument or an order is raised by so much. There its asymptotic series is accurate to 1e-12.
+# Arguments and orders are raised by this number, so that asymptotic series are accurate to 1e-12.
 _SHIFT = 16
 _DEBYE_TERMS = 10
 

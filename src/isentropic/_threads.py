@@ -68,7 +68,7 @@ def _side_by_side(function: Callable[[_Item], Any], items: Sequence[_Item], n: i
             # An interrupt comes before the errors that other threads may have met.
             raise next((x for x in errors if not isinstance(x, Exception)), errors[0])
         finally:
-            errors.clear()  # whose traceback refers to them
+            errors.clear()  # the traceback of an error refers to this list, which would be a cycle
 
 
 def _in_turn(function: Callable[[_Item], Any], items: Sequence[_Item]) -> None:

@@ -254,7 +254,7 @@ class CalibrationReport:
         The expected factor is the mean of the two guesses of the family ``"auto"`` (see `calibrate`). A
         law of this family has the expected factor at its knots, and is linear in log n between and
         beyond them. The lowest and the highest factor are the extremes of four, fitted to the same
-        factors: a power of n, a function affine in log n, one affine in the root of log n, and the
+        factors: a power of n, a function affine in log n, the root of such a function, and the
         expected factor. So the interval is about the shape of the law, and not about the samples. In
         the model MiniLM-L6, fitted up to 256 tokens, the interval contains the factor for 512 tokens in
         two thirds of the heads.

@@ -147,7 +147,8 @@ class Mask(Node, Record, ABC):
     def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         """The mask of one element of the batch and head axes.
 
-        It has NumPy arrays. If the index consists of arrays, the mask keeps those of their library.
+        Its parameters are integers or NumPy arrays. If the index consists of arrays, they are arrays of
+        the library of the index.
         """
 
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:

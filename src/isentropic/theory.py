@@ -266,7 +266,7 @@ def gaussian_sensitivity(n: Any, beta: Any) -> Any:
 
     Notes
     -----
-    The sensitivity is twice the Tsallis entropy of order 2. For weights that are there, it is
+    The sensitivity is twice the Tsallis entropy of order 2. For the attention of given arrays it is
     ``2 * attention_entropy(query, key, order=2, family="tsallis")``, or 2 (1 − e^{−H}) with the Rényi
     entropy H of order 2.
 
@@ -697,7 +697,7 @@ _GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
 }
 
 
-def _needle_odds(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
+def _needle_log_odds(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
     """Log r. −1e30 stands for −∞, which would give NaN in branches that are not taken."""
     log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
     return xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
@@ -705,7 +705,7 @@ def _needle_odds(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
 
 def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
     log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    z = _needle_odds(xp, n, relevant, gap)
+    z = _needle_log_odds(xp, n, relevant, gap)
     log_rest, share = _log1p_exp(xp, z)
     needles_heavier = xp.log(relevant) + log_rest + gap * share
     # The same formula in terms of the needles' share of the weight, which is the smaller one for r > 1.
@@ -715,11 +715,11 @@ def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
 
 
 def _needle_weight(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    return _log1p_exp(xp, -_needle_odds(xp, n, relevant, gap))[1]
+    return _log1p_exp(xp, -_needle_log_odds(xp, n, relevant, gap))[1]
 
 
 def _needle_sensitivity(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    z = _needle_odds(xp, n, relevant, gap)
+    z = _needle_log_odds(xp, n, relevant, gap)
     weight, rest = (_log1p_exp(xp, x)[1] for x in (-z, z))
     others = clip(xp, n - relevant, min=1.0)
     # weight · (1 − weight/relevant) + rest · (1 − rest/others), of terms that are each ≥ 0

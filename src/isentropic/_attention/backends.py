@@ -28,11 +28,13 @@ class Backend(NamedTuple):
     name: str
     why_not: Callable[[Plan, float | None, bool], str | None]
     output: Callable[[Plan, Operands], Array]
-    # The flag requires a state relative to the maximum. Otherwise any other reference will do.
+    # The state in columns. If the flag is true, its sums must be relative to the maximum, and otherwise
+    # they may be relative to any number.
     state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
-    # The state of order 1 relative to the maximum, in rows, if it is not to be made from columns.
+    # A faster way to the state of order 1 in rows, relative to the maximum. Without it, the state in
+    # columns is converted.
     rows: Callable[[Plan, Operands], AttentionState] | None = None
-    # Rényi's entropies, if they are not to be computed from the state.
+    # A faster way to the Rényi entropies. Without it, they are computed from the state.
     entropy: Callable[[Plan, Operands, float], Array] | None = None
     is_opt_in: bool = False  # whether the backend computes only calls that name it
 
@@ -87,7 +89,7 @@ def state_of(
     return _state_by(backend, plan, operands, order, relative_to_maximum)
 
 
-def rows_of(plan: Plan, operands: Operands, implementation: str | None) -> AttentionState:
+def state_in_rows(plan: Plan, operands: Operands, implementation: str | None) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows, computed by the first suitable backend."""
     backend = _backend_for(plan, implementation, 1.0)
     if backend.rows is not None and operands.sinks is None:
@@ -107,9 +109,10 @@ def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order
 def map_logits(
     plan: Plan, operands: Operands, function: Callable[..., tuple[Array, Array]], column: Array
 ) -> tuple[Array, Array]:
-    """Two arrays (..., L, 1) that a function makes of all logits of each query, and of a column.
+    """The two results (..., L, 1) of a function of all logits of each query and of a column.
 
-    ``function(xp, logits, column)`` gets some rows at a time. The column broadcasts to (..., L, 1).
+    ``function(xp, logits, column)`` returns both for some rows at a time. The column broadcasts to
+    (..., L, 1).
     """
     from isentropic._attention import numpy
 
@@ -155,7 +158,8 @@ def choose_backend(
 ) -> Backend:
     """The first backend that can compute the call.
 
-    The choice depends on the plan and on the `settings` of PyTorch that the call is made under.
+    `settings` are those of PyTorch on which the choice also depends. The function does not read them:
+    they are an argument so that they are part of the key of the cache.
     """
     why = []
     for backend in backends():

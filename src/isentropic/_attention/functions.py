@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from isentropic._attention.backends import entropy_of, output_of, reasons, rows_of, state_of
+from isentropic._attention.backends import entropy_of, output_of, reasons, state_in_rows, state_of
 from isentropic._attention.generic import (
     AttentionState,
     AttentionStatistics,
@@ -47,7 +47,7 @@ from isentropic.laws._formulas import DEFAULT_LAW
 from isentropic.laws._law import Constant, Law, check_law
 from isentropic.masks import Mask
 
-# The names of the arguments of attention in PyTorch, JAX and transformers.
+# Argument names of PyTorch, JAX and transformers, and what they are here; None: no equivalent.
 NAMES = {
     "attn_mask": "mask", "attention_mask": "mask", "key_padding_mask": "mask", "attn_bias": "bias",
     "scaling": "scale", "causal": "is_causal", "logits_soft_cap": "softcap", "dropout_p": None,
@@ -115,8 +115,9 @@ def attention(
     softcap : float > 0, optional
         c in ``c · tanh(logit / c)``, applied before the bias.
     sinks : array broadcastable to (...), optional
-        A logit of each head, (H,) for a query (..., H, L, E), which takes weight and has no value. The
-        scale, the law and the soft cap do not change it, and n does not count it. −∞ is no sink.
+        A logit for each head, of shape (H,) for a query (..., H, L, E). It takes weight but has no
+        value. The scale, the law and the soft cap do not change it, and n does not count it. −∞ has the
+        same effect as no sink.
     enable_gqa : bool
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
     implementation : str, optional
@@ -142,9 +143,9 @@ def attention(
     Notes
     -----
     The output is ``softmax(law(n) · scale · QKᵀ) V``, computed tile by tile. The memory is O(L), not
-    O(L·S), also for gradients. (On a GPU `torch.compile` forms masks other than the causal one, for
-    PyTorch's own kernel.) n is counted for each query from mask, causality and window together. So
-    decoding with a cache equals prefill, and padding does not count.
+    O(L·S), also for gradients. The exception is `torch.compile` on a GPU, which forms masks other than
+    the causal one for PyTorch's own kernel. n counts the keys that a query sees under `mask` and
+    `is_causal` together. So decoding with a cache equals prefill, and padding does not count.
 
     With a sink σ the weight of key j is ``e^{s_j} / (e^σ + Σ e^{s_i})``. Sinks of 0 give "softmax plus
     one". Their gradients are computed too.
@@ -246,7 +247,7 @@ def attention_state(
             n_seen = n = plan.xp.broadcast_to(lengths_of_law(plan, operands, n_keys), shape)
         if n_keys is not None:
             n_seen = plan.xp.broadcast_to(visible_lengths(plan, operands.mask), shape)
-    fields = rows_of(plan, operands, implementation)[:4]
+    fields = state_in_rows(plan, operands, implementation)[:4]
     return AttentionState(*fields, n_seen, n)
 
 
@@ -500,9 +501,10 @@ def attention_received(
     Notes
     -----
     The result equals the sum of `attention_weights` over the queries, but the weights are never in
-    memory. Its sum over the keys is the number of queries that see a key, minus the weight of the
-    sinks. Divide it by this number to get mean weights. Caches that keep the keys with the largest
-    shares divide it, for each key, by the number of queries that see this key.
+    memory. The sum of the result over the keys is the number of queries that see a key, minus the
+    weight of the sinks. To get mean weights, divide the result by the number of queries that see a key.
+    Caches that keep the keys with the largest shares divide the result for each key by the number of
+    queries that see this key.
 
     The computation takes two passes over the tiles. Gradients in PyTorch, and `torch.compile`, store
     the weights.

@@ -54,7 +54,8 @@ from isentropic._numerics import (
 )
 from isentropic.masks import Mask
 
-# A logit so far below others has no weight, and the square of the distance does not overflow.
+# Deviations from a mean are clipped here. Logits that are this far apart do not both have weight, and
+# the square of this number does not overflow in float32.
 _MAX_DEVIATION = 1e15
 
 
@@ -125,8 +126,8 @@ class AttentionState(NamedTuple):
             The log-sum-exp of the logits, as FlashAttention, FlashInfer, cuDNN and PyTorch's
             `flex_attention` return it.
         entropy : array (..., L), optional
-            The Shannon entropy of the weights in nats. Without it, the state has no entropy. Neither
-            has a state that is merged from it.
+            The Shannon entropy of the weights in nats. Without it, neither the state nor a state that
+            is merged from it has an entropy.
         base : float > 1
             The base of the logarithm: e, or 2 for FlashInfer.
 
@@ -146,8 +147,9 @@ class AttentionState(NamedTuple):
 
         Notes
         -----
-        A query whose log-normalizer is −∞ sees no key, whatever its output is. FlashAttention 2 returns
-        +∞ and an output of 0 for it, which counts as the same. With any other +∞ a merged state is NaN.
+        A query whose log-normalizer is −∞ sees no key, whatever its output is. For such a query
+        FlashAttention 2 returns +∞ and an output of 0, which together count as −∞. A log-normalizer
+        of +∞ with any other output makes a merged state NaN.
 
         FlashAttention has outputs (B, L, H, D) and log-sum-exps (B, H, L). Move the heads:
         ``from_output(output.transpose(1, 2), log_normalizer)``. The state then has the axes (B, H, L).
@@ -284,8 +286,8 @@ def merge_states(
     UserWarning
         If the laws of the states were given different numbers of keys, or fewer keys than the states
         hold together. Then ``n_keys`` is missing in a call of `attention_state`, or a mask shows keys
-        that it should hide. The check needs numbers that can be read: there is none inside a trace or
-        on a GPU.
+        that it should hide. The check is skipped where the numbers cannot be read: inside a trace or on
+        a GPU.
 
     Notes
     -----
@@ -433,8 +435,9 @@ def _warn_of_counts(what: str) -> None:
     )
 
 
-# Inside the pass the fields of a state keep their last axis, (..., L, 1), and `weighted_score`
-# is the moment of any order (or None).
+# The states of public functions are *in rows*: their numbers per query have the shape (..., L). Inside
+# the pass states are *in columns*: these numbers have the shape (..., L, 1), and `weighted_score` is
+# the moment of any order, or None.
 
 
 def tile_state(
@@ -504,7 +507,7 @@ def with_sinks(
 
 
 def weights_of_logits(xp: ModuleType, s: Array, maximum: Array, normalizer: Array) -> Any:
-    """The attention weights of keys with logits (..., L, S). The sums of all keys are in columns."""
+    """The weights of keys with logits `s`, given the maximum and normalizer of all keys, in columns."""
     inverse = divide_or_zero(xp, xp.ones_like(normalizer), normalizer)
     weight = xp.exp(s - replace_infinite_minimum(xp, maximum)) * inverse
     return xp.where(s == -math.inf, 0.0, weight)  # also where the query is NaN
@@ -525,7 +528,10 @@ def spread_of_logits(xp: ModuleType, s: Array) -> AttentionState:
 
 
 def merge_spreads(xp: ModuleType, a: AttentionState, b: AttentionState) -> AttentionState:
-    """The merged state. The squares of the union are those of both and of the distance of the means."""
+    """The merged state.
+
+    The sum of squares of the union is that of both states plus a term for the distance of their means.
+    """
     merged = merge_columns(xp, a, b, 1.0)
     means, masses = [], []  # relative to the maximum of the union
     for state in (a, b):
@@ -633,9 +639,10 @@ class Tiles:
     def map_logits(
         self, function: Callable[..., tuple[Array, Array]], column: Array
     ) -> tuple[Array, Array]:
-        """Two arrays (..., L, 1) that a function makes of all logits of each query, and of a column.
+        """The two results (..., L, 1) of a function of all logits of each query and of a column.
 
-        ``function(xp, logits, column)`` gets some rows at a time. The column broadcasts to (..., L, 1).
+        ``function(xp, logits, column)`` returns both for some rows at a time. The column broadcasts to
+        (..., L, 1).
         """
         xp, plan = self.plan.xp, self.plan
         row_size, column_size = tile_shape(plan)
@@ -803,7 +810,7 @@ def interval_nan(plan: Plan, operands: Operands) -> Array:
         xp.broadcast_to(clip(xp, x, min=0, max=plan.n_keys), (*plan.batch, plan.n_queries))
         for x in cast(Any, operands.mask.interval(plan.frame, (0, plan.n_queries)))
     )
-    # The number of nonfinite rows before each key, and in front of it that before the first key.
+    # counts[j] is the number of nonfinite keys before key j, for j from 0 to S.
     is_nan = xp.astype(xp.isnan(key_nan[..., 0, :]), first.dtype)
     counts = xp.concat((is_nan[..., :1] * 0, xp.cumsum(is_nan, -1)), axis=-1)
     counts = xp.broadcast_to(counts, (*plan.batch, plan.n_keys + 1))

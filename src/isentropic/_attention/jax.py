@@ -113,13 +113,13 @@ def _state(
 ) -> AttentionState:
     """The state in columns. Its derivative takes a second pass over the tiles.
 
-    The sums of the second pass are relative to the maximum that the first pass has found, so that it
-    needs no other results of the first. It is linear in the tangents. JAX transposes it, which gives
-    the five products per tile of flash attention, and can differentiate it again.
+    The sums of the second pass are relative to the maximum that the first pass found. The second pass
+    needs no other result of the first one, and is linear in the tangents. So JAX can transpose it,
+    which gives the five products per tile of flash attention, and can differentiate it again.
 
-    Outputs, and entropies of finite orders, do not depend on what the sums are relative to, so the
-    maximum can be a constant. `with_largest` also finds the key of each largest logit, through which
-    the maximum is differentiated.
+    Outputs, and entropies of finite orders, do not depend on the number that the sums are relative to.
+    For them the maximum counts as a constant. With `with_largest`, the first pass also finds the key of
+    the largest logit of each query, and the maximum is differentiated as this logit.
     """
     import jax
     import numpy as np
@@ -445,7 +445,9 @@ def _fold(
     """
     import jax
 
-    @partial(jax.checkpoint, prevent_cse=False, static_argnums=3)  # a loop keeps the two apart
+    # Within a scan XLA cannot merge the recomputed operations with the original ones, so nothing has to
+    # prevent common subexpression elimination.
+    @partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
     def step(total: Any, start: Any, arrays: _Arrays, size: int) -> Any:
         def merged(total: Any) -> Any:
             return merge(total, function((start, size), blocks.same | arrays))

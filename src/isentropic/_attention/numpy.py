@@ -1,11 +1,12 @@
 """The tile pass for NumPy: two products and an exponential per tile, with few elementwise passes.
 
-Without a bias the exponents of a row are relative to 0, which needs no subtraction. If its sum is then
-too small or too large to be accurate, they are relative to the largest logit of the first tile in which
-the row sees a key. A block of rows with a logit that is far above that one is computed again.
+Without a bias, a block of rows starts with exponents relative to 0, which needs no subtraction. If a
+sum over the first tile is too small or too large to be accurate, the block starts again. Then the
+exponents of each row are relative to the largest logit of the first tile in which the row sees a key.
+If sums are still inaccurate, or become inaccurate in a later tile, the block is computed once more,
+with exponents relative to the maximum of the tiles so far.
 
-With a bias, and for entropies of other orders than 1, exponents are relative to the maximum of the
-tiles so far.
+With a bias, and for entropies of orders other than 1, only the last of these ways is used.
 
 Threads compute the blocks of rows of all batch elements, or parts of the keys if there are few rows.
 """
@@ -48,7 +49,8 @@ _MIN_SUM, _MAX_SUM = 1e-20, 1e17
 # If all logits are computed at once and none is above this, in nats, nothing is subtracted from them.
 # Their exponentials are then at most 2e17, of which float32 can add 10^21.
 _MAX_EXPONENT = 40.0
-# Queries are divided by the unit of the exponents. That may change an exponent by this much at most.
+# Dividing the queries by the unit of the exponents adds rounding errors. An exponent may change by at
+# most this much.
 _MAX_EXPONENT_ERROR = 1e-3
 
 Index = tuple[int, ...]
@@ -159,10 +161,10 @@ def entropy(plan: Plan, operands: Operands, order: float) -> Array:
 def map_logits(
     plan: Plan, operands: Operands, function: Callable[..., tuple[Any, Any]], column: Array
 ) -> tuple[Array, Array]:
-    """Two arrays (..., L, 1) that a function makes of all logits of each query, and of a column.
+    """The two results (..., L, 1) of a function of all logits of each query and of a column.
 
-    The column is broadcastable to (..., L, 1). ``function(xp, logits, column)`` gets some rows of one
-    batch element, without keys that are hidden from all of them.
+    The column is broadcastable to (..., L, 1). ``function(xp, logits, column)`` returns both for some
+    rows of one batch element, without keys that are hidden from all of these rows.
     """
     import numpy as np
 
@@ -468,11 +470,11 @@ class _Pass:
         return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
     def relative_to_constant(self, item: _Item, *, from_first_tile: bool) -> AttentionState | None:
-        """The state from sums relative to one constant per row, or None if these are inaccurate.
+        """The state from sums relative to one constant per row; None if it fails in the first tile.
 
-        The constant is 0, or the largest logit of the first tile in which the row sees a key. If it is
-        good for the first tile but not for all, another constant would hardly be better. Then the state
-        is that from sums relative to the largest logit so far.
+        The constant is 0, or the largest logit of the first tile in which the row sees a key. If it
+        fails only in a later tile, another constant would hardly be better. Then the result is the
+        state from sums relative to the largest logit so far.
         """
         import numpy as np
 
@@ -538,7 +540,11 @@ class _Pass:
         return self.state_of(sums, maximum, sums.normalizer if order is None else None)
 
     def state_of(self, sums: _Sums, reference: Any, factor: Any) -> AttentionState:
-        """The state in columns, relative to the `reference` plus the logarithm of a factor."""
+        """The state in columns, for sums relative to `reference`.
+
+        If there is a `factor`, the sums are divided by it, which makes them relative to
+        ``reference + log(factor)``.
+        """
         import numpy as np
 
         normalizer, value, moment = sums.normalizer, sums.value, sums.moment
@@ -632,8 +638,8 @@ def _exponential() -> tuple[Any, float]:
     import numpy as np
     from numpy.lib.introspect import opt_func_info
 
-    # NumPy has SIMD code of exp for every processor. It has that of exp2 only for AVX-512, where it is
-    # the faster one of the two.
+    # NumPy has SIMD code for exp on every processor. It has SIMD code for exp2 only with AVX-512, where
+    # exp2 is faster than exp.
     targets = opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})
     return (np.exp, 1.0) if "baseline" in targets["current"] else (np.exp2, math.log(2))
 

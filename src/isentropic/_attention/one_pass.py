@@ -97,9 +97,10 @@ def gradient_terms(
 ) -> tuple[Any, Any, Any]:
     """(constant, slope, rest), from which the gradient of a logit follows.
 
-    It is p · (g·v + constant + slope · x), for its weight p and centered score x and the gradient g of
-    the output, plus `rest` for the key that has the maximum. Without a moment there is no slope and no
-    rest. `upstream` are the gradients of output, maximum, normalizer and moment.
+    A logit of weight p and centered score x has the gradient p · (g·v + constant + slope · x), where g
+    is the gradient of the output. The key that has the maximum gets `rest` in addition. Without a
+    moment, slope and rest are None. `upstream` holds the gradients of output, maximum, normalizer and
+    moment.
     """
     out_grad, maximum_grad, normalizer_grad, moment_grad = upstream
     constant: Any = xp.zeros_like(normalizer)
@@ -109,6 +110,7 @@ def gradient_terms(
     if moment is None:
         return constant, None, None
     slope = moment_grad * normalizer
-    # The sums are relative to the maximum. The gradient of this reference is that of its own key.
+    # The sums are relative to the maximum, which is the logit of one of the keys. So this key gets the
+    # gradient of the maximum as well.
     rest = maximum_grad - normalizer_grad * normalizer - moment_grad * (moment + normalizer)
     return constant + normalizer_grad * normalizer + slope, slope, rest

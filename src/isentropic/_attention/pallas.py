@@ -11,7 +11,8 @@ from isentropic._attention.plan import Operands, Plan
 from isentropic._namespace import Array
 
 _FIELDS = ("out", "maximum", "normalizer", "moment")
-# Queries and keys of a tile for heads of a width. Their keys and values should stay on the chip.
+# The number of queries, and of keys, of a tile, for heads up to a width. The keys and values of a tile
+# should fit into the memory on the chip.
 _BLOCKS = {64: 64, 128: 32, 256: 16}
 
 

@@ -1,7 +1,7 @@
 """The Pallas kernels of attention. Only `isentropic._attention.pallas` imports this module.
 
-They compute what the kernels of `triton_kernels` do. All lengths are multiples of the blocks, and a row
-that is only there to fill a block sees no key. Numbers per query are columns (rows, 1).
+They compute what the kernels of `triton_kernels` do. All lengths are multiples of the block sizes.
+Queries and keys that only fill a block have no effect. Numbers per query are columns (rows, 1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as gpu
 
-# Below every score of positive weight; the product with a weight of 0 is 0, where that of −∞ is NaN.
+# Used in place of −∞: it is below every score of positive weight, and its product with the weight 0 is
+# 0, not NaN.
 _LOWEST_SCORE = -1e30
 
 
@@ -106,7 +107,7 @@ def state_kernel(inputs: Any, outputs: Any, *, sizes: Sizes, has_moment: bool) -
 def gradient_kernel(
     inputs: Any, outputs: Any, *, sizes: Sizes, has_moment: bool, is_parallel: bool
 ) -> None:
-    """The gradients of a block of keys and values, and their part of those of the scaled queries.
+    """The gradients of a block of keys and values, and its share of the gradients of scaled queries.
 
     The gradient of a logit is p · (g·v + constant + slope · x), for its weight p and centered score x,
     plus `rest` for the key that has the maximum. If the programs of a sequence run in parallel, they
@@ -172,7 +173,7 @@ def gradient_kernel(
 
 
 def _specs(arrays: Any, block_rows: int, is_blocked: Any) -> dict[str, Any]:
-    """Blocks of rows for the arrays (sequences, rows, width) that are blocked, and else all rows."""
+    """The specifications of arrays: `block_rows` rows if ``is_blocked(name)``, and otherwise all."""
     specs = {}
     for name, x in arrays.items():
         size, fixed = (block_rows, 0) if is_blocked(name) else (x.shape[-2], 1)
@@ -220,7 +221,7 @@ def run_state(inputs: Any, sizes: Sizes, has_moment: bool, platform: str) -> Any
 
 
 def run_gradient(inputs: Any, sizes: Sizes, has_moment: bool, platform: str) -> Any:
-    """Run `gradient_kernel`. What belongs to queries has an axis for the heads of a group."""
+    """Run `gradient_kernel`. Arrays of the queries have one more axis, for the heads of a group."""
     key, is_parallel = inputs["key"], platform == "gpu"
     outputs = {
         "query": jax.ShapeDtypeStruct(inputs["query"].shape, jnp.float32),

@@ -1,4 +1,4 @@
-"""The checked arguments of a call: its plan, a function of their signature, and its operand arrays."""
+"""The checked arguments of a call: the plan, which follows from their signature, and the operands."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ class Plan(Record):
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
     fits_sdpa: bool  # see `_fits_sdpa`
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
-    factors: Any  # the factors on the queries, (L, 1), if few numbers alone determine them
-    kernel_factors: Any  # for PyTorch's kernel, (1, 1, L, 1)
-    # Those of `frame` and `batch`, for short.
+    factors: Any  # the factors on the queries, (L, 1), if `counts` determines them; see `_MAX_FACTORS`
+    kernel_factors: Any  # `factors` for PyTorch's kernel, (1, 1, L, 1)
+    # Short names for parts of `frame` and for the number of axes.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
     device: Any
@@ -137,7 +137,7 @@ class Plan(Record):
 class Operands(NamedTuple):
     """The arrays of one call, with as many axes as the result.
 
-    Under a mask nonfinite numbers in them are replaced by 0.
+    Under a mask, nonfinite numbers in query, key and value are replaced by 0.
     """
 
     query: Array
@@ -175,9 +175,10 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
 
 
 def plan_of(plan: Plan, operands: Operands) -> Plan:
-    """The plan itself, or one without NumPy if the operands cannot be read.
+    """The plan itself, or one that rules out NumPy if the values of the operands cannot be read.
 
-    Inside a JAX trace they cannot, even if the arguments can.
+    Inside a JAX trace, operands that are computed from the arguments cannot be read, even if the
+    arguments can.
     """
     if not plan.are_all_readable:
         return plan
@@ -442,7 +443,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
         multiplier = plan.scale
         if a.law is not None:
             if is_cached:
-                factors = a.law.evaluate_checked(plan.xp, lengths)[..., None]
+                factors = a.law.evaluate_unchecked(plan.xp, lengths)[..., None]
             else:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
@@ -489,14 +490,14 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     if plan.library == "jax":  # inside a JAX trace no result can be read
         return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
     # One sum is faster than a test of each number. The sum of finite numbers may overflow.
-    return math.isfinite(sum_of(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
+    return math.isfinite(checksum(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
 
 
-def sum_of(plan: Plan, *arrays: Any) -> float:
-    """A sum over arrays of NumPy or PyTorch that can be read.
+def checksum(plan: Plan, *arrays: Any) -> float:
+    """A number that tells whether the numbers in readable arrays of NumPy or PyTorch are finite.
 
-    It is finite only if all numbers are, and NaN if any of them is. It adds products of pairs of
-    numbers, because BLAS does that fastest.
+    It is finite only if all of them are finite, and NaN if any of them is NaN. It is a sum of products
+    of pairs of numbers where possible, because BLAS computes such a sum fastest.
     """
     # `vdot` and sums of Python's floats never warn, where `dot` and sums of NumPy's do.
     are_tensors, total, waiting = plan.library == "torch", 0.0, None

@@ -21,9 +21,9 @@ from isentropic._attention.plan import (
     TRANSFORMED,
     Operands,
     Plan,
+    checksum,
     count_nonzero,
     four_axes,
-    sum_of,
 )
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take
@@ -61,7 +61,7 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
 
 
 def _keeps_masks(plan: Plan) -> bool:
-    """Whether PyTorch would keep more than one block of bias and mask, where tiles are as fast."""
+    """Whether PyTorch on a CPU would keep more than a block of the bias or mask; tiles are as fast."""
     forms_mask = plan.has_bias or (plan.has_mask and not plan.is_plain_causal)
     is_large = plan.n_queries * plan.n_keys > BLOCKS.sdpa_mask_logits
     return plan.is_differentiated and forms_mask and is_large and plan.device.type == "cpu"
@@ -163,7 +163,7 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     arrays: Any = operands[:3]
     q, k, v = arrays
     if scale is plan.factors and plan.fits_sdpa:
-        scale = plan.kernel_factors  # spares a step for the axes of the product
+        scale = plan.kernel_factors  # has four axes, so that the product has them too
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
         q = q if q.dtype == plan.compute else xp.astype(q, plan.compute)
@@ -200,7 +200,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         # Under autocast the kernel returns bfloat16, which NumPy does not have.
         numbers = out if out.dtype == plan.compute else out.to(plan.compute)
         first = numbers.numpy(force=True)[..., 0]
-        if count_nonzero(first) == first.size or not math.isnan(sum_of(plan, query, key)):
+        if count_nonzero(first) == first.size or not math.isnan(checksum(plan, query, key)):
             return out
     key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
     if key_is_nan.shape[1] != query.shape[1]:
@@ -256,7 +256,7 @@ def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionStat
     inputs = {name: x for name, x in zip(INPUTS, all_inputs, strict=True) if x is not None}
     # PyTorch saves the inputs. The object that it stores beside them must not hold them too, as that
     # would keep their autograd graph alive.
-    call = _Call(_with(tiles, dict.fromkeys(INPUTS)), order, tuple(inputs))
+    call = _Call(_replace_inputs(tiles, dict.fromkeys(INPUTS)), order, tuple(inputs))
     return call.state(_recomputed().apply(call, *inputs.values()))
 
 
@@ -269,7 +269,7 @@ class _Call:
     names: tuple[str, ...]  # of the inputs
 
     def with_inputs(self, inputs: Any) -> Tiles:
-        return _with(self.tiles, dict(zip(self.names, inputs, strict=True)))
+        return _replace_inputs(self.tiles, dict(zip(self.names, inputs, strict=True)))
 
     def state(self, fields: Any) -> AttentionState:
         return state_of_fields(fields, "value" in self.names, self.order)
@@ -310,7 +310,7 @@ def _recorded_gradients(tiles: Tiles, order: float | None, inputs: Any, upstream
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         pairs = zip(_fields(tiles.state(order)), upstream, strict=True)
-    # With gradients of the values alone, the maximum and the normalizer have none.
+    # The maximum and the normalizer do not require a gradient if only the values do.
     used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
     fields, grads = zip(*used, strict=True) if used else ((), ())
     wanted = [x for x in inputs if x.requires_grad]
@@ -330,7 +330,7 @@ def _fields(state: AttentionState) -> list[Any]:
     return [x for x in state if x is not None]
 
 
-def _with(tiles: Tiles, arrays: dict[str, Any]) -> Tiles:
+def _replace_inputs(tiles: Tiles, arrays: dict[str, Any]) -> Tiles:
     """The tiles with other inputs."""
     query = arrays.get("query", tiles.query)
     others = {name: x for name, x in arrays.items() if name != "query"}

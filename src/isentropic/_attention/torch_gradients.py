@@ -205,8 +205,8 @@ def _excess_at_maximum(
 ) -> Any:
     """g_m − Σ ds, which the largest logit gets besides its ds; None if it is known to be 0.
 
-    It is 0 if the loss would be the same with fields relative to another number than the maximum, as
-    outputs, entropies and log-normalizers are.
+    It is 0 if the loss does not depend on the number that the fields are relative to. Outputs,
+    entropies and log-normalizers do not depend on it.
     """
     xp, (maximum, z, weighted_value, moment, *_) = plan.xp, state
     # The derivatives of the sums with respect to a number that is added to all logits.
@@ -321,7 +321,8 @@ class _Backward:
     def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
         """``eˣ``. Exponents so low that they make no difference are raised in place."""
         tiles = self.tiles
-        # Hidden keys have the weight 0. Moments of orders below 1 have small powers of the weights.
+        # Raised exponents would change the weight of hidden keys, which is 0. They would also change
+        # moments of orders below 1, which contain small powers of the weights.
         may_be_hidden = tiles.operands.bias is not None or not tiles.all_visible(rows, columns)
         if may_be_hidden or not self.are_ordinary or (self.order is not None and self.order < 1):
             return _exp(x.clamp_(min=_lowest(x, self.order)) if has_moment else x)

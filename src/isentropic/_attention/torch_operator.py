@@ -1,7 +1,8 @@
-"""Operators for compiled PyTorch: a state and its gradients are one node of the graph each.
+"""Operators for torch.compile: a state is one node of the graph, and so are its gradients.
 
-A traced loop would be unrolled for one length, so that the generic pass needs L×S memory there. These
-operators run the pass over tiles (`torch_gradients`) when the graph runs.
+torch.compile would unroll a loop over tiles for one length. So under torch.compile the generic pass has
+a single tile, which takes L×S memory. These operators run the pass over tiles (`torch_gradients`) when
+the graph runs.
 
 This module imports PyTorch, and registers the operators when it is imported.
 """
@@ -181,7 +182,7 @@ def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[: len(INPUTS)])
     found = iter(torch.ops.isentropic.attention_gradients(fields, upstream, wanted, *call))
     gradients = [next(found) if is_wanted else None for is_wanted in wanted]
-    # PyTorch takes an empty list for one of tensors, and wants a gradient for each.
+    # PyTorch treats an empty list as a list of tensors, and expects a list of gradients for it.
     number_gradients: list[None] | None = None if call.mask_numbers else []
     mask_gradients = None, number_gradients, [None] * len(mask_arrays)
     return *gradients, [None] * len(nonfinite), *mask_gradients, None, None, None

@@ -185,7 +185,7 @@ def _backward(saved: Any, interval: Any, upstream: Any) -> tuple[Any, Any, Any, 
     sizes = _sizes(gradient_kernel, query, value)
     low, high = (None, None) if interval is None else _reach(interval, key.shape[2], sizes.columns)
 
-    # Programs add to the gradient of the scaled query in turn, so it needs the accuracy.
+    # Many programs add to the gradient of the scaled query. So it is accumulated in float32.
     dq = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     dk = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     dv = None if value is None else torch.empty(value.shape, dtype=value.dtype, device=value.device)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Below every score of positive weight; the product with a weight of 0 is 0, where that of −∞ is NaN.
+# Used in place of −∞: it is below every score of positive weight, and its product with the weight 0 is
+# 0, not NaN.
 LOWEST_SCORE = tl.constexpr(-1e30)
 
 
@@ -28,8 +29,9 @@ class Configuration(NamedTuple):
     stages: int
 
 
-# By the bytes of a number and the width of heads. Every kernel compiles without spilled registers, and
-# it fits in the 99 KiB of shared memory that GPUs of NVIDIA have since sm_80, or the 64 KiB of AMD's.
+# Configurations by kernel, vendor, bytes per number and largest width of heads. Every kernel compiles
+# without spilled registers, and it fits in the 99 KiB of shared memory that GPUs of NVIDIA have since
+# sm_80, or the 64 KiB of AMD's.
 _SIZES = {
     "state_kernel": {
         "nvidia": {
@@ -55,13 +57,13 @@ _SIZES = {
 
 
 def configuration(kernel: Any, width: int, itemsize: int, is_amd: bool) -> Configuration:
-    """The configuration of a kernel for heads of a width of numbers of 2 or 4 bytes."""
+    """The configuration of a kernel for heads of `width` numbers of `itemsize` bytes each, 2 or 4."""
     sizes = _SIZES[kernel.__name__]["amd" if is_amd else "nvidia"][itemsize]
     return Configuration(*sizes[next(size for size in sizes if width <= size)])
 
 
 def precision(is_amd: bool) -> str:
-    """How products of float32 keep its precision: three products of TF32, where GPUs have them."""
+    """The `input_precision` that is accurate to float32: three TF32 products on NVIDIA, IEEE on AMD."""
     return "ieee" if is_amd else "tf32x3"
 
 
@@ -187,7 +189,7 @@ def gradient_kernel(
     HAS_VALUE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MOMENT: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values, and their part of those of the scaled queries.
+    """The gradients of a block of keys and values, and its share of the gradients of scaled queries.
 
     The gradient of a logit is p · (g·v + CONSTANT + SLOPE · x), for its weight p and centered score x,
     plus REST for the key that has the maximum.

@@ -499,9 +499,9 @@ def observe(
         The model. Its `torch.nn.MultiheadAttention` modules are observed, those of this package
         included, and its modules that call `announce_attention`.
     every : int or None
-        The first forward pass is observed, and then every pass at this interval. Only forward passes of
-        `model` in training mode are counted. With gradient accumulation, each forward pass counts. If
-        `every` is None, only the passes for which `Observer.request` was called are observed.
+        The number of forward passes from one that is observed to the next; the first is observed. Only
+        passes of `model` in training mode are counted. With gradient accumulation, each forward pass
+        counts. If `every` is None, only passes for which `Observer.request` was called are observed.
     sequences : int, optional
         Measure only the first `sequences` sequences of each batch. By default all are measured.
     then : callable, optional

@@ -201,7 +201,7 @@ def _restored(name: str, data: Any) -> np.ndarray:
             values = np.frombuffer(content, _DTYPES[kind]).astype(_DTYPES[kind].replace("<", "="))
         values = values.reshape(shape)
     except (OverflowError, TypeError, ValueError):
-        raise value_error(name, f"{must}, in base64", "data that do not fit the shape") from None
+        raise value_error(name, f"{must}, in base64", "malformed data") from None
     if not np.isfinite(values).all():
         raise value_error(name, "be finite", "NaN or infinity")
     return values

@@ -23,7 +23,7 @@ from isentropic._numerics import product, row_products
 # all their orders. For n ≥ 17 the least order that is at least n is at most 18 % above n.
 _PALEY_ORDERS = (12, 20, 28, 36, 44, 60)
 _FACTOR_BITS = 4  # log₂ of the order of a factor: the time of a product grows with the order
-_MAX_COLUMNS = 1024  # NumPy splits a product on columns into parts of at most so many
+_MAX_COLUMNS = 1024  # the most columns of one product, where NumPy splits a product on columns
 # The least and the greatest log₂ of the order of a last factor that NumPy applies only to a sample of
 # coordinates.
 _SAMPLED_BITS = (5, 7)

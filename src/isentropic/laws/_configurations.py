@@ -73,8 +73,8 @@ class ModelRule(NamedTuple):
 def from_config(config: Any) -> tuple[ModelRule, ...]:
     """The rules by which a model already scales its attention logits, from its configuration.
 
-    A model with a rule of its own does not need a second law of the length. Its factor would be
-    multiplied by that of the rule.
+    A model with a rule of its own does not need a second law of the length. The factor of a second law
+    would be multiplied by that of the rule.
 
     Parameters
     ----------
@@ -102,10 +102,10 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     Rules of the length are those of Llama 4, Ministral 3, Mistral 4, Mistral Large 4, Inkling, Inkling
     2 and Beam in transformers, and those of Qwen (1) and Grok, whose code is elsewhere.
 
-    Constants are the factors of YaRN and LongRoPE in all models, and ``mscale_all_dim`` in DeepSeek and
-    the models after it. The factors of YaRN and LongRoPE are on cosine and sine. So they act on queries
-    and on keys, and the law is their square. In Phi-3.5-MoE the factor depends on whether the longest
-    sequence of the batch exceeds a length.
+    The rules with a constant factor are YaRN and LongRoPE in all models, and ``mscale_all_dim`` in
+    DeepSeek and the models after it. YaRN and LongRoPE multiply cosine and sine by a factor. So the
+    factor acts on queries and on keys, and the law is its square. In Phi-3.5-MoE the factor depends on
+    whether the longest sequence of the batch exceeds a length.
 
     The scale of attention itself, as in Granite and Gemma, is not a rule. Neither is a learned
     temperature that does not depend on a length.
@@ -436,7 +436,7 @@ def _scale(fields: _Fields, rope: _Rope) -> float:
     return fields.number("max_position_embeddings", above=0) / _original_length(fields, rope)
 
 
-def _magnitude(scale: float, coefficient: float = 1.0) -> float:
+def _yarn_mscale(scale: float, coefficient: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * coefficient * math.log(scale) + 1.0
 
 
@@ -452,8 +452,8 @@ def _attention_factor(fields: _Fields, rope: _Rope) -> float:
         return math.sqrt(preset("longrope", scale=scale, length=_original_length(fields, rope))(1))
     if rope.fields.get("mscale") and rope.fields.get("mscale_all_dim"):
         above, below = (rope.fields.number(key, least=0) for key in ("mscale", "mscale_all_dim"))
-        return _magnitude(scale, above) / _magnitude(scale, below)
-    return _magnitude(scale)
+        return _yarn_mscale(scale, above) / _yarn_mscale(scale, below)
+    return _yarn_mscale(scale)
 
 
 def _rotating_layers(fields: _Fields, layer_type: str | None = None) -> tuple[int, ...] | None:
@@ -500,7 +500,7 @@ def _mscale(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
     is_read = fields.kind in _READ_MSCALE and rope.fields.get("mscale_all_dim")
     if is_read and _rope_type(fields, rope.fields) != "default":
         coefficient = rope.fields.number("mscale_all_dim")
-        factor = _magnitude(rope.fields.number("factor", above=0), coefficient)
+        factor = _yarn_mscale(rope.fields.number("factor", above=0), coefficient)
         if factor != 1:
             # The factor on cosine and sine, which depends on the field too, stays as it is.
             same = _attention_factor(fields, rope)

@@ -184,7 +184,7 @@ class Law(Node, ABC):
             object.__setattr__(self, "_signature", signature)
         return signature
 
-    def evaluate_checked(self, xp: ModuleType, n: Array) -> Array:
+    def evaluate_unchecked(self, xp: ModuleType, n: Array) -> Array:
         """``law(n)`` in the dtype of `n`, without checks, for lengths (..., L) that fit the law."""
         dtype, has_no_arrays = n.dtype, getattr(self, "_signature", None) is not None
         if not has_no_arrays and (parameters := self.arrays):
@@ -463,7 +463,7 @@ def check_law(law: Any, *, optional: bool = False) -> None:
 
 
 def _check_fields(law: Law) -> None:
-    """Refuse parameters that a law hides from its copies, its leaves and the plans of calls."""
+    """Refuse parameters outside of fields, which copies, pytree leaves and cached plans would miss."""
     kind, values = type(law), law._named_values()
     if others := values.keys() - kind.__dataclass_fields__.keys():
         must = "keep its parameters in the fields of a frozen dataclass: decorate its class by"

@@ -187,7 +187,8 @@ def presets() -> dict[str, str]:
     Returns
     -------
     dict of str
-        The formula for each name. That of an alias begins with "as", and names the rule that it is.
+        The formula for each name. The formula of an alias begins with "as" and names the rule that the
+        alias stands for.
 
     Examples
     --------

@@ -151,7 +151,7 @@ def calibrate(
     report: bool = False,
     progress: bool | str = False,
 ) -> Sequence[Law] | tuple[list[Law], CalibrationReport]:
-    """Fit a law to every attention head of a model, so that its entropy stays as at one length.
+    """Fit a law to every attention head of a model, to hold its entropy at the value for one length.
 
     Parameters
     ----------

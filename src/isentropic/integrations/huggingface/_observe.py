@@ -34,9 +34,9 @@ def observe(
         The model. Its attention implementation stays as it is: "sdpa", "eager", "isentropic" or
         another. It may have laws.
     every : int or None
-        The first forward pass is observed, and then every pass at this interval. Only forward passes of
-        `model` in training mode are counted. With gradient accumulation, each forward pass counts. If
-        `every` is None, only the passes for which `Observer.request` was called are observed.
+        The number of forward passes from one that is observed to the next; the first is observed. Only
+        passes of `model` in training mode are counted. With gradient accumulation, each forward pass
+        counts. If `every` is None, only passes for which `Observer.request` was called are observed.
     sequences : int, optional
         Measure only the first `sequences` sequences of each batch. By default all are measured.
     then : callable, optional
