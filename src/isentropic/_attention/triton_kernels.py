@@ -45,7 +45,7 @@ _SIZES = {
     },
     "gradient_kernel": {
         "nvidia": {
-            2: {64: (64, 32, 4, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
+            2: {64: (64, 32, 8, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
             4: {64: (16, 32, 8, 1), 128: (16, 16, 8, 1)},
         },
         "amd": {
@@ -229,7 +229,8 @@ def gradient_kernel(
                 end = tl.minimum(tl.load(END + at_row, mask=is_row, other=0), S)
                 is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             else:
-                is_seen = is_row[:, None] & (column[None, :] < S)
+                end = tl.where(is_row, S, 0)  # takes fewer registers than two conditions
+                is_seen = column[None, :] < end[:, None]
 
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (factor * LOG2_E)[:, None]
             x = tl.where(is_seen, s - maximum[:, None], LOWEST_SCORE)
