@@ -29,6 +29,23 @@ TABLES = [
         "attention.AgainstTorch.track_ratio",
     ),
     (
+        "Bias, soft cap and other orders against PyTorch's kernel",
+        "As above, but PyTorch's kernel has no mask, no bias and no soft cap.",
+        "attention.FurtherAgainstTorch.track_ratio",
+    ),
+    (
+        "Few queries and many keys",
+        "64 queries, a million keys, one head of 64 features. Time relative to PyTorch's kernel, which "
+        "computes only the output.",
+        "attention.ManyKeys.track_ratio",
+    ),
+    (
+        "Callers in threads of their own",
+        "16 threads compute entropies in NumPy, while the BLAS may use all cores. Time relative to the "
+        "same with one thread of the BLAS.",
+        "attention.Callers.track_ratio",
+    ),
+    (
         "Attention against the plain expression in NumPy",
         "n = 4096.",
         "attention.AgainstOwnLibrary.track_numpy_naive",
@@ -50,6 +67,11 @@ TABLES = [
         "attention.Gradients.track_ratio",
     ),
     (
+        "Forward and backward with a window, a bias or a soft cap",
+        "As above, but the peer has no mask, no bias and no soft cap.",
+        "attention.FurtherGradients.track_ratio",
+    ),
+    (
         "Small calls",
         "4 heads, n = 16. Time relative to the plain expression in NumPy, or to PyTorch's kernel, with "
         "the same mask.",
@@ -60,6 +82,12 @@ TABLES = [
         "Peak memory of the whole process, including its libraries. The L×S logits alone would take "
         f"{8 * 4096**2 * 4 / 1e6:.0f} MB at n = 4096 and {8 * 16384**2 * 4 / 1e9:.1f} GB at 16 384.",
         "attention.Memory.peakmem_call",
+    ),
+    (
+        "Memory under `torch.compile`",
+        "Growth of the peak memory by output, entropy and their gradient. 2 heads, n = 8192, whose "
+        f"logits take {2 * 8192**2 * 4 / 1e6:.0f} MB.",
+        "attention.CompiledMemory.track_growth",
     ),
     (
         "Error of the entropy",
@@ -127,6 +155,30 @@ BARS = [
     ("attention: jax / jax.nn", "attention.AgainstOwnLibrary.track_jax", ()),
     *(
         (
+            f"output and entropy, with gradients: {library} / {peer}",
+            "attention.Gradients.track_ratio",
+            (library, "output and entropy"),
+        )
+        for library, peer in (("torch", "PyTorch's kernel"), ("jax", "jax.nn"))
+    ),
+    *(
+        (
+            f"causal, 16 queries: {library} / {peer}",
+            "attention.SmallCalls.track_ratio",
+            (library, "causal"),
+        )
+        for library, peer in (("numpy", "plain NumPy"), ("torch", "PyTorch's kernel"))
+    ),
+    *(
+        (
+            f"Hadamard transform: {library} / scipy.fft.dct",
+            "projections.HadamardAgainstPeers.track_dct",
+            (library, "4096"),
+        )
+        for library in ("numpy", "torch", "jax")
+    ),
+    *(
+        (
             f"Fast JL: {library} / scikit-learn's Gaussian",
             "projections.ProjectionsAgainstPeers.track_draw_and_apply_sklearn_gaussian",
             (library, "hadamard"),
@@ -140,8 +192,6 @@ def report() -> str:
     """The report in Markdown, with one section per table."""
     benchmarks = json.loads((RESULTS / "benchmarks.json").read_text())
     runs = newest_first()
-    machine = json.loads((runs[0][0].parent / "machine.json").read_text())
-    hardware = ", ".join(machine[key] for key in ("cpu", "ram", "os") if machine.get(key))
     lines, commits, params = [], {}, {}
     for title, text, name in TABLES:
         run = newest(name, runs)
@@ -150,7 +200,15 @@ def report() -> str:
             params |= run["params"]
             lines += [f"### {title}", "", text, "", *table(name, benchmarks[name], run), ""]
     versions = ", ".join(f"{name} {params[name]}" for name in ("numpy", "torch", "jax", "scipy"))
-    return "\n".join([f"{hardware}; {versions}; commits {', '.join(commits)}.", "", *lines])
+    return "\n".join(
+        [f"{hardware('cpu', 'ram', 'os')}; {versions}; commits {', '.join(commits)}.", "", *lines]
+    )
+
+
+def hardware(*keys: str) -> str:
+    """What is known of the machine with the newest run."""
+    machine = json.loads((newest_first()[0][0].parent / "machine.json").read_text())
+    return ", ".join(machine[key] for key in keys if machine.get(key))
 
 
 def figure(name: str, *choices: str) -> float | None:
@@ -209,16 +267,21 @@ def picture(path: str) -> None:
     import matplotlib.pyplot as plt
 
     bars = [(label, value) for label, *which in BARS if (value := figure(which[0], *which[1]))]
-    fig, ax = plt.subplots(figsize=(7.5, 0.4 + 0.25 * len(bars)), layout="constrained")
+    fig, ax = plt.subplots(figsize=(7.5, 0.6 + 0.25 * len(bars)), layout="constrained")
+    ax.set_title(f"{hardware('cpu')}; n = 4096 unless stated", fontsize=9)
     for i, (label, value) in enumerate(bars):
         color = {"numpy": "C0", "torch": "C1", "jax": "C2"}[label.split(": ")[1].split(" ")[0]]
-        ax.barh(i, value, color=color)
-        ax.text(value * 1.05, i, shown(value, "ratio"), va="center", fontsize=8)
+        ax.barh(i, value - 1, left=1, color=color)
+        is_faster = value < 1
+        at, side = value * (0.95 if is_faster else 1.05), "right" if is_faster else "left"
+        ax.text(at, i, shown(value, "ratio"), va="center", ha=side, fontsize=8)
     ax.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
     ax.invert_yaxis()
     ax.set_xscale("log")
+    ax.margins(x=0.15)
     ax.axvline(1, color="gray", linewidth=0.8)
-    ax.set_xlabel("time / time of the other, same process (left of the line: faster)", fontsize=9)
+    ax.set_xlabel("time / time of the other in the same process; below 1 is faster", fontsize=9)
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.spines[["top", "right"]].set_visible(False)
     fig.savefig(path, dpi=150)
 

@@ -4,6 +4,7 @@ For a ratio both functions are timed alternately in one process. Compare commits
 """
 
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,27 @@ CALLS = {
     "entropy of order 2": lambda q, k, v: it.attention_entropy(q, k, order=2),
     "factor for 5 nats": lambda q, k, v: it.factor_for_attention_entropy(q, k, 5.0),
 }  # fmt: skip
+
+# Calls that PyTorch's kernel does not have, or has with an L×S array. The bias is one number per key.
+FURTHER = {
+    "bias": lambda q, k, v: it.attention(q, k, v, bias=_bias(k)),
+    "soft cap": lambda q, k, v: it.attention(q, k, v, softcap=30.0),
+    "output and entropy, window": lambda q, k, v: (
+        lambda state: (state.output(), state.entropy())
+    )(it.attention_state(q, k, v, mask=masks.window(512))),
+    "output and entropy, bias": lambda q, k, v: (
+        lambda state: (state.output(), state.entropy())
+    )(it.attention_state(q, k, v, bias=_bias(k))),
+    "output and entropy, soft cap": lambda q, k, v: (
+        lambda state: (state.output(), state.entropy())
+    )(it.attention_state(q, k, v, softcap=30.0)),
+    "entropy of order 1/2": lambda q, k, v: it.attention_entropy(q, k, order=0.5),
+    "entropy of order ∞": lambda q, k, v: it.attention_entropy(q, k, order=math.inf),
+}  # fmt: skip
+
+
+def _bias(k):
+    return k[..., None, :, 0]
 
 
 class Attention:
@@ -97,6 +119,66 @@ class AgainstTorch:
         return ratio(lambda: function(*own), lambda: peer(*others))
 
 
+class FurtherAgainstTorch:
+    """Time relative to PyTorch's `scaled_dot_product_attention` without a mask, at n = 4096."""
+
+    params = (CPU, list(FURTHER))
+    param_names = ("backend", "call")
+    unit = "ratio"
+    timeout = 300
+
+    def track_ratio(self, backend, call):
+        own, others = arrays(backend, 4096), arrays("torch", 4096)
+        function, peer = synchronized(backend, FURTHER[call]), torch_sdpa(call, length(4096))
+        return ratio(lambda: function(*own), lambda: peer(*others))
+
+
+class ManyKeys:
+    """64 queries and a million keys, one head, relative to PyTorch's kernel."""
+
+    params = (CPU, ["attention", "output and entropy", "entropy"])
+    param_names = ("backend", "call")
+    unit = "ratio"
+    timeout = 300
+
+    def track_ratio(self, backend, call):
+        own, others = (self.arrays(library) for library in (backend, "torch"))
+        function, peer = synchronized(backend, CALLS[call]), torch_sdpa(call, length(64))
+        return ratio(lambda: function(*own), lambda: peer(*others))
+
+    def arrays(self, library):
+        q, k, v = arrays(library, 10**6, heads=1)
+        return q[:, :64], k, v
+
+
+class Callers:
+    """Entropies in 16 threads of the caller, with as many threads of the BLAS as there are cores.
+
+    The time is relative to that with one thread of the BLAS.
+    """
+
+    params = ([384, 1024],)
+    param_names = ("n",)
+    unit = "ratio"
+
+    def track_ratio(self, n):
+        from concurrent.futures import ThreadPoolExecutor
+
+        from threadpoolctl import threadpool_limits
+
+        q, k, _ = arrays("numpy", n)
+        with ThreadPoolExecutor(16) as pool:
+
+            def run():
+                list(pool.map(lambda _: it.attention_entropy(q, k), range(16)))
+
+            def run_with_one_thread():
+                with threadpool_limits(1, user_api="blas"):
+                    run()
+
+            return ratio(run, run_with_one_thread)
+
+
 class AgainstOwnLibrary:
     """Time relative to the usual expression or function of the same library, at n = 4096."""
 
@@ -149,6 +231,63 @@ class Gradients:
 
             theirs, others = gradient("jax", peer), _heads_last(own)
         return ratio(lambda: ours(*own), lambda: theirs(*others))
+
+
+class FurtherGradients:
+    """Forward and backward at n = 4096, relative to SDPA or `jax.nn` without a mask."""
+
+    params = (["torch", "jax"], [call for call in FURTHER if "order" not in call])
+    param_names = ("backend", "call")
+    unit = "ratio"
+    timeout = 600
+
+    def track_ratio(self, backend, call):
+        own = arrays(backend, 4096)
+        ours = gradient(backend, FURTHER[call])
+        if backend == "torch":
+            theirs, others = gradient("torch", torch_sdpa(call, length(4096))), own
+        else:
+            import jax
+
+            theirs, others = gradient("jax", jax.nn.dot_product_attention), _heads_last(own)
+        return ratio(lambda: ours(*own), lambda: theirs(*others))
+
+
+class CompiledMemory:
+    """Growth of the peak memory by output, entropy and gradient under `torch.compile`.
+
+    2 heads at n = 8192, whose logits are 537 MB.
+    """
+
+    params = (["aot_eager", "inductor"],)
+    param_names = ("compiler",)
+    unit = "bytes"
+    timeout = 600
+
+    def track_growth(self, compiler):
+        program = f"""
+import resource, torch, isentropic as it
+
+@torch.compile(fullgraph=True, backend={compiler!r})
+def loss(q, k, v):
+    state = it.attention_state(q, k, v, is_causal=True)
+    return (state.output() ** 2).sum() + state.entropy().sum()
+
+def run(n):
+    q, k, v = (torch.randn(2, n, 64, requires_grad=True) for _ in range(3))
+    loss(q, k, v).backward()
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+run({length(256)}); run({length(512)})
+before = peak()
+run({length(8192)})
+print(peak() - before)
+"""
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return float(result.stdout.split()[-1])
 
 
 class SmallCalls:
