@@ -211,9 +211,12 @@ def hardware(*keys: str) -> str:
     return ", ".join(machine[key] for key in keys if machine.get(key))
 
 
-def figure(name: str, *choices: str) -> float | None:
-    """The latest result of a benchmark for given parameters, or None."""
-    run = newest(name, newest_first())
+def figure(name: str, *choices: str, commit: str | None = None) -> float | None:
+    """The result of a benchmark for given parameters, or None: the latest, or that of a commit."""
+    if commit is None:
+        run = newest(name, newest_first())
+    else:
+        run = json.loads(next(RESULTS.glob(f"*/{commit}-*.json")).read_text())
     return None if run is None else by_choices(name, run)[1].get(choices)
 
 
