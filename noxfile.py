@@ -139,7 +139,7 @@ def kernels(session: nox.Session) -> None:
     """Compile all Triton kernels for several GPUs, none of which is needed; arguments go to pytest."""
     install(session, "test", "torch", "triton")
     session.run(
-        "pytest", "--backend=torch", "tests/test_triton_compiler.py", *session.posargs,
+        "pytest", "--backend=torch", "tests/_attention/test_triton_compiler.py", *session.posargs,
         env={"ISENTROPIC_ALL_KERNELS": "1"},
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ def package(session: nox.Session) -> None:
     shutil.unpack_archive(sdist, away, filter="data")
     session.chdir(away / sdist.name.removesuffix(".tar.gz"))
     run("python", "-m", "pip", "install", "--quiet", *nox.project.dependency_groups(PYPROJECT, "test"))
-    few_tests = ["tests/test_package.py", "tests/test_laws.py"]
+    few_tests = ["tests/test_package.py", "tests/laws"]
     run("pytest", "--backend=numpy", *(session.posargs or few_tests))
 
 

@@ -1,7 +1,8 @@
 """Compile the Triton kernels to machine code for GPUs that need not be there, and print what came out.
 
 A script and not a part of the tests, whose process interprets kernels. Its arguments are names like
-``state_kernel-bfloat16-128-sm_90``; it prints a line of JSON for each of them.
+``state_kernel-bfloat16-128-sm_90``; it prints a line of JSON for each of them. A name may end with what
+the call has, as in ``state_kernel-bfloat16-128-sm_90-value+mask``; without that the call has everything.
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ from isentropic._attention import triton_kernels
 TYPES = {"float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float32": ("fp32", 4)}
 FLOATS = {"FACTOR", "MAXIMUM", "NORMALIZER", "MOMENT", "INVERSE", "CONSTANT", "SLOPE", "REST", "DQ"}
 INTEGERS = {"FIRST", "END", "LOW", "HIGH", "ARGMAX"}
+# What a call may have, and the arrays that it then has.
+ARRAYS = {
+    "value": {"V", "OUT", "G", "DV"},
+    "mask": {"FIRST", "END", "LOW", "HIGH"},
+    "moment": {"MOMENT", "SLOPE", "REST"},
+    "argmax": {"ARGMAX"},
+}
 
 
-def source(kernel, dtype, itemsize, width, precision, sizes, *, everything):
-    """A kernel with the types of its arguments: with a mask and for a state, or for an output alone."""
+def source(kernel, dtype, width, precision, sizes, parts):
+    """A kernel with the types of its arguments, for a call that has the `parts`."""
     constants = {
         "WIDTH": width,
         "N_VALUES": width,
         "BLOCK": triton_kernels.block_width(width),
         "VALUE_BLOCK": triton_kernels.block_width(width),
-        "HAS_VALUE": True,
-        "HAS_MASK": everything,
-        "HAS_MOMENT": everything,
-        "HAS_ARGMAX": everything,
+        **{f"HAS_{part.upper()}": part in parts for part in ARRAYS},
         "PRECISION": precision,
         "ROWS": sizes.rows,
         "COLUMNS": sizes.columns,
+        **{array: None for part in ARRAYS.keys() - parts for array in ARRAYS[part]},
     }
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -52,7 +58,7 @@ def source(kernel, dtype, itemsize, width, precision, sizes, *, everything):
         elif name.endswith(("_batch", "_head", "_row")):
             signature[name] = "i32"
         else:
-            signature[name] = "*fp32" if name == "OUT" and everything else f"*{dtype}"
+            signature[name] = "*fp32" if name == "OUT" and "moment" in parts else f"*{dtype}"
         if is_aligned:
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
@@ -87,7 +93,7 @@ def resources_on_amd(compiled):
 
 
 def compile_one(name):
-    kernel_name, dtype, width, architecture, *options = name.split("-")
+    kernel_name, dtype, width, architecture, *parts = name.split("-")
     kernel, (short, itemsize) = getattr(triton_kernels, kernel_name), TYPES[dtype]
     is_amd = architecture.startswith("gfx")
     if is_amd:
@@ -96,9 +102,8 @@ def compile_one(name):
         target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     sizes = triton_kernels.configuration(kernel, int(width), itemsize, is_amd)
     precision = triton_kernels.precision(is_amd)
-    text = source(
-        kernel, short, itemsize, int(width), precision, sizes, everything="output" not in options
-    )
+    present = set(parts[0].split("+")) if parts else set(ARRAYS)
+    text = source(kernel, short, int(width), precision, sizes, present)
     compiled = triton.compile(
         text,
         target=target,

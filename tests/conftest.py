@@ -298,6 +298,15 @@ def tiny_tiles(set_blocks: Callable[..., None]) -> None:
 
 
 @pytest.fixture
+def x64() -> Iterator[None]:
+    """JAX with float64, in tests without the fixture `backend`."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def tree(backend):
     """The trees of the backend's library."""
     if backend.library not in ("jax", "torch"):

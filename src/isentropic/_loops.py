@@ -29,7 +29,7 @@ class BlockSizes:
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers in the vectors whose distances are compared
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
-    numpy_rows: int = 512  # a tile of 1 MB: threads rarely meet, and it is still near the core
+    numpy_rows: int = 512  # a tile of 1 MB: threads rarely wait, and it still fits in a core's cache
     numpy_columns: int = 512
     numpy_min_part: int = 2**12  # the fewest keys of a part, if threads share the keys
     # Calls with fewer logits are not faster with threads and one batch element at a time.
@@ -40,6 +40,9 @@ class BlockSizes:
     jax_columns: int = 1024
     jax_min_length: int = 256  # with fewer queries or keys all heads at once are faster
     numpy_untiled_logits: int = 2**18  # calls with at most so many logits are faster without tiles
+    sparse_numbers: int = 2**22  # entries of a sparse matrix that are made dense at a time
+    mask_elements: int = 2**24  # elements of a mask of flex_attention that are counted at a time
+    vocabulary_logits: int = 2**26  # logits of a language model that are formed at a time
 
 
 # The tests make them small, so that every pass has several blocks, with ragged ends.

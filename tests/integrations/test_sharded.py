@@ -504,7 +504,9 @@ class TestTorch:
 
     def test_without_a_group(self, only):
         x = only("torch").zeros(4, 2)
-        with pytest.raises(ValueError, match=r"`group` must come after `torch.distributed.init_pro"):
+        with pytest.raises(
+            ValueError, match=r"`group` must be initialized by `torch.distributed.init_pro"
+        ):
             sharded.distributed_attention(x, x, x)
 
 

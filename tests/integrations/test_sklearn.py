@@ -83,8 +83,8 @@ class TestEveryKind:
         np.testing.assert_allclose(outputs["float32"], outputs["float64"], rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("container", [sparse.csr_array, sparse.csc_array, sparse.coo_array])
-    def test_sparse_data(self, kind, x, container, monkeypatch):
-        monkeypatch.setattr("isentropic.integrations.sklearn._BLOCK_SIZE", 3000)
+    def test_sparse_data(self, kind, x, container, set_blocks):
+        set_blocks(sparse_numbers=3000)
         x[np.abs(x) < 1.5] = 0
         t = JLTransformer(50, kind=kind, random_state=0).fit(container(x))
         y = t.transform(container(x))

@@ -1,3 +1,5 @@
+"""`rotary` agrees with rotations of complex numbers and transformers, and refuses other arrays."""
+
 import numpy as np
 import oracles
 import pytest
@@ -78,3 +80,11 @@ class TestRotary:
             it.layers.rotary(x, backend.array([1, 2]))
         with pytest.raises(TypeError, match=r"`x` must have a real floating-point dtype"):
             it.layers.rotary(backend.array(np.ones((3, 4), int)))
+
+
+class TestErrors:
+    def test_positions(self, backend):
+        with pytest.raises(TypeError, match="`positions` must have an integer or floating-point dtype"):
+            it.layers.rotary(
+                backend.array(np.ones((3, 4)), "float32"), backend.array(np.ones(3), "complex64")
+            )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from isentropic._checks import check_choice, check_flag, check_real, counts, requires_extra, value_error
+from isentropic._loops import BLOCKS
 from isentropic._namespace import accumulator, common_device, namespace
 from isentropic.jl._dimensions import min_dim
 from isentropic.jl._draws import draw_rows
@@ -49,9 +50,6 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "orthogonal": (orthogonal_projection, "haar"),
     "count_sketch": (count_sketch, "exact"),
 }
-
-# How many entries of a sparse matrix are made dense at a time.
-_BLOCK_SIZE = 2**22
 
 
 class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -266,7 +264,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _transform_in_blocks(self, X: Any) -> Any:
         """The images of the rows of a sparse matrix, made dense a block of rows at a time."""
         out = np.empty((X.shape[0], self.n_components_), X.dtype)
-        rows = max(1, _BLOCK_SIZE // X.shape[1])
+        rows = max(1, BLOCKS.sparse_numbers // X.shape[1])
         for start in range(0, X.shape[0], rows):
             out[start : start + rows] = self._map(X[start : start + rows].toarray())
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from isentropic._checks import check_real, is_array, type_error, value_error
-from isentropic._loops import is_readable
+from isentropic._loops import is_known_true, is_readable
 from isentropic._namespace import Array, namespace, to_numpy
 from isentropic._numerics import clip, root_or_zero
 from isentropic.laws._law import (
@@ -354,6 +355,12 @@ class Knots(Law):
         If there are fewer than two lengths, if they do not increase or are below 1, if there are not as
         many factors as lengths, or if a number is not finite.
 
+    Warns
+    -----
+    UserWarning
+        If a number of keys is above the last length, and the last two factors differ. Values that
+        cannot be read, on a GPU or within a transformation, give no warning.
+
     See Also
     --------
     isentropic.theory.invariant_factor : factors to interpolate.
@@ -378,8 +385,8 @@ class Knots(Law):
     --------
     >>> from isentropic import laws
     >>> law = laws.Knots([64, 512, 4096], [1.0, 1.5, 1.75])
-    >>> [round(law(n), 3) for n in (64, 512, 1448, 4096, 32768)]
-    [1.0, 1.5, 1.625, 1.75, 2.0]
+    >>> [round(law(n), 3) for n in (64, 512, 1448, 4096)]
+    [1.0, 1.5, 1.625, 1.75]
     """
 
     lengths: Sequence[float]
@@ -411,6 +418,7 @@ class Knots(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         lengths, last = [float(x) for x in self.lengths], len(self.lengths) - 1
+        self._warn_beyond(xp, n)
         factors = [over_queries(xp, self._factor(i), n) for i in range(last + 1)]
         n = xp.where(n < 1.0, 1.0, n)
         result: Any = None
@@ -424,6 +432,23 @@ class Knots(Law):
             line = factors[i] + xp.log(n / length) * (1 / width) * rise
             result = line if result is None else xp.where(n < length, result, line)
         return at_least(xp, result, self.minimum)
+
+    def _warn_beyond(self, xp: ModuleType, n: Array) -> None:
+        """Warn if the factor is extrapolated, but not if it is a constant there."""
+        if not (is_readable(xp, n) and is_known_true(xp, xp.any(n > float(self.lengths[-1])))):
+            return
+        before, last = self._factor(-2), self._factor(-1)
+        level: Any = before == last
+        if is_array(level):
+            level = not is_readable(xp, level) or bool(xp.all(level))
+        if not level:
+            # Without the number of keys: Python shows each text once, and a cache grows by each token.
+            warnings.warn(
+                f"A query sees more keys than the last of the `lengths` of `laws.Knots`, "
+                f"{self.lengths[-1]:g}: the line through the last two factors is extended.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _factor(self, i: int) -> Any:
         return self.factors[..., i] if is_array(self.factors) else self.factors[i]  # type: ignore[call-overload]

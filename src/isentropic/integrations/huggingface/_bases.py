@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 )
 
 from isentropic._checks import type_error, value_error
+from isentropic._loops import BLOCKS
 from isentropic._namespace import namespace
 from isentropic.integrations._observe import visible_counts
 from isentropic.integrations.huggingface._clamp import clamped
@@ -40,8 +41,6 @@ _Counter: TypeAlias = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, Any
 _WITH_LAW: dict[tuple[Any, str], Callable[..., Any]] = {}
 # FlashAttention needs all of them.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Elements of a mask that are formed at a time.
-_TILE = 2**24
 
 
 def set_base(model: Any, base: str) -> None:
@@ -71,7 +70,8 @@ def extend_interface() -> None:
 
     @functools.wraps(get_interface)
     def get_interface_with_law(self: Any, name: str, default: Any) -> Any:
-        # Only the default, "eager", has no law yet. A call is announced with the query before the law.
+        # The functions that the lookup finds apply laws already. The default, "eager", does not.
+        # A call is announced with the query as it is before the law multiplies it.
         function = with_law(get_interface(self, name, default), "eager")
         return announced(clamped(function), name)
 
@@ -87,7 +87,7 @@ def with_law(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     # The same object for every lookup: otherwise torch.compile would compile again.
     if (known := _WITH_LAW.get((function, name))) is not None:
         return known
-    counted = _counter(name)
+    count_visible = _counter(name)
 
     @functools.wraps(function)
     def attend_with_law(
@@ -98,7 +98,7 @@ def with_law(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             if count == "positions":
                 n = positions_from_1(query, kwargs.get("position_ids"))
             else:
-                n = counted(module, query, key, attention_mask, kwargs)
+                n = count_visible(module, query, key, attention_mask, kwargs)
             query = _scaled(query, n, law)
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
@@ -113,7 +113,7 @@ def _scaled(query: torch.Tensor, n: torch.Tensor, law: Law) -> torch.Tensor:
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     # A padding query may see nothing. An infinite factor would make the keys of the next layer NaN.
     n = torch.clamp(n.to(dtype), min=1)
-    factor = law.evaluate_checked(namespace(query=query), n)
+    factor = law.evaluate_unchecked(namespace(query=query), n)
     return (query.to(dtype) * factor[..., None]).to(query.dtype)
 
 
@@ -211,7 +211,7 @@ def _visible_in_blocks(mask: BlockMask, device: torch.device) -> torch.Tensor:
     """The number of keys that each query sees, (B, H or 1, L)."""
     (batch, heads, n_queries, n_keys), (height, width) = mask.shape, mask.BLOCK_SIZE
     blocks = mask.to_dense().bool()
-    step = height * max(1, _TILE // (batch * heads * height * n_keys))
+    step = height * max(1, BLOCKS.mask_elements // (batch * heads * height * n_keys))
     counts = []
     for start in range(0, n_queries, step):
         rows = min(step, n_queries - start)
@@ -225,7 +225,7 @@ def _visible_in_blocks(mask: BlockMask, device: torch.device) -> torch.Tensor:
 
 
 def _unknown(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
-    raise _unknown_count("a mask of a kind of its own")
+    raise _unknown_count("masks of an unknown kind")
 
 
 def _check_dense(kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a model loses beyond its trained length by dilution or by positions it has never seen."""
+"""Whether dilution or unseen positions raise the loss of a model beyond its trained length."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, pad
 from tqdm import tqdm
 
 from isentropic._checks import check_count, type_error, value_error
+from isentropic._loops import BLOCKS
 from isentropic.integrations.huggingface._clamp import clamping, takes_rotary_positions
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._measure import as_mapping, check_batches
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 # The label of tokens that have no loss, as in PyTorch and transformers.
 _IGNORED = -100
-# Logits that are formed at a time.
-_CHUNK = 2**26
 # The treatments, in the order of the axes of the losses: the law first, then the clamped positions.
 _ARMS = {"as it is": (0, 0), "law": (1, 0), "clamped": (0, 1), "law, clamped": (1, 1)}
 _EFFECTS = ("rise", "law_alone", "clamping_alone", "both", "law", "clamping")
@@ -219,7 +218,7 @@ def diagnose(
     window: int | None = None,
     progress: bool | str = False,
 ) -> Diagnosis:
-    """Measure whether a model loses beyond its trained length by dilution or by unseen positions.
+    """Measure whether dilution or unseen positions raise the loss of a model beyond its trained length.
 
     Parameters
     ----------
@@ -228,7 +227,7 @@ def diagnose(
     batches : iterable
         The inputs of the model, as in `profile`, with sequences longer than `trained_length`. The
         labels of a causal model are the tokens, if there are no ``labels``. Labels of −100 are ignored.
-        Batches have no ``position_ids``, which includes packed sequences.
+        Batches must not have ``position_ids``, so packed sequences are not supported.
     trained_length : int
         The longest context of the training.
     law : Law, sequence or mapping, optional
@@ -383,7 +382,7 @@ class _Arms:
             return _token_losses(self.model(**options | inputs), labels)
         sequences, length = labels.shape
         vocabulary = self.model.config.get_text_config().vocab_size
-        step = max(1, _CHUNK // (sequences * vocabulary))
+        step = max(1, BLOCKS.vocabulary_logits // (sequences * vocabulary))
         with _computed_once(self.model.base_model):
             parts = [
                 _token_losses(self.model(**options | inputs, logits_to_keep=rows), labels[:, rows])

@@ -42,11 +42,11 @@ class _Beyond(Law):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return 1 + self.slope[..., None] * xp.log(clip(xp, n / self.base, min=1.0))
 
-    def knots(self) -> Knots:
-        """The same law for any library, with NumPy arrays."""
+    def knots(self, longest: int) -> Knots:
+        """The same law for any library, with NumPy arrays, and its last knot at the longest length."""
         slope = self.slope.detach().cpu().double().numpy()
-        lengths = (self.base / 2, self.base, 2 * self.base)
-        return Knots(lengths, 1 + slope[:, None] * [0.0, 0.0, math.log(2)])
+        rise = [0.0, 0.0, math.log(longest / self.base)]
+        return Knots((self.base / 2, self.base, longest), 1 + slope[:, None] * rise)
 
 
 def tune(
@@ -72,7 +72,7 @@ def tune(
     reference_length : int ≥ 2
         The number of keys up to which the laws are 1, such as the trained length of the model.
     learning_rate : float > 0
-        That of Adam at the first step. It falls to 0 along a half cosine.
+        The learning rate of Adam at the first step. It falls to 0 along a half cosine.
     chunk_size : int
         The number of tokens of a step. A step needs memory for the activations of so many tokens.
     base : str
@@ -162,7 +162,8 @@ def tune(
                         layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
                 bar.update()
-    return [law.knots() for law in laws]
+    longest = max(x.shape[1] for x in texts) - 1  # the last token has a loss, but no query
+    return [law.knots(longest) for law in laws]
 
 
 def _slopes(model: Any, module: torch.nn.Module) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Models of transformers: against its own attention, and with laws against weights formed here."""
+"""Models with "isentropic" agree with transformers, and with laws on weights formed here."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""MultiheadAttention and LawModule for PyTorch: the standard one is torch's, the law a formula."""
+"""MultiheadAttention is torch's with a law, and LawModule holds laws that learn."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Dilution or unseen positions: against models that lose by one of them, and against oracles."""
+"""The diagnosis finds whether a model loses by dilution or by positions it has not seen."""
 
 import json
 import math
@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from tiny_models import SIZES, decoder, encoder_decoder  # noqa: E402
 
 from isentropic.integrations import huggingface  # noqa: E402
-from isentropic.integrations.huggingface import _clamp, _diagnose  # noqa: E402
+from isentropic.integrations.huggingface import _clamp  # noqa: E402
 from isentropic.integrations.huggingface._modules import attention_modules  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -207,8 +207,8 @@ def oracle(model, ids, window, law):
 
 
 @torch.no_grad()
-def test_oracle(monkeypatch):
-    monkeypatch.setattr(_diagnose, "_CHUNK", 2 * 64 * 7)  # logits of seven tokens at a time
+def test_oracle(set_blocks):
+    set_blocks(vocabulary_logits=2 * 64 * 7)  # logits of seven tokens at a time
     model = decoder("Llama").double()
     ids = torch.randint(64, (2, 25), generator=torch.Generator().manual_seed(3))
     law = laws.LogLength(6, minimum=1)

@@ -1,4 +1,4 @@
-"""Plans: what is kept of a call, for the next one of its signature."""
+"""A call keeps its plan for the next call of the same signature, and keeps no arrays."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Statistics of attention during training: against attention weights, and without a trace in the step."""
+"""Statistics of attention during training are those of the weights, and do not change the step."""
 
 import copy
 import gc

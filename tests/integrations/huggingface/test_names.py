@@ -1,4 +1,4 @@
-"""Layers by name."""
+"""Attention layers have names, and laws can be given, saved and loaded by them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Families that compute their attention themselves: against their own code with scaled weights."""
+"""Families that compute their attention themselves agree with their code with scaled weights."""
 
 import copy
 import importlib

@@ -1,4 +1,4 @@
-"""Calibration from some of the queries of a model."""
+"""Calibration from some of the queries of a model measures what they have among all queries."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Statistics of attention in plain PyTorch modules: against the weights that PyTorch returns."""
+"""Statistics of attention in plain PyTorch modules are those of the weights that PyTorch returns."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The published factors of the laws: against the laws, and against what their script writes."""
+"""The published factors are those of the laws, and those that their script writes."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ from isentropic import laws
 
 pytestmark = pytest.mark.host
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "reference" / "law-vectors.json"
 
 

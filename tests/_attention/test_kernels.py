@@ -1,10 +1,11 @@
-"""The opt-in kernels, Triton's for PyTorch and Pallas' for JAX, against the generic pass and an oracle.
+"""The opt-in kernels of Triton and Pallas agree with the generic pass and an oracle.
 
 Without a GPU they run in the interpreters of Triton and Pallas. These show that the values are right.
 That Triton's kernels compile is tested in `test_triton_compiler`, that Pallas' lower is tested here.
 """
 
 import importlib.util
+import math
 import subprocess
 import sys
 
@@ -128,6 +129,13 @@ class TestAgainstGeneric:
         backend.assert_close(
             it.attention(q, k, v, implementation=kernel, **options), expected, atol=1e-5
         )
+
+    def test_sinks(self, backend, kernel, rng):
+        arrays = [x.astype("float32") for x in draw(rng)]
+        slope = np.asarray([0.4, 0.9], "float32")
+        options = {"is_causal": True, "sinks": backend.array(np.asarray([0.5, -math.inf], "float32"))}
+        expected = outcomes(backend, "generic", arrays, slope, **options)
+        assert_same(outcomes(backend, kernel, arrays, slope, **options), expected, 1e-5)
 
     def test_memory_order(self, backend, kernel, rng):
         if backend.library != "torch":

@@ -1,4 +1,4 @@
-"""Laws that are saved and trained with their model, by transformers, Accelerate and PEFT."""
+"""Laws are saved, loaded and trained with their model by transformers, Accelerate and PEFT."""
 
 import copy
 import json

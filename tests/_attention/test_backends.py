@@ -1,4 +1,4 @@
-"""Backends against the generic pass and against oracles: values, gradients, masks, what is not finite."""
+"""Backends agree with the generic pass and with oracles, and each call says which of them run."""
 
 import itertools
 
@@ -225,6 +225,29 @@ class TestBackends:
             assert capped["numpy"] == "for so few logits it supports no bias and no soft cap"
         elif backend.library == "strict":
             assert capped["numpy"] == "some array is on another device, traced or differentiated"
+
+    def test_settings_of_pytorch_belong_to_the_choice(self, monkeypatch):
+        """On a GPU `sdpa_kernel` changes what PyTorch's kernel is, also for a plan that is known."""
+        torch = pytest.importorskip("torch")
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        asked = []
+        original = backends.backends
+
+        def noted():
+            asked.append(1)
+            return original()
+
+        monkeypatch.setattr(backends, "backends", noted)
+        with torch._subclasses.FakeTensorMode():
+            x = torch.empty(1, 2, 9, 8, device="cuda")
+            known, _ = plan.prepare(plan.Arguments(x, x, x))
+            for expected in (1, 1):
+                backends._backend_for(known, None, None)
+                assert len(asked) == expected
+            with sdpa_kernel(SDPBackend.MATH):
+                backends._backend_for(known, None, None)
+            assert len(asked) == 2
 
     def test_names(self, backend, rng):
         assert list(plan.IMPLEMENTATIONS[:3]) == [None, "generic", "native"]

@@ -1,4 +1,4 @@
-"""The standard attention on the cases with which ONNX tests implementations of its Attention operator."""
+"""The standard attention passes the cases with which ONNX tests its Attention operator."""
 
 import importlib
 import warnings

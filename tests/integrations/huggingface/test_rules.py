@@ -1,4 +1,4 @@
-"""Warnings about rules of models, from their attention modules."""
+"""Laws on a model that has a rule of its own give a warning."""
 
 import warnings
 from types import SimpleNamespace

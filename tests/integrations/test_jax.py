@@ -1,4 +1,4 @@
-"""attention_fn in the attention modules of Flax, nnx and linen."""
+"""`attention_fn` computes the attention in the modules of Flax, nnx and linen."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Entropies of encoder–decoders, and of models whose layers differ."""
+"""Entropies of encoder–decoders, and of layers that differ, have the right values and names."""
 
 import math
 

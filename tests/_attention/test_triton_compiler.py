@@ -1,4 +1,4 @@
-"""The Triton kernels, compiled to machine code for GPUs that need not be there.
+"""The Triton kernels compile to machine code for GPUs that need not be there.
 
 The interpreter of Triton, in which the other tests run, has none of the rules of the compiler.
 """
@@ -15,7 +15,7 @@ import pytest
 FEW = [
     "state_kernel-bfloat16-64-sm_80",
     "gradient_kernel-bfloat16-64-sm_80",
-    "state_kernel-float32-64-sm_80-output",
+    "state_kernel-float32-64-sm_80-value",
     "state_kernel-float16-128-sm_90",
     "gradient_kernel-float16-128-gfx942",
 ]
@@ -24,6 +24,20 @@ ALL = [
     for kernel in ("state_kernel", "gradient_kernel")
     for dtype in ("bfloat16", "float16", "float32")
     for width in ((64, 128) if dtype == "float32" else (64, 128, 256))
+    for architecture in ("sm_80", "sm_90", "sm_100", "gfx942")
+]
+# All that a call may have and not have: the argmax is for gradients of a moment, and a call without
+# values computes a moment.
+PARTS = {
+    "state_kernel": ("value", "value+moment", "value+moment+argmax", "moment", "moment+argmax"),
+    "gradient_kernel": ("value", "value+moment+argmax", "moment+argmax"),
+}
+ALL += [
+    f"{kernel}-{configuration}-{architecture}-{parts}{mask}"
+    for kernel, all_parts in PARTS.items()
+    for parts in all_parts
+    for mask in ("", "+mask")
+    for configuration in ("bfloat16-64", "float32-128")
     for architecture in ("sm_80", "sm_90", "sm_100", "gfx942")
 ]
 NAMES = sorted({*FEW, *ALL}) if os.environ.get("ISENTROPIC_ALL_KERNELS") else FEW
@@ -46,7 +60,7 @@ def compiled(request):
     if request.config.getoption("--backend") not in (None, "torch"):
         pytest.skip("belongs to the backend torch")
     pytest.importorskip("triton", reason="triton is not installed")
-    program = Path(__file__).parent / "ahead_of_time.py"
+    program = Path(__file__).parents[1] / "ahead_of_time.py"
     result = subprocess.run(
         [sys.executable, program, *NAMES],
         env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True,

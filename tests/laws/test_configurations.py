@@ -1,4 +1,4 @@
-"""Rules read from configurations, against what the models of transformers hand to their attention."""
+"""Rules read from configurations are those that models of transformers apply to their attention."""
 
 import copy
 import re

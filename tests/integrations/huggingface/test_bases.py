@@ -1,4 +1,4 @@
-"""Laws in the attention implementations of transformers, against "isentropic" and weights formed here.
+"""Laws in transformers' implementations agree with "isentropic" and with weights formed here.
 
 FlashAttention needs a GPU: here its functions are replaced by PyTorch's. Flex attention is not compiled.
 """
@@ -511,7 +511,7 @@ class TestUnknownCounts:
 
         monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "own", twice)
         model = decoder("Llama")
-        with pytest.raises(ValueError, match=r"`count` must be 'positions' where .* a kind of its own"):
+        with pytest.raises(ValueError, match=r"`count` must be 'positions' where .* an unknown kind"):
             by_base(model, "own", lambda model: model(**batch()))
         by_base(model, "own", lambda model: model(**batch()), count="positions")
 
@@ -548,8 +548,8 @@ class TestBlocks:
         )
 
     @pytest.mark.parametrize("tile", [2**24, 1])
-    def test_functions(self, monkeypatch, tile):
-        monkeypatch.setattr(_bases, "_TILE", tile)
+    def test_functions(self, set_blocks, tile):
+        set_blocks(mask_elements=tile)
         got = _bases._visible_in_blocks(self.windows(), torch.device("cpu"))
         for b in range(2):
             for h in range(3):

@@ -1,4 +1,4 @@
-"""The state, and the monoid of `merge`."""
+"""States of parts of the keys merge to the state of all, also those from kernels elsewhere."""
 
 import itertools
 import math
