@@ -106,6 +106,11 @@ def half_width(deviation: float, n: int, confidence: float = 0.95) -> float:
     return quantile * deviation / math.sqrt(n)
 
 
+def mean_and_half_width(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """The mean of values over seeds, and half the width of its interval."""
+    return statistics.fmean(values), half_width(statistics.stdev(values), len(values), confidence)
+
+
 def deciding_number(
     mean: float, deviation: float, smallest: float, confidence: float = 0.95
 ) -> int | None:

@@ -64,7 +64,6 @@ had been seen. It has the same seeds, and the same rule decides it.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -72,8 +71,9 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
-from experiment import Claim, Decision, Verdict, answered, decide, spread, table
+from experiment import Claim, Decision, Verdict, answered, decide, mean_and_half_width, spread, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, held, modules, with_best_constant
@@ -462,7 +462,8 @@ def answer(results: dict[str, Any]) -> str:
         f"Find the largest of {n} numbers, trained with at most {LONGEST}: the law log n in training "
         f"brings {against('log', 'constant')} more than a learned constant. On the weights of standard "
         f"attention, a factor that holds the mean entropy brings {against('O + held mean', 'O + log')} "
-        f"more than the law log n at test time."
+        f"more than the law log n at test time. To train with entropies that are held brings "
+        f"{against('held', 'log')} against training with the law."
     )
 
 
@@ -496,13 +497,17 @@ def picture(results: dict[str, Any]) -> Figure:
     colors = dict(zip(ARMS, plt.get_cmap("tab20").colors, strict=False))
     for ax, (what, arms) in zip(axes, panels, strict=True):
         for arm in arms:
-            mean = [statistics.fmean(values(results, arm, what, n)) for n in lengths]
+            found = (mean_and_half_width(values(results, arm, what, n)) for n in lengths)
+            mean, half = map(np.asarray, zip(*found, strict=True))
             style = "o--" if arm in AT_TEST else "o-"
             ax.plot(lengths, mean, style, color=colors[arm], label=arm, markersize=4)
+            if what == "accuracy":
+                ax.fill_between(lengths, mean - half, mean + half, color=colors[arm], alpha=0.15, lw=0)
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [str(n) for n in lengths])
         ax.set_xlabel("items")
-        ax.set_ylabel("accuracy in %" if what == "accuracy" else "factor on the scale")
+        name = "accuracy in % (band: 95 % interval of the mean)"
+        ax.set_ylabel(name if what == "accuracy" else "factor on the scale")
     for ax, title in zip(axes[:2], ("trained", "the weights of O, at test time"), strict=True):
         ax.set_title(title, fontsize=10)
         ax.legend(fontsize=8)

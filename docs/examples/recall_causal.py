@@ -97,8 +97,9 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
-from experiment import Claim, Decision, Verdict, answered, decide, spread, table
+from experiment import Claim, Decision, Verdict, answered, decide, mean_and_half_width, spread, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, modules, with_best_constant
@@ -630,16 +631,18 @@ def picture(results: dict[str, Any]) -> Figure:
         for ax, n0 in zip(row, trained, strict=True):
             lengths = [x * n0 for x in multiples]
             for arm in arms:
-                mean = [statistics.fmean(values(results, arm, x, n0)) for x in multiples]
+                found = (mean_and_half_width(values(results, arm, x, n0)) for x in multiples)
+                mean, half = map(np.asarray, zip(*found, strict=True))
                 style = "o--" if arm in AT_TEST else "o-"
                 ax.plot(lengths, mean, style, color=colors[arm], label=arm, markersize=4)
+                ax.fill_between(lengths, mean - half, mean + half, color=colors[arm], alpha=0.15, lw=0)
             ax.set_xscale("log", base=2)
             ax.set_xticks(lengths, [str(n) for n in lengths])
             ax.set_xlabel("keys")
             ax.set_title(f"n₀ = {n0}", fontsize=10)
         row[0].legend(fontsize=7)
     for ax, title in zip(axes[:, 0], ("trained", "O, at test time"), strict=True):
-        ax.set_ylabel(f"accuracy in % ({title})")
+        ax.set_ylabel(f"accuracy in % ({title}; band: 95 % interval)")
     return figure
 
 

@@ -271,9 +271,13 @@ class TestKnots:
         message = "the last of the `lengths` of `laws.Knots`, 512: the line .* is extended"
         n = backend.array([16, 513])
         rows = backend.array([[1.0, 1.5], [2.0, 2.0]], "float32")
-        for law in (laws.Knots([16, 512], [1.0, 1.5]), laws.Knots([16, 512], rows)):
+        law = laws.Knots([16, 512], [1.0, 1.5])
+        calls = [lambda: law(513)]
+        if backend.library in ("numpy", "torch", "jax"):  # whose values are read
+            calls += [lambda: law(n), lambda: laws.Knots([16, 512], rows)(n)]
+        for call in calls:
             with pytest.warns(UserWarning, match=message):
-                law(n)
+                call()
         quiet = [laws.Knots([16, 512], [1.0, 1.5])(n[:1])]
         with warnings.catch_warnings():
             warnings.simplefilter("error")

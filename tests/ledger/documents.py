@@ -89,8 +89,8 @@ DOCUMENTS = {
             "28": "the goal again",
             "56": "notation: the rate–distortion function, for no source and no distortion",
             "57": "notation: an objective that nothing is derived from",
-            "10.2.3": "a question about trained models: which form is best for generating text; the page of "
-            "experiments has the answer for one of them",
+            "10.2.3": "a question about trained models: which form is best for generating text; for one model the "
+            "[experiments](experiments.md#a-language-model-beyond-its-trained-length) have the answer: a slope for each head",
             "10.3.2": "a wish: which objectives, and with which weights, is not said",
             "67": "a diagram",
         },
