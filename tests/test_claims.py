@@ -50,7 +50,9 @@ class TestNumbersInText:
         (tmp_path / page).write_text(text.replace("<!-- gradient -->", "<!-- gradient -->1"))
         assert numbers.filled(page) == text
         (tmp_path / page).write_text("no place")
-        with pytest.raises(ValueError, match=r"has places for \[\], and \[.*'gradient'.*\] are computed"):
+        with pytest.raises(
+            ValueError, match=r"has places for \[\], and \[.*'gradient'.*\] are computed"
+        ):
             numbers.filled(page)
 
 

@@ -590,10 +590,10 @@ def answer(results: dict[str, Any]) -> str:
 
     return (
         f"Recall pairs of key and value in a causal model without positions, at "
-        f"{results['multiples'][-1]} times the trained length: the law log n in training brings "
-        f"{against('log', 'constant')} more than a learned constant. On the weights of standard "
-        f"attention it brings {against('O + log', 'O')}, and a held mean entropy "
-        f"{against('O + held mean', 'O + log')} more than the law."
+        f"{results['multiples'][-1]} times the trained length, with {100 * CONFIDENCE:g} % intervals: "
+        f"the law log n in training brings {against('log', 'constant')} more than a learned constant. "
+        f"On the weights of standard attention it brings {against('O + log', 'O')}, and a held mean "
+        f"entropy {against('O + held mean', 'O + log')} more than the law."
     )
 
 
