@@ -143,18 +143,17 @@ def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict
 def _backend_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
     # torch.compile does not trace through lru_cache, and its plans are not used again.
     if plan.frame.is_compiling:
-        return choose_backend.__wrapped__(plan, implementation, order, None)
-    settings = None
-    if plan.library == "torch" and plan.device.type != "cpu":
-        from isentropic._attention import torch
+        return choose_backend.__wrapped__(plan, implementation, order)
+    if not plan.is_on_torch_gpu:
+        return choose_backend(plan, implementation, order)
+    from isentropic._attention import torch
 
-        settings = torch.enabled_kernels()
-    return choose_backend(plan, implementation, order, settings)
+    return choose_backend(plan, implementation, order, torch.enabled_kernels())
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_backend(
-    plan: Plan, implementation: str | None, order: float | None, settings: Any
+    plan: Plan, implementation: str | None, order: float | None, settings: Any = None
 ) -> Backend:
     """The first backend that can compute the call.
 

@@ -120,6 +120,7 @@ class Plan(Record):
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
     factors: Any  # the factors on the queries, (L, 1), if `counts` determines them; see `_MAX_FACTORS`
     kernel_factors: Any  # `factors` for PyTorch's kernel, (1, 1, L, 1)
+    is_on_torch_gpu: bool  # or another device of PyTorch that is not the CPU
     # Short names for parts of `frame` and for the number of axes.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
@@ -282,6 +283,7 @@ def _plan(a: Arguments) -> Plan:
         counts=counts,
         factors=factors,
         kernel_factors=factors[None, None] if factors is not None and is_torch(xp) else None,
+        is_on_torch_gpu=is_torch(xp) and frame.device.type != "cpu",
         **_abbreviations(frame, batch),
     )
 
