@@ -240,11 +240,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Raises
         ------
-        sklearn.exceptions.NotFittedError
-            Before `fit`.
         ValueError
-            For `X` that is not a matrix of finite numbers, has another number of columns than in `fit`,
-            or is of another library or device.
+            Before `fit` (a ``NotFittedError``). For `X` that is not a matrix of finite numbers, has another
+            number of columns than in `fit`, or is of another library or device.
         """
         check_is_fitted(self)
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"], reset=False))
@@ -283,11 +281,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Raises
         ------
-        sklearn.exceptions.NotFittedError
-            Before `fit`.
         ValueError
-            For `X` that is not a matrix of finite numbers, does not have ``n_components_`` columns, or
-            is of another library or device than the data in `fit`.
+            Before `fit` (a ``NotFittedError``). For `X` that is not a matrix of finite numbers, does not
+            have ``n_components_`` columns, or is of another library or device than the data in `fit`.
         """
         check_is_fitted(self)
         X = _floating(check_array(X, accept_sparse=["csr", "csc"]))
@@ -321,10 +317,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Raises
         ------
-        sklearn.exceptions.NotFittedError
-            Before `fit`.
         ValueError
-            For names that are not those of the data in `fit`, or too few or too many of them.
+            Before `fit` (a ``NotFittedError``). For names that are not those of the data in `fit`, or too
+            few or too many of them.
         """
         check_is_fitted(self)
         kind = OneToOneFeatureMixin if self._map is None else ClassNamePrefixFeaturesOutMixin
