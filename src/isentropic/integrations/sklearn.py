@@ -241,7 +241,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Raises
         ------
         ValueError
-            Before `fit` (a ``NotFittedError``). For `X` that is not a matrix of finite numbers, has another
+            Before `fit`. For `X` that is not a matrix of finite numbers, has another
             number of columns than in `fit`, or is of another library or device.
         """
         check_is_fitted(self)
@@ -282,7 +282,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Raises
         ------
         ValueError
-            Before `fit` (a ``NotFittedError``). For `X` that is not a matrix of finite numbers, does not
+            Before `fit`. For `X` that is not a matrix of finite numbers, does not
             have ``n_components_`` columns, or is of another library or device than the data in `fit`.
         """
         check_is_fitted(self)
@@ -318,7 +318,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Raises
         ------
         ValueError
-            Before `fit` (a ``NotFittedError``). For names that are not those of the data in `fit`, or too
+            Before `fit`. For names that are not those of the data in `fit`, or too
             few or too many of them.
         """
         check_is_fitted(self)
