@@ -283,8 +283,7 @@ def _plan(a: Arguments) -> Plan:
         counts=counts,
         factors=factors,
         kernel_factors=factors[None, None] if factors is not None and is_torch(xp) else None,
-        is_on_torch_gpu=is_torch(xp) and frame.device.type != "cpu",
-        **_abbreviations(frame, batch),
+        **_fields_of_frame(frame, batch),
     )
 
 
@@ -296,9 +295,10 @@ def _fits_sdpa(frame: Frame, batch: tuple[int, ...], compute: Any, inputs: list[
     return all(x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == width for x in inputs)
 
 
-def _abbreviations(frame: Frame, batch: tuple[int, ...]) -> dict[str, Any]:
-    """The fields of a plan that are those of its frame, under shorter names."""
+def _fields_of_frame(frame: Frame, batch: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of a plan that follow from its frame and its batch axes alone."""
     return {
+        "is_on_torch_gpu": is_torch(frame.xp) and frame.device.type != "cpu",
         "xp": frame.xp,
         "library": library_of(frame.xp),
         "device": frame.device,
