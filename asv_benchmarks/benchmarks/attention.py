@@ -20,9 +20,7 @@ CALLS = {
     "attention": it.attention,
     "causal": lambda q, k, v: it.attention(q, k, v, is_causal=True),
     "window": lambda q, k, v: it.attention(q, k, v, mask=masks.window(512)),
-    "output and entropy": lambda q, k, v: (
-        lambda state: (state.output(), state.entropy())
-    )(it.attention_state(q, k, v)),
+    "output and entropy": lambda q, k, v: _output_and_entropy(q, k, v),
     "entropy": lambda q, k, v: it.attention_entropy(q, k),
     "state": it.attention_state,
     "entropy of order 2": lambda q, k, v: it.attention_entropy(q, k, order=2),
@@ -33,18 +31,17 @@ CALLS = {
 FURTHER = {
     "bias": lambda q, k, v: it.attention(q, k, v, bias=_bias(k)),
     "soft cap": lambda q, k, v: it.attention(q, k, v, softcap=30.0),
-    "output and entropy, window": lambda q, k, v: (
-        lambda state: (state.output(), state.entropy())
-    )(it.attention_state(q, k, v, mask=masks.window(512))),
-    "output and entropy, bias": lambda q, k, v: (
-        lambda state: (state.output(), state.entropy())
-    )(it.attention_state(q, k, v, bias=_bias(k))),
-    "output and entropy, soft cap": lambda q, k, v: (
-        lambda state: (state.output(), state.entropy())
-    )(it.attention_state(q, k, v, softcap=30.0)),
+    "output and entropy, window": lambda q, k, v: _output_and_entropy(q, k, v, mask=masks.window(512)),
+    "output and entropy, bias": lambda q, k, v: _output_and_entropy(q, k, v, bias=_bias(k)),
+    "output and entropy, soft cap": lambda q, k, v: _output_and_entropy(q, k, v, softcap=30.0),
     "entropy of order 1/2": lambda q, k, v: it.attention_entropy(q, k, order=0.5),
     "entropy of order ∞": lambda q, k, v: it.attention_entropy(q, k, order=math.inf),
 }  # fmt: skip
+
+
+def _output_and_entropy(q, k, v, **options):
+    state = it.attention_state(q, k, v, **options)
+    return state.output(), state.entropy()
 
 
 def _bias(k):

@@ -267,17 +267,18 @@ def nearest_random_keys(held: Held, lengths: Sequence[float]) -> tuple[np.ndarra
     def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray((weights * a * b).sum(axis=0))
 
-    def nearest(start: Any, end: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
+    def nearest(start: np.ndarray, end: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
         """The point ``start + t · (end − start)`` that fits best with t from low to high, and t."""
         along = (end - start)[:known]
         length = dot(along, along)
-        rest = measured - (start + np.zeros_like(end))[:known]
-        t = np.clip(dot(rest, along) / np.where(length > 0, length, np.inf), low, high)
+        t = dot(measured - start[:known], along) / np.where(length > 0, length, np.inf)
+        t = np.clip(t, low, high)
         return np.asarray(start + t * (end - start)), t
 
     inverse = [1 / d for d in _DIMENSIONS]
-    below, _ = nearest(0.0, curves[-1], -math.inf, 1)
-    above_all, _ = nearest(0.0, curves[0], 1, math.inf)
+    origin = np.zeros_like(curves[0])
+    below, _ = nearest(origin, curves[-1], -math.inf, 1)
+    above_all, _ = nearest(origin, curves[0], 1, math.inf)
     none = np.zeros(measured.shape[1])
     path = [(below, none + inverse[-1]), (above_all, none + inverse[0])]
     pairs = zip(itertools.pairwise(curves), itertools.pairwise(inverse), strict=True)
