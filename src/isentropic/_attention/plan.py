@@ -63,6 +63,8 @@ _MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
 # The most factors that a plan keeps. For more queries their computation takes a small part of the time.
 _MAX_FACTORS = 4096
+# For tensors of up to this size `checksum` takes more time to start than to read the numbers.
+_FEW_NUMBERS = 2**14
 
 
 class Arguments(NamedTuple):
@@ -117,6 +119,7 @@ class Plan(Record):
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
     fits_sdpa: bool  # see `_fits_sdpa`
+    has_few_numbers: bool  # see `_has_few_numbers`
     counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
     factors: Any  # the factors on the queries, (L, 1), if `counts` determines them; see `_MAX_FACTORS`
     kernel_factors: Any  # `factors` for PyTorch's kernel, (1, 1, L, 1)
@@ -219,7 +222,12 @@ def _signature(a: Arguments) -> Any:
             n_keys if n_keys is None or array_or_none(n_keys) is None else _signature_of(n_keys),
             type(n_keys),
             options,
-            tuple(map(type, options)),  # True equals 1, but only one of them is valid
+            # True equals 1, but only one of them is valid. `map` takes longer than five calls.
+            type(a.is_causal),
+            type(a.scale),
+            type(a.softcap),
+            type(a.enable_gqa),
+            type(a.block_size),
         )
     except AttributeError:  # an argument is not an array; the checks will refuse it
         return None
@@ -280,6 +288,7 @@ def _plan(a: Arguments) -> Plan:
         is_readable=can_be_read,
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
         fits_sdpa=_fits_sdpa(frame, batch, compute, inputs),
+        has_few_numbers=_has_few_numbers(frame, inputs) and not any(recorded),
         counts=counts,
         factors=factors,
         kernel_factors=factors[None, None] if factors is not None and is_torch(xp) else None,
@@ -293,6 +302,13 @@ def _fits_sdpa(frame: Frame, batch: tuple[int, ...], compute: Any, inputs: list[
         return False
     width = inputs[0].shape[-1]
     return all(x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == width for x in inputs)
+
+
+def _has_few_numbers(frame: Frame, inputs: list[Any]) -> bool:
+    """Whether query, key and value are small tensors of one shape."""
+    if not is_torch(frame.xp) or frame.is_compiling or len(inputs) != 3:
+        return False
+    return inputs[0].numel() <= _FEW_NUMBERS and len({x.shape for x in inputs}) == 1
 
 
 def _fields_of_frame(frame: Frame, batch: tuple[int, ...]) -> dict[str, Any]:
@@ -488,7 +504,11 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     """Whether all numbers are known to be finite. False if the values cannot be read."""
     if not plan.is_readable:
         return False
-    xp, arrays = plan.xp, (query, key) if value is None else (query, key, value)
+    xp = plan.xp
+    # Two operations of PyTorch take less time than views of three tensors as arrays of NumPy.
+    if plan.has_few_numbers and math.isfinite(xp.addcmul(query, key, value).sum().item()):
+        return True
+    arrays = (query, key) if value is None else (query, key, value)
     if plan.library == "jax":  # inside a JAX trace no result can be read
         return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
     # One sum is faster than a test of each number. The sum of finite numbers may overflow.
