@@ -268,7 +268,7 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     def view(x: Any) -> Any:
         return _numpy_view(plan, x)
 
-    query, key, value, bias, mask, multiplier, _, nonfinite, _ = operands
+    query, key, value, bias, mask, multiplier, _, nonfinite = operands[:8]
     rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
     views = (view(query), view(key), view(value), view(bias), mask, view(multiplier), None, rows)
     where: dict[str, Any] = {"xp": np, "device": "cpu"}

@@ -153,6 +153,8 @@ class Operands(NamedTuple):
     lengths: Array | None  # the n of the law, (..., L); None if it follows from the plan
     nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
     sinks: Array | None = None  # (..., 1, 1). They join the states of the backends; see `with_sinks`
+    # Key and value with their nonfinite numbers, for operators of torch.compile.
+    given: tuple[Array, Array | None] | None = None
 
     @property
     def values(self) -> Array:
@@ -449,8 +451,9 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     query, key, value, bias = arrays
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
-    nonfinite = None
+    nonfinite, given = None, None
     if mask is not None and not _are_known_finite(plan, query, key, value):
+        given = (key, value) if plan.frame.is_compiling else None
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
@@ -466,7 +469,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
     sinks = None if a.sinks is None else _sink_logits(plan, a.sinks)
-    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks)
+    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks, given)
 
 
 def _sink_logits(plan: Plan, sinks: Any) -> Array:

@@ -26,11 +26,11 @@ from isentropic.masks import Description, describe, from_description
 class Call(NamedTuple):
     """The arguments of the operators. Masks and options have the types that operators accept."""
 
-    query: Tensor  # scaled, with all batch axes
+    query: Tensor  # finite and scaled, with all batch axes
     key: Tensor
     value: Tensor | None
     bias: Tensor | None
-    nonfinite: Sequence[Tensor]
+    query_nan: Tensor | None  # NaN for the queries that were not finite; None without a mask
     mask: str
     mask_numbers: Sequence[int]
     mask_arrays: Sequence[Tensor]
@@ -53,10 +53,16 @@ class Call(NamedTuple):
             enable_gqa=heads[0] > heads[1] > 1,
             block_size=self.block_size,
         )
-        plan, operands = prepare(arguments)
-        if self.nonfinite:
-            operands = operands._replace(nonfinite=tuple(self.nonfinite))
-        return Tiles(plan, operands, self.query)
+        plan, operands = prepare(arguments)  # replaces nonfinite keys and values, if there are any
+        return Tiles(plan, self._with_query_nan(plan, operands), operands.query)
+
+    def _with_query_nan(self, plan: Plan, operands: Operands) -> Operands:
+        if self.query_nan is None or (plan.is_readable and not self.query_nan.isnan().any()):
+            return operands
+        if operands.nonfinite is None:
+            return operands._replace(nonfinite=(self.query_nan, self.query.new_zeros(plan.n_keys)))
+        query_nan, key_nan = operands.nonfinite
+        return operands._replace(nonfinite=(self.query_nan + query_nan, key_nan))
 
     def state(self, fields: Sequence[Any]) -> AttentionState:
         return state_of_fields(fields, self.value is not None, self.order)
@@ -82,14 +88,18 @@ def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
     """The arguments of the operator for a call."""
     query: Any = Tiles.of(plan, operands).query
     query = query.expand(*plan.batch, *query.shape[-2:])
-    nonfinite = [] if operands.nonfinite is None else list(operands.nonfinite)
-    inputs = (query, operands.key, operands.value, operands.bias, nonfinite)
+    key, value, query_nan = operands.key, operands.value, None
+    if operands.given is not None and operands.nonfinite is not None:
+        # The operator can read their values. So copies are made only of those that are not finite.
+        (key, value), (query_nan, _) = operands.given, operands.nonfinite
+    inputs = (query, key, value, operands.bias, query_nan)
     options = (order, plan.softcap, plan.block_size)
     return Call._make((*inputs, *describe(operands.mask), *options))
 
 
+_TENSORS = (*INPUTS, "query_nan")
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor[] nonfinite, "
+    "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor? query_nan, "
     "str mask, SymInt[] mask_numbers, Tensor[] mask_arrays, "
     "float? order, float? softcap, SymInt? block_size"
 )
@@ -149,8 +159,13 @@ def _gradients(
     fields: list[Tensor], upstream: list[Tensor | None], wanted: list[bool], *arguments: Any
 ) -> list[Tensor]:
     call = Call(*arguments)
-    names = _names(wanted)
-    gradients = backward(call.tiles(), call.order, call.state(fields), call.state(upstream), names)
+    names, tiles = _names(wanted), call.tiles()
+    gradients = backward(tiles, call.order, call.state(fields), call.state(upstream), names)
+    if tiles.operands.nonfinite is not None:
+        # The gradient of a number that was replaced is 0.
+        inputs = {"key": call.key, "value": call.value}
+        for name in inputs.keys() & names:
+            gradients[name] = gradients[name].where(inputs[name].isfinite(), 0.0)
     return [gradients[name].contiguous() for name in names]
 
 
@@ -168,24 +183,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     call = Call(*inputs)
     ctx.set_materialize_grads(False)
     # PyTorch must save the tensors. The call keeps the rest.
-    lists = (call[:4], call.nonfinite, call.mask_arrays, output)
+    lists = (call[:5], call.mask_arrays, output)
     ctx.save_for_backward(*(x for tensors in lists for x in tensors))
     ctx.lengths = [len(tensors) for tensors in lists]
-    ctx.call = call._replace(query=None, key=None, value=None, bias=None, nonfinite=(), mask_arrays=())
+    nothing: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.call = call._replace(mask_arrays=())._replace(**nothing)
 
 
 def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
-    inputs, nonfinite, mask_arrays, fields = ([next(saved) for _ in range(n)] for n in ctx.lengths)
-    call = ctx.call._replace(nonfinite=nonfinite, mask_arrays=mask_arrays)
-    call = call._replace(**dict(zip(INPUTS, inputs, strict=True)))
+    tensors, mask_arrays, fields = ([next(saved) for _ in range(n)] for n in ctx.lengths)
+    call = ctx.call._replace(mask_arrays=mask_arrays)
+    call = call._replace(**dict(zip(_TENSORS, tensors, strict=True)))
     wanted = list(ctx.needs_input_grad[: len(INPUTS)])
     found = iter(torch.ops.isentropic.attention_gradients(fields, upstream, wanted, *call))
     gradients = [next(found) if is_wanted else None for is_wanted in wanted]
     # PyTorch treats an empty list as a list of tensors, and expects a list of gradients for it.
     number_gradients: list[None] | None = None if call.mask_numbers else []
     mask_gradients = None, number_gradients, [None] * len(mask_arrays)
-    return *gradients, [None] * len(nonfinite), *mask_gradients, None, None, None
+    return *gradients, None, *mask_gradients, None, None, None
 
 
 _state.register_autograd(_differentiate, setup_context=_save)
