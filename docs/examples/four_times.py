@@ -25,7 +25,7 @@ import experiment
 import matplotlib.pyplot as plt
 import smollm2
 from matplotlib.figure import Figure
-from smollm2 import CONSTANT, NO_LAW, ON_TOP, TRAINED, Arm
+from smollm2 import CONSTANT, NO_LAW, ON_TOP, TRAINED, Arm, Numbers
 from tqdm import tqdm
 
 NAME = "four_times"
@@ -58,7 +58,7 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
             own = slopes if arm.law == ON_TOP else None
 
             def compute(arm: Arm = arm, own: Any = own, of: Any = document, start: Any = start) -> Any:
-                return smollm2.measure(model, of, start(arm.constant), arm, own, edges)
+                return smollm2.measure(model, of, start(arm.constant), arm, Numbers(own), edges)
 
             what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
             what |= {"slopes": own, "copies": (smollm2.SPANS, smollm2.SPAN, smollm2.CUE)}

@@ -41,7 +41,7 @@ import numpy as np
 import smollm2
 import torch
 from matplotlib.figure import Figure
-from smollm2 import HELD, NO_LAW, TEMPERATURE, TRAINED, Arm, Document
+from smollm2 import HELD, NO_LAW, TEMPERATURE, TRAINED, Arm, Document, Numbers
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -58,7 +58,12 @@ CLAMPED, EXTENDED = "clamped", Arm().positions
 CONSTANTS = {"YaRN × 4": smollm2.temperature(4)}
 COLUMNS = ("as trained", CLAMPED, EXTENDED, "YaRN × 4", "NTK")
 POSITIONS = tuple(x for x in COLUMNS if x != EXTENDED)  # that are run here
-LAWS = {name: arm for name, arm in smollm2.ARMS.items() if arm.positions == EXTENDED and name != HELD}
+NOT_HERE = {HELD, *smollm2.TWO_NUMBERS}  # "held" is run on one document
+LAWS = {
+    name: arm
+    for name, arm in smollm2.ARMS.items()
+    if arm.positions == EXTENDED and name not in NOT_HERE
+}
 STEPS, LIMIT = 16, 1000.0  # of a bisection for factors between 1/LIMIT and LIMIT
 
 
@@ -84,25 +89,28 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
             numbers = smollm2.numbers_of(arm, fits)
 
             def compute(
-                arm: Arm = arm, numbers: Any = numbers, of: Document = document, start: Any = start
+                arm: Arm = arm, numbers: Numbers = numbers, of: Document = document, start: Any = start
             ) -> list[float]:
                 if arm.positions == CLAMPED:
                     return clamped(model, of, arm, numbers, edges)
                 return smollm2.measure(model, of, start(*arm[:2]), arm, numbers, edges)["bands"]
 
             what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
-            what |= {"slopes": numbers, "window": WINDOW}
+            what |= {"slopes": numbers.entropies or numbers.slopes, "window": WINDOW}
             kept = f"{name} {arm.positions} {law}"
             losses[arm.positions][law][name] = smollm2.kept(folder, kept, what, compute)
     return {"edges": edges, "documents": digests, "losses": losses}
 
 
 @torch.no_grad()
-def clamped(model: Any, document: Document, arm: Arm, numbers: Any, edges: list[int]) -> list[float]:
+def clamped(
+    model: Any, document: Document, arm: Arm, numbers: Numbers, edges: list[int]
+) -> list[float]:
     """The mean loss in each band, where no key is farther than the window."""
     smollm2.set_positions(model, "as trained")
     # In one piece, as keys at other positions need all hidden states.
-    with clamped_and_held(model, numbers) if arm.law == HELD else clamped_by(model, arm, numbers):
+    entropies = numbers.entropies
+    with clamped_by(model, arm, numbers) if entropies is None else clamped_and_held(model, entropies):
         states = model.model(document.ids[None, :-1], use_cache=False).last_hidden_state[0]
     pairs = zip(states.split(smollm2.CHUNK), document.ids[1:].split(smollm2.CHUNK), strict=True)
     found = torch.cat(
@@ -112,9 +120,9 @@ def clamped(model: Any, document: Document, arm: Arm, numbers: Any, edges: list[
 
 
 @contextlib.contextmanager
-def clamped_by(model: Any, arm: Arm, slopes: Any) -> Iterator[None]:
+def clamped_by(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
     modules = [layer.self_attn for layer in model.model.layers]
-    with smollm2.using(model, arm, slopes), clamping(modules, WINDOW):
+    with smollm2.using(model, arm, numbers), clamping(modules, WINDOW):
         yield
 
 

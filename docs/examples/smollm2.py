@@ -31,6 +31,8 @@ Arms, all with the same weights:
   constant within the trained length.
 - constant and slope per head: YaRN's constant times a law with 270 slopes, fitted with it (added later,
   see below).
+- two numbers per layer, two numbers per head: a constant and a slope, with 60 and 540 numbers. Both are
+  trained, from YaRN's constant and the slope 0 on (added last, see below).
 - as trained, YaRN × 4, NTK: other positions without a law, on two documents only, for orientation.
 - held: each query beyond the trained length has its own factor, at which its entropy is the mean
   entropy of its head at the trained length (of 64 queries in each document of the fit). Also on two
@@ -58,8 +60,14 @@ the constant found more codes there (`retrieval`, by 0.087 nats per digit). So: 
 gain in both when the slopes are trained on top of the constant? The decision is as above: yes if the
 arm helps against YaRN's constant. Within the trained length it equals the constant by construction.
 
-"held" was written down last, when all results but those of "slope per layer" and "constant and one
-slope" were known. Clamped positions (ReRoPE) are in `law_or_position`.
+"held" was written down when all results but those of "slope per layer" and "constant and one slope"
+were known. Clamped positions (ReRoPE) are in `law_or_position`.
+
+"two numbers per layer" and "two numbers per head" were written down when all other results were known.
+Is a constant of each layer or head better than the same constant for all? The constants hold at all
+lengths. They are trained on the loss beyond the trained length alone. So they may lose within it, which
+the decision has to show. It is as above, and these arms are candidates too. They are also compared with
+"constant and slope per head", by the same rule.
 
 Time. Measured in two processes of one thread each, on two cores of an AMD EPYC (family 25, model 17).
 In seconds: 75 for the tokens up to the trained length, 14 to 22 for each 1024 tokens beyond it, 110
@@ -127,6 +135,7 @@ SPANS, SPAN, CUE = 8, 64, 16  # in `copying`
 SMALLEST, LIMIT_WITHIN = 0.01, 0.002
 PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
 ON_TOP, CALIBRATED, HELD = "constant and slope per head", "calibrated", "held"
+TWO_NUMBERS = ("two numbers per layer", "two numbers per head")
 
 
 def temperature(times: int) -> float:
@@ -139,7 +148,7 @@ TEMPERATURE = temperature(2)
 
 class Arm(NamedTuple):
     positions: str = "YaRN × 2"
-    constant: float = 1.0  # the factor within the trained length
+    constant: float = 1.0  # the factor within the trained length; where it is trained, its start
     law: str = ""  # beyond it: "Su", or the name of a fit
 
 
@@ -153,11 +162,20 @@ ARMS = {
     CALIBRATED: Arm(law=CALIBRATED),
     "constant and one slope": Arm(constant=TEMPERATURE, law="constant and one slope"),
     ON_TOP: Arm(constant=TEMPERATURE, law=ON_TOP),
+    **{name: Arm(constant=TEMPERATURE, law=name) for name in TWO_NUMBERS},
     "as trained": Arm("as trained"),
     "YaRN × 4": Arm("YaRN × 4"),
     "NTK": Arm("NTK"),
     HELD: Arm(law=HELD),
 }
+
+
+class Numbers(NamedTuple):
+    """What was found for an arm on the documents of the fit: lists for each layer."""
+
+    slopes: Sequence[Any] | None = None
+    constants: Sequence[Any] | None = None
+    entropies: Sequence[Any] | None = None
 
 
 class Fit(NamedTuple):
@@ -172,6 +190,7 @@ FITS = {
     "slope per head": Fit("head", 4),
     "constant and one slope": Fit("model", 2, TEMPERATURE),
     ON_TOP: Fit("head", 4, TEMPERATURE),
+    **{name: Fit(name.split()[-1], 4, TEMPERATURE) for name in TWO_NUMBERS},
 }
 
 TOPICS = "pydoc_data.topics"
@@ -338,8 +357,27 @@ class BeyondLog(laws.Law):
         return 1 + self.slope[..., None] * xp.log(xp.clip(n / self.base, min=1))
 
 
-def laws_of(arm: Arm, slopes: Sequence[Any] | None = None) -> Any:
-    """What `huggingface.use` applies. `slopes` has one tensor or list, (1,) or (H,), for each layer."""
+@dataclass(frozen=True)
+class ConstantBeyondLog(BeyondLog):
+    """The same times a constant (H,)."""
+
+    constant: Any
+
+    def evaluate(self, xp: Any, n: Any) -> Any:
+        return self.constant[..., None] * super().evaluate(xp, n)
+
+
+def laws_of(
+    arm: Arm, slopes: Sequence[Any] | None = None, constants: Sequence[Any] | None = None
+) -> Any:
+    """What `huggingface.use` applies.
+
+    `slopes` has one tensor or list, (1,) or (H,), for each layer. So have `constants`, if each layer
+    has its own.
+    """
+    if slopes is not None and constants is not None:
+        pairs = (map(torch.as_tensor, pair) for pair in zip(slopes, constants, strict=True))
+        return [ConstantBeyondLog(slope, TRAINED, constant) for slope, constant in pairs]
     if slopes is not None:
         return [laws.scaled(BeyondLog(torch.as_tensor(x), TRAINED), arm.constant) for x in slopes]
     if arm.law == "Su":
@@ -347,11 +385,11 @@ def laws_of(arm: Arm, slopes: Sequence[Any] | None = None) -> Any:
     return None if arm.constant == 1 else laws.Constant(arm.constant)
 
 
-def using(model: Any, arm: Arm, numbers: Sequence[Any] | None) -> contextlib.AbstractContextManager:
-    """Apply an arm to the model. `numbers` has the slopes of each layer, or the entropies of "held"."""
-    if arm.law == HELD and numbers is not None:
-        return held(model, numbers)
-    return huggingface.use(model, laws_of(arm, numbers))
+def using(model: Any, arm: Arm, numbers: Numbers) -> contextlib.AbstractContextManager:
+    """Apply an arm to the model."""
+    if numbers.entropies is not None:
+        return held(model, numbers.entropies)
+    return huggingface.use(model, laws_of(arm, numbers.slopes, numbers.constants))
 
 
 def held(model: Any, entropies: Sequence[Any]) -> contextlib.AbstractContextManager:
@@ -436,16 +474,17 @@ class Prefix(NamedTuple):
 
 
 @torch.no_grad()
-def prefix(model: Any, document: Document, arm: Arm) -> Prefix:
+def prefix(model: Any, document: Document, arm: Arm, constants: Sequence[Any] | None = None) -> Prefix:
     set_positions(model, arm.positions)
     cache = DynamicCache(config=model.config)
-    with huggingface.use(model, laws_of(Arm(constant=arm.constant))):
+    slopes = None if constants is None else [torch.zeros(1) for _ in constants]
+    with huggingface.use(model, laws_of(Arm(constant=arm.constant), slopes, constants)):
         return Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
 
 
 @torch.no_grad()
 def measure(
-    model: Any, document: Document, start: Prefix, arm: Arm, numbers: Sequence[Any] | None, edges: list
+    model: Any, document: Document, start: Prefix, arm: Arm, numbers: Numbers, edges: list
 ) -> dict[str, Any]:
     """The mean loss in each band, and that of copied text."""
     set_positions(model, arm.positions)
@@ -473,21 +512,28 @@ def copying(model: Any, ids: Tensor, cache: DynamicCache) -> float:
     return found.reshape(SPANS, SPAN)[:, CUE:].mean().item()
 
 
-def fit(model: Any, documents: Sequence[Document], job: Fit) -> dict[str, Any]:
-    """Slopes that lower the loss beyond the trained length, and the loss before each step."""
+def fit(
+    model: Any, documents: Sequence[Document], job: Fit, *, two_numbers: bool = False
+) -> dict[str, Any]:
+    """Slopes that lower the loss beyond the trained length, and the loss before each step.
+
+    With `two_numbers`, constants are trained too. They change for the tokens up to the trained length
+    when the next document begins.
+    """
     config = model.config
     width = config.num_attention_heads if job.per == "head" else 1
     count = 1 if job.per == "model" else config.num_hidden_layers
     slopes = [torch.zeros(width, requires_grad=True) for _ in range(count)]
-    arm = Arm(constant=job.constant)
-    of_layers = slopes * (config.num_hidden_layers // count)
+    constants = [torch.full((width,), job.constant, requires_grad=True) for _ in range(count)]
+    arm, repeats = Arm(constant=job.constant), config.num_hidden_layers // count
+    of_layers = Numbers(slopes * repeats, constants * repeats if two_numbers else None)
     steps = len(documents) * (len(documents[0].ids) - 1 - TRAINED) // CHUNK
-    optimizer = torch.optim.Adam(slopes, lr=RATE)
+    optimizer = torch.optim.Adam([*slopes, *(constants if two_numbers else [])], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     history = []
     for document in documents:
-        cache = prefix(model, document, arm).cache
-        with in_two_parts(model, laws_of(arm, of_layers)):
+        cache = prefix(model, document, arm, of_layers.constants).cache
+        with in_two_parts(model, laws_of(arm, of_layers.slopes, of_layers.constants)):
             for a in range(TRAINED, len(document.ids) - 1, CHUNK):
                 loss = losses(model, document.ids[a : a + CHUNK + 1], cache).mean()
                 optimizer.zero_grad()
@@ -498,7 +544,8 @@ def fit(model: Any, documents: Sequence[Document], job: Fit) -> dict[str, Any]:
                 experiment.advance()
                 for layer in cache.layers:
                     layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-    return {"slopes": [x.tolist() for x in of_layers], "losses": history}
+    found = {name: x for name, x in of_layers._asdict().items() if x is not None}
+    return {name: [part.tolist() for part in x] for name, x in found.items()} | {"losses": history}
 
 
 @torch.no_grad()
@@ -614,7 +661,7 @@ def fitted(
     if name in FITS:
         documents = documents[: FITS[name].documents]
         settings["job"] = FITS[name]
-        compute = partial(fit, model, documents, FITS[name])
+        compute = partial(fit, model, documents, FITS[name], two_numbers=name in TWO_NUMBERS)
     else:
         settings["queries"] = QUERIES
         compute = partial(calibrated if name == CALIBRATED else held_entropies, model, documents)
@@ -628,9 +675,10 @@ def documents_of(arm: Arm, size: Size) -> int:
     return size.orientation if is_for_orientation else len(size.test)
 
 
-def numbers_of(arm: Arm, fits: dict[str, dict]) -> Any:
-    """The slopes of an arm, or the entropies of "held"; None if it has neither."""
-    return fits[arm.law]["entropies" if arm.law == HELD else "slopes"] if arm.law in fits else None
+def numbers_of(arm: Arm, fits: dict[str, dict]) -> Numbers:
+    """The numbers of an arm; none if it has no fit."""
+    found = fits.get(arm.law, {})
+    return Numbers(*map(found.get, Numbers._fields))
 
 
 def measured(
@@ -639,8 +687,14 @@ def measured(
     """The results of all arms for a document and its index. A prefix is computed if an arm needs it."""
     index, document = job
     model, _ = load(converted)
-    # Arms with the same prefix follow one another, so that one is in memory at a time.
-    start = lru_cache(1)(lambda *key: prefix(model, document, Arm(*key)))
+
+    # Arms with the same prefix follow one another, so that one is in memory at a time. `own` is an arm
+    # with constants of its own.
+    @lru_cache(1)
+    def start(positions: str, constant: float, own: str = "") -> Prefix:
+        constants = numbers_of(ARMS[own], fits).constants if own else None
+        return prefix(model, document, Arm(positions, constant), constants)
+
     settings = {"trained": TRAINED, "edges": size.edges, "chunk": CHUNK, "document": document.digest}
     names = [x for x in size.arms if index < documents_of(ARMS[x], size)]
     result = {}
@@ -648,10 +702,15 @@ def measured(
         arm = ARMS[name]
         numbers = numbers_of(arm, fits)
 
-        def compute(arm: Arm = arm, numbers: Any = numbers) -> dict[str, Any]:
-            return measure(model, document, start(*arm[:2]), arm, numbers, size.edges)
+        key = (*arm[:2], name if numbers.constants else "")
 
-        what = settings | {"arm": arm, "slopes": numbers, "copies": (SPANS, SPAN, CUE)}
+        def compute(arm: Arm = arm, numbers: Numbers = numbers, key: Any = key) -> dict[str, Any]:
+            return measure(model, document, start(*key), arm, numbers, size.edges)
+
+        what = settings | {"arm": arm, "slopes": numbers.entropies or numbers.slopes}
+        what |= {"copies": (SPANS, SPAN, CUE)} | (
+            {"constants": numbers.constants} if numbers.constants else {}
+        )
         result[name] = kept(folder, f"{document.name} {name}", what, compute)
         experiment.advance()
     return result
@@ -723,7 +782,8 @@ def bands_table(results: dict, arms: Sequence[str]) -> str:
 def decisions_table(results: dict) -> str:
     rows = []
     for arm in laws_in(results):
-        against = [other for other in (CONSTANT, NO_LAW) if other != arm]
+        others = (CONSTANT, NO_LAW, *([ON_TOP] if arm in TWO_NUMBERS else []))
+        against = [other for other in others if other != arm]
         for other in against:
             within = statistics.fmean(gains(results, arm, other, beyond=False))
             beyond, again = (decide(x(results, arm, other), SMALLEST) for x in (gains, copied))

@@ -171,6 +171,7 @@ class TestLaw:
 
 
 ENTROPIES = [torch.linspace(0.5, 2, HEADS), torch.linspace(2.5, 1, HEADS)]
+HELD = smollm2.Numbers(entropies=ENTROPIES)
 
 
 class TestHeld:
@@ -186,7 +187,7 @@ class TestHeld:
 
         start = smollm2.prefix(model, document, smollm2.Arm())
         monkeypatch.setitem(AttentionInterface()._global_mapping, "sdpa", observed)
-        with torch.no_grad(), smollm2.using(model, smollm2.ARMS["held"], ENTROPIES):
+        with torch.no_grad(), smollm2.using(model, smollm2.ARMS["held"], HELD):
             smollm2.losses(model, document.ids[TRAINED:], smollm2.branch(start.cache))
         assert len(found) == LAYERS * (LENGTH - TRAINED) // 8
         for i, entropy in enumerate(found):
@@ -211,15 +212,16 @@ class TestHeld:
 
 class TestMeasure:
     @pytest.mark.parametrize("constant", [1.0, smollm2.TEMPERATURE])
-    @pytest.mark.parametrize("slopes", [None, SLOPES])
-    def test_a_common_prefix_equals_a_full_pass(self, model, document, constant, slopes):
+    @pytest.mark.parametrize(("slopes", "constants"), [(None, None), (SLOPES, None), (SLOPES, SLOPES)])
+    def test_a_common_prefix_equals_a_full_pass(self, model, document, constant, slopes, constants):
         arm = smollm2.Arm(constant=constant)
-        start = smollm2.prefix(model, document, arm)
-        losses = full_pass(model, document, smollm2.laws_of(arm, slopes))
+        numbers = smollm2.Numbers(slopes, constants)
+        start = smollm2.prefix(model, document, arm, constants)
+        losses = full_pass(model, document, smollm2.laws_of(arm, slopes, constants))
         edges = SIZE.edges
         expected = [losses[a:b].mean().item() for a, b in pairwise(edges)]
         for _ in range(2):  # the first time leaves the prefix as it was
-            found = smollm2.measure(model, document, start, arm, slopes, edges)
+            found = smollm2.measure(model, document, start, arm, numbers, edges)
             np.testing.assert_allclose(found["bands"], expected, rtol=1e-5)
         assert start.cache.get_seq_length() == TRAINED
 
@@ -268,6 +270,22 @@ class TestFit:
             return sum(full_pass(model, x, law)[TRAINED:].mean() for x in documents)
 
         assert mean(smollm2.laws_of(smollm2.Arm(), slopes)) < mean(None) - 1e-3
+
+    @pytest.mark.parametrize("per", ["layer", "head"])
+    def test_of_two_numbers_lowers_the_loss(self, model, monkeypatch, per):
+        monkeypatch.setattr(smollm2, "RATE", 0.1)
+        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        job, start = smollm2.Fit(per, 8, smollm2.TEMPERATURE), laws.Constant(smollm2.TEMPERATURE)
+        found = smollm2.fit(model, documents * 4, job, two_numbers=True)
+        constants = torch.tensor(found["constants"])
+        assert constants.shape == (LAYERS, HEADS if per == "head" else 1)
+        assert (constants != smollm2.TEMPERATURE).all()
+
+        def mean(law):
+            return sum(full_pass(model, x, law)[TRAINED:].mean() for x in documents)
+
+        law = smollm2.laws_of(smollm2.Arm(), found["slopes"], found["constants"])
+        assert mean(law) < mean(start) - 1e-3
 
     def test_is_what_the_library_has(self, model):
         """`huggingface.tune` makes the laws of "slope per head"."""
@@ -324,9 +342,9 @@ class TestRun:
         computed = []
 
         def counted(function):
-            def count(*args):
+            def count(*args, **options):
                 computed.append(function.__name__)
-                return function(*args)
+                return function(*args, **options)
 
             return count
 
