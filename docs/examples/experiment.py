@@ -106,11 +106,6 @@ def half_width(deviation: float, n: int, confidence: float = 0.95) -> float:
     return quantile * deviation / math.sqrt(n)
 
 
-def mean_and_half_width(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """The mean of values over seeds, and half the width of its interval."""
-    return statistics.fmean(values), half_width(statistics.stdev(values), len(values), confidence)
-
-
 def deciding_number(
     mean: float, deviation: float, smallest: float, confidence: float = 0.95
 ) -> int | None:
@@ -278,6 +273,16 @@ def finish(
     plt.close(figure)
     print(report(results))
     print(f"written: {folder / name}.json and .png")
+
+
+def plot_means(axes: Any, x: Sequence[float], samples: Sequence[Sequence[float]], **style: Any) -> None:
+    """Plot the mean of a sample for each x, with a band: the 95 % interval of the mean."""
+    means = [statistics.fmean(sample) for sample in samples]
+    (line,) = axes.plot(x, means, **{"marker": "o", "markersize": 4} | style)
+    if len(samples[0]) > 1:
+        halves = [half_width(statistics.stdev(sample), len(sample)) for sample in samples]
+        low, high = zip(*((m - h, m + h) for m, h in zip(means, halves, strict=True)), strict=True)
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, lw=0)
 
 
 def load(name: str) -> dict[str, Any]:

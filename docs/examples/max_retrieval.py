@@ -71,9 +71,8 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
-from experiment import Claim, Decision, Verdict, answered, decide, mean_and_half_width, spread, table
+from experiment import Claim, Decision, Verdict, answered, decide, plot_means, spread, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, held, modules, with_best_constant
@@ -497,17 +496,14 @@ def picture(results: dict[str, Any]) -> Figure:
     colors = dict(zip(ARMS, plt.get_cmap("tab20").colors, strict=False))
     for ax, (what, arms) in zip(axes, panels, strict=True):
         for arm in arms:
-            found = (mean_and_half_width(values(results, arm, what, n)) for n in lengths)
-            mean, half = map(np.asarray, zip(*found, strict=True))
-            style = "o--" if arm in AT_TEST else "o-"
-            ax.plot(lengths, mean, style, color=colors[arm], label=arm, markersize=4)
-            if what == "accuracy":
-                ax.fill_between(lengths, mean - half, mean + half, color=colors[arm], alpha=0.15, lw=0)
+            samples = [values(results, arm, what, n) for n in lengths]
+            style = "--" if arm in AT_TEST else "-"
+            plot_means(ax, lengths, samples, linestyle=style, color=colors[arm], label=arm)
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [str(n) for n in lengths])
         ax.set_xlabel("items")
-        name = "accuracy in % (band: 95 % interval of the mean)"
-        ax.set_ylabel(name if what == "accuracy" else "factor on the scale")
+        name = "accuracy in %" if what == "accuracy" else "factor on the scale"
+        ax.set_ylabel(f"{name} (band: 95 % interval of the mean)")
     for ax, title in zip(axes[:2], ("trained", "the weights of O, at test time"), strict=True):
         ax.set_title(title, fontsize=10)
         ax.legend(fontsize=8)

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, decide, slope, spread, table, verdict
+from experiment import Claim, Decision, decide, plot_means, slope, spread, table, verdict
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -478,15 +478,21 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Plot losses against n (top), and the factors of laws and the best factors (bottom)."""
+    """Plot losses against n (top), and the factors of laws and the best factors (bottom).
+
+    Bands are 95 % intervals of the means over seeds.
+    """
     lengths, tasks = results["lengths"], results["tasks"]
     figure, axes = plt.subplots(2, len(tasks), figsize=(10, 6.4), sharex=True, layout="constrained")
     for (above, below), task in zip(axes.T, tasks, strict=True):
         for i, arm in enumerate(ARMS):
-            style = "k--" if arm == "ideal" else f"C{i}o-"
-            above.plot(lengths, means(results, task, arm, "loss"), style, label=arm, markersize=4)
-            if "factor" in tasks[task][arm][0]:
-                below.plot(lengths, means(results, task, arm, "factor"), style, markersize=4)
+            style: dict[str, Any] = {"color": f"C{i}", "label": arm}
+            if arm == "ideal":
+                style |= {"color": "k", "linestyle": "--", "marker": ""}
+            for ax, what in ((above, "loss"), (below, "factor")):
+                if what in tasks[task][arm][0]:
+                    samples = [values(results, task, arm, what, j) for j in range(len(lengths))]
+                    plot_means(ax, lengths, samples, **style)
         for found in tasks[task]["O + best"]:
             below.plot(lengths, found["factor"], "C4.", alpha=0.4)
         above.set_title(task, fontsize=10)
@@ -497,7 +503,7 @@ def picture(results: dict[str, Any]) -> Figure:
         below.set_yscale("log", base=2)
         below.set_yticks((ticks := (1, 1.5, 2, 3, 4, 6, 8)), [f"{x:g}" for x in ticks])
         below.set_ylim(0.8, 9)
-    axes[0, 0].set_ylabel("loss")
+    axes[0, 0].set_ylabel("loss (band: 95 % interval)")
     axes[1, 0].set_ylabel("factor on the scale")
     axes[0, 0].legend(fontsize=8, loc="upper left")
     return figure

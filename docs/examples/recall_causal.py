@@ -97,9 +97,8 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
-from experiment import Claim, Decision, Verdict, answered, decide, mean_and_half_width, spread, table
+from experiment import Claim, Decision, Verdict, answered, decide, plot_means, spread, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, modules, with_best_constant
@@ -631,11 +630,9 @@ def picture(results: dict[str, Any]) -> Figure:
         for ax, n0 in zip(row, trained, strict=True):
             lengths = [x * n0 for x in multiples]
             for arm in arms:
-                found = (mean_and_half_width(values(results, arm, x, n0)) for x in multiples)
-                mean, half = map(np.asarray, zip(*found, strict=True))
-                style = "o--" if arm in AT_TEST else "o-"
-                ax.plot(lengths, mean, style, color=colors[arm], label=arm, markersize=4)
-                ax.fill_between(lengths, mean - half, mean + half, color=colors[arm], alpha=0.15, lw=0)
+                samples = [values(results, arm, x, n0) for x in multiples]
+                style = "--" if arm in AT_TEST else "-"
+                plot_means(ax, lengths, samples, linestyle=style, color=colors[arm], label=arm)
             ax.set_xscale("log", base=2)
             ax.set_xticks(lengths, [str(n) for n in lengths])
             ax.set_xlabel("keys")

@@ -102,7 +102,7 @@ from typing import Any, NamedTuple
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, answered, decide, table
+from experiment import Claim, Decision, answered, decide, plot_means, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import (
@@ -880,17 +880,18 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Plot the gain of each arm against no law, by bands."""
+    """Plot the gain of each arm against no law, by bands of n, with intervals over the documents."""
     edges, arms = results["edges"], results["arms"]
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
     for arm in laws_in(results):
         pairs = [(arms[NO_LAW][x]["bands"], found["bands"]) for x, found in arms[arm].items()]
-        columns = zip(*([a - b for a, b in zip(*pair, strict=True)] for pair in pairs), strict=True)
-        axis.plot(middles, [statistics.fmean(x) for x in columns], "o-", label=arm, markersize=4)
+        gained = ([a - b for a, b in zip(*pair, strict=True)] for pair in pairs)
+        plot_means(axis, middles, list(zip(*gained, strict=True)), label=arm)
     axis.axvline(TRAINED, color="gray", linestyle=":")
     axis.set_xlabel("keys")
     axis.set_ylabel("gain over no law, nats per token")
+    axis.set_title("means over the documents, with their 95 % intervals", fontsize=9)
     axis.legend(fontsize=8)
     return figure
 
