@@ -10,7 +10,7 @@ from scipy import special, stats
 from vmf import von_mises_fisher
 
 import isentropic as it
-from isentropic import _scores, laws, theory
+from isentropic import _quadrature, laws, theory
 
 LENGTHS = np.array([64, 128, 256, 512, 1024, 2048, 4096, 8192])
 
@@ -130,12 +130,12 @@ class TestGaussian:
             "_PANELS": 40, "_SCORE_NODES": 160, "_DEPTH": 40.0, "_LOWEST": 38.0, "_HIGHEST": 34.0,
             "_ALLOWANCE": 6.0,
         }.items():  # fmt: skip
-            monkeypatch.setattr(_scores, name, value)
-        _scores._score_quadrature.cache_clear()
+            monkeypatch.setattr(_quadrature, name, value)
+        _quadrature._score_quadrature.cache_clear()
         try:
             better = values()
         finally:
-            _scores._score_quadrature.cache_clear()
+            _quadrature._score_quadrature.cache_clear()
         np.testing.assert_allclose(got[::2], better[::2], rtol=0, atol=1e-9)
         np.testing.assert_allclose(got[1::2], better[1::2], rtol=0, atol=1e-8)
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from isentropic._attention.backends import map_logits, state_of
-from isentropic._attention.plan import Arguments, plan_of, prepare
+from isentropic._attention.plan import Arguments, prepare, without_numpy_if_traced
 from isentropic._checks import (
     check_broadcastable,
     check_floating,
@@ -207,7 +207,7 @@ def factor_for_attention_entropy(
         def entropy_at(factor: Array) -> Array:
             scaled = operands._replace(multiplier=factor * operands.multiplier)
             # A traced target gives a traced factor, with which NumPy cannot compute.
-            state = state_of(plan_of(plan, scaled), scaled, None)
+            state = state_of(without_numpy_if_traced(plan, scaled), scaled, None)
             return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
 
         factor = _with_gradient(xp, factor, slope, entropy_at, targets)

@@ -30,7 +30,7 @@ from isentropic._checks import check_choice, check_real, common_shape, is_array,
 from isentropic._loops import scan_blocks
 from isentropic._namespace import common_device, default_dtype, namespace
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly
-from isentropic._scores import (
+from isentropic._quadrature import (
     GaussianScores,
     SphereScores,
     Term,
@@ -125,7 +125,7 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
     """
     check_choice("method", method, GAUSSIAN_METHODS)
     exact = method == "exact"
-    xp, (n, beta), finish = _prepare(
+    xp, (n, beta), finish = _checked_arrays(
         n=(n, 1, _MOST_KEYS if exact else math.inf),
         beta=(beta, 0, _HIGHEST_STRENGTH if exact else math.inf),
     )
@@ -167,7 +167,7 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
     >>> round(theory.frozen_entropy(2.0), 6)  # 2 log 2
     1.386294
     """
-    xp, (ratio,), finish = _prepare(beta_over_critical=(beta_over_critical, 0, math.inf))
+    xp, (ratio,), finish = _checked_arrays(beta_over_critical=(beta_over_critical, 0, math.inf))
     return finish(_frozen(xp, ratio))
 
 
@@ -229,7 +229,7 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     """
     check_choice("method", method, SPHERE_METHODS)
     exact = method == "exact"
-    xp, (n, d, kappa), finish = _prepare(
+    xp, (n, d, kappa), finish = _checked_arrays(
         n=(n, 1, _MOST_KEYS if exact else math.inf),
         d=(d, 2, _MOST_DIMENSIONS if exact else math.inf),
         kappa=(kappa, 0, _HIGHEST_STRENGTH if exact else math.inf),
@@ -284,7 +284,7 @@ def gaussian_sensitivity(n: Any, beta: Any) -> Any:
     >>> [round(beta * theory.gaussian_sensitivity(512, beta), 3) for beta in (1.0, 8.0, 64.0)]
     [1.99, 5.977, 6.087]
     """
-    xp, (n, beta), finish = _prepare(n=(n, 1, _MOST_KEYS), beta=(beta, 0, _HIGHEST_STRENGTH))
+    xp, (n, beta), finish = _checked_arrays(n=(n, 1, _MOST_KEYS), beta=(beta, 0, _HIGHEST_STRENGTH))
     return finish(_to_sensitivity(xp, n, _mean_gaussian(xp, tsallis_term, n, beta)))
 
 
@@ -324,7 +324,7 @@ def sphere_sensitivity(n: Any, d: Any, kappa: Any) -> Any:
     >>> [round(k * theory.sphere_sensitivity(64, 3, k), 3) for k in (1.0, 100.0, 1e4)]
     [1.959, 52.079, 63.86]
     """
-    xp, (n, d, kappa), finish = _prepare(
+    xp, (n, d, kappa), finish = _checked_arrays(
         n=(n, 1, _MOST_KEYS), d=(d, 2, _MOST_DIMENSIONS), kappa=(kappa, 0, _HIGHEST_STRENGTH)
     )
     return finish(_to_sensitivity(xp, n, _mean_sphere(xp, tsallis_term, n, d, kappa)))
@@ -501,7 +501,7 @@ def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     >>> [round(theory.tied_entropy(n, 64, 1.0), 2) for n in (64, 8192)]
     [0.27, 7.45]
     """
-    xp, (n, d, factor), finish = _prepare(
+    xp, (n, d, factor), finish = _checked_arrays(
         n=(n, 1, math.inf), d=(d, 2, math.inf), factor=(factor, 0, math.inf)
     )
     return finish(_tied(xp, n, d, factor * xp.sqrt(d)))
@@ -592,7 +592,7 @@ def invariant_factor(
         _check_needles(n, n_relevant)
     given = {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap}
     most_keys = _MOST_KEYS if highest == _HIGHEST_STRENGTH else math.inf
-    xp, (n, target, *parameters), finish = _prepare(
+    xp, (n, target, *parameters), finish = _checked_arrays(
         n=(n, 1, most_keys),
         target=(target, -math.inf, math.inf),
         **_model_parameters(model, minimums, given),
@@ -627,7 +627,7 @@ def invariant_factor(
 
 def _needle_function(function: Callable[..., Any], n: Any, n_relevant: Any, gap: Any) -> Any:
     _check_needles(n, n_relevant)
-    xp, (n, relevant, gap), finish = _prepare(
+    xp, (n, relevant, gap), finish = _checked_arrays(
         n=(n, 1, math.inf), n_relevant=(n_relevant, 1, math.inf), gap=(gap, -math.inf, math.inf)
     )
     return finish(xp.where(relevant > n, math.nan, function(xp, n, relevant, gap)))
@@ -784,7 +784,7 @@ _MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
 
 
 def _model_parameters(model: str, minimums: dict[str, float], given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a model as arguments of `_prepare`; those of other models must be None."""
+    """The parameters of a model for `_checked_arrays`; those of other models must be None."""
     for name, x in given.items():
         if name not in minimums and x is not None:
             raise type_error(name, f"be left out for the model {model!r}", type(x).__name__)
@@ -827,7 +827,7 @@ def _root(
     return scan_blocks(xp, step, start, steps, 1)[-1:, :]
 
 
-def _prepare(
+def _checked_arrays(
     **arguments: tuple[Any, float, float],
 ) -> tuple[ModuleType, list[Any], Callable[[Any], Any]]:
     """The namespace, the arguments (value, least, most) as arrays of one shape, and `finish`.

@@ -33,7 +33,7 @@ class Backend(NamedTuple):
     state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
     # A faster way to the state of order 1 in rows, relative to the maximum. Without it, the state in
     # columns is converted.
-    rows: Callable[[Plan, Operands], AttentionState] | None = None
+    state_in_rows: Callable[[Plan, Operands], AttentionState] | None = None
     # A faster way to the Rényi entropies. Without it, they are computed from the state.
     entropy: Callable[[Plan, Operands, float], Array] | None = None
     is_opt_in: bool = False  # whether the backend computes only calls that name it
@@ -56,7 +56,7 @@ def backends() -> tuple[Backend, ...]:
 
     return (
         Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
-        Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.rows, numpy.entropy),
+        Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.state_in_rows, numpy.entropy),
         Backend("jax", jax.why_not, jax.output),
         Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
         Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
@@ -92,8 +92,8 @@ def state_of(
 def state_in_rows(plan: Plan, operands: Operands, implementation: str | None) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows, computed by the first suitable backend."""
     backend = _backend_for(plan, implementation, 1.0)
-    if backend.rows is not None and operands.sinks is None:
-        return backend.rows(plan, operands)
+    if backend.state_in_rows is not None and operands.sinks is None:
+        return backend.state_in_rows(plan, operands)
     return as_rows(_state_by(backend, plan, operands, 1.0, True))
 
 

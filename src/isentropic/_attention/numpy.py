@@ -139,7 +139,7 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
 
 
 @_quietly_on_tensors
-def rows(plan: Plan, operands: Operands) -> AttentionState:
+def state_in_rows(plan: Plan, operands: Operands) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows."""
     # PyTorch takes 1 µs to make a row of a column, and NumPy 0.1 µs.
     return _state_to_library(plan, as_rows(_numpy_state(plan, operands, 1.0, True)))

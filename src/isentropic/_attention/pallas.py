@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from isentropic._attention import one_pass
+from isentropic._attention import kernels
 from isentropic._attention.generic import AttentionState
 from isentropic._attention.plan import Operands, Plan
 from isentropic._namespace import Array
@@ -20,31 +20,31 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the Pallas kernels do not compute a call, or None."""
     if plan.library != "jax":
         return "the arrays are not JAX's"
-    return one_pass.why_not(plan, order)
+    return kernels.why_not(plan, order)
 
 
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev)."""
-    return one_pass.finished_output(plan, operands, _results(plan, operands, False)["out"])
+    return kernels.finished_output(plan, operands, _results(plan, operands, False)["out"])
 
 
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
     """The state in columns."""
     results = _results(plan, operands, True)
     fields: Any = [results.get(name) for name in _FIELDS]
-    return one_pass.finished_state(plan, operands, *fields)
+    return kernels.finished_state(plan, operands, *fields)
 
 
 def _results(plan: Plan, operands: Operands, has_moment: bool) -> dict[str, Any]:
     """The fields by name: no output without values, and the moment only if `has_moment`."""
     inputs = {
-        "query": one_pass.rows(plan, operands.query),
-        "key": one_pass.rows(plan, operands.key),
-        "value": one_pass.rows(plan, operands.value),
-        "factor": one_pass.factor(plan, operands),
+        "query": kernels.with_four_axes(plan, operands.query),
+        "key": kernels.with_four_axes(plan, operands.key),
+        "value": kernels.with_four_axes(plan, operands.value),
+        "factor": kernels.factor(plan, operands),
     }
     inputs = {name: x for name, x in inputs.items() if x is not None}
-    return _attend()(has_moment, inputs, one_pass.interval(plan, operands))
+    return _attend()(has_moment, inputs, kernels.interval(plan, operands))
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _backward(has_moment: bool, inputs: Any, interval: Any, results: Any, upstre
     from isentropic._attention.pallas_kernels import run_gradient
 
     out, maximum, normalizer, moment = (results.get(name) for name in _FIELDS)
-    terms = one_pass.gradient_terms(
+    terms = kernels.gradient_terms(
         jnp, out, normalizer, moment, [upstream.get(name) for name in _FIELDS]
     )
     is_empty = normalizer == 0

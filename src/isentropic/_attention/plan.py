@@ -154,7 +154,7 @@ class Operands(NamedTuple):
     nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
     sinks: Array | None = None  # (..., 1, 1). They join the states of the backends; see `with_sinks`
     # Key and value with their nonfinite numbers, for operators of torch.compile.
-    given: tuple[Array, Array | None] | None = None
+    unreplaced: tuple[Array, Array | None] | None = None
 
     @property
     def values(self) -> Array:
@@ -177,10 +177,10 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[signature] = plan
-    return (plan_of(plan, operands) if plan.library == "jax" else plan), operands
+    return (without_numpy_if_traced(plan, operands) if plan.library == "jax" else plan), operands
 
 
-def plan_of(plan: Plan, operands: Operands) -> Plan:
+def without_numpy_if_traced(plan: Plan, operands: Operands) -> Plan:
     """The plan itself, or one that rules out NumPy if the values of the operands cannot be read.
 
     Inside a JAX trace, operands that are computed from the arguments cannot be read, even if the
@@ -451,9 +451,9 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     query, key, value, bias = arrays
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
-    nonfinite, given = None, None
+    nonfinite, unreplaced = None, None
     if mask is not None and not _are_known_finite(plan, query, key, value):
-        given = (key, value) if plan.frame.is_compiling else None
+        unreplaced = (key, value) if plan.frame.is_compiling else None
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
@@ -469,7 +469,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
     sinks = None if a.sinks is None else _sink_logits(plan, a.sinks)
-    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks, given)
+    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks, unreplaced)
 
 
 def _sink_logits(plan: Plan, sinks: Any) -> Array:

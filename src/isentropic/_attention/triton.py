@@ -8,7 +8,7 @@ import math
 import os
 from typing import Any
 
-from isentropic._attention import one_pass
+from isentropic._attention import kernels
 from isentropic._attention.generic import AttentionState
 from isentropic._attention.plan import TRANSFORMED, Operands, Plan
 from isentropic._namespace import Array
@@ -35,18 +35,18 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "the tensors are not on a GPU"
     if plan.dtype.itemsize == 4 and max(plan.head_dim, plan.n_values or 0) > _MAX_FLOAT32_WIDTH:
         return f"heads of float32 have more than {_MAX_FLOAT32_WIDTH} features"
-    return one_pass.why_not(plan, order)
+    return kernels.why_not(plan, order)
 
 
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev)."""
     out, *_ = _results(plan, operands, has_moment=False)
-    return one_pass.finished_output(plan, operands, out)
+    return kernels.finished_output(plan, operands, out)
 
 
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
     """The state in columns."""
-    return one_pass.finished_state(plan, operands, *_results(plan, operands, has_moment=True))
+    return kernels.finished_state(plan, operands, *_results(plan, operands, has_moment=True))
 
 
 @quietly  # the interpreter of Triton computes with NumPy
@@ -57,11 +57,11 @@ def _results(plan: Plan, operands: Operands, *, has_moment: bool) -> tuple[Any, 
     The moment is None if it is not asked for.
     """
     arrays = [
-        None if x is None else _with_contiguous_rows(one_pass.rows(plan, x))
+        None if x is None else _with_contiguous_rows(kernels.with_four_axes(plan, x))
         for x in (operands.query, operands.key, operands.value)
     ]
-    factor: Any = one_pass.factor(plan, operands)
-    interval: Any = one_pass.interval(plan, operands)
+    factor: Any = kernels.factor(plan, operands)
+    interval: Any = kernels.interval(plan, operands)
     if interval is not None:
         interval = tuple(x.contiguous() for x in interval)
     dtype = plan.compute if has_moment else plan.dtype
@@ -179,7 +179,7 @@ def _backward(saved: Any, interval: Any, upstream: Any) -> tuple[Any, Any, Any, 
     query, key, value, factor, out, maximum, normalizer, moment, argmax = saved
     out_grad = None if out is None else upstream[0].to(query.dtype).contiguous()
     inverse = torch.where(normalizer == 0, 0.0, 1 / normalizer)
-    constant, slope, rest = one_pass.gradient_terms(xp, out, normalizer, moment, upstream)
+    constant, slope, rest = kernels.gradient_terms(xp, out, normalizer, moment, upstream)
     reference = torch.where(maximum == -math.inf, 0.0, maximum)
     first, end = interval or (None, None)
     sizes = _sizes(gradient_kernel, query, value)

@@ -264,12 +264,12 @@ class Observer:
             self._step, self._sums = self._passes, {}
             if hasattr(model, "_orig_mod"):  # of torch.compile: its code does not announce attention
                 self._pass.enter_context(torch.compiler.set_stance("force_eager"))
-            self._pass.enter_context(listening(self._hear))
+            self._pass.enter_context(listening(self._on_call))
         self._passes += model.training
 
     @torch.compiler.disable(reason="attention is observed outside of the graph")
     def _end(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if model is not self._model or self._hear not in listeners:
+        if model is not self._model or self._on_call not in listeners:
             return
         self._pass.close()
         if output is None:  # the pass has failed
@@ -283,7 +283,7 @@ class Observer:
         if self._then is not None:
             self._then(self.latest)
 
-    def _hear(self, module: torch.nn.Module, call: Call) -> None:
+    def _on_call(self, module: torch.nn.Module, call: Call) -> None:
         if module in self._names:
             with torch.autocast(call.query.device.type, enabled=False):
                 sums = _statistics(_first_sequences(call, self._sequences))

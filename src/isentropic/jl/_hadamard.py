@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
-from isentropic._linear import LinearMap, RowFunction, apply_to_rows
 from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
 from isentropic._numerics import product, row_products
+from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
 # all their orders. For n ≥ 17 the least order that is at least n is at most 18 % above n.

@@ -21,7 +21,6 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._linear import LinearMap, RowFunction, apply_to_rows
 from isentropic._loops import map_chunks
 from isentropic._namespace import (
     Array,
@@ -36,6 +35,7 @@ from isentropic._namespace import (
     namespace_with_drawn,
 )
 from isentropic._numerics import product, quietly
+from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 from isentropic.jl._hadamard import (
     Order,
     apply_kronecker,

@@ -1,7 +1,7 @@
 """Layers around attention: heads, additive scores, random features and rotary positions."""
 
 from isentropic.layers._additive import additive_attention
-from isentropic.layers._linear import (
+from isentropic.layers._linear_attention import (
     LinearAttentionError,
     PositiveFeatures,
     linear_attention,

@@ -92,7 +92,7 @@ def argument_names(module: Any) -> tuple[str, ...]:
 def _before(family: Family, names: tuple[str, ...], module: Any, args: Any, kwargs: Any) -> None:
     law, count = law_of(module)
     if law is not None:
-        _prepare(family, module, dict(zip(names, args, strict=False)) | kwargs, law, count)
+        _store_law(family, module, dict(zip(names, args, strict=False)) | kwargs, law, count)
 
 
 def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) -> None:
@@ -105,7 +105,7 @@ def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) 
         raise value_error("model", must, f"another `{pending[0]}`")
 
 
-def _prepare(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
+def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
     """Leave the law and n for the hooks on the children."""
     if family.unless and (
         getattr(module, family.unless, None) or arguments.get(family.unless) is not None
@@ -237,7 +237,7 @@ def entropies_with_law(module: Any, arguments: _Arguments, law: Law, count: str)
     """
     family = family_of(module)
     assert family is not None
-    _prepare(family, module, arguments, law, count)
+    _store_law(family, module, arguments, law, count)
     weights = None
     try:
         with _Weights() as run:

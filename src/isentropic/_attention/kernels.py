@@ -34,7 +34,7 @@ def why_not(plan: Plan, order: float | None) -> str | None:
     return "there are no queries" if 0 in (*plan.batch, plan.n_queries) else None
 
 
-def rows(plan: Plan, x: Array | None) -> Any:
+def with_four_axes(plan: Plan, x: Array | None) -> Any:
     """Query, key or value as an array (batch, heads, rows, width) of the dtype of the result."""
     if x is None:
         return None

@@ -366,7 +366,7 @@ def linear_attention(
     True
     """
     check_given(value=value)
-    plan, queries, keys, directions = _prepare(
+    plan, queries, keys, directions = _plan_of_features(
         query, key, value, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
     xp, n_queries, total = plan.xp, plan.n_queries, plan.n_keys
@@ -451,7 +451,7 @@ def linear_attention_error(
     >>> bool(error.measured.mean() < error.predicted.mean() < 0.1)
     True
     """
-    plan, x, y, directions = _prepare(
+    plan, x, y, directions = _plan_of_features(
         query, key, None, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
     xp, m = plan.xp, features.n_components
@@ -478,7 +478,7 @@ def linear_attention_error(
     return LinearAttentionError(measured[..., 0], predicted[..., 0])
 
 
-def _prepare(
+def _plan_of_features(
     query: Array,
     key: Array,
     value: Array | None,
