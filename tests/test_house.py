@@ -1,14 +1,21 @@
 """What the source keeps to, read from it."""
 
 import ast
+import itertools
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import isentropic
+from isentropic.laws import Law
+from isentropic.masks import Mask
 
 pytestmark = pytest.mark.host
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 CREATION = {"arange", "asarray", "empty", "eye", "full", "linspace", "ones", "zeros"}
 
@@ -59,7 +66,40 @@ def test_arrays_are_made_on_a_device_that_is_named():
     assert excused == set(WITHOUT_DEVICE)
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "where-is-what.md"
+def test_the_reference_hides_what_is_not_public():
+    """Masks and laws have methods for other modules, which the template of their pages leaves out."""
+    template = DOCS / "_templates" / "autosummary" / "class.rst"
+    if not template.exists():
+        pytest.skip("the documentation is not here")
+    (listed,) = re.findall(r":exclude-members: (.+)", template.read_text(encoding="utf-8"))
+    hidden, public = set(listed.split(", ")), {Mask: {"visible_count"}, Law: {"evaluate"}}
+    for kind, expected in public.items():
+        assert {name for name in vars(kind) if not name.startswith("_")} - hidden == expected
+    assert hidden <= {name for kind in public for name in dir(kind)}
+
+
+def test_a_small_call_is_easy_to_follow():
+    """How many functions of the package it calls, in how many files, and how often the file changes."""
+    x = np.zeros((4, 16, 8))
+    isentropic.attention(x, x, x, is_causal=True)  # caches are filled
+    root, files = str(Path(isentropic.__file__).parent), []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            files.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        isentropic.attention(x, x, x, is_causal=True)
+    finally:
+        sys.setprofile(before)
+    assert 0 < len(files) <= 60
+    assert len(set(files)) <= 6
+    assert sum(a != b for a, b in itertools.pairwise(files)) <= 25
+
+
+PAGE = DOCS / "explanation" / "where-is-what.md"
 
 
 def _definitions(path):
@@ -79,7 +119,9 @@ def test_formulas_are_where_the_page_says():
     if not PAGE.exists():
         pytest.skip("the documentation is not here")
     root = Path(isentropic.__file__).parent
-    entries = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE.read_text(encoding="utf-8"))
+    text = PAGE.read_text(encoding="utf-8")
+    entries = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
     assert len(entries) > 50
     wrong = [f"{file}:{name}" for file, name in entries if name not in _definitions(root / file)]
+    wrong += [file for file in re.findall(r"`([\w/]+\.py)`", text) if not (root / file).exists()]
     assert wrong == []

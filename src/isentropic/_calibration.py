@@ -164,7 +164,7 @@ def slope_of(held: Held, weights: np.ndarray, shape: Any) -> np.ndarray:
     y = np.where(is_power, np.log(factor), (factor**p - 1) / p)
     weights = _far(held, weights)
     moment = (weights * held.x**2).sum(axis=0)
-    # Without a length that tells it, the slope is 0.
+    # If no length determines the slope, it is 0.
     slope = (weights * held.x * y).sum(axis=0) / np.where(moment > 0, moment, np.inf)
     return np.asarray(slope)
 

@@ -25,7 +25,7 @@ class BlockSizes:
     rows: int = 16  # the fewest queries of a tile; products of fewer rows are slow
     count_tile: int = 1024  # queries and keys of a tile whose visible keys are counted
     cache_numbers: int = 2**18  # numbers that fit in a processor's cache, intermediates included
-    jax_cache_numbers: int = 2**15  # likewise for JAX, whose intermediates are more
+    jax_cache_numbers: int = 2**15  # likewise for JAX, which makes more intermediates
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers in the vectors whose distances are compared
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
@@ -36,10 +36,10 @@ class BlockSizes:
     numpy_min_head_logits: int = 2**16
     numpy_min_logits: int = 2**20  # of all heads
     numpy_masked_logits: int = 2**25  # from here on most outputs under masks are faster than by PyTorch
-    jax_rows: int = 1024  # a tile of one head on a CPU: large, as XLA shares out single operations
+    jax_rows: int = 1024  # a tile of one head on a CPU: large, as XLA splits each operation
     jax_columns: int = 1024
     jax_min_length: int = 256  # with fewer queries or keys all heads at once are faster
-    numpy_untiled_logits: int = 2**18  # calls with at most so many logits are faster without tiles
+    numpy_untiled_logits: int = 2**18  # calls with at most this many logits are faster without tiles
     sparse_numbers: int = 2**22  # entries of a sparse matrix that are made dense at a time
     mask_elements: int = 2**24  # elements of a mask of flex_attention that are counted at a time
     vocabulary_logits: int = 2**26  # logits of a language model that are formed at a time

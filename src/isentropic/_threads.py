@@ -96,7 +96,10 @@ def _controller() -> Any:
 
 
 class _Blas:
-    """The thread limit of the BLAS. The first call sets it, and the last one of its time lifts it."""
+    """The thread limit of the BLAS.
+
+    Of several calls at a time, the first one sets it, and the last one to finish lifts it.
+    """
 
     def __init__(self) -> None:
         self.lock = allocate_lock()

@@ -277,7 +277,8 @@ class CalibrationReport:
         """How the factors of each head grow from the reference length on, ``(layers, heads)``.
 
         The shape p of the curve ``(1 + p · a · log(n/reference))^(1/p)`` that fits best: 0 for a power
-        of n, 1 for a line in log n, and 2 for the root of a line. It is 1 unless the factors tell more.
+        of n, 1 for a line in log n, and 2 for the root of a line. It is 1 unless the factors clearly
+        favor another shape.
         """
         import numpy as np
 

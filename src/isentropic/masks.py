@@ -66,7 +66,8 @@ class Mask(Node, Record, ABC):
     In JAX and PyTorch a mask is a *pytree*. Its leaves are its arrays; numbers and the kinds of masks
     belong to its structure. So a mask can be an argument of `jax.jit`, `jax.vmap` and functions of
     ``torch.func``. Masks are equal if they are made of the same parts with equal numbers and arrays.
-    Masks without arrays are hashable, and can be static arguments.
+    Masks without arrays are hashable, and can be static arguments. A mask has no truth value:
+    ``bool(mask)`` raises a `TypeError`.
 
     Examples
     --------

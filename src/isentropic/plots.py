@@ -148,6 +148,8 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
 
     Raises
     ------
+    TypeError
+        For weights that are not an array.
     ValueError
         For weights that do not have 2 dimensions.
 
@@ -260,6 +262,8 @@ def observations(history: Sequence[Any], quantity: str = "entropy", *, ax: Axes 
 
     Raises
     ------
+    TypeError
+        For a history of other objects.
     ValueError
         For an empty history, and for a quantity that observations do not have.
 
@@ -280,6 +284,9 @@ def observations(history: Sequence[Any], quantity: str = "entropy", *, ax: Axes 
 
     if not history:
         raise value_error("history", "have one observation or more", "none")
+    for x in history:
+        if not (hasattr(x, "step") and hasattr(x, "layers")):
+            raise type_error("history", "be a sequence of Observation", f"one of {type(x).__name__}")
     quantities = [name for name in vars(history[0]) if name not in ("step", "layers")]
     check_choice("quantity", quantity, quantities)
     ax = _axes(ax)

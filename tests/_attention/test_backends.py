@@ -218,6 +218,10 @@ class TestBackends:
                 assert name == expected[backend.library]
             elif backend.library == "strict":
                 assert name == "generic"
+            sized = it.attention_backends(x, x, values, block_size=64, order=1.0)
+            assert sized["generic"] == "runs"
+            unable = it.attention_backends(x, x, values, implementation="triton")
+            assert "runs" not in unable.values()
         few = x[:1, :20, :]
         capped = it.attention_backends(few, few, few, softcap=3.0)
         assert capped["generic"] == "runs"

@@ -51,7 +51,7 @@ def _generic_state(
 
 def backends() -> tuple[Backend, ...]:
     """All backends, in the order in which they are tried."""
-    # Imported here, as they are a third of what `import isentropic` would import.
+    # Imported here, because they would make `import isentropic` slower.
     from isentropic._attention import jax, numpy, pallas, torch, triton
 
     return (

@@ -621,6 +621,7 @@ def attention_backends(
     sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
+    block_size: int | None = None,
 ) -> dict[str, str]:
     """The backend that computes a call, and why the others do not. Nothing is computed.
 
@@ -636,23 +637,38 @@ def attention_backends(
     mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
     implementation
         As in `attention`.
+    block_size : int, optional
+        As in `attention_state`.
 
     Returns
     -------
     dict of str
         An entry for each backend, in the order in which they are tried: ``"runs"`` for the one that
-        computes the call, and for the others the reason why they do not. The backends are *sdpa*,
-        `torch.nn.functional.scaled_dot_product_attention`; *numpy*, a pass for arrays in the memory
-        of the host; *jax*, `jax.nn.dot_product_attention`; *torch*, the generic pass with operations
-        in place, whose gradient computes the tiles again; *xla*, the same tiles for JAX on a CPU, one
-        head at a time; *triton* and *pallas*, kernels of this library for PyTorch and JAX on a GPU,
-        which run only if `implementation` names them; *generic*, the pass over tiles that is the same
-        for all libraries.
+        computes the call, and for the others the reason why they do not. If `implementation` names a
+        backend that cannot compute the call, no entry is ``"runs"``, and the call would be an error.
 
     Raises
     ------
     TypeError, ValueError
-        As in `attention`, and if `order` is negative or NaN.
+        As in `attention` for arguments that do not fit, and if `order` is negative or NaN.
+
+    Notes
+    -----
+    The backends are:
+
+    - *sdpa*: `torch.nn.functional.scaled_dot_product_attention`.
+    - *numpy*: a pass for arrays in the memory of the host.
+    - *jax*: `jax.nn.dot_product_attention`.
+    - *torch*: the pass over tiles with operations in place, whose gradient computes the tiles again.
+      For large calls in the memory of the host NumPy computes its forward pass.
+    - *xla*: the same tiles for JAX on a CPU, one head at a time.
+    - *triton* and *pallas*: kernels of this library for PyTorch and JAX on a GPU, which run only if
+      `implementation` names them.
+    - *generic*: the pass over tiles that is the same for all libraries.
+
+    `attention_weights` and `attention_statistics` always take the generic pass. So does the second pass
+    of `attention_received` and `attention_information`. `factor_for_attention_entropy` takes the tiles
+    of NumPy for large calls in the memory of the host, and otherwise the generic pass.
 
     Examples
     --------
@@ -668,7 +684,7 @@ def attention_backends(
         check_order(order)
     plan, _ = prepare(Arguments(
         query, key, value, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
-        implementation,
+        implementation, block_size,
     ))  # fmt: skip
     # With sinks `attention` computes a state.
     reported_order = 1.0 if order is None and (value is None or sinks is not None) else order

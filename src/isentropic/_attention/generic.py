@@ -205,7 +205,7 @@ class AttentionState(NamedTuple):
         if self.weighted_value is None:
             raise value_error("value", "be given to `attention_state` for an output", None)
         xp = namespace(state=self.normalizer)
-        # Three passes less over the values.
+        # This saves three passes over the values.
         if is_known_true(xp, xp.all(xp.logical_not(_sees_nothing(self)))):
             return self.weighted_value / self.normalizer[..., None]
         state = _with_empty_zeroed(self)
@@ -369,7 +369,7 @@ def _states_to_merge(states: tuple[Any, ...], axis: int | None) -> tuple[Attenti
         ndim = stacked.maximum.ndim
         check_axis(axis, ndim)
         if axis % ndim == ndim - 1:
-            raise value_error("axis", "not be that of the queries, the last", axis)
+            raise value_error("axis", "not be the last axis, which is that of the queries", axis)
         before = (slice(None),) * (axis % ndim)
         states = tuple(
             AttentionState(*(x if x is None else x[(*before, i, ...)] for x in stacked))

@@ -91,7 +91,7 @@ def _is_small(plan: Plan) -> bool:
 
 
 def _is_large(plan: Plan) -> bool:
-    """Whether the call is large enough to repay threads and a loop over batch elements."""
+    """Whether the call is so large that threads and a loop over batch elements save time."""
     size = plan.n_queries * plan.n_keys
     return (
         size >= BLOCKS.numpy_min_head_logits and size * math.prod(plan.batch) >= BLOCKS.numpy_min_logits
@@ -346,7 +346,7 @@ class _Sums:
             self.value += np.matmul(weight, self.values[start : start + size], out=self.part)
 
     def are_accurate(self, is_empty: Any) -> bool:
-        """Whether no sum is too small or too large, but for those of rows that have seen no key."""
+        """Whether all sums are in the accurate range. Rows that have seen no key are ignored."""
         import numpy as np
 
         z = self.normalizer
@@ -354,7 +354,7 @@ class _Sums:
         return bool(np.all(are_within)) and bool(np.all(np.isfinite(self.moment)))
 
     def shift(self, shift: Any, order: float | None) -> None:
-        """Let the exponents change by `shift`."""
+        """Update the sums for exponents that change by `shift`."""
         import numpy as np
 
         if order is not None:

@@ -94,8 +94,9 @@ _FIRST_OPTION = Arguments._fields.index("is_causal")
 class Plan(Record):
     """All that follows from the signature of a call: shapes, dtypes, device, options, law, mask.
 
-    A plan holds no arrays of the caller. Its own, the factors, are never written. Plans are cached: two
-    calls with the same signature share a plan. So plans are compared by identity.
+    A plan holds no arrays of the caller. The arrays that it makes itself, the factors, are
+    never modified. Plans are cached: two calls with the same signature share a plan. So plans are
+    compared by identity.
     """
 
     frame: Frame
@@ -196,7 +197,7 @@ def without_numpy_if_traced(plan: Plan, operands: Operands) -> Plan:
 def _signature(a: Arguments) -> Any:
     """All that the plan of a call depends on; None for calls whose plans are not cached."""
     law, n_keys = a.law, a.n_keys
-    # For an abstract class `isinstance` takes longer.
+    # `isinstance` is slower than this, because `Law` is an abstract class.
     if law is not None and Law not in type(law).__mro__:  # the checks will refuse it
         return None
     torch = sys.modules.get("torch")

@@ -329,7 +329,7 @@ class _Backward:
         return x.clamp_(min=_lowest_normal(x)).exp()  # faster, as it never underflows
 
     def logit_gradient(self, x: Any, p: Any, columns: Block, row: _Rows) -> Any:
-        """The gradient of the logits of a tile but for the excess at the maximum."""
+        """The gradient of the logits of a tile except for the excess at the maximum."""
         gradient, moment_grad = row.normalizer_grad, row.moment_grad
         if self.order == 1 and moment_grad is not None:  # f′(x) = p (1 + x)
             gradient = (gradient + moment_grad).addcmul(moment_grad, x)

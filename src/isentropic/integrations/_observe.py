@@ -62,7 +62,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @torch.compiler.disable(reason="attention is observed outside of the graph")
 def announce(module: torch.nn.Module, call: Callable[[], Call]) -> None:
-    """Tell the listeners that a module computes attention. None of this changes the step."""
+    """Tell the listeners that a module computes attention. The training step does not change."""
     if listeners:
         with torch.no_grad():
             arguments = call()
@@ -191,6 +191,11 @@ class Observer:
     ----------
     latest : Observation or None
         The statistics of the last pass that was observed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `observe`.
     """
 
     def __init__(

@@ -330,6 +330,11 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The map, in the library, device and dtype of the data, or None for the identity.
 
         For the kind ``"sparse"`` and sparse data, each access makes a dense matrix.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            Before `fit`.
         """
         check_is_fitted(self)
         if not sparse.issparse(self._map):
@@ -342,6 +347,11 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         For NumPy arrays and SciPy matrices, it is a sparse SciPy array for the kinds ``"sparse"`` and
         ``"count_sketch"``, and for the identity with sparse data.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            Before `fit`.
         """
         check_is_fitted(self)
         projection, on_host = self._map, isinstance(self._like, np.ndarray)

@@ -108,7 +108,13 @@ class DenseProjection(NamedTuple):
         return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
-        """The matrix (n_components, n_features) of the map."""
+        """The matrix (n_components, n_features) of the map.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the arrays of the map do not fit each other, or belong to different libraries.
+        """
         xp = _checked_namespace(self)
         weights = xp.astype(self.weights, accumulator(xp, self.weights.dtype), copy=False)
         scale = xp.astype(self.scale, weights.dtype, copy=False)
@@ -207,6 +213,11 @@ class HadamardProjection(NamedTuple):
         """The matrix (n_components, n_features) of the map.
 
         Its rows are orthogonal where `has_orthogonal_rows` is true.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the arrays of the map do not fit each other, or belong to different libraries.
         """
         xp, signs = _checked_namespace(self), self.signs[0]
         return self.adjoint(
@@ -368,7 +379,13 @@ class CountSketch(NamedTuple):
         return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
-        """The matrix (n_components, n_features) of the map."""
+        """The matrix (n_components, n_features) of the map.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the arrays of the map do not fit each other, or belong to different libraries.
+        """
         xp = _checked_namespace(self)
         device = common_device(signs=self.signs)
         return self.adjoint(xp.eye(self.n_components, dtype=self.signs.dtype, device=device))
@@ -461,7 +478,7 @@ class Rotation(NamedTuple):
         return _along("x", x, axis, self)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Rotate back along an axis: ``f.adjoint(f(x))`` is x, but for rounding.
+        """Rotate back along an axis: ``f.adjoint(f(x))`` is x up to rounding.
 
         Raises
         ------
@@ -473,7 +490,13 @@ class Rotation(NamedTuple):
         return _along("y", y, axis, self, adjoint=True)
 
     def matrix(self) -> Array:
-        """The orthogonal matrix R (n_features, n_features) of the map."""
+        """The orthogonal matrix R (n_features, n_features) of the map.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the arrays of the map do not fit each other, or belong to different libraries.
+        """
         xp, signs = _checked_namespace(self), self.signs[0]
         return self.adjoint(
             xp.eye(self.n_features, dtype=signs.dtype, device=common_device(signs=signs))

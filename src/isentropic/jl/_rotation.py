@@ -90,7 +90,7 @@ def rotation(
     The flatness of the kind "haar" is about √(2 log d²) too: its entries are nearly normal.
 
     The signs have the same bits on every machine. The matrices of the kind "haar", and of the Hartley
-    transform, are the same but for rounding.
+    transform, are equal up to rounding.
 
     References
     ----------

@@ -55,7 +55,7 @@ def to_dict(law: Law) -> dict[str, Any]:
         ``"law"`` is the name of the class, or "scaled" or "shifted"; the law that these two change is
         under ``"of"``. The parameters follow. Arrays become nested lists. A one-dimensional array of
         `Knots` becomes ``{"array": [...]}``, as a plain list stands for a sequence of numbers there.
-        `from_dict` makes an equal law from the dictionary, but for 0-d arrays, which become numbers.
+        `from_dict` makes an equal law from the dictionary, except that 0-d arrays become numbers.
 
     Raises
     ------

@@ -54,8 +54,9 @@ class Law(Node, ABC):
     number, and NaN equals nothing. Comparing arrays whose values cannot be read, as within
     `jax.jit`, raises a `TypeError`. Laws of numbers are hashable; laws with arrays are not.
 
-    To define a law, make a subclass that is a frozen dataclass and defines `evaluate`. Its fields are
-    the parameters: numbers, laws, or arrays of shape () or (H,). `scaled` multiplies a law by a factor
+    To define a law, make a subclass that is a frozen dataclass and defines `evaluate`. It must not
+    define ``__slots__``, which raises a `TypeError`. Its fields are the parameters: numbers, laws, or
+    arrays of shape () or (H,). `scaled` multiplies a law by a factor
     that may depend on the query.
 
     Examples
@@ -117,9 +118,8 @@ class Law(Node, ABC):
             n = self._aligned(xp.astype(n, _compute_dtype(xp, dtype, parameters)))
             factor = self.evaluate(xp, n)
             if n.ndim == 0 and is_numpy(xp):
-                factor = xp.asarray(
-                    factor, device=device
-                )  # NumPy's operations make numbers of 0-d arrays
+                # NumPy's operations turn 0-d arrays into scalars.
+                factor = xp.asarray(factor, device=device)
             if not is_array(factor):
                 raise type_error("law", "evaluate to an array", type(factor).__name__)
             return factor
@@ -142,7 +142,7 @@ class Law(Node, ABC):
         super().__init_subclass__()
         if "__slots__" in vars(cls):
             raise TypeError(
-                f"{cls.__name__}, a law, must have no __slots__: its fields are its __dict__."
+                f"The law {cls.__name__} must not define __slots__: its parameters are in its __dict__."
             )
         cls._cached_properties = frozenset(
             name

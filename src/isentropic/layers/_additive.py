@@ -44,7 +44,7 @@ def additive_attention(
     Raises
     ------
     TypeError, ValueError
-        As in `attention`.
+        As in `attention`, and if the shapes of `w_q`, `w_k` and `v` do not fit.
 
     Notes
     -----

@@ -124,7 +124,7 @@ def _counter(name: str) -> _Counter:
 
 
 def _by_mask(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
-    """All keys are visible without a mask."""
+    """The number of keys that each query sees, from the mask; all keys without one."""
     _check_dense(kwargs)
     if mask is None:
         return visible_counts(query, key, None)
@@ -135,7 +135,7 @@ def _by_mask(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any
 
 
 def _by_mask_or_causal(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
-    """Without a mask, a flag says whether attention is causal."""
+    """The same, but without a mask a flag says whether attention is causal."""
     if mask is not None:
         return _by_mask(module, query, key, mask, kwargs)
     _check_dense(kwargs)
@@ -144,7 +144,7 @@ def _by_mask_or_causal(module: Any, query: Any, key: Any, mask: Any, kwargs: dic
 
 
 def _by_lengths(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
-    """FlashAttention removes padding, and aligns the queries of a sequence with its last keys."""
+    """For FlashAttention, which removes padding and aligns the last query with the last key."""
     _check_dense(kwargs)
     position, length = _within_sequences(module, query, key, mask, kwargs)
     window, is_causal = kwargs.get("sliding_window"), kwargs.get("is_causal")
@@ -197,7 +197,7 @@ def _within_packed(
 
 
 def _by_blocks(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
-    """Flex attention has its mask as a function and the blocks where to call it."""
+    """For flex attention, whose mask is a function and the blocks where to call it."""
     if not isinstance(mask, BlockMask):
         return _by_mask(module, query, key, mask, kwargs)
     n = getattr(mask, "_isentropic_counts", None)

@@ -106,7 +106,7 @@ def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) 
 
 
 def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
-    """Leave the law and n for the hooks on the children."""
+    """Store the law and n on the children, where their hooks read them."""
     if family.unless and (
         getattr(module, family.unless, None) or arguments.get(family.unless) is not None
     ):
@@ -225,7 +225,7 @@ def _scale_logits(child: Any, args: Any) -> Any:
 
 
 def arguments_without_cache(module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names, but for the cache, which the call may have filled."""
+    """The arguments of a call by their names, except the cache, which the call may have filled."""
     arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
     return arguments | dict.fromkeys(_CACHES & arguments.keys())
 

@@ -31,7 +31,7 @@ class LayerLaw(LawModule):
 
     count: str
     trainable: bool
-    initial: Law  # with NumPy arrays, but for the tensors of the caller
+    initial: Law  # with NumPy arrays, except for the tensors of the caller
 
     def __init__(self, law: Law, count: str, trainable: bool, like: torch.Tensor) -> None:
         super().__init__(_with_tensors(law, trainable, like), borrow=not trainable)

@@ -118,8 +118,9 @@ class ObserveCallback(TrainerCallback):
     trainer : transformers.Trainer
         The trainer whose ``log`` is called. Add the callback to it with ``trainer.add_callback(...)``.
     every : int, optional
-        One in so many optimizer steps is observed. The default is the ``logging_steps`` of the trainer.
-        With gradient accumulation, the first forward pass of the step is observed.
+        The number of optimizer steps from one that is observed to the next. The default is the
+        ``logging_steps`` of the trainer. With gradient accumulation, the first forward pass of the
+        step is observed.
     heads : bool
         Whether to log every head, and not only the means over heads and the extremes.
     sequences, then, warn_below, patience

@@ -208,7 +208,10 @@ def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> DynamicCache:
 
 
 def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """The mean loss of the tokens but the first, which follow those in the cache. The cache grows."""
+    """The mean loss of all tokens except the first.
+
+    They continue the tokens in the cache, and are added to it.
+    """
     logits = model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True).logits
     dtype = torch.promote_types(logits.dtype, torch.float32)
     loss = cross_entropy(logits.to(dtype).transpose(1, 2), ids[:, 1:])
@@ -219,7 +222,7 @@ def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _frozen(model: Any) -> Iterator[None]:
-    """A model of which no weight gets a gradient."""
+    """Within the block, no weight of the model gets a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
