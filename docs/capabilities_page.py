@@ -1,6 +1,6 @@
 """The generated part of the page "What runs where", from the declaration in tests/capabilities.py."""
 
-from capabilities import COLUMNS, OTHER_MODULES, ROWS, Cell, Row
+from capabilities import COLUMNS, INTEGRATIONS, ROWS, Cell, Row
 
 TITLES = {
     "": "Attention and entropy",
@@ -19,8 +19,16 @@ def page() -> str:
     lines: list[str] = []
     for module, title in TITLES.items():
         lines += [f"## {title}", "", *table(module, notes), ""]
-    lines += ["## Integrations and plots", "", "They take:", ""]
-    lines += [f"- `{name}`: {what}." for name, what in OTHER_MODULES.items()]
+    lines += [
+        "## Integrations and plots",
+        "",
+        "| | takes | compiled by | gradient |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {link(name, qualified=True)} | {x.takes} | {x.compiled} | {x.gradient} |"
+        for name, x in INTEGRATIONS.items()
+    ]
     lines += ["", "## Notes", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
     return "\n".join(lines) + "\n"
@@ -39,8 +47,9 @@ def table(module: str, notes: dict[str, int]) -> list[str]:
     ]
 
 
-def link(name: str) -> str:
-    return f"{{py:obj}}`{name.rpartition('.')[2]} <isentropic.{name}>`"
+def link(name: str, *, qualified: bool = False) -> str:
+    shown = name.removeprefix("integrations.") if qualified else name.rpartition(".")[2]
+    return f"{{py:obj}}`{shown} <isentropic.{name}>`"
 
 
 def symbols(row: Row, notes: dict[str, int]) -> list[str]:

@@ -211,17 +211,121 @@ ROWS = {
     "theory.matched_key_dim": SIZES,
 }
 
-# Modules that need more than an array library, and what their functions take.
-OTHER_MODULES = {
-    "integrations.huggingface": "PyTorch models of transformers, on the device of the model",
-    "integrations.jax": "JAX arrays, inside and outside of `jax.jit`",
-    "integrations.sklearn": "arrays of every library, as other estimators of scikit-learn with array API dispatch",
-    "integrations.torch": "PyTorch modules and tensors, on every device",
-    "plots": "reports, laws, and arrays of every library, which are copied to the host",
-}
+
+@dataclass(frozen=True)
+class Integration:
+    """Where a function for one library runs. The tests are those that try it."""
+
+    takes: str
+    compiled: str  # "–" where there is nothing to ask
+    gradient: str
+    tests: tuple[str, ...]  # file:function, in tests
+
+
+_JAX, _TORCH = "integrations/test_jax.py", "integrations/test_torch.py"
+_SHARDED, _FLEX = "integrations/test_sharded.py", "integrations/test_flex.py"
+_HF, _PLOTS = "integrations/huggingface/test_", "test_plots.py"
+_RING = Integration(
+    "JAX arrays, in `jax.shard_map`, on every device", "`jax.jit`", "in reverse mode",
+    (f"{_SHARDED}:TestJAX.test_eight_devices", f"{_SHARDED}:TestJAX.test_one_device"),
+)  # fmt: skip
+_DISTRIBUTED = Integration(
+    "PyTorch tensors, on the devices of a process group", "not tried", "first",
+    (f"{_SHARDED}:TestTorch.test_four_processes", f"{_SHARDED}:TestTorch.test_one_process"),
+)  # fmt: skip
+_MODEL = "a model of transformers, on its device"
+
+
+def _of_models(file: str, *names: str, compiled: str = "–", gradient: str = "–") -> Integration:
+    return Integration(_MODEL, compiled, gradient, tuple(f"{_HF}{file}.py:{name}" for name in names))
+
+
+def _plot(takes: str, name: str) -> Integration:
+    return Integration(f"{takes}, on the host", "–", "–", (f"{_PLOTS}:{name}",))
+
+
+INTEGRATIONS = {
+    "integrations.jax.attention_fn": Integration(
+        "JAX arrays, in modules of Flax, on every device", "`jax.jit`", "all",
+        (f"{_JAX}:TestAgainstFlax.test_gradients", f"{_JAX}:TestNNX.test_law"),
+    ),
+    "integrations.jax.ring_attention": _RING,
+    "integrations.jax.ring_attention_state": _RING,
+    "integrations.torch.LawModule": Integration(
+        "a law, whose parameters are on every device", "`torch.compile`", "all",
+        ("test_torch.py:TestGraphs.test_parameters_and_buffers_of_modules_compile",
+         f"{_TORCH}:TestLearnableLaw.test_gradient"),
+    ),
+    "integrations.torch.MultiheadAttention": Integration(
+        "PyTorch tensors, on every device", "`torch.compile`", "as `attention`",
+        (f"{_TORCH}:TestCompile.test_few_graphs_for_many_lengths",
+         f"{_TORCH}:TestAgainstTorch.test_outputs_weights_and_gradients"),
+    ),
+    "integrations.torch.distributed_attention": _DISTRIBUTED,
+    "integrations.torch.distributed_attention_state": _DISTRIBUTED,
+    "integrations.torch.to_mask_mod": Integration(
+        "a mask", "`torch.compile`", "–",
+        (f"{_FLEX}:TestMaskMod.test_arrays", f"{_FLEX}:TestBlockMask.test_compiles_again_only_for_other_kinds"),
+    ),
+    "integrations.torch.to_block_mask": Integration(
+        "a mask", "`torch.compile`", "–",
+        (f"{_FLEX}:TestBlockMask.test_is_made_inside_a_compiled_function",),
+    ),
+    "integrations.torch.observe": Integration(
+        "a PyTorch module, on its device", "`torch.compile`; observed passes run eagerly",
+        "none; the training step stays as it is",
+        ("integrations/test_observe.py:TestMultiheadAttention.test_bits_of_the_step",
+         f"{_HF}observe.py:TestStep.test_torch_compile"),
+    ),
+    "integrations.torch.announce_attention": Integration(
+        "PyTorch tensors, on every device", "eagerly, in observed passes", "none",
+        ("integrations/test_observe.py:TestAnnounce.test_no_graph_is_kept",),
+    ),
+    "integrations.sklearn.JLTransformer": Integration(
+        "arrays of every library, as other estimators of scikit-learn with array API dispatch", "–", "–",
+        ("integrations/test_sklearn.py:TestArrayAPI.test_arrays_of_other_libraries",),
+    ),
+    "integrations.huggingface.register": _of_models(
+        "interface", "TestWithoutLaws.test_gradients", "TestLaws.test_compiled",
+        compiled="`torch.compile`", gradient="all",
+    ),
+    "integrations.huggingface.use": _of_models(
+        "interface", "TestLaws.test_gradients_of_parameters", "TestLaws.test_compiled",
+        compiled="`torch.compile`, after it", gradient="all; of laws too",
+    ),
+    "integrations.huggingface.observe": _of_models(
+        "observe", "TestStep.test_bits_of_loss_and_gradients", "TestStep.test_torch_compile",
+        compiled="`torch.compile`; observed passes run eagerly",
+        gradient="none; the training step stays as it is",
+    ),
+    "integrations.huggingface.ObserveCallback": _of_models(
+        "observe", "TestTrainer.test_log", compiled="as `observe`", gradient="none"
+    ),
+    "integrations.huggingface.calibrate": _of_models("calibrate", "test_families"),
+    "integrations.huggingface.profile": _of_models("interface", "TestPositions.test_profile"),
+    "integrations.huggingface.diagnose": _of_models("diagnose", "test_families"),
+    "integrations.huggingface.tune": _of_models(
+        "tune", "test_lowers_the_loss_beyond_the_length_alone", gradient="it takes them, of laws alone"
+    ),
+    "integrations.huggingface.laws_of": _of_models("saving", "TestSaved.test_saved_again"),
+    "integrations.huggingface.layer_names": _of_models("names", "TestNames"),
+    "integrations.huggingface.save_laws": _of_models("names", "TestFiles"),
+    "integrations.huggingface.load_laws": _of_models("names", "TestFiles"),
+    "plots.attention": _plot("arrays of every library", "TestAttention.test_map_and_entropies"),
+    "plots.distortion": _plot("a report", "TestDistortion.test_histogram_and_theory"),
+    "plots.drift": _plot("a report", "TestDrift.test_colors_are_slopes"),
+    "plots.entropy": _plot("a report", "TestEntropy.test_lines"),
+    "plots.laws": _plot("laws, with arrays of every library", "TestLaws.test_factors"),
+    "plots.observations": _plot("observations", "TestObservations.test_lines"),
+}  # fmt: skip
+
 
 # Public names without a row.
 WITHOUT_ROW = {
+    "integrations.huggingface.Diagnosis": "a result",
+    "integrations.huggingface.Effect": "a result",
+    "integrations.torch.Observation": "a result",
+    "integrations.torch.Observer": "a result",
     "drift.CalibrationReport": "a result",
     "drift.DriftReport": "a result",
     "jl.DistortionReport": "a result",

@@ -5,6 +5,8 @@ A case is a function of a dictionary of arrays, made from `inputs`.
 
 from __future__ import annotations
 
+import ast
+
 import numpy as np
 
 import isentropic as it
@@ -317,3 +319,16 @@ def names_read(case):
 def leaves(result):
     """The arrays of a result, which is an array or a (named) tuple of arrays."""
     return list(result) if isinstance(result, tuple) else [result]
+
+
+def definitions(path):
+    """The dotted names of the functions and classes of a file."""
+
+    def of(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                name = prefix + child.name
+                yield name
+                yield from of(child, f"{name}.")
+
+    return set(of(ast.parse(path.read_text(encoding="utf-8")), ""))

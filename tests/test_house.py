@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import definitions
 
 import isentropic
 from isentropic.laws import Law
@@ -102,19 +103,6 @@ def test_a_small_call_is_easy_to_follow():
 PAGE = DOCS / "explanation" / "where-is-what.md"
 
 
-def _definitions(path):
-    """The dotted names of the functions and classes of a file."""
-
-    def of(node, prefix):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-                name = prefix + child.name
-                yield name
-                yield from of(child, f"{name}.")
-
-    return set(of(ast.parse(path.read_text(encoding="utf-8")), ""))
-
-
 def test_formulas_are_where_the_page_says():
     if not PAGE.exists():
         pytest.skip("the documentation is not here")
@@ -122,6 +110,6 @@ def test_formulas_are_where_the_page_says():
     text = PAGE.read_text(encoding="utf-8")
     entries = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
     assert len(entries) > 50
-    wrong = [f"{file}:{name}" for file, name in entries if name not in _definitions(root / file)]
+    wrong = [f"{file}:{name}" for file, name in entries if name not in definitions(root / file)]
     wrong += [file for file in re.findall(r"`([\w/]+\.py)`", text) if not (root / file).exists()]
     assert wrong == []
