@@ -67,6 +67,43 @@ def test_arrays_are_made_on_a_device_that_is_named():
     assert excused == set(WITHOUT_DEVICE)
 
 
+# Files whose tests are not in the file of the same name.
+TESTED_IN = {
+    "_attention/pallas.py": "_attention/test_kernels.py",
+    "_attention/pallas_kernels.py": "_attention/test_kernels.py",
+    "_attention/triton.py": "_attention/test_kernels.py",
+    "_attention/triton_kernels.py": "_attention/test_kernels.py",
+    "_attention/torch_operator.py": "_attention/test_torch.py",
+    "_calibration.py": "test_drift.py",
+    "_namespace.py": "test_contract.py",
+    "_numerics.py": "test_entropy.py",
+    "_pytrees.py": "test_jax.py",
+    "_quadrature.py": "test_theory.py",
+    "_records.py": "_attention/test_plan.py",
+    "integrations/huggingface/_clamp.py": "integrations/huggingface/test_diagnose.py",
+    "integrations/huggingface/_files.py": "integrations/huggingface/test_saving.py",
+    "integrations/huggingface/_hooks.py": "integrations/huggingface/test_families.py",
+    "integrations/huggingface/_laws.py": "integrations/huggingface/test_interface.py",
+    "integrations/huggingface/_layer_law.py": "integrations/huggingface/test_saving.py",
+    "integrations/huggingface/_measure.py": "integrations/huggingface/test_calibrate.py",
+    "integrations/huggingface/_modules.py": "integrations/huggingface/test_names.py",
+    "jl/_dictionaries.py": "jl/test_rotation.py",
+    "jl/_flat.py": "jl/test_rotation.py",
+    "jl/_maps.py": "jl/test_projections.py",
+}
+
+
+def test_tests_are_where_the_source_is():
+    root, tests = Path(isentropic.__file__).parent, Path(__file__).parent
+    files = [x.relative_to(root) for x in root.rglob("*.py") if not x.name.startswith("__")]
+    for file in files:
+        same = (file.parent / f"test_{file.stem.lstrip('_')}.py").as_posix()
+        where = TESTED_IN.get(file.as_posix(), same)
+        assert (tests / where).exists(), f"{file} has no {where}"
+        assert where == same or not (tests / same).exists(), f"{file} is in `TESTED_IN`, and has {same}"
+    assert TESTED_IN.keys() <= {file.as_posix() for file in files}
+
+
 def test_the_reference_hides_what_is_not_public():
     """Masks and laws have methods for other modules, which the template of their pages leaves out."""
     template = DOCS / "_templates" / "autosummary" / "class.rst"

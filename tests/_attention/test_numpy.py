@@ -1,0 +1,202 @@
+"""NumPy's pass: what its sums are relative to, and how the work is divided."""
+
+import numpy as np
+import oracles
+import pytest
+
+import isentropic as it
+
+
+def test_numpy_adds_a_bias_of_many_logits():
+    x, bias = np.zeros((2**10, 2)), np.zeros((2**10, 1))
+    for options in ({"bias": bias}, {"softcap": 3.0}, {"bias": bias, "softcap": 3.0}):
+        assert it.attention_backends(x, x, x, **options)["numpy"] == "runs"
+
+
+class TestReferences:
+    """Sums of NumPy's tiles relative to constants, and what is computed again where these are not good."""
+
+    @pytest.fixture
+    def tried(self, monkeypatch):
+        """What the sums of blocks are made relative to: 0 is False, the first tile True, the largest None."""
+        from isentropic._attention.numpy import _Pass
+
+        tried = []
+
+        def noted(function):
+            def run(self, item, from_first_tile=None):
+                tried.append(from_first_tile)
+                if from_first_tile is None:
+                    return function(self, item)
+                return function(self, item, from_first_tile=from_first_tile)
+
+            return run
+
+        for name in ("relative_to_constant", "relative_to_largest"):
+            monkeypatch.setattr(_Pass, name, noted(getattr(_Pass, name)))
+        return tried
+
+    @pytest.mark.parametrize(
+        ("logits", "passes"),
+        [
+            (lambda s: s, [False]),
+            (lambda s: s - 100, [False, True]),
+            (lambda s: s + 100, [False, True]),
+            (lambda s: s + 100 * (np.arange(13) == 1), [False, True]),
+            (lambda s: s + 100 * (np.arange(13) == 12), [False, None]),
+            (lambda s: s - 100 * (np.arange(13) == 12), [False]),
+            (lambda s: s - 100 * (np.arange(13) < 12), [False, True, None]),
+            (lambda s: s + 1e4, [False, True, None]),  # the last one because of rounding in float32
+        ],
+    )
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_which_are_tried(self, tiles, set_blocks, tried, rng, logits, passes, dtype):
+        set_blocks(numpy_min_part=14, numpy_rows=6)  # one block of three rows, and tiles of ten keys
+        if dtype == "float64" and logits(np.zeros(13))[0] == 1e4:
+            passes = passes[:2]
+        # The first feature of the queries is 1, so that that of the keys is added to the logits.
+        q, k = rng.normal(size=(2, 13, 4))
+        q[:, 0], k[:, 0] = 1.0, logits(np.zeros(13))
+        q, k, v = q.astype(dtype)[-3:], k.astype(dtype), rng.normal(size=(13, 3)).astype(dtype)
+        s = q.astype("float64") @ k.astype("float64").T
+        options = {"law": None, "scale": 1.0, "implementation": "numpy"}
+        state = it.attention_state(q, k, v, **options)
+        assert tried == passes
+        slack = max(np.abs(k).max() * np.finfo(dtype).eps * 8, 1e-6)
+        np.testing.assert_allclose(state.output(), oracles.softmax(s) @ v, atol=slack, rtol=slack)
+        np.testing.assert_allclose(state.maximum, s.max(-1), rtol=1e-5)
+        h = it.attention_entropy(q, k, **options)
+        np.testing.assert_allclose(h, oracles.entropy(oracles.softmax(s)), atol=8 * slack)
+
+    @pytest.mark.parametrize(("added", "expected"), [(0.0, {False}), (60.0, {False, True})])
+    def test_rows_that_see_their_first_key_late(self, tiles, tried, rng, added, expected):
+        q, k, v = rng.normal(size=(3, 13, 4)).astype("float32")
+        q[:, 0], k[:, 0] = 1.0, added
+        mask = np.arange(13) >= np.arange(13)[:, None] * 2  # from the eighth row on they see none
+        got = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="numpy")
+        assert set(tried) == expected
+        wanted = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="generic")
+        for a, b in zip(
+            (got.output(), got.entropy()), (wanted.output(), wanted.entropy()), strict=True
+        ):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+        np.testing.assert_array_equal(got.output()[7:], 0)
+
+    def test_hidden_logits_that_overflow(self, small_blocks):
+        q, k = np.asarray([[0.0, 0.0], [1e20, 1e20]], "float32"), np.full((2, 2), 1e20, "float32")
+        mask = np.asarray([[True, False], [False, False]])
+        options = {"mask": mask, "law": None, "implementation": "native"}
+        out = it.attention(q, k, np.ones((2, 1), "float32"), **options)
+        np.testing.assert_array_equal(out, [[1.0], [0.0]])
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+    @pytest.mark.parametrize("norms", ["spread", "one huge key", "huge", "equal"])
+    def test_adversarial_norms(self, small_blocks, rng, dtype, scale, norms):
+        n = 64
+        q, k, v = rng.normal(size=(3, n, 16))
+        q *= scale
+        k *= {
+            "spread": np.geomspace(1e-3, 1e4, n)[:, None],
+            "one huge key": np.where(np.arange(n) == 7, 1e4, 1.0)[:, None],
+            "huge": 1e4,
+            "equal": 1.0,
+        }[norms]
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        s = (q.astype("float64") @ k.astype("float64").T) / 4
+        p = oracles.softmax(s)
+        # What a logit may be off by is what its rounding is.
+        slack = np.abs(s).max() * np.finfo(dtype).eps * 8 + np.finfo(dtype).eps * 64
+        state = it.attention_state(q, k, v, law=None, implementation="native")
+        np.testing.assert_allclose(state.output(), p @ v, atol=slack * np.abs(v).max(), rtol=slack)
+        np.testing.assert_allclose(state.maximum, s.max(-1), atol=slack, rtol=1e-6)
+        assert (state.normalizer >= 1 - 1e-6).all()
+        assert (state.weighted_score <= 0).all()
+        h = it.attention_entropy(q, k, law=None, implementation="native")
+        expected = oracles.entropy(p)
+        for got in (h, state.entropy()):
+            assert (got >= 0).all()
+            np.testing.assert_allclose(got, expected, atol=slack * 8, rtol=1e-5)
+
+    @pytest.mark.parametrize("gap", [0, 40, 46, 47, 60, 85, 86, 87, 88, 90, 95, 103, 1000, 9000])
+    def test_logits_far_below_the_length_of_a_key(self, small_blocks, gap):
+        # A long key across the queries. Its length must not be what exponents are relative to.
+        logits = -np.arange(12.0) % 7
+        k = np.zeros((13, 2), "float32")
+        k[:12, 0], k[12, 1] = logits, gap
+        q, v = np.asarray([[1.0, 0.0]] * 5, "float32"), np.eye(13, dtype="float32")
+        options = {"law": None, "scale": 1.0, "implementation": "native"}
+        expected = oracles.softmax(np.append(logits, 0.0))
+        out = it.attention(q, k, v, **options)
+        np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=1e-5)
+        state = it.attention_state(q, k, v, **options)
+        np.testing.assert_allclose(state.entropy(), oracles.entropy(expected), rtol=1e-5)
+        np.testing.assert_allclose(state.maximum, logits.max(), rtol=1e-3)
+
+    @pytest.mark.parametrize("exponent", [8, 13, 19])
+    def test_small_differences_of_large_logits(self, small_blocks, rng, exponent):
+        # Integers that float32 holds exactly, as do their products: all errors are those of the pass.
+        size = 16
+        q = np.ones((9, size), "float32")
+        differences = rng.integers(0, 2, (13, size))
+        k, v = (2.0**exponent + differences).astype("float32"), np.eye(13, dtype="float32")
+        options = {"law": None, "scale": 1.0, "implementation": "native"}
+        expected = oracles.softmax(differences.sum(-1).astype("float64"))
+        out = it.attention(q, k, v, **options)
+        np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=3e-3)
+        h = it.attention_entropy(q, k, **options)
+        np.testing.assert_allclose(h, oracles.entropy(expected), rtol=3e-3)
+
+    def test_entropy_is_not_negative(self, rng):
+        # Nearly all of the weight on one key.
+        for _ in range(40):
+            q = rng.normal(size=(300, 8)).astype("float32") * rng.uniform(4, 16)
+            h = it.attention_entropy(q, q, law=None, implementation="native")
+            assert (h >= 0).all()
+            expected = it.attention_entropy(*[q.astype("float64")] * 2, law=None)
+            np.testing.assert_allclose(h, expected, atol=1e-3)
+
+    def test_all_hidden_but_one(self, small_blocks, rng):
+        q, k, v = rng.normal(size=(3, 20, 4)).astype("float32")
+        q *= 50  # the logit of the only visible key is far below others
+        mask = np.eye(20, dtype=bool)
+        out = it.attention(q, k, v, mask=mask, law=None, implementation="native")
+        np.testing.assert_array_equal(out, v)
+        h = it.attention_entropy(q, k, mask=mask, law=None, implementation="native")
+        np.testing.assert_array_equal(h, 0)
+
+    @pytest.mark.parametrize("implementation", ["generic", "native"])
+    def test_infinite_value_of_keys_without_weight(self, small_blocks, implementation):
+        q, k, v = np.ones((1, 1)), np.full((2, 1), -np.inf), np.full((2, 1), np.inf)
+        with np.errstate(all="ignore"):
+            assert it.attention(q, k, v, implementation=implementation) == 0
+
+    @pytest.mark.parametrize("implementation", ["generic", "native"])
+    def test_logits_of_minus_infinity(self, small_blocks, implementation):
+        q, k = np.ones((1, 1)), np.asarray([[-np.inf], [1.0], [1.0]])
+        h = it.attention_entropy(q, k, implementation=implementation)
+        np.testing.assert_allclose(h, np.log(2))
+
+    def test_bounds_that_overflow(self, small_blocks):
+        q = np.full((3, 2), 1e30, "float32")
+        k = np.asarray([[1e-30, 0], [0, 1e-30], [1e30, -1e30]], "float32")
+        v = np.eye(3, dtype="float32")
+        with np.errstate(all="ignore"):
+            got = it.attention(q, k, v, law=None, scale=1.0, implementation="native")
+            expected = it.attention(q, k, v, law=None, scale=1.0, implementation="generic")
+        np.testing.assert_allclose(got, expected)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(("threads", "heads", "size"), [(1, 1, 16), (2, 1, 16), (3, 1, 8), (3, 2, 16)])
+def test_few_queries_are_cut_into_smaller_blocks(tiles, set_blocks, monkeypatch, threads, heads, size):
+    """64 queries in blocks of 16, or of 8 if there were fewer than two blocks for each thread."""
+    from isentropic._attention import numpy
+
+    sizes = []
+    set_blocks(numpy_rows=16)
+    monkeypatch.setattr(numpy, "n_threads", lambda: threads)
+    monkeypatch.setattr(numpy, "run", lambda function, items: sizes.extend(x[1][1] for x in items))
+    q = np.ones((heads, 64, 4))
+    it.attention(q, q, q)
+    assert set(sizes) == {size}
