@@ -819,7 +819,7 @@ class TestErrors:
             (lambda: theory.gaussian_entropy(1e16, 1), ValueError, r"`n` must be at most 1e\+15, got 1e\+16"),
             (lambda: theory.gaussian_entropy(8, 1e8), ValueError, r"`beta` must be at most 1e\+07"),
             (lambda: theory.gaussian_entropy("8", 1), TypeError, r"`n` must be a real number, got str|be a real"),
-            (lambda: theory.gaussian_entropy(8, [1.0]), TypeError, r"`beta` must be a real number, got list"),
+            (lambda: theory.gaussian_entropy(8, [1.0]), TypeError, r"`beta` must be a real number or an array, got list"),
             (lambda: theory.gaussian_entropy(True, 1), TypeError, r"`n` must be a real number, got bool"),
             (lambda: theory.gaussian_entropy(8, 1, method="x"), ValueError, r"`method` must be 'exact' or "),
             (lambda: theory.gaussian_entropy(8, np.ones(2, bool)), TypeError, r"`beta` must have an integer or"),

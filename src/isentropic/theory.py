@@ -838,6 +838,8 @@ def _checked_arrays(
     arrays = {name: x for name, (x, _, _) in arguments.items() if is_array(x)}
     for name, (x, least, most) in arguments.items():
         if name not in arrays:
+            if isinstance(x, (list, tuple)):
+                raise type_error(name, "be a real number or an array", type(x).__name__)
             check_real(name, x, least=least)
             if x > most:
                 raise value_error(name, f"be at most {most:g}", x)
