@@ -333,8 +333,8 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Raises
         ------
-        sklearn.exceptions.NotFittedError
-            Before `fit`.
+        ValueError
+            Before `fit`: the `NotFittedError` of scikit-learn.
         """
         check_is_fitted(self)
         if not sparse.issparse(self._map):
@@ -350,8 +350,8 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Raises
         ------
-        sklearn.exceptions.NotFittedError
-            Before `fit`.
+        ValueError
+            Before `fit`: the `NotFittedError` of scikit-learn.
         """
         check_is_fitted(self)
         projection, on_host = self._map, isinstance(self._like, np.ndarray)
