@@ -109,7 +109,7 @@ def what_holds() -> dict[str, str]:
 
 
 def johnson_lindenstrauss() -> dict[str, str]:
-    from layers.test_linear import errors_of_estimates
+    from layers.test_linear_attention import errors_of_estimates
     from ledger.test_dimensions import constants_at_half, criterion, famous_constant
     from ledger.test_maps import failures_of_a_spike
 
