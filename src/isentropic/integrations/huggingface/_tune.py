@@ -139,31 +139,43 @@ def tune(
         texts = [_ids(batch, reference_length).to(model.device) for batch in batches]
         if not texts:
             raise value_error("batches", "have at least one text", "none")
-        parts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
-        steps = sum(map(len, parts))
+        starts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
         laws = [_Beyond(_slopes(model, module), reference_length) for module in modules]
         warn_of_rules(modules, laws)
-        optimizer = torch.optim.Adam([law.slope for law in laws], lr=learning_rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
         stack.enter_context(evaluation(model))
         stack.enter_context(_frozen(model))
+        steps = sum(map(len, starts))
         bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
-        for ids, starts in zip(texts, parts, strict=True):
-            cache = _cache(model, ids[:, :reference_length], chunk_size)
-            for start in starts:
-                loss = _loss(model, ids[:, start : start + chunk_size + 1], cache)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                for layer in cache.layers:
-                    if layer.is_initialized:
-                        layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-                bar.update()
+        _train(model, [law.slope for law in laws], texts, starts, learning_rate, bar)
     longest = max(x.shape[1] for x in texts) - 1  # the last token has a loss, but no query
     return [law.knots(longest) for law in laws]
+
+
+def _train(
+    model: Any,
+    slopes: list[torch.Tensor],
+    texts: list[torch.Tensor],
+    starts: list[range],
+    learning_rate: float,
+    bar: tqdm,
+) -> None:
+    """Train slopes with one step for each chunk of a text. `starts` holds where its chunks start."""
+    optimizer = torch.optim.Adam(slopes, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, sum(map(len, starts)))
+    for ids, chunks in zip(texts, starts, strict=True):
+        cache = _cache(model, ids[:, : chunks.start], chunks.step)
+        for start in chunks:
+            loss = _loss(model, ids[:, start : start + chunks.step + 1], cache)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            for layer in cache.layers:
+                if layer.is_initialized:
+                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            bar.update()
 
 
 def _slopes(model: Any, module: torch.nn.Module) -> torch.Tensor:
