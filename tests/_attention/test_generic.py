@@ -146,7 +146,9 @@ class TestMerge:
             TypeError, match=r"`states` must be two or more .* `axis` of several, got a single"
         ):
             it.merge_states(stacked)
-        with pytest.raises(ValueError, match="`axis` must not be the last axis, which is that of the queries"):
+        with pytest.raises(
+            ValueError, match="`axis` must not be the last axis, which is that of the queries"
+        ):
             it.merge_states(stacked, axis=-1)
         with pytest.raises(ValueError, match=r"`axis` must be in \[-3, 3\), got 3"):
             it.merge_states(stacked, axis=3)

@@ -287,21 +287,27 @@ class TestFit:
         law = smollm2.laws_of(smollm2.Arm(), found["slopes"], found["constants"])
         assert mean(law) < mean(start) - 1e-3
 
-    def test_is_what_the_library_has(self, model):
-        """`huggingface.tune` makes the laws of "slope per head"."""
+    @pytest.mark.parametrize("constant", [None, smollm2.TEMPERATURE])
+    def test_is_what_the_library_has(self, model, constant):
+        """`huggingface.tune` makes the laws of "slope per head" and "two numbers per head"."""
         documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
-        slopes = smollm2.fit(model, documents, smollm2.Fit("head", 2))["slopes"]
+        job = smollm2.Fit("head", 2, constant or 1.0)
+        fitted = smollm2.fit(model, documents, job, two_numbers=constant is not None)
+        constants = fitted.get("constants", [[1.0] * HEADS] * LAYERS)
         found = huggingface.tune(
             model,
             [document.ids[None] for document in documents],
             reference_length=TRAINED,
+            constant=constant,
             learning_rate=smollm2.RATE,
             chunk_size=smollm2.CHUNK,
             base="sdpa",
         )
-        for law, slope in zip(found, slopes, strict=True):
-            got = torch.as_tensor(law.factors[:, 2] - 1) / math.log(2)
-            torch.testing.assert_close(got.float(), torch.tensor(slope), rtol=1e-4, atol=1e-6)
+        for law, *expected in zip(found, fitted["slopes"], constants, strict=True):
+            _, at_reference, at_end = torch.as_tensor(law.factors).T
+            got = (at_end / at_reference - 1) / math.log(2), at_reference
+            for x, y in zip(got, expected, strict=True):
+                torch.testing.assert_close(x.float(), torch.tensor(y), rtol=1e-4, atol=1e-6)
 
     def test_calibrated_queries_are_those_of_the_model(self, model, document):
         seen = []

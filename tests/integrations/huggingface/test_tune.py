@@ -52,6 +52,21 @@ def test_lowers_the_loss_beyond_the_length_alone(name):
         assert loss_beyond(model, data) < before - 1e-3
 
 
+def test_constants_act_at_all_lengths():
+    model, data = decoder("Llama"), list(texts())
+    start = laws.Constant(1.1)
+    with huggingface.use(model, start), torch.no_grad():
+        within, before = model(data[0][:, :LENGTH]).logits, loss_beyond(model, data)
+    found = tune(model, data * 8, constant=1.1)
+    for law in found:
+        constants = law.factors[:, 0]
+        assert (law.factors[:, 1] == constants).all()
+        assert (constants != 1.1).all()
+    with huggingface.use(model, found), torch.no_grad():
+        assert (model(data[0][:, :LENGTH]).logits - within).abs().max() > 1e-4
+        assert loss_beyond(model, data) < before - 1e-3
+
+
 def test_first_step_against_numbers_without_a_cache():
     """The sign of the gradient is the first step of Adam, whose size is the learning rate."""
     model, (data, _) = decoder("Llama", num_hidden_layers=1), texts()
@@ -128,6 +143,7 @@ def test_progress(capsys):
         ({"reference_length": 1}, ValueError, "`reference_length` must be at least 2, got 1"),
         ({"reference_length": 16.0}, TypeError, "`reference_length` must be an integer, got float"),
         ({"reference_length": 32}, ValueError, r"`batches` must .*at least .* = 34 tokens, got 33"),
+        ({"constant": 0.0}, ValueError, "`constant` must be above 0"),
         ({"learning_rate": 0.0}, ValueError, "`learning_rate` must be above 0"),
         ({"chunk_size": 0}, ValueError, "`chunk_size` must be at least 1, got 0"),
         ({"batches": []}, ValueError, "`batches` must have at least one text, got none"),

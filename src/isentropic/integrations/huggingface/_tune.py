@@ -34,19 +34,26 @@ from isentropic.laws._law import Law
 
 @dataclass(frozen=True)
 class _Beyond(Law):
-    """1 + slope · ln(n / base) beyond `base`, and 1 up to there, for a slope (H,) of either sign."""
+    """constant · (1 + slope · ln(n / base)) beyond `base`, and the constant (H,) up to there.
+
+    The slope (H,) may have either sign.
+    """
 
     slope: Any
+    constant: Any
     base: float
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        return 1 + self.slope[..., None] * xp.log(clip(xp, n / self.base, min=1.0))
+        rise = self.slope[..., None] * xp.log(clip(xp, n / self.base, min=1.0))
+        return self.constant[..., None] * (1 + rise)
 
     def knots(self, longest: int) -> Knots:
         """The same law for any library, with NumPy arrays, and its last knot at the longest length."""
-        slope = self.slope.detach().cpu().double().numpy()
+        slope, constant = (
+            x.detach().cpu().double().numpy()[:, None] for x in (self.slope, self.constant)
+        )
         rise = [0.0, 0.0, math.log(longest / self.base)]
-        return Knots((self.base / 2, self.base, longest), 1 + slope[:, None] * rise)
+        return Knots((self.base / 2, self.base, longest), constant * (1 + slope * rise))
 
 
 def tune(
@@ -54,6 +61,7 @@ def tune(
     batches: Iterable[Any],
     *,
     reference_length: int,
+    constant: float | None = None,
     learning_rate: float = 0.02,
     chunk_size: int = 1024,
     base: str = NAME,
@@ -70,7 +78,10 @@ def tune(
         without padding. Each has at least ``reference_length + 2`` tokens. They are moved to the device
         of the model.
     reference_length : int ≥ 2
-        The number of keys up to which the laws are 1, such as the trained length of the model.
+        The number of keys from which on the laws may grow, such as the trained length of the model.
+    constant : float > 0, optional
+        Also train a constant factor for each head, from this number on. It acts at all lengths. None
+        keeps the laws 1 up to the reference length, so the model does not change there.
     learning_rate : float > 0
         The learning rate of Adam at the first step. It falls to 0 along a half cosine.
     chunk_size : int
@@ -84,9 +95,9 @@ def tune(
     -------
     list of Knots
         A law for each layer, in the order of `layer_names`, with NumPy arrays (H, 3), for `use` and
-        `save_laws`: ``1 + a · ln(n / reference_length)`` beyond the reference length with a trained
-        slope a for each head, and 1 up to there. Layers that no text reaches, such as those for images,
-        have the law 1.
+        `save_laws`: ``c · (1 + a · ln(n / reference_length))`` beyond the reference length, and c up
+        to there, with a trained slope a for each head. c is 1, or the trained constant. Layers that no
+        text reaches, such as those for images, have the law 1, or `constant`.
 
     Raises
     ------
@@ -101,12 +112,13 @@ def tune(
     -----
     The loss is the mean negative log-likelihood of the tokens whose queries see more keys than the
     reference length. Each text is read up to there without gradients. Then each chunk gives one step of
-    Adam. Gradients do not reach the keys of earlier chunks, which saves memory and time.
+    Adam. Gradients do not reach the keys of earlier chunks, which saves memory and time. A trained
+    constant may raise the loss within the reference length, which no step sees. So test it there too.
 
-    There are few parameters, one per head, so a few texts suffice: 4 texts with 8192 tokens beyond the
-    reference length, which are 32 steps, for the 270 heads of the experiment in the documentation. Test
-    the laws on other texts. A law cannot mend positions that the model does not know: extend those
-    first, and see `diagnose`.
+    There are few parameters, one or two per head, so a few texts suffice: 4 texts with 8192 tokens
+    beyond the reference length, which are 32 steps, for the 270 heads of the experiment in the
+    documentation. Test the laws on other texts. A law cannot mend positions that the model does not
+    know: extend those first, and see `diagnose`.
 
     Laws that the model has are ignored here, and restored afterwards.
 
@@ -123,6 +135,8 @@ def tune(
     (3, (2, 3))
     """
     check_count("reference_length", reference_length, least=2)
+    if constant is not None:
+        check_real("constant", constant, above=0)
     check_real("learning_rate", learning_rate, above=0)
     check_count("chunk_size", chunk_size)
     modules = list(attention_modules(model).values())
@@ -140,28 +154,30 @@ def tune(
         if not texts:
             raise value_error("batches", "have at least one text", "none")
         starts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
-        laws = [_Beyond(_slopes(model, module), reference_length) for module in modules]
+        laws = [_law(model, module, constant, reference_length) for module in modules]
         warn_of_rules(modules, laws)
         stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
         stack.enter_context(evaluation(model))
         stack.enter_context(_frozen(model))
         steps = sum(map(len, starts))
         bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
-        _train(model, [law.slope for law in laws], texts, starts, learning_rate, bar)
+        _train(model, laws, texts, starts, learning_rate, bar)
     longest = max(x.shape[1] for x in texts) - 1  # the last token has a loss, but no query
     return [law.knots(longest) for law in laws]
 
 
 def _train(
     model: Any,
-    slopes: list[torch.Tensor],
+    laws: list[_Beyond],
     texts: list[torch.Tensor],
     starts: list[range],
     learning_rate: float,
     bar: tqdm,
 ) -> None:
-    """Train slopes with one step for each chunk of a text. `starts` holds where its chunks start."""
-    optimizer = torch.optim.Adam(slopes, lr=learning_rate)
+    """Train laws with one step for each chunk of a text. `starts` holds where its chunks start."""
+    parameters = [x for law in laws for x in (law.slope, law.constant)]
+    trained = [x for x in parameters if x.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, sum(map(len, starts)))
     for ids, chunks in zip(texts, starts, strict=True):
         cache = _cache(model, ids[:, : chunks.start], chunks.step)
@@ -178,11 +194,13 @@ def _train(
             bar.update()
 
 
-def _slopes(model: Any, module: torch.nn.Module) -> torch.Tensor:
-    """The slopes of the heads of a layer, on its device: 0 at the start."""
+def _law(model: Any, module: torch.nn.Module, constant: float | None, base: float) -> _Beyond:
+    """The law of a layer, on its device, at the start of the training."""
     # Not in the default dtype, which may be half precision.
-    kind: dict[str, Any] = {"dtype": torch.float32, "requires_grad": True}
-    return torch.zeros(n_heads(module) or 1, device=layer_device(model, module), **kind)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": layer_device(model, module)}
+    slope = torch.zeros(n_heads(module) or 1, **kind, requires_grad=True)
+    start = torch.full_like(slope, 1.0 if constant is None else constant, requires_grad=False)
+    return _Beyond(slope, start.requires_grad_(constant is not None), base)
 
 
 def _ids(batch: Any, reference_length: int) -> torch.Tensor:
