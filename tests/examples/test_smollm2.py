@@ -379,7 +379,7 @@ class TestRun:
         assert started.count("fit") == len(smollm2.FITS)
         monkeypatch.setattr(smollm2, "measure", measure)
         smollm2.main(arguments)
-        others = 4  # other positions and held entropies, on the first document only
+        others = 5  # other positions and held entropies, on the first document only
         assert started.count("measure") == 2 * len(smollm2.ARMS) - others
         assert started.count("fit") == len(smollm2.FITS)
         assert started.count("calibrated") == 1
