@@ -810,14 +810,26 @@ def slopes_table(results: dict) -> str:
 
 
 def price_of_positions(results: dict) -> str:
-    """What the positions of YaRN cost within the trained length, which no law here changes."""
-    if not results["arms"].get("as trained"):
+    """What the positions of YaRN cost within the trained length, and what trained constants repair."""
+    trained, own = "as trained", TWO_NUMBERS[1]
+    if not all(results["arms"].get(arm) for arm in (trained, own, f"{own}, {trained}")):
         return ""
-    found = gains(results, "as trained", NO_LAW, beyond=False)
+    count = len(results["arms"][trained])
+    price, left, adapted = (
+        statistics.fmean(gains(results, trained, arm, beyond=False))
+        for arm in (NO_LAW, own, f"{own}, {trained}")
+    )
+    text = (
+        f" Within the trained length the model has {price:.3f} nats less with its own positions than "
+        f"with those of YaRN × 2, both without a law (mean of {count} documents). That is the price of "
+        f'the positions. Of this, "{own}" leaves {left:+.3f} nats. At the model\'s own positions its '
+        f"numbers change the loss within the trained length by {adapted:+.3f} nats."
+    )
+    if -adapted >= price / 4:
+        return text
     return (
-        f" Within the trained length the model has {statistics.fmean(found):.3f} nats less with its "
-        f"own positions than with those of YaRN × 2, both without a law (mean of {len(found)} "
-        "documents). That is the price of the positions, whatever the law."
+        f"{text} So the numbers hardly adapt the model to these texts: they repair what the stretched "
+        "positions do to the logits."
     )
 
 
@@ -863,7 +875,10 @@ def answer(results: dict[str, Any]) -> str:
         f"{against(PRIMARY, CONSTANT)} more than YaRN's constant. The law log n beyond the trained "
         f"length brings {against('Su', NO_LAW)}, and {against('Su', CONSTANT)} more than that "
         f"constant. Slopes that were trained together with the constant bring "
-        f"{against(ON_TOP, CONSTANT)} more than the constant alone."
+        f"{against(ON_TOP, CONSTANT)} more than the constant alone. A trained constant and slope for "
+        f"each head bring {against(TWO_NUMBERS[1], CONSTANT)} more than that constant, and "
+        f"{decide(gains(results, TWO_NUMBERS[1], CONSTANT, beyond=False), SMALLEST).interval('+.3f')} "
+        "within the trained length."
     )
 
 
@@ -890,17 +905,18 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 def picture(results: dict[str, Any]) -> Figure:
     """Plot the gain of each arm against no law, by bands of n, with intervals over the documents."""
     edges, arms = results["edges"], results["arms"]
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
-    for arm in laws_in(results):
+    colors = plt.get_cmap("tab20").colors
+    for arm, color in zip(laws_in(results), colors, strict=False):
         pairs = [(arms[NO_LAW][x]["bands"], found["bands"]) for x, found in arms[arm].items()]
         gained = ([a - b for a, b in zip(*pair, strict=True)] for pair in pairs)
-        plot_means(axis, middles, list(zip(*gained, strict=True)), label=arm)
+        plot_means(axis, middles, list(zip(*gained, strict=True)), label=arm, color=color)
     axis.axvline(TRAINED, color="gray", linestyle=":")
     axis.set_xlabel("keys")
     axis.set_ylabel("gain over no law, nats per token")
     axis.set_title("means over the documents, with their 95 % intervals", fontsize=9)
-    axis.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     return figure
 
 
