@@ -273,7 +273,10 @@ class TestGraphs:
                 compiled(*arrays), expected, equal_nan=True, rtol=1e-4, atol=1e-5
             )
 
-    def test_nonfinite_numbers_under_a_mask_in_a_graph(self, compile_):
+    @pytest.mark.parametrize("by_numpy", [False, True])
+    def test_nonfinite_numbers_under_a_mask_in_a_graph(self, compile_, set_blocks, by_numpy):
+        if by_numpy:  # the forward pass in the operator, as of large calls
+            set_blocks(numpy_min_head_logits=0, numpy_min_logits=0)
         slope = torch.tensor(0.5, requires_grad=True)
 
         def call(q, k, v):

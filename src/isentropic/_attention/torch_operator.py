@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from isentropic._attention.generic import AttentionState, Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, prepare
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
+from isentropic._numerics import lift
 from isentropic.masks import Description, describe, from_description
 
 
@@ -60,7 +61,8 @@ class Call(NamedTuple):
         if self.query_nan is None or (plan.is_readable and not self.query_nan.isnan().any()):
             return operands
         if operands.nonfinite is None:
-            return operands._replace(nonfinite=(self.query_nan, self.query.new_zeros(plan.n_keys)))
+            key_nan = lift(self.query.new_zeros(plan.n_keys), plan.ndim)
+            return operands._replace(nonfinite=(self.query_nan, key_nan))
         query_nan, key_nan = operands.nonfinite
         return operands._replace(nonfinite=(self.query_nan + query_nan, key_nan))
 
