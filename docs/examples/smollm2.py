@@ -365,16 +365,6 @@ class BeyondLog(laws.Law):
         return 1 + self.slope[..., None] * xp.log(xp.clip(n / self.base, min=1))
 
 
-@dataclass(frozen=True)
-class ConstantBeyondLog(BeyondLog):
-    """The same times a constant (H,)."""
-
-    constant: Any
-
-    def evaluate(self, xp: Any, n: Any) -> Any:
-        return self.constant[..., None] * super().evaluate(xp, n)
-
-
 def laws_of(
     arm: Arm, slopes: Sequence[Any] | None = None, constants: Sequence[Any] | None = None
 ) -> Any:
@@ -383,11 +373,13 @@ def laws_of(
     `slopes` has one tensor or list, (1,) or (H,), for each layer. So have `constants`, if each layer
     has its own.
     """
-    if slopes is not None and constants is not None:
-        pairs = (map(torch.as_tensor, pair) for pair in zip(slopes, constants, strict=True))
-        return [ConstantBeyondLog(slope, TRAINED, constant) for slope, constant in pairs]
+    factors = None if constants is None else [torch.as_tensor(x) for x in constants]
     if slopes is not None:
-        return [laws.scaled(BeyondLog(torch.as_tensor(x), TRAINED), arm.constant) for x in slopes]
+        factors = [arm.constant] * len(slopes) if factors is None else factors
+        pairs = zip(slopes, factors, strict=True)
+        return [laws.scaled(BeyondLog(torch.as_tensor(x), TRAINED), factor) for x, factor in pairs]
+    if factors is not None:
+        return [laws.Constant(x) for x in factors]
     if arm.law == "Su":
         return laws.LogLength(TRAINED, minimum=1)
     return None if arm.constant == 1 else laws.Constant(arm.constant)
@@ -485,8 +477,7 @@ class Prefix(NamedTuple):
 def prefix(model: Any, document: Document, arm: Arm, constants: Sequence[Any] | None = None) -> Prefix:
     set_positions(model, arm.positions)
     cache = DynamicCache(config=model.config)
-    slopes = None if constants is None else [torch.zeros(1) for _ in constants]
-    with huggingface.use(model, laws_of(Arm(constant=arm.constant), slopes, constants)):
+    with huggingface.use(model, laws_of(Arm(constant=arm.constant), constants=constants)):
         return Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
 
 
