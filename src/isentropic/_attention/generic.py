@@ -773,24 +773,24 @@ def reach(plan: Plan, mask: Mask | None, rows: Block) -> Block:
 
 def add_bias_and_mask(plan: Plan, operands: Operands, s: Any, rows: Block, columns: Block) -> Array:
     """`s` plus the bias of a tile; NaN for nonfinite rows of queries and keys; −∞ for hidden keys."""
-    s = add_bias(plan, operands, s, rows, columns)
+    added = added_logits(plan, operands, rows, columns)
+    s = s if added is None else s + added
     if operands.mask is None:
         return s
     visible = lift(operands.mask.block(plan.frame, rows, columns), plan.ndim)
     return plan.xp.where(visible, s, -math.inf)
 
 
-def add_bias(plan: Plan, operands: Operands, s: Any, rows: Block, columns: Block) -> Any:
-    """`s` plus the bias of a tile, and NaN for nonfinite rows of queries and keys."""
-    if operands.bias is None and operands.nonfinite is None:
-        return s
-    added: Any = 0.0
+def added_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Any:
+    """The bias of a tile, and NaN for nonfinite rows of queries and keys; None without both."""
+    added: Any = None
     if operands.bias is not None:
         added = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
-        added = added + (take(query_nan, rows, -2) + take(key_nan, columns, -1))
-    return s + added
+        nan = take(query_nan, rows, -2) + take(key_nan, columns, -1)
+        added = nan if added is None else added + nan
+    return added
 
 
 def causal_nan(plan: Plan, operands: Operands) -> Array:

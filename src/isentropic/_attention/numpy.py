@@ -379,12 +379,13 @@ class _Pass:
         key, value = (_in_rows(x, self.plan.compute) for x in (self.operands.key, self.operands.value))
         self.operands = self.operands._replace(key=key, value=value)
         operands = self.operands
-        is_plain = operands.bias is None and operands.nonfinite is None
         # The constants to which sums can be relative, in the order in which they are tried: 0 (False),
-        # and the largest logit of the first tile (True).
+        # and the largest logit of the first tile (True). With a bias, such as one that falls with the
+        # distance of a key, the largest logit of the first tile is often far from that of the others.
         self.constants: tuple[bool, ...] = ()
-        if is_plain and self.order in (None, 1.0):
-            self.constants = (False,) if self.is_for_gradient else (False, True)
+        if operands.nonfinite is None and self.order in (None, 1.0):
+            has_one = self.is_for_gradient or operands.bias is not None
+            self.constants = (False,) if has_one else (False, True)
         # The mask of an item has numbers in place of the arrays that differ from item to item, so it
         # may be shift-invariant by itself. Only that of the whole call tells whether items share tiles.
         mask = operands.mask
@@ -489,6 +490,7 @@ class _Pass:
         for columns, visible, s in self.tiles(item, query):
             if softcap is not None:
                 np.multiply(np.tanh(s, out=s), softcap / unit, out=s)
+            self.add_bias(item, columns, s, unit)
             if from_first_tile:
                 if is_unseen.any():
                     maximum = _row_maxima(s if visible is None else np.where(visible, s, -math.inf))
@@ -615,15 +617,19 @@ class _Pass:
             self.visible_tiles[tile_key] = mask.block(frame, rows, columns)
         return self.visible_tiles[tile_key]
 
-    def add_bias(self, item: _Item, columns: Block, s: Any) -> None:
-        """Add the bias to the logits of a tile, and NaN for nonfinite rows of queries and keys."""
+    def add_bias(self, item: _Item, columns: Block, s: Any, unit: float = 1.0) -> None:
+        """Add the bias to the logits of a tile, and NaN for nonfinite rows of queries and keys.
+
+        The logits are in units of so many nats.
+        """
         import numpy as np
 
         operands, nonfinite = self.operands, self.operands.nonfinite
         for x in (operands.bias, *(() if nonfinite is None else nonfinite)):
             if x is not None:
                 part: Any = take(self.part_of(x, item), columns, -1)
-                np.add(s, part.astype(s.dtype, copy=False), out=s)
+                part = part.astype(s.dtype, copy=False)
+                np.add(s, part if unit == 1.0 else part / unit, out=s)
 
     def new_sums(self, item: _Item) -> _Sums:
         value = self.operands.value

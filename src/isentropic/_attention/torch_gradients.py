@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from isentropic._attention import numpy
-from isentropic._attention.generic import AttentionState, Tiles, add_bias, reach, tile_shape
+from isentropic._attention.generic import AttentionState, Tiles, added_logits, reach, tile_shape
 from isentropic._attention.plan import Plan
 from isentropic._entropy import slope_of_moment, terms_of_moment
 from isentropic._loops import Block, blocks, is_known_true, keep_freed_memory, take
@@ -85,18 +85,8 @@ def backward(
     if 0 in (*plan.batch, plan.n_queries):
         return {name: plan.xp.zeros_like(_input(tiles, name)) for name in wanted}
     work = _Backward.of(tiles, order, wanted)
-    columns = (
-        work.tiles.query,
-        replace_infinite_minimum(plan.xp, state.maximum),
-        _or_zero(upstream.normalizer, state.normalizer),
-        upstream.weighted_value,
-        upstream.weighted_score,
-        _excess_at_maximum(plan, state, upstream, order),
-    )
-    row_size, _ = tile_shape(plan)
-    for rows in blocks(0, plan.n_queries, row_size):
-        parts = (None if x is None else work.grouped(_rows_of(x, rows)) for x in columns)
-        work.add_rows(rows, _Rows(*parts))
+    for rows in blocks(0, plan.n_queries, _tile_shape(plan)[0]):
+        work.add_rows(rows, _state_of_rows(state, rows), _state_of_rows(upstream, rows))
     return {name: work.gradient(name, tiles) for name in wanted}
 
 
@@ -108,20 +98,30 @@ def state_of_fields(fields: Any, has_value: bool, order: float | None) -> Attent
     return AttentionState(maximum, normalizer, value, None if order is None else next(rest))
 
 
+def _state_of_rows(state: AttentionState, rows: Block) -> AttentionState:
+    return AttentionState(*(None if x is None else _rows_of(x, rows) for x in state))
+
+
 class _TilesInPlace(Tiles):
     """The generic pass with operations in place, which PyTorch must not record for a gradient."""
 
     def logits(self, rows: Block, columns: Block) -> Array:
-        return self.cap_and_hide(self.products(rows, columns), rows, columns)[0]
+        s: Any = self.products(rows, columns)
+        if self.plan.softcap is not None:
+            s.div_(self.plan.softcap).tanh_().mul_(self.plan.softcap)
+        return self.add_bias_and_hide(s, rows, columns)
 
-    def cap_and_hide(self, s: Any, rows: Block, columns: Block) -> tuple[Any, Any]:
-        """The logits for the products of a tile, and their derivative; None if it is 1."""
-        softcap, slope = self.plan.softcap, None
-        if softcap is not None:
-            s.div_(softcap).tanh_()
-            slope = 1 - s.square()
-            s.mul_(softcap)
-        return self._hide(add_bias(self.plan, self.operands, s, rows, columns), rows, columns), slope
+    def add_bias_and_hide(self, s: Any, rows: Block, columns: Block) -> Any:
+        """The logits of a tile for its products, after the soft cap."""
+        import torch
+
+        added = added_logits(self.plan, self.operands, rows, columns)
+        if added is not None:
+            # A tensor of another class has operations of its own.
+            is_plain = type(added) is type(s)
+            fits = is_plain and torch.broadcast_shapes(s.shape, added.shape) == s.shape
+            s = s.add_(added) if fits else s + added
+        return self._hide(s, rows, columns)
 
     def all_visible(self, rows: Block, columns: Block) -> bool:
         """Whether the mask hides no key of a tile."""
@@ -173,9 +173,16 @@ def _fill_hidden(s: Any, visible: Any) -> Any:
     return s
 
 
-def _exp(x: Any) -> Any:
+def _exp(x: Any, out: Any = None) -> Any:
     """``eˣ``. Where it underflows, PyTorch's `exp` takes up to 70 times as long, and `exp2` up to 8."""
-    return (x * _LOG2_E).exp2_()
+    import torch
+
+    return torch.mul(x, _LOG2_E, out=out).exp2_()
+
+
+def _view(memory: Any, shape: Any) -> Any:
+    """An array of a shape at the start of the memory."""
+    return memory[: math.prod(shape)].view(shape)
 
 
 def _lowest_normal(x: Any) -> float:
@@ -229,11 +236,32 @@ class _Rows(NamedTuple):
     """Arrays (groups, heads of a group · rows, width) for a block of queries."""
 
     query: Any
+    capped_query: Any  # divided by the soft cap, if there is one
     reference: Any
     normalizer_grad: Any
     value_grad: Any
     moment_grad: Any
     excess: Any
+
+
+class _Columns(NamedTuple):
+    """Arrays (groups, keys, width) for a block of keys."""
+
+    block: Block
+    key: Any
+    value: Any
+    totals: dict[str, Any]  # the sums of the wanted gradients of keys and values
+
+    def within(self, first: int, end: int) -> _Columns:
+        """The part of the block in a range of keys, as views."""
+        start, size = self.block
+        first, end = max(first, start), min(end, start + size)
+        part = (first - start, max(end - first, 0))
+        key, value, *totals = (
+            None if x is None else _rows_of(x, part)
+            for x in (self.key, self.value, *self.totals.values())
+        )
+        return _Columns((first, part[1]), key, value, dict(zip(self.totals, totals, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -242,13 +270,16 @@ class _Backward:
 
     tiles: _TilesInPlace  # with a query for each batch element
     order: float | None
-    key: Any  # (groups, S, E)
-    value: Any  # (groups, S, Ev), or None
-    are_ordinary: bool  # whether all keys and values are known to be below `_ORDINARY`
-    totals: dict[str, Any]  # the sums of the wanted gradients
+    columns: list[_Columns]
+    are_ordinary: bool  # whether all keys, values and biases are known to be below `_ORDINARY`
+    totals: dict[str, Any]  # the sums of the wanted gradients of queries and biases
+    # Memory for arrays of the size of a tile. The system might clear the pages of new arrays each time.
+    memory: dict[str, Any]
 
     @classmethod
     def of(cls, tiles: Tiles, order: float | None, wanted: Collection[str]) -> _Backward:
+        import torch
+
         plan, operands = tiles.plan, tiles.operands
         query: Any = tiles.query
         query = query.expand(*plan.batch, *query.shape[-2:])
@@ -256,88 +287,138 @@ class _Backward:
             None if x is None else x.to(plan.compute).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
             for x in _with_groups(plan, operands.key, operands.value)
         )
-        are_ordinary = all(
-            x is None or is_known_true(plan.xp, (abs(x) < _ORDINARY).all()) for x in (key, value)
-        )
-        arrays = {"query": query, "key": key, "value": value, "bias": operands.bias}
-        totals = {name: plan.xp.zeros_like(arrays[name], dtype=plan.compute) for name in wanted}
+        are_ordinary = all(x is None or _is_ordinary(plan, x) for x in (key, value, operands.bias))
+        row_size, column_size = _tile_shape(plan)
+        # PyTorch adds products to contiguous arrays, and not to slices, in one call of the BLAS.
+        columns = []
+        for block in blocks(0, plan.n_keys, column_size):
+            parts = {
+                name: _rows_of(x, block)
+                for name, x in (("key", key), ("value", value))
+                if x is not None
+            }
+            totals = {name: torch.zeros_like(x) for name, x in parts.items() if name in wanted}
+            columns.append(_Columns(block, parts["key"], parts.get("value"), totals))
+        arrays = {"query": query, "bias": operands.bias}
+        totals = {
+            name: plan.xp.zeros_like(x, dtype=plan.compute)
+            for name, x in arrays.items()
+            if name in wanted
+        }
+        size = math.prod(plan.batch) * min(row_size, plan.n_queries) * min(column_size, plan.n_keys)
+        names = ("logits", "weights", *(() if plan.softcap is None else ("tanh",)))
+        memory = {name: query.new_empty(size) for name in names}
         tiles_in_place = _TilesInPlace(plan, operands, query)
-        return cls(tiles_in_place, order, key, value, are_ordinary, totals)
+        return cls(tiles_in_place, order, columns, are_ordinary, totals, memory)
 
     def grouped(self, x: Any) -> Any:
         """`x` (..., rows, width) as (groups, heads of a group · rows, width)."""
-        groups = self.key.shape[0]
+        groups = self.columns[0].key.shape[0]
         heads = math.prod(self.tiles.plan.batch) // groups
         return x.reshape(groups, heads * x.shape[-2], x.shape[-1])
 
-    def add_rows(self, rows: Block, row: _Rows) -> None:
+    def rows_of(self, rows: Block, state: AttentionState, upstream: AttentionState) -> _Rows:
+        """The arrays of a block of queries, for a state and its gradient of these queries."""
+        plan, query = self.tiles.plan, _rows_of(self.tiles.query, rows)
+        arrays = (
+            query,
+            query if plan.softcap is None else query / plan.softcap,
+            replace_infinite_minimum(plan.xp, state.maximum),
+            _or_zero(upstream.normalizer, state.normalizer),
+            upstream.weighted_value,
+            upstream.weighted_score,
+            _excess_at_maximum(plan, state, upstream, self.order),
+        )
+        return _Rows(*(None if x is None else self.grouped(x) for x in arrays))
+
+    def add_rows(self, rows: Block, state: AttentionState, upstream: AttentionState) -> None:
         """Add the gradients of a block of queries to the totals."""
         import torch
 
-        plan = self.tiles.plan
-        first, size = reach(plan, self.tiles.operands.mask, rows)
-        spans = blocks(first, first + size, tile_shape(plan)[1])
-        largest = None if row.excess is None else self.index_of_maximum(rows, row, spans)
+        row = self.rows_of(rows, state, upstream)
+        first, size = reach(self.tiles.plan, self.tiles.operands.mask, rows)
+        parts = [x.within(first, first + size) for x in self.columns]
+        parts = [x for x in parts if x.block[1]]
+        largest = None if row.excess is None else self.index_of_maximum(rows, row, parts)
         query_grad = torch.zeros_like(row.query)
-        for columns in spans:
+        for columns in parts:
             gradient = self.tile_gradient(rows, columns, row, largest)
-            query_grad.baddbmm_(gradient, _rows_of(self.key, columns))
-            if "key" in self.totals:
-                _rows_of(self.totals["key"], columns).baddbmm_(gradient.mT, row.query)
+            query_grad.baddbmm_(gradient, columns.key)
+            if "key" in columns.totals:
+                columns.totals["key"].baddbmm_(gradient.mT, row.query)
         if "query" in self.totals:
             part = _rows_of(self.totals["query"], rows)
             part.copy_(query_grad.view(part.shape))
 
-    def index_of_maximum(self, rows: Block, row: _Rows, spans: list[Block]) -> Any:
+    def index_of_maximum(self, rows: Block, row: _Rows, parts: list[_Columns]) -> Any:
         """The key of the largest logit of each query."""
         best, index = row.reference - math.inf, 0
-        for columns in spans:
-            logits, _ = self.logits_and_slope(rows, columns, row)
+        for columns in parts:
+            logits, _ = self.logits_and_tanh(rows, columns, row)
             top, position = self.grouped(logits).max(-1, keepdim=True)
-            index = self.tiles.plan.xp.where(top > best, position + columns[0], index)
+            index = self.tiles.plan.xp.where(top > best, position + columns.block[0], index)
             best = best.maximum(top)
         return index
 
-    def logits_and_slope(self, rows: Block, columns: Block, row: _Rows) -> tuple[Any, Any]:
-        products = row.query @ _rows_of(self.key, columns).mT
-        products = products.view(*self.tiles.plan.batch, rows[1], columns[1])
-        return self.tiles.cap_and_hide(products, rows, columns)
+    def logits_and_tanh(self, rows: Block, columns: _Columns, row: _Rows) -> tuple[Any, Any]:
+        """The logits of a tile, and the hyperbolic tangent in them; None without a soft cap."""
+        import torch
 
-    def tile_gradient(self, rows: Block, columns: Block, row: _Rows, largest: Any) -> Any:
+        plan, tanh = self.tiles.plan, None
+        shape = (*row.query.shape[:2], columns.block[1])
+        s = torch.bmm(row.capped_query, columns.key.mT, out=_view(self.memory["logits"], shape))
+        if plan.softcap is not None:
+            tanh = torch.tanh(s, out=_view(self.memory["tanh"], shape))
+            torch.mul(tanh, plan.softcap, out=s)
+        s = s.view(*plan.batch, rows[1], columns.block[1])
+        return self.tiles.add_bias_and_hide(s, rows, columns.block), tanh
+
+    def tile_gradient(self, rows: Block, columns: _Columns, row: _Rows, largest: Any) -> Any:
         """The gradient of the products of a tile. Those of its values and bias join the totals."""
-        logits, slope = self.logits_and_slope(rows, columns, row)
+        import torch
+
+        logits, tanh = self.logits_and_tanh(rows, columns, row)
         x = self.grouped(logits).sub_(row.reference)
-        p = self.weights(x, rows, columns, has_moment=row.moment_grad is not None)
-        if row.value_grad is not None and "value" in self.totals:
-            _rows_of(self.totals["value"], columns).baddbmm_(p.mT, row.value_grad)
+        p = self.weights(x, rows, columns.block, has_moment=row.moment_grad is not None)
+        if row.value_grad is not None and "value" in columns.totals:
+            columns.totals["value"].baddbmm_(p.mT, row.value_grad)
         gradient = self.logit_gradient(x, p, columns, row)
         if largest is not None:
-            _add_at(largest - columns[0], row.excess, gradient)
+            _add_at(largest - columns.block[0], row.excess, gradient)
         if "bias" in self.totals:
-            part: Any = take(_rows_of(self.totals["bias"], rows), columns, -1)
+            part: Any = take(_rows_of(self.totals["bias"], rows), columns.block, -1)
             part.add_(gradient.view(logits.shape).sum_to_size(part.shape))
-        return gradient if slope is None else gradient.mul_(self.grouped(slope))
+        if tanh is None:
+            return gradient
+        return torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
 
     def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
         """``eˣ``. Exponents so low that they make no difference are raised in place."""
-        tiles = self.tiles
+        import torch
+
+        tiles, memory = self.tiles, _view(self.memory["weights"], x.shape)
         # Raised exponents would change the weight of hidden keys, which is 0. They would also change
         # moments of orders below 1, which contain small powers of the weights.
-        may_be_hidden = tiles.operands.bias is not None or not tiles.all_visible(rows, columns)
-        if may_be_hidden or not self.are_ordinary or (self.order is not None and self.order < 1):
-            return _exp(x.clamp_(min=_lowest(x, self.order)) if has_moment else x)
-        return x.clamp_(min=_lowest_normal(x)).exp()  # faster, as it never underflows
+        are_visible = tiles.all_visible(rows, columns)
+        if not (are_visible and self.are_ordinary) or (self.order is not None and self.order < 1):
+            return _exp(x.clamp_(min=_lowest(x, self.order)) if has_moment else x, memory)
+        return torch.exp(x.clamp_(min=_lowest_normal(x)), out=memory)  # faster, as it never underflows
 
-    def logit_gradient(self, x: Any, p: Any, columns: Block, row: _Rows) -> Any:
-        """The gradient of the logits of a tile except for the excess at the maximum."""
+    def logit_gradient(self, x: Any, p: Any, columns: _Columns, row: _Rows) -> Any:
+        """The gradient of the logits of a tile except for the excess at the maximum.
+
+        The exponents x may be overwritten.
+        """
         gradient, moment_grad = row.normalizer_grad, row.moment_grad
         if self.order == 1 and moment_grad is not None:  # f′(x) = p (1 + x)
-            gradient = (gradient + moment_grad).addcmul(moment_grad, x)
+            # Half the time of `addcmul`, which PyTorch does not vectorize for arguments that broadcast.
+            gradient = x.mul_(moment_grad).add_(gradient + moment_grad)
+        elif moment_grad is None:
+            gradient = x.copy_(gradient)
         else:
-            # A copy, also for a tile of one key: what follows is in place.
-            gradient = x.new_empty(x.shape).copy_(gradient)
+            gradient = gradient.expand(x.shape).clone()
         if row.value_grad is not None:
-            gradient.baddbmm_(row.value_grad, _rows_of(self.value, columns).mT)
+            gradient.baddbmm_(row.value_grad, columns.value.mT)
         gradient.mul_(p)
         if moment_grad is None or self.order in (None, 1):
             return gradient
@@ -346,12 +427,31 @@ class _Backward:
 
     def gradient(self, name: str, tiles: Tiles) -> Any:
         """The total in the shape and dtype of the input."""
-        total, plan = self.totals[name], self.tiles.plan
-        x = _input(tiles, name)
+        import torch
+
+        plan, x = self.tiles.plan, _input(tiles, name)
+        if name in self.totals:
+            total = self.totals[name]
+        else:
+            total = torch.cat([columns.totals[name] for columns in self.columns], dim=-2)
         if name in ("key", "value") and plan.batch:
             heads = total.shape[0] // math.prod(plan.batch[:-1])
             total = total.view(*plan.batch[:-1], heads, *x.shape[-2:])
         return total.view(total.shape[-plan.ndim :]).sum_to_size(x.shape).to(x.dtype)
+
+
+def _tile_shape(plan: Plan) -> tuple[int, int]:
+    """The numbers of queries and of keys of a tile: more than elsewhere, as all tiles share memory."""
+    rows, columns = tile_shape(plan)
+    return 2 * rows, columns
+
+
+def _is_ordinary(plan: Plan, x: Any) -> bool:
+    """Whether all numbers are known to be below `_ORDINARY`."""
+    if not x.numel():
+        return True
+    least, greatest = x.aminmax()
+    return is_known_true(plan.xp, (least > -_ORDINARY) & (greatest < _ORDINARY))
 
 
 def _input(tiles: Tiles, name: str) -> Any:
