@@ -108,10 +108,15 @@ def _power(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     return weight if order >= INFINITE_ORDER else xp.exp(_clipped_scores(xp, x, order) * order)
 
 
+def is_far_from_1(order: float) -> bool:
+    """Whether the moment of the order is the sum of the powers e^{order · x} of the weights."""
+    return abs(order - 1) >= _NEAR_ORDER_1
+
+
 def terms_of_moment(xp: ModuleType, x: Array, weight: Array, order: float) -> Array:
     """The terms of the moment for centered scores x ≤ 0 of weight eˣ."""
     t = order - 1
-    if abs(t) >= _NEAR_ORDER_1:
+    if is_far_from_1(order):
         return _power(xp, x, weight, order)
     if abs(t) < _SAME_AS_ORDER_1:
         return weight * _clipped_scores(xp, x, order)
@@ -128,14 +133,14 @@ def slope_of_moment(normalizer: Any, moment: Any, order: float) -> Any:
     It is linear in normalizer and moment. So weights and terms give the derivatives of the terms.
     """
     slope = moment * (1.0 if order >= INFINITE_ORDER else order)
-    return slope if abs(order - 1) >= _NEAR_ORDER_1 else slope + normalizer
+    return slope if is_far_from_1(order) else slope + normalizer
 
 
 def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array, order: float) -> Array:
     """The moment relative to a new maximum that is higher by −`shift` ≥ 0."""
     weight = xp.exp(shift)
     shifted = _power(xp, shift, weight, order) * moment
-    if abs(order - 1) >= _NEAR_ORDER_1:
+    if is_far_from_1(order):
         return shifted
     return shifted + terms_of_moment(xp, shift, weight, order) * normalizer
 
@@ -150,7 +155,7 @@ def entropy_of_moments(
         renyi = log_z
     elif abs(t) < _SAME_AS_ORDER_1:
         renyi = log_z - divide_or_zero(xp, moment, normalizer)
-    elif abs(t) >= _NEAR_ORDER_1:
+    elif is_far_from_1(order):
         renyi = log_z * (order / t) - log_or(xp, moment, 0.0) / t
     else:
         renyi = log_z - xp.log1p(divide_or_zero(xp, moment, normalizer) * t) / t

@@ -31,8 +31,10 @@ from isentropic._attention.generic import (
 )
 from isentropic._attention.plan import Operands, Plan, numpy_dtype
 from isentropic._entropy import (
+    INFINITE_ORDER,
     LOWEST_SCORE,
     entropy_of_moments,
+    is_far_from_1,
     partition,
     shift_moment,
     terms_of_moment,
@@ -339,11 +341,33 @@ class _Sums:
         import numpy as np
 
         start, size = columns
-        if self.ones.size < size:
-            self.ones = np.ones(size, weight.dtype)
-        self.normalizer += weight @ self.ones[:size]  # half the time of `np.sum`
+        self.normalizer += self.row_sums(weight)
         if self.value is not None:
             self.value += np.matmul(weight, self.values[start : start + size], out=self.part)
+
+    def add_moment(self, x: Any, weight: Any, order: float) -> None:
+        """Add the moment of a tile with exponents x ≤ 0, which may be overwritten."""
+        import numpy as np
+
+        if order == 1:
+            moment = np.vecdot(weight, np.maximum(x, LOWEST_SCORE, out=x))
+        elif order == 2:
+            moment = np.vecdot(weight, weight)
+        elif order >= INFINITE_ORDER:
+            moment = self.row_sums(weight)
+        elif order > 0 and is_far_from_1(order):
+            moment = self.row_sums(np.exp(np.multiply(x, order, out=x), out=x))
+        else:
+            moment = np.sum(terms_of_moment(np, x, weight, order) * (x > -math.inf), axis=-1)
+        self.moment += moment
+
+    def row_sums(self, tile: Any) -> Any:
+        import numpy as np
+
+        size = tile.shape[-1]
+        if self.ones.size < size:
+            self.ones = np.ones(size, tile.dtype)
+        return tile @ self.ones[:size]  # half the time of `np.sum`
 
     def are_accurate(self, is_empty: Any) -> bool:
         """Whether all sums are in the accurate range. Rows that have seen no key are ignored."""
@@ -538,7 +562,7 @@ class _Pass:
             p = np.exp(s, out=s if order is None else sums.buffer_like(s))
             sums.add(columns, p)
             if order is not None:
-                sums.moment += _moment(s, p, order)
+                sums.add_moment(s, p, order)
         return self.state_of(sums, maximum, sums.normalizer if order is None else None)
 
     def state_of(self, sums: _Sums, reference: Any, factor: Any) -> AttentionState:
@@ -648,17 +672,6 @@ def _exponential() -> tuple[Any, float]:
     # exp2 is faster than exp.
     targets = opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})
     return (np.exp, 1.0) if "baseline" in targets["current"] else (np.exp2, math.log(2))
-
-
-def _moment(x: Any, weight: Any, order: float) -> Any:
-    """The moment of a tile with exponents x ≤ 0."""
-    import numpy as np
-
-    if order == 1:
-        return np.vecdot(weight, np.maximum(x, LOWEST_SCORE, out=x))
-    if order == 2:
-        return np.vecdot(weight, weight)
-    return np.sum(terms_of_moment(np, x, weight, order) * (x > -math.inf), axis=-1)
 
 
 def _hide(s: Any, visible: Any) -> None:
