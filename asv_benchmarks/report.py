@@ -29,8 +29,9 @@ TABLES = [
         "attention.AgainstTorch.track_ratio",
     ),
     (
-        "Bias, soft cap and other orders against PyTorch's kernel",
-        "As above, but PyTorch's kernel has no mask, no bias and no soft cap.",
+        "Bias, soft cap, scale and other orders against PyTorch's kernel",
+        "As above, but PyTorch's kernel has no mask, no bias, no soft cap, and the usual scale of 1/8. "
+        "With a scale of 2 the logits of a row are up to 150 nats apart.",
         "attention.FurtherAgainstTorch.track_ratio",
     ),
     (
@@ -67,8 +68,8 @@ TABLES = [
         "attention.Gradients.track_ratio",
     ),
     (
-        "Forward and backward with a window, a bias or a soft cap",
-        "As above, but the peer has no mask, no bias and no soft cap.",
+        "Forward and backward with a window, a bias, a soft cap or a large scale",
+        "As above, but the peer has no mask, no bias and no soft cap, and the usual scale.",
         "attention.FurtherGradients.track_ratio",
     ),
     (

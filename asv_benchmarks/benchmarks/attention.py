@@ -28,12 +28,14 @@ CALLS = {
 }  # fmt: skip
 
 # Calls that PyTorch's kernel does not have, or has with an L×S array. The bias is one number per key.
+# With a scale of 2 the logits of a row are up to 150 nats apart.
 FURTHER = {
     "bias": lambda q, k, v: it.attention(q, k, v, bias=_bias(k)),
     "soft cap": lambda q, k, v: it.attention(q, k, v, softcap=30.0),
     "output and entropy, window": lambda q, k, v: _output_and_entropy(q, k, v, mask=masks.window(512)),
     "output and entropy, bias": lambda q, k, v: _output_and_entropy(q, k, v, bias=_bias(k)),
     "output and entropy, soft cap": lambda q, k, v: _output_and_entropy(q, k, v, softcap=30.0),
+    "output and entropy, scale of 2": lambda q, k, v: _output_and_entropy(q, k, v, scale=2.0),
     "entropy of order 1/2": lambda q, k, v: it.attention_entropy(q, k, order=0.5),
     "entropy of order ∞": lambda q, k, v: it.attention_entropy(q, k, order=math.inf),
 }  # fmt: skip

@@ -147,6 +147,54 @@ class TestReferences:
         h = it.attention_entropy(q, k, **options)
         np.testing.assert_allclose(h, oracles.entropy(expected), rtol=3e-3)
 
+    @pytest.mark.parametrize("order", [None, 0.5, 1, 2, 3, float("inf")])
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_exponents_that_are_far_apart(self, small_blocks, rng, monkeypatch, order, biased):
+        """Weights that are no normal numbers make no difference to the sums, and take no time."""
+        from isentropic._attention import numpy as numpy_pass
+
+        monkeypatch.setattr(numpy_pass, "_MIN_CHECKED", 0)
+        weights, add = [], numpy_pass._Sums.add
+
+        def noted_add(self, columns, weight):
+            weights.append(weight.copy())
+            add(self, columns, weight)
+
+        monkeypatch.setattr(numpy_pass._Sums, "add", noted_add)
+        # Logits from 0 to about −130 nats in each row.
+        q, k, v = np.ones((7, 1)), -rng.uniform(0, 130, size=(23, 1)), rng.normal(size=(23, 3))
+        k[[3, 11]] = [[0.0], [-95.0]]  # e^−95 is no normal number in float32
+        is_hidden = (rng.random((7, 23)) < 0.3) & (np.arange(23) != 3)
+        bias = np.where(is_hidden, -np.inf, 0.0) if biased else None
+        s = q @ k.T if bias is None else q @ k.T + bias
+        x = [y.astype("float32") for y in (q, k, v)]
+        options = {"law": None, "scale": 1.0, "bias": None if bias is None else bias.astype("float32")}
+        if order is None:
+            np.testing.assert_allclose(it.attention(*x, **options), oracles.softmax(s) @ v, atol=1e-6)
+        else:
+            h = it.attention_entropy(*x[:2], order=order, **options)
+            np.testing.assert_allclose(h, oracles.entropy(oracles.softmax(s), order), atol=2e-5)
+        if order is None or order >= 1:
+            assert all(np.all((w == 0) | (w >= np.finfo(w.dtype).tiny)) for w in weights)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("exp", [np.exp, np.exp2])
+    def test_large_weights(self, exp, dtype):
+        """Each weight is exact up to rounding, 0, or a normal number, and hidden keys have the weight 0."""
+        from isentropic._attention.numpy import _large_weights
+
+        info = np.finfo(dtype)
+        x = np.concat((np.linspace(1.1 * np.log2(info.tiny), 3, 10_001), [-np.inf])).astype(dtype)
+        weight = _large_weights(x, exp)
+        exact = exp(x.astype(np.longdouble))
+        is_large = exact > 10 * info.tiny / info.eps**2
+        np.testing.assert_allclose(weight[is_large], exact[is_large], rtol=4 * info.eps)
+        least = exp(np.asarray(1.0)) * info.tiny / info.eps
+        assert np.all(np.abs(weight - exact) <= 4 * info.eps * exact + least)
+        assert np.all((weight == 0) | (np.abs(weight) >= info.tiny))
+        assert weight[-1] == 0
+        assert np.isnan(_large_weights(np.asarray([np.nan], dtype), exp)[0])
+
     def test_entropy_is_not_negative(self, rng):
         # Nearly all of the weight on one key.
         for _ in range(40):

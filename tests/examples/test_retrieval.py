@@ -135,7 +135,9 @@ class TestMeasure:
         before = retrieval.first_half(model, task, 1.0)
         plain = retrieval.measure(model, task, before, smollm2.Arm(), None)
         law = retrieval.measure(model, task, before, smollm2.ARMS[retrieval.PRIMARY], SLOPES)
-        assert law["early"] == plain["early"]
+        # On some processors the two calls round sums differently.
+        np.testing.assert_allclose(law["early"]["loss"], plain["early"]["loss"], rtol=1e-6)
+        assert law["early"]["right"] == plain["early"]["right"]
         assert abs(law["late"]["loss"] - plain["late"]["loss"]) > 1e-3
 
 

@@ -44,10 +44,14 @@ from isentropic._namespace import Array
 from isentropic._numerics import divide_or_zero, grouped_matmul, quietly
 from isentropic._threads import n_threads, run
 
-# Sums relative to a constant are accurate between these limits: for up to 10^10 keys they lose less to
-# underflow (of weights below 1e-38 in float32) than to rounding, and sums of values below 10^20 do not
-# overflow.
-_MIN_SUM, _MAX_SUM = 1e-20, 1e17
+# Sums relative to a constant are accurate between these limits: for up to 10^8 keys they lose less to
+# weights that count as 0 (those below 1e-31 in float32) than to rounding, and sums of values below
+# 10^20 do not overflow.
+_MIN_SUM, _MAX_SUM = 1e-16, 1e17
+# If an exponent of the first tile is below minus this, in nats, those of others may underflow.
+_WIDE_EXPONENT = 20.0
+# For fewer logits, asking for the least exponent takes longer than slow weights.
+_MIN_CHECKED = 2**13
 # If all logits are computed at once and none is above this, in nats, nothing is subtracted from them.
 # Their exponentials are then at most 2e17, of which float32 can add 10^21.
 _MAX_EXPONENT = 40.0
@@ -221,13 +225,13 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
     # The maxima of rows take as long as a product. They are needed only if sums without a reference
     # might overflow, or be too small to be accurate, or 0 in a row that sees no key.
     if np.maximum.reduce(s, axis=None, initial=-math.inf) <= _MAX_EXPONENT:
-        weight = np.exp(s)
+        weight = _exp_at_once(s)
         normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
         if np.minimum.reduce(normalizer, axis=None, initial=math.inf) >= _MIN_SUM:
             return grouped_matmul(np, np.divide(weight, normalizer, out=weight), value)
     # The weights of a row that sees no key are e^{−∞} = 0.
     maximum = np.maximum.reduce(s, axis=-1, keepdims=True, initial=np.finfo(s.dtype).min)
-    weight = np.exp(np.subtract(s, maximum, out=s), out=s)
+    weight = _exp_at_once(np.subtract(s, maximum, out=s), s)
     normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
     if np.count_nonzero(normalizer) == normalizer.size:
         return grouped_matmul(np, np.divide(weight, normalizer, out=weight), value)
@@ -255,7 +259,7 @@ def _shannon_partition(s: Any) -> tuple[Any, Any, Any, Any]:
     maximum, lowest = np.maximum.reduce(s, axis=-1, keepdims=True), np.finfo(s.dtype).min
     x = np.subtract(s, np.maximum(maximum, lowest), out=s)
     np.maximum(x, lowest, out=x)  # −∞ times its weight, 0, is NaN
-    weight = np.exp(x)
+    weight = _exp_at_once(x)
     normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
     return maximum, weight, normalizer, np.vecdot(weight, x)[..., None]
 
@@ -318,7 +322,7 @@ class _Item:
 class _Sums:
     """Sums over keys for each row, with exponents x relative to a reference."""
 
-    def __init__(self, rows: int, values: Any, dtype: Any) -> None:
+    def __init__(self, rows: int, values: Any, dtype: Any, drops_small: bool | None) -> None:
         import numpy as np
 
         self.values = values  # (S, Ev), or None
@@ -327,6 +331,19 @@ class _Sums:
         self.moment: Any = np.zeros(rows, dtype)  # that of the order, which is Σ eˣ x for order 1
         self.part = None if self.value is None else np.empty_like(self.value)
         self.ones = self.buffer = np.ones(0, dtype)
+        self.drops_small = drops_small
+
+    def weights(self, x: Any, exp: Any, unit: float, order: float | None) -> Any:
+        """``eˣ`` for the exponents of a tile, in the memory of `x` if there is no order.
+
+        If the exponents are far apart in the first tile, small weights count as 0 in all tiles. Moments
+        of an order below 1 need them.
+        """
+        if self.drops_small is None:
+            self.drops_small = _are_wide(x, unit)
+        out = x if order is None else self.buffer_like(x)
+        drops = self.drops_small and (order is None or order >= 1)
+        return _large_weights(x, exp, x, out) if drops else exp(x, out=out)
 
     def buffer_like(self, tile: Any) -> Any:
         """An array like a tile, the same memory for every tile."""
@@ -511,10 +528,13 @@ class _Pass:
         reference = np.full(n_rows, np.finfo(dtype).max if from_first_tile else 0.0, dtype)
         is_unseen, is_first = np.full(n_rows, True), True
         sums, peak = self.new_sums(item), np.zeros(n_rows, dtype)
+        lowest = math.log(_MIN_SUM / self.plan.n_keys) / unit
         for columns, visible, s in self.tiles(item, query):
             if softcap is not None:
                 np.multiply(np.tanh(s, out=s), softcap / unit, out=s)
             self.add_bias(item, columns, s, unit)
+            if is_first and sums.drops_small and np.min(_row_maxima(s)) < lowest:
+                return None
             if from_first_tile:
                 if is_unseen.any():
                     maximum = _row_maxima(s if visible is None else np.where(visible, s, -math.inf))
@@ -522,7 +542,7 @@ class _Pass:
                 np.subtract(s, reference[:, None], out=s)
             if is_unseen.any():
                 is_unseen &= visible is not None and ~np.any(visible, axis=-1)
-            p = exp(s, out=s if self.order is None else sums.buffer_like(s))
+            p = sums.weights(s, exp, unit, self.order)
             if visible is not None:
                 np.multiply(p, visible, out=p)
             sums.add(columns, p)
@@ -559,7 +579,7 @@ class _Pass:
             reference = np.maximum(maximum, np.finfo(s.dtype).min)
             sums.shift(np.where(previous == -math.inf, 0.0, previous - reference), order)
             np.subtract(s, reference[:, None], out=s)
-            p = np.exp(s, out=s if order is None else sums.buffer_like(s))
+            p = sums.weights(s, np.exp, 1.0, order)
             sums.add(columns, p)
             if order is not None:
                 sums.add_moment(s, p, order)
@@ -659,7 +679,10 @@ class _Pass:
         value = self.operands.value
         if value is not None:
             value = value[_element_of(value, self.plan.batch, item.index)]
-        return _Sums(item.rows[1], value, self.plan.compute)
+        bias, drops_small = self.operands.bias, None
+        if bias is not None and _are_wide(self.part_of(bias, item)):
+            drops_small = True
+        return _Sums(item.rows[1], value, self.plan.compute, drops_small)
 
 
 @functools.cache
@@ -672,6 +695,45 @@ def _exponential() -> tuple[Any, float]:
     # exp2 is faster than exp.
     targets = opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})
     return (np.exp, 1.0) if "baseline" in targets["current"] else (np.exp2, math.log(2))
+
+
+def _are_wide(x: Any, unit: float = 1.0) -> bool:
+    """Whether some exponents are so low that weights may be too small to be normal numbers."""
+    import numpy as np
+
+    return bool(np.minimum.reduce(x, axis=None, initial=0.0) < -_WIDE_EXPONENT / unit)
+
+
+def _large_weights(x: Any, exp: Any, memory: Any = None, out: Any = None) -> Any:
+    """``eˣ``, but 0 if that is below 1e-31 in float32; `memory` is for the exponents.
+
+    Products with numbers that are not normal (below 1e-38) take 100 times as long on some processors,
+    and so does `exp` where it returns them.
+    """
+    import numpy as np
+
+    exponent, least = _least_weight(exp, x.dtype)
+    weight = exp(np.maximum(x, exponent, out=memory), out=out)
+    return np.subtract(weight, least, out=weight)
+
+
+@functools.cache
+def _least_weight(exp: Any, dtype: Any) -> tuple[Any, Any]:
+    """An exponent and its weight, whose differences with larger weights are normal numbers."""
+    import numpy as np
+
+    info, log = np.finfo(dtype), np.log if exp is np.exp else np.log2
+    exponent = np.ceil(log(info.tiny / info.eps)).astype(dtype)
+    return exponent, exp(np.full(1, exponent))[0]
+
+
+def _exp_at_once(x: Any, out: Any = None) -> Any:
+    """``eˣ`` for all logits of a call."""
+    import numpy as np
+
+    if x.size >= _MIN_CHECKED and _are_wide(x):
+        return _large_weights(x, np.exp, out, out)
+    return np.exp(x, out=out)
 
 
 def _hide(s: Any, visible: Any) -> None:
