@@ -190,25 +190,34 @@ BARS = [
 
 
 def report() -> str:
-    """The report in Markdown, with one section per table."""
+    """The report in Markdown, with one section per table. Cells hold the figures of all machines."""
     benchmarks = json.loads((RESULTS / "benchmarks.json").read_text())
-    runs = newest_first()
-    lines, commits, params = [], {}, {}
+    machines, lines = one_of_each_vendor(), []
+    used: list[dict] = [{} for _ in machines]  # by commit, the versions of the libraries
     for title, text, name in TABLES:
-        run = newest(name, runs)
-        if run is not None and name in benchmarks:
-            commits[run["commit_hash"][:8]] = None
-            params |= run["params"]
-            lines += [f"### {title}", "", text, "", *table(name, benchmarks[name], run), ""]
-    versions = ", ".join(f"{name} {params[name]}" for name in ("numpy", "torch", "jax", "scipy"))
-    return "\n".join(
-        [f"{hardware('cpu', 'ram', 'os')}; {versions}; commits {', '.join(commits)}.", "", *lines]
-    )
+        runs = [newest(name, runs) for runs in machines]
+        if any(runs) and name in benchmarks:
+            for run, commits in zip(runs, used, strict=True):
+                if run is not None:
+                    commits[run["commit_hash"][:8]] = run["params"]
+            lines += [f"### {title}", "", text, "", *table(name, benchmarks[name], runs), ""]
+    header = [
+        f"- {hardware(runs, 'cpu', 'ram', 'os')}; {versions(commits)}; commits {', '.join(commits)}."
+        for runs, commits in zip(machines, used, strict=True)
+    ]
+    if len(machines) > 1:
+        header = ["The figures of the machines stand side by side, in this order:", "", *header]
+    return "\n".join([*header, "", *lines])
 
 
-def hardware(*keys: str) -> str:
-    """What is known of the machine with the newest run."""
-    machine = json.loads((newest_first()[0][0].parent / "machine.json").read_text())
+def versions(commits: dict) -> str:
+    params = {key: value for run in commits.values() for key, value in run.items()}
+    return ", ".join(f"{name} {params[name]}" for name in ("numpy", "torch", "jax", "scipy"))
+
+
+def hardware(runs: list[tuple[Path, dict]], *keys: str) -> str:
+    """What is known of the machine with these runs."""
+    machine = json.loads((runs[0][0].parent / "machine.json").read_text())
     return ", ".join(machine[key] for key in keys if machine.get(key))
 
 
@@ -228,23 +237,47 @@ def newest(name: str, runs: list[tuple[Path, dict]]) -> dict | None:
 
 def newest_first() -> list[tuple[Path, dict]]:
     """The recorded runs of the machine with the newest run, the newest first."""
-    runs = [(path, json.loads(path.read_text())) for path in RESULTS.glob("*/*-*.json")]
-    runs.sort(key=lambda run: run[1]["date"], reverse=True)
+    runs = all_runs()
     return [run for run in runs if run[0].parent == runs[0][0].parent]
 
 
-def table(name: str, benchmark: dict, run: dict) -> list[str]:
-    """The lines of a Markdown table: the first parameter in columns, the others in rows."""
+def one_of_each_vendor() -> list[list[tuple[Path, dict]]]:
+    """For each vendor of processors the runs of the machine with the newest run, the newest first."""
+    machines: dict[str, list[tuple[Path, dict]]] = {}
+    for path, run in all_runs():
+        _, vendor, *_ = path.parent.name.split("-")  # architecture-vendor-model-cores
+        others = machines.setdefault(vendor, [])
+        if not others or others[0][0].parent == path.parent:
+            others.append((path, run))
+    return [machines[vendor] for vendor in sorted(machines)]
+
+
+def all_runs() -> list[tuple[Path, dict]]:
+    runs = [(path, json.loads(path.read_text())) for path in RESULTS.glob("*/*-*.json")]
+    return sorted(runs, key=lambda run: run[1]["date"], reverse=True)
+
+
+def table(name: str, benchmark: dict, runs: list[dict | None]) -> list[str]:
+    """The lines of a Markdown table: the first parameter in columns, the others in rows.
+
+    A cell has the figures of all runs. None is a machine without a run.
+    """
     unit = benchmark["unit"]
-    names, cells = by_choices(name, run)
+    found = [({}, {}) if run is None else by_choices(name, run) for run in runs]
+    names = next(names for (names, _), run in zip(found, runs, strict=True) if run is not None)
+
+    def cell(*key: str) -> str:
+        texts = [shown(cells.get(key), unit) for _, cells in found]
+        return " / ".join(text or "–" for text in texts) if any(texts) else ""
+
     if not names:
-        return [f"**{shown(cells[()], unit)}**"]
+        return [f"**{cell()}**"]
     across, *down = names
     varying = [i for i, choices in enumerate(down) if len(choices) > 1]
     header = [benchmark["param_names"][i + 1] for i in varying] or [""]
     rows, missing = [], []
     for key in itertools.product(*down):
-        row = [shown(cells.get((a, *key)), unit) for a in across]
+        row = [cell(a, *key) for a in across]
         if any(row):
             rows.append([*([key[i] for i in varying] or [""]), *row])
         elif MASKED.intersection(key):
@@ -272,7 +305,7 @@ def picture(path: str) -> None:
 
     bars = [(label, value) for label, *which in BARS if (value := figure(which[0], *which[1]))]
     fig, ax = plt.subplots(figsize=(7.5, 0.6 + 0.25 * len(bars)), layout="constrained")
-    ax.set_title(f"{hardware('cpu')}; n = 4096 unless stated", fontsize=9)
+    ax.set_title(f"{hardware(newest_first(), 'cpu')}; n = 4096 unless stated", fontsize=9)
     for i, (label, value) in enumerate(bars):
         color = {"numpy": "C0", "torch": "C1", "jax": "C2"}[label.split(": ")[1].split(" ")[0]]
         ax.barh(i, value - 1, left=1, color=color)

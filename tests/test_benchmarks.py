@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -65,6 +66,29 @@ def test_figures_against_a_peer_without_the_mask_are_not_shown(monkeypatch):
         cells = report.by_choices(name, run)[1]
         assert cells["jax", "attention"] == 3.0
         assert ("jax", "causal") in cells or expected
-        lines = report.table(name, {"unit": "ratio", "param_names": ["backend", "call"]}, run)
+        lines = report.table(name, {"unit": "ratio", "param_names": ["backend", "call"]}, [run])
         assert (lines[0] == expected) == (expected is not None)
         assert ("| causal | 2 | 4 |" in lines) == (expected is None)
+
+
+def test_figures_of_machines_stand_side_by_side(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    report = importlib.import_module("report")
+    name, params = "attention.Gradients.track_ratio", [["'torch'"], ["'attention'", "'causal'"]]
+    machines = {"x86_64-b-1-2-cores": 3, "x86_64-b-2-2-cores": 1, "x86_64-a-2-cores": 2}
+    for machine, date in machines.items():
+        (tmp_path / machine).mkdir()
+        calls = [params[0], params[1][:1]] if "a-2" in machine else params
+        values = [date + 0.5, 7.0][: len(calls[1])]
+        run = {"date": date, "results": {name: [values, calls, "new"]}}
+        (tmp_path / machine / "c-env.json").write_text(json.dumps(run))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    found = report.one_of_each_vendor()
+    assert [runs[0][0].parent.name for runs in found] == ["x86_64-a-2-cores", "x86_64-b-1-2-cores"]
+    benchmark = {"unit": "ratio", "param_names": ["backend", "call"]}
+    runs = [runs[0][1] for runs in found]
+    assert report.table(name, benchmark, runs[::-1])[2:] == [
+        "| attention | 3.5 / 2.5 |",
+        "| causal | 7 / – |",
+    ]
+    assert report.table(name, benchmark, [None, runs[1]])[3] == "| causal | – / 7 |"

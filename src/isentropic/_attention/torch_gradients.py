@@ -250,7 +250,20 @@ class _Columns(NamedTuple):
     block: Block
     key: Any
     value: Any
-    totals: dict[str, Any]  # the sums of the wanted gradients of keys and values
+    # The sums of the wanted gradients of keys and values. They are contiguous: PyTorch adds products to
+    # contiguous arrays in one call of the BLAS, and to slices in one for each batch element.
+    totals: dict[str, Any]
+
+    @classmethod
+    def blocks_of(cls, key: Any, value: Any, size: int, wanted: Collection[str]) -> list[_Columns]:
+        columns = []
+        for block in blocks(0, key.shape[-2], size):
+            parts = {"key": _rows_of(key, block)}
+            if value is not None:
+                parts["value"] = _rows_of(value, block)
+            totals = {name: x.new_zeros(x.shape) for name, x in parts.items() if name in wanted}
+            columns.append(cls(block, parts["key"], parts.get("value"), totals))
+        return columns
 
     def within(self, first: int, end: int) -> _Columns:
         """The part of the block in a range of keys, as views."""
@@ -278,8 +291,6 @@ class _Backward:
 
     @classmethod
     def of(cls, tiles: Tiles, order: float | None, wanted: Collection[str]) -> _Backward:
-        import torch
-
         plan, operands = tiles.plan, tiles.operands
         query: Any = tiles.query
         query = query.expand(*plan.batch, *query.shape[-2:])
@@ -289,16 +300,7 @@ class _Backward:
         )
         are_ordinary = all(x is None or _is_ordinary(plan, x) for x in (key, value, operands.bias))
         row_size, column_size = _tile_shape(plan)
-        # PyTorch adds products to contiguous arrays, and not to slices, in one call of the BLAS.
-        columns = []
-        for block in blocks(0, plan.n_keys, column_size):
-            parts = {
-                name: _rows_of(x, block)
-                for name, x in (("key", key), ("value", value))
-                if x is not None
-            }
-            totals = {name: torch.zeros_like(x) for name, x in parts.items() if name in wanted}
-            columns.append(_Columns(block, parts["key"], parts.get("value"), totals))
+        columns = _Columns.blocks_of(key, value, column_size, wanted)
         arrays = {"query": query, "bias": operands.bias}
         totals = {
             name: plan.xp.zeros_like(x, dtype=plan.compute)
