@@ -177,6 +177,15 @@ class TestReferences:
         if order is None or order >= 1:
             assert all(np.all((w == 0) | (w >= np.finfo(w.dtype).tiny)) for w in weights)
 
+    @pytest.mark.parametrize("order", [0.5, 0.9, 1, 1.1, 1.3, 2, 3, float("inf")])
+    def test_rows_without_keys_have_no_entropy(self, small_blocks, rng, order):
+        q, k = rng.normal(size=(2, 9, 2)).astype("float32")
+        mask = np.ones((9, 9), dtype=bool)
+        mask[[0, 5]] = False
+        h = it.attention_entropy(q, k, order=order, mask=mask, implementation="numpy")
+        np.testing.assert_array_equal(h[[0, 5]], 0.0)
+        assert np.all(h[[1, 2, 3, 4, 6, 7, 8]] > 0)
+
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     @pytest.mark.parametrize("exp", [np.exp, np.exp2])
     def test_large_weights(self, exp, dtype):

@@ -132,6 +132,19 @@ class TestRecomputedGradients:
             assert (x[:, ~visible] == 0).all()
             assert (x[:, visible] != 0).all()
 
+    @pytest.mark.parametrize("mask", [masks.causal(), torch.arange(40) <= torch.arange(40)[:, None]])
+    def test_a_query_that_is_nan_does_not_reach_hidden_keys(self, forward_by, mask):
+        q, k, v = (torch.randn(2, 40, 4) for _ in range(3))
+        others, found = torch.arange(40) != 7, []
+        for value in (0.0, math.nan):
+            q[:, 7] = value
+            x = [a.clone().requires_grad_() for a in (k, v)]
+            state = it.attention_state(q, *x, mask=mask)
+            loss = state.output()[:, others].sum() + state.entropy()[:, others].sum()
+            found.append(torch.autograd.grad(loss, x))
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got[:, 8:], want[:, 8:])
+
     @pytest.mark.parametrize("call", ["softcap", "state", "entropy 1.0"])
     def test_checkpoints_and_autocast(self, forward_by, rng, call):
         a = {x: torch.asarray(rng.normal(size=(1, 4, 40, 8)).astype("float32")) for x in "qkvb"}

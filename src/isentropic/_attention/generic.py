@@ -782,7 +782,7 @@ def add_bias_and_mask(plan: Plan, operands: Operands, s: Any, rows: Block, colum
 
 
 def added_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Any:
-    """The bias of a tile, and NaN for nonfinite rows of queries and keys; None without both."""
+    """The bias of a tile, and NaN for nonfinite rows of queries and keys; None if there is neither."""
     added: Any = None
     if operands.bias is not None:
         added = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)

@@ -1,12 +1,12 @@
 """The tile pass for NumPy: two products and an exponential per tile, with few elementwise passes.
 
-Without a bias, a block of rows starts with exponents relative to 0, which needs no subtraction. If a
+A block of rows starts with exponents relative to 0, which needs no subtraction. If a
 sum over the first tile is too small or too large to be accurate, the block starts again. Then the
 exponents of each row are relative to the largest logit of the first tile in which the row sees a key.
 If sums are still inaccurate, or become inaccurate in a later tile, the block is computed once more,
 with exponents relative to the maximum of the tiles so far.
 
-With a bias, and for entropies of orders other than 1, only the last of these ways is used.
+With a bias the second way is left out, and for entropies of orders other than 1 only the last is used.
 
 Threads compute the blocks of rows of all batch elements, or parts of the keys if there are few rows.
 """
@@ -48,9 +48,9 @@ from isentropic._threads import n_threads, run
 # weights that count as 0 (those below 1e-31 in float32) than to rounding, and sums of values below
 # 10^20 do not overflow.
 _MIN_SUM, _MAX_SUM = 1e-16, 1e17
-# If an exponent of the first tile is below minus this, in nats, those of others may underflow.
+# If the first tile, or a bias, has exponents below −20 nats, others may be so low that eˣ underflows.
 _WIDE_EXPONENT = 20.0
-# For fewer logits, asking for the least exponent takes longer than slow weights.
+# Calls with fewer logits do not look for low exponents. The search takes longer than slow products.
 _MIN_CHECKED = 2**13
 # If all logits are computed at once and none is above this, in nats, nothing is subtracted from them.
 # Their exponentials are then at most 2e17, of which float32 can add 10^21.
@@ -336,14 +336,16 @@ class _Sums:
     def weights(self, x: Any, exp: Any, unit: float, order: float | None) -> Any:
         """``eˣ`` for the exponents of a tile, in the memory of `x` if there is no order.
 
-        If the exponents are far apart in the first tile, small weights count as 0 in all tiles. Moments
-        of an order below 1 need them.
+        If the exponents are far apart in the first tile, small weights count as 0 in all tiles. Then
+        the exponents of a moment of order 1 are raised in place, so that their products with these
+        weights are 0.
         """
         if self.drops_small is None:
             self.drops_small = _are_wide(x, unit)
         out = x if order is None else self.buffer_like(x)
-        drops = self.drops_small and (order is None or order >= 1)
-        return _large_weights(x, exp, x, out) if drops else exp(x, out=out)
+        if not self.drops_small:
+            return exp(x, out=out)
+        return _large_weights(x, exp, x if order == 1 else out, out)
 
     def buffer_like(self, tile: Any) -> Any:
         """An array like a tile, the same memory for every tile."""
@@ -421,8 +423,8 @@ class _Pass:
         self.operands = self.operands._replace(key=key, value=value)
         operands = self.operands
         # The constants to which sums can be relative, in the order in which they are tried: 0 (False),
-        # and the largest logit of the first tile (True). With a bias, such as one that falls with the
-        # distance of a key, the largest logit of the first tile is often far from that of the others.
+        # and the largest logit of the first tile (True). With a bias only 0 is tried: the bias may fall
+        # with the distance of a key, and then the first tile says little about the others.
         self.constants: tuple[bool, ...] = ()
         if operands.nonfinite is None and self.order in (None, 1.0):
             has_one = self.is_for_gradient or operands.bias is not None
@@ -594,7 +596,8 @@ class _Pass:
         import numpy as np
 
         normalizer, value, moment = sums.normalizer, sums.value, sums.moment
-        is_empty = normalizer == 0
+        is_empty = (normalizer == 0) | (reference == -math.inf)
+        normalizer[is_empty] = moment[is_empty] = 0.0
         if value is not None and is_empty.any():
             value[is_empty] = 0.0  # 0 · ∞ of an infinite value is NaN
         if factor is not None:
@@ -698,17 +701,17 @@ def _exponential() -> tuple[Any, float]:
 
 
 def _are_wide(x: Any, unit: float = 1.0) -> bool:
-    """Whether some exponents are so low that weights may be too small to be normal numbers."""
+    """Whether some exponents are so low that others may have weights too small to be normal numbers."""
     import numpy as np
 
     return bool(np.minimum.reduce(x, axis=None, initial=0.0) < -_WIDE_EXPONENT / unit)
 
 
 def _large_weights(x: Any, exp: Any, memory: Any = None, out: Any = None) -> Any:
-    """``eˣ``, but 0 if that is below 1e-31 in float32; `memory` is for the exponents.
+    """``eˣ`` minus a number, 1e-31 in float32, and 0 where ``eˣ`` is below that.
 
     Products with numbers that are not normal (below 1e-38) take 100 times as long on some processors,
-    and so does `exp` where it returns them.
+    and so does `exp` where it returns them. The raised exponents are written into `memory`, if given.
     """
     import numpy as np
 

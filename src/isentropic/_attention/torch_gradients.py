@@ -35,7 +35,8 @@ from isentropic._namespace import Array
 from isentropic._numerics import lift, replace_infinite_minimum
 
 _LOG2_E = 1 / math.log(2)
-# Products of a weight of 10^−37 with a key and a value below this make no difference to a gradient.
+# Products of a weight of 10^−37 with a key and a value of at most this size make no difference to a
+# gradient. A bias of at most this size hides no key.
 _ORDINARY = 1e10
 # The arrays with a gradient.
 INPUTS = ("query", "key", "value", "bias")
@@ -173,6 +174,14 @@ def _fill_hidden(s: Any, visible: Any) -> Any:
     return s
 
 
+def _zero_hidden(x: Any, visible: Any) -> None:
+    """Set a contiguous array to 0 in place where a key is not visible, even where it is NaN."""
+    import torch
+
+    integers = torch.int64 if x.dtype == torch.float64 else torch.int32
+    x.view(integers).bitwise_and_(-visible.to(integers))
+
+
 def _exp(x: Any, out: Any = None) -> Any:
     """``eˣ``. Where it underflows, PyTorch's `exp` takes up to 70 times as long, and `exp2` up to 8."""
     import torch
@@ -233,8 +242,13 @@ def _excess_at_maximum(
 
 
 class _Rows(NamedTuple):
-    """Arrays (groups, heads of a group · rows, width) for a block of queries."""
+    """Arrays (groups, heads of a group · rows, width) for a block of queries.
 
+    A NaN in a row makes all its products NaN, also those with keys that it does not see. So if there may
+    be one, the products are set to 0 for hidden keys, and `query` and `value_grad` are 0 in its row.
+    """
+
+    may_be_nan: bool
     query: Any
     capped_query: Any  # divided by the soft cap, if there is one
     reference: Any
@@ -284,9 +298,11 @@ class _Backward:
     tiles: _TilesInPlace  # with a query for each batch element
     order: float | None
     columns: list[_Columns]
-    are_ordinary: bool  # whether all keys, values and biases are known to be below `_ORDINARY`
+    are_ordinary: (
+        bool  # whether all keys, values and biases are known to be at most `_ORDINARY` in size
+    )
     totals: dict[str, Any]  # the sums of the wanted gradients of queries and biases
-    # Memory for arrays of the size of a tile. The system might clear the pages of new arrays each time.
+    # Memory for arrays of the size of a tile. The system clears the pages of new arrays, which is slow.
     memory: dict[str, Any]
 
     @classmethod
@@ -322,16 +338,22 @@ class _Backward:
     def rows_of(self, rows: Block, state: AttentionState, upstream: AttentionState) -> _Rows:
         """The arrays of a block of queries, for a state and its gradient of these queries."""
         plan, query = self.tiles.plan, _rows_of(self.tiles.query, rows)
+        is_number = state.maximum == state.maximum
+        may_be_nan = not is_known_true(plan.xp, is_number.all())
+
+        def cleaned(x: Any) -> Any:
+            return x.where(is_number, 0.0) if may_be_nan and x is not None else x
+
         arrays = (
-            query,
-            query if plan.softcap is None else query / plan.softcap,
+            cleaned(query),
+            query if plan.softcap is None else query * (1 / plan.softcap),  # as NumPy's pass does
             replace_infinite_minimum(plan.xp, state.maximum),
             _or_zero(upstream.normalizer, state.normalizer),
-            upstream.weighted_value,
+            cleaned(upstream.weighted_value),
             upstream.weighted_score,
             _excess_at_maximum(plan, state, upstream, self.order),
         )
-        return _Rows(*(None if x is None else self.grouped(x) for x in arrays))
+        return _Rows(may_be_nan, *(None if x is None else self.grouped(x) for x in arrays))
 
     def add_rows(self, rows: Block, state: AttentionState, upstream: AttentionState) -> None:
         """Add the gradients of a block of queries to the totals."""
@@ -363,7 +385,10 @@ class _Backward:
         return index
 
     def logits_and_tanh(self, rows: Block, columns: _Columns, row: _Rows) -> tuple[Any, Any]:
-        """The logits of a tile, and the hyperbolic tangent in them; None without a soft cap."""
+        """The logits of a tile, and tanh(products / soft cap); None without a soft cap.
+
+        Both are in memory that the next tile overwrites.
+        """
         import torch
 
         plan, tanh = self.tiles.plan, None
@@ -382,9 +407,14 @@ class _Backward:
         logits, tanh = self.logits_and_tanh(rows, columns, row)
         x = self.grouped(logits).sub_(row.reference)
         p = self.weights(x, rows, columns.block, has_moment=row.moment_grad is not None)
+        visible = self.visible(rows, columns.block) if row.may_be_nan else None
+        if visible is not None:
+            _zero_hidden(p, visible)
         if row.value_grad is not None and "value" in columns.totals:
             columns.totals["value"].baddbmm_(p.mT, row.value_grad)
         gradient = self.logit_gradient(x, p, columns, row)
+        if visible is not None:
+            _zero_hidden(gradient, visible)
         if largest is not None:
             _add_at(largest - columns.block[0], row.excess, gradient)
         if "bias" in self.totals:
@@ -393,6 +423,14 @@ class _Backward:
         if tanh is None:
             return gradient
         return torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
+
+    def visible(self, rows: Block, columns: Block) -> Any:
+        """The keys of a tile that each query sees; None if all see all."""
+        plan, mask = self.tiles.plan, self.tiles.operands.mask
+        if mask is None or self.tiles.all_visible(rows, columns):
+            return None
+        visible: Any = lift(mask.block(plan.frame, rows, columns), plan.ndim)
+        return self.grouped(visible.expand(*plan.batch, rows[1], columns[1]))
 
     def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
         """``eˣ``. Exponents so low that they make no difference are raised in place."""
@@ -443,13 +481,13 @@ class _Backward:
 
 
 def _tile_shape(plan: Plan) -> tuple[int, int]:
-    """The numbers of queries and of keys of a tile: more than elsewhere, as all tiles share memory."""
+    """The numbers of queries and of keys of a tile: more than elsewhere, as it has fewer arrays."""
     rows, columns = tile_shape(plan)
     return 2 * rows, columns
 
 
 def _is_ordinary(plan: Plan, x: Any) -> bool:
-    """Whether all numbers are known to be below `_ORDINARY`."""
+    """Whether all numbers are known to be at most `_ORDINARY` in size."""
     if not x.numel():
         return True
     least, greatest = x.aminmax()
