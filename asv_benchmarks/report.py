@@ -263,8 +263,8 @@ def table(name: str, benchmark: dict, runs: list[dict | None]) -> list[str]:
     A cell has the figures of all runs. None is a machine without a run.
     """
     unit = benchmark["unit"]
-    found = [({}, {}) if run is None else by_choices(name, run) for run in runs]
-    names = next(names for (names, _), run in zip(found, runs, strict=True) if run is not None)
+    found = [([], {}) if run is None else by_choices(name, run) for run in runs]
+    names, _ = max(found, key=lambda choices_and_cells: len(choices_and_cells[1]))
 
     def cell(*key: str) -> str:
         texts = [shown(cells.get(key), unit) for _, cells in found]

@@ -552,8 +552,9 @@ class _Pass:
                 sums.moment += np.vecdot(p, s)
             if self.relative_to_maximum:
                 np.maximum(peak, _row_maxima_of_weights(p), out=peak)
-            if is_first and not sums.are_accurate(is_unseen):
-                return None
+            # Where logits are far apart, sums are likely to overflow in some later tile.
+            if (is_first or sums.drops_small) and not sums.are_accurate(is_unseen):
+                return None if is_first else self.relative_to_largest(item)
             is_first = False
         reference = np.where(is_unseen, 0.0, reference * unit)
         is_exact = np.max(np.abs(reference)) * np.finfo(dtype).eps < _MAX_EXPONENT_ERROR

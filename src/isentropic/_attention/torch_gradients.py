@@ -244,8 +244,8 @@ def _excess_at_maximum(
 class _Rows(NamedTuple):
     """Arrays (groups, heads of a group · rows, width) for a block of queries.
 
-    A NaN in a row makes all its products NaN, also those with keys that it does not see. So if there may
-    be one, the products are set to 0 for hidden keys, and `query` and `value_grad` are 0 in its row.
+    A NaN in a row makes all its products NaN, also those with keys that it does not see. So if there
+    may be one, the products are set to 0 for hidden keys, and `query` and `value_grad` to 0 in its row.
     """
 
     may_be_nan: bool
