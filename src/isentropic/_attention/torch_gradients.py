@@ -298,9 +298,7 @@ class _Backward:
     tiles: _TilesInPlace  # with a query for each batch element
     order: float | None
     columns: list[_Columns]
-    are_ordinary: (
-        bool  # whether all keys, values and biases are known to be at most `_ORDINARY` in size
-    )
+    are_ordinary: bool  # whether keys, values and biases are known to be at most `_ORDINARY` in size
     totals: dict[str, Any]  # the sums of the wanted gradients of queries and biases
     # Memory for arrays of the size of a tile. The system clears the pages of new arrays, which is slow.
     memory: dict[str, Any]
