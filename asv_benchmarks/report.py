@@ -305,7 +305,7 @@ def picture(path: str) -> None:
 
     bars = [(label, value) for label, *which in BARS if (value := figure(which[0], *which[1]))]
     fig, ax = plt.subplots(figsize=(7.5, 0.6 + 0.25 * len(bars)), layout="constrained")
-    ax.set_title(f"{hardware(newest_first(), 'cpu')}; n = 4096 unless stated", fontsize=9)
+    fig.suptitle(f"{hardware(newest_first(), 'cpu')}; n = 4096 unless stated", fontsize=9)
     for i, (label, value) in enumerate(bars):
         color = {"numpy": "C0", "torch": "C1", "jax": "C2"}[label.split(": ")[1].split(" ")[0]]
         ax.barh(i, value - 1, left=1, color=color)

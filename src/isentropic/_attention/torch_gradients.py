@@ -132,14 +132,20 @@ class _TilesInPlace(Tiles):
         first, end = mask.fully_visible(self.plan.frame, rows)
         return bool(first <= columns[0] and sum(columns) <= end)
 
+    def visible(self, rows: Block, columns: Block) -> Any:
+        """The keys of a tile that each query sees; None if the mask hides none."""
+        mask = self.operands.mask
+        if mask is None or self.all_visible(rows, columns):
+            return None
+        return lift(mask.block(self.plan.frame, rows, columns), self.plan.ndim)
+
     def _hide(self, s: Any, rows: Block, columns: Block) -> Any:
         """The logits with −∞ for hidden keys."""
         import torch
 
-        plan, mask = self.plan, self.operands.mask
-        if mask is None or self.all_visible(rows, columns):
+        visible = self.visible(rows, columns)
+        if visible is None:
             return s
-        visible: Any = lift(mask.block(plan.frame, rows, columns), plan.ndim)
         shape = torch.broadcast_shapes(s.shape, visible.shape)
         return _fill_hidden(s.expand(shape).contiguous(), visible)
 
@@ -163,23 +169,23 @@ def _fill_hidden(s: Any, visible: Any) -> Any:
 
     PyTorch vectorizes operations on bits, but not `masked_fill_`, which takes up to 20 times as long.
     """
-    import torch
-
-    if s.dtype == torch.float64:
-        integers, minus_infinity = torch.int64, -(2**52)
-    else:
-        integers, minus_infinity = torch.int32, -(2**23)
-    hidden = (~visible).to(integers)
-    s.view(integers).bitwise_and_(hidden - 1).bitwise_or_(hidden * minus_infinity)
+    bits, minus_infinity = _bits(s), -(2**52) if s.element_size() == 8 else -(2**23)
+    hidden = (~visible).to(bits.dtype)
+    bits.bitwise_and_(hidden - 1).bitwise_or_(hidden * minus_infinity)
     return s
 
 
 def _zero_hidden(x: Any, visible: Any) -> None:
     """Set a contiguous array to 0 in place where a key is not visible, even where it is NaN."""
+    bits = _bits(x)
+    bits.bitwise_and_(-visible.to(bits.dtype))
+
+
+def _bits(x: Any) -> Any:
+    """Contiguous floats as integers with the same bits, in the same memory."""
     import torch
 
-    integers = torch.int64 if x.dtype == torch.float64 else torch.int32
-    x.view(integers).bitwise_and_(-visible.to(integers))
+    return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
 
 
 def _exp(x: Any, out: Any = None) -> Any:
@@ -405,8 +411,9 @@ class _Backward:
         logits, tanh = self.logits_and_tanh(rows, columns, row)
         x = self.grouped(logits).sub_(row.reference)
         p = self.weights(x, rows, columns.block, has_moment=row.moment_grad is not None)
-        visible = self.visible(rows, columns.block) if row.may_be_nan else None
+        visible = self.tiles.visible(rows, columns.block) if row.may_be_nan else None
         if visible is not None:
+            visible = self.grouped(visible.expand(logits.shape))
             _zero_hidden(p, visible)
         if row.value_grad is not None and "value" in columns.totals:
             columns.totals["value"].baddbmm_(p.mT, row.value_grad)
@@ -421,14 +428,6 @@ class _Backward:
         if tanh is None:
             return gradient
         return torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
-
-    def visible(self, rows: Block, columns: Block) -> Any:
-        """The keys of a tile that each query sees; None if all see all."""
-        plan, mask = self.tiles.plan, self.tiles.operands.mask
-        if mask is None or self.tiles.all_visible(rows, columns):
-            return None
-        visible: Any = lift(mask.block(plan.frame, rows, columns), plan.ndim)
-        return self.grouped(visible.expand(*plan.batch, rows[1], columns[1]))
 
     def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
         """``eˣ``. Exponents so low that they make no difference are raised in place."""
