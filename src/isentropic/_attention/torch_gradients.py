@@ -151,10 +151,13 @@ class _TilesInPlace(Tiles):
 
     def tile_state(self, logits: Any, columns: Block, order: float | None) -> AttentionState:
         """The state of the keys of a tile. The logits are overwritten."""
-        xp = self.plan.xp
+        import torch
+
+        xp, info = self.plan.xp, torch.finfo(logits.dtype)
         maximum = logits.amax(-1, keepdim=True)
         x = logits.sub_(replace_infinite_minimum(xp, maximum))
-        p, moment = _exp(x), None
+        # Some processors take 100 times as long for products with numbers that are not normal.
+        p, moment = torch.threshold_(_exp(x), info.tiny / info.eps, 0.0), None
         if order == 1:
             moment = x.clamp_(min=_lowest(x, order)).mul_(p).sum(-1, keepdim=True)
         elif order is not None:
