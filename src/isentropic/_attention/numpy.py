@@ -1,8 +1,8 @@
 """The tile pass for NumPy: two products and an exponential per tile, with few elementwise passes.
 
-A block of rows starts with exponents relative to 0, which needs no subtraction. If a
-sum over the first tile is too small or too large to be accurate, the block starts again. Then the
-exponents of each row are relative to the largest logit of the first tile in which the row sees a key.
+A block of rows starts with exponents relative to 0, which needs no subtraction. If a sum over the first
+tile is too small or too large to be accurate, the block starts again. Then the exponents of each row
+are relative to the largest logit of the first tile in which the row sees a key.
 If sums are still inaccurate, or become inaccurate in a later tile, the block is computed once more,
 with exponents relative to the maximum of the tiles so far.
 
@@ -683,10 +683,10 @@ class _Pass:
         value = self.operands.value
         if value is not None:
             value = value[_element_of(value, self.plan.batch, item.index)]
-        bias, drops_small = self.operands.bias, None
-        if bias is not None and _are_wide(self.part_of(bias, item)):
-            drops_small = True
-        return _Sums(item.rows[1], value, self.plan.compute, drops_small)
+        bias = self.operands.bias
+        has_wide_bias = bias is not None and _are_wide(self.part_of(bias, item))
+        # Without one, the first tile decides.
+        return _Sums(item.rows[1], value, self.plan.compute, drops_small=has_wide_bias or None)
 
 
 @functools.cache
