@@ -1,70 +1,102 @@
 """Each law of the experiment with SmolLM2, at each kind of positions.
 
-    python laws_and_positions.py    # three hours of one core
+    python laws_and_positions.py            # two hours on two cores that multiply bfloat16 in hardware
+    python laws_and_positions.py --quick    # five minutes, and no verdict
 
-The model, its loss and its laws are those of `smollm2.py`: SmolLM2-135M, trained with 8192 tokens. It
-reads 12288 here. Do the laws rank as they do at the positions of YaRN × 2? It is a measurement on two
-documents, without a verdict.
+The model, its documents and its laws are those of `smollm2.py`: SmolLM2-135M, trained with 8192 tokens,
+reads twelve documents of 16384. There, all laws are at the positions of YaRN × 2. Do they help as much
+at other positions, and which pair of a law and positions has the lowest loss?
 
-What follows was written before the run. The positions are: those of the training ("as trained");
-clamped (ReRoPE), so that no key is farther than 4096 tokens, half of the trained length; YaRN × 4; and
-NTK. The laws are all arms of `smollm2.py` with the positions of YaRN × 2 but "held". The results of
-these arms at YaRN × 2 are those of `smollm2.py`. YaRN's constant is (1 + 0.1 ln 4)² = 1.297 at YaRN ×
-4, and (1 + 0.1 ln 2)² = 1.143 at all others. Slopes are those that `smollm2.py` fitted at the positions
-of YaRN × 2. So at other positions they are used where they were not fitted. The quantity is the mean
-negative log-likelihood per token, in nats, of the tokens that see 8193 to 12288 keys. Known before were
-the losses without a law and with "Su" as trained and clamped (`law_or_position.py`), and on one
-document those without a law at the other positions. The result of each arm is kept beside the others as
-soon as it is there.
+What follows was written before the run. Known were the results of `smollm2.py`, and those of an earlier
+version of this script, in single precision, on two of the documents up to 12288 tokens: YaRN's constant
+gained at stretched positions and lost at others, "slope per head" gained at all, and the lowest mean
+was that of clamped positions with "slope per head".
 
-"held" was added later, when all other results were known: is it as bad elsewhere as at YaRN × 2, where
-it loses 0.3 nats? Like the slopes, its entropies are those that `smollm2.py` found at YaRN × 2. It is
-run on the first document only, as it takes a quarter of an hour at each kind of positions. At clamped
-positions it came last of all, with factors from a bisection of this script, as no function of the
-library solves for factors there.
+Positions. Those of the training ("as trained"); clamped (ReRoPE), so that no key is farther than 4096
+tokens, half of the trained length; YaRN × 4; and NTK.
+
+Laws. Eight arms of `smollm2.py`: no law, YaRN's constant, Su, one slope, slope per layer, slope per
+head, calibrated, and constant and slope per head. YaRN's constant is (1 + 0.1 ln 4)² = 1.297 at YaRN ×
+4, and (1 + 0.1 ln 2)² = 1.143 at all others. Slopes are those that `smollm2.py` fitted at YaRN × 2. So
+at other positions they are used where they were not fitted.
+
+Quantity. The mean negative log-likelihood per token, in nats, where queries see n keys: beyond the
+trained length, 8192 < n ≤ 16384, and within it.
+
+Decision. At each kind of positions, paired differences over the documents, of each law against no law
+and against YaRN's constant, by `experiment.decide` with a smallest relevant effect of 0.01 nats per
+token. Intervals are not corrected for their number. "Slope per head" is the primary arm, as in
+`smollm2.py`. The pair with the lowest mean loss of all is compared with each other pair in the same
+way, those of `smollm2.py` at YaRN × 2 included.
+
+Precision. Mixed, by PyTorch's autocast: products of matrices have bfloat16 numbers and are added in
+single precision, and what the layers add up is in single precision. So that it is known what this
+changes, the cells of YaRN × 2 are computed too, on three documents, and compared with those of
+`smollm2.py`, which are in single precision. If the mean gain of an arm there, over no law or YaRN's
+constant, is off by more than 0.002 nats, the differences here are said to have this error. (While this
+was written, three of these cells had been computed: their losses were off by 0.000 to 0.003 in bands.)
+
+The results of each document at each kind of positions are kept beside the others as soon as they are
+there, so that a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
-import numpy as np
 import smollm2
 import torch
+from experiment import Decision, decide, table
 from matplotlib.figure import Figure
-from smollm2 import HELD, NO_LAW, TEMPERATURE, TRAINED, Arm, Document, Numbers
+from smollm2 import (
+    CHUNK,
+    CONSTANT,
+    NO_LAW,
+    ON_TOP,
+    PRIMARY,
+    SMALLEST,
+    TEMPERATURE,
+    TRAINED,
+    Arm,
+    Numbers,
+)
 from torch import Tensor, nn
-from tqdm import tqdm
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-import isentropic as it
-from isentropic.integrations.huggingface._clamp import clamping
-from isentropic.masks import causal, window
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import rotate_half
 
 NAME = "laws_and_positions"
-LENGTH = TRAINED + TRAINED // 2
 WINDOW = TRAINED // 2
-DOCUMENTS = ("topics 0", "source argparse")
 CLAMPED, EXTENDED = "clamped", Arm().positions
 CONSTANTS = {"YaRN × 4": smollm2.temperature(4)}
 COLUMNS = ("as trained", CLAMPED, EXTENDED, "YaRN × 4", "NTK")
-POSITIONS = tuple(x for x in COLUMNS if x != EXTENDED)  # that are run here
-NOT_HERE = {HELD, *smollm2.TWO_NUMBERS}  # "held" is run on one document
-LAWS = {
-    name: arm
-    for name, arm in smollm2.ARMS.items()
-    if arm.positions == EXTENDED and name not in NOT_HERE
-}
-STEPS, LIMIT = 16, 1000.0  # of a bisection for factors between 1/LIMIT and LIMIT
+POSITIONS = tuple(x for x in COLUMNS if x != EXTENDED)  # on all documents
+NOT_HERE = {smollm2.HELD, "constant and one slope", *smollm2.TWO_NUMBERS}
+LAWS = tuple(
+    name for name, arm in smollm2.ARMS.items() if arm.positions == EXTENDED and name not in NOT_HERE
+)
+PRODUCTS = torch.bfloat16  # the numbers that are multiplied in products of matrices
+LIMIT_OF_ERROR = 0.002  # nats
+
+
+class Size(NamedTuple):
+    length: int
+    test: tuple[str, ...]
+    check: tuple[str, ...]  # also at the positions of `smollm2`
+
+
+FULL = Size(
+    2 * TRAINED,
+    smollm2.FULL.test,
+    ("topics 0", "docstrings networkx", "source argparse"),
+)
+QUICK = Size(TRAINED + WINDOW, ("source pickletools",), ())  # of the fit, so that nothing is known
 
 
 def arm_at(positions: str, law: str) -> Arm:
@@ -72,170 +104,211 @@ def arm_at(positions: str, law: str) -> Arm:
     return arm if arm.constant == 1 else arm._replace(constant=CONSTANTS.get(positions, TEMPERATURE))
 
 
-def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
-    model, tokenizer = smollm2.load(converted)
-    fits = experiment.load(smollm2.NAME)["fits"]
-    edges = smollm2.Size(length, names, (), (), 0).edges
-    losses: dict[str, dict] = {x: {law: {} for law in (*LAWS, HELD)} for x in POSITIONS}
-    digests = {}
-    for name in tqdm(names, desc="documents", unit=" documents"):
-        document = smollm2.read(name, tokenizer, length)
-        digests[name] = document.digest
-        start = lru_cache(1)(lambda *key, of=document: smollm2.prefix(model, of, Arm(*key)))
-        cells = [(arm_at(positions, law), law) for positions in POSITIONS for law in LAWS]
-        cells += [(arm_at(positions, HELD), HELD) for positions in POSITIONS if name == names[0]]
-        for arm, law in tqdm(sorted(cells), desc=name, leave=False):
-            numbers = smollm2.numbers_of(arm, fits)
+# ----------------------------------------------------------------------------------------- attention
 
-            def compute(
-                arm: Arm = arm, numbers: Numbers = numbers, of: Document = document, start: Any = start
-            ) -> list[float]:
-                if arm.positions == CLAMPED:
-                    return clamped(model, of, arm, numbers, edges)
-                return smollm2.measure(model, of, start(*arm[:2]), arm, numbers, edges)["bands"]
 
-            what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
-            what |= {"slopes": numbers.entropies or numbers.slopes, "window": WINDOW}
-            kept = f"{name} {arm.positions} {law}"
-            losses[arm.positions][law][name] = smollm2.kept(folder, kept, what, compute)
-    return {"edges": edges, "documents": digests, "losses": losses}
+class Part(NamedTuple):
+    """Attention to some of the keys, of which no other part has any."""
+
+    output: Tensor  # (..., L, E)
+    log_normalizer: Tensor  # (..., L)
+
+
+def part(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Part:
+    # The function behind `scaled_dot_product_attention`, which also returns the normalizer.
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, log_normalizer = flash(query, key, value, 0.0, is_causal)
+    return Part(output, log_normalizer)
+
+
+def merged(parts: list[Part]) -> Tensor:
+    weights = torch.stack([x.log_normalizer for x in parts]).softmax(0)
+    return sum(w[..., None] * x.output for w, x in zip(weights, parts, strict=True))
+
+
+Alternatives = Sequence[Tensor]  # the same at one position, or at two for keys that are near and far
+
+
+def attend_to_all(queries: Alternatives, keys: Alternatives, value: Tensor) -> Tensor:
+    """Causal attention of the last queries."""
+    (query,), (key,) = queries, keys
+    first = key.shape[-2] - query.shape[-2]
+    parts = [part(query, key[..., first:, :], value[..., first:, :], is_causal=True)]
+    if first:
+        parts.append(part(query, key[..., :first, :], value[..., :first, :]))
+    return merged(parts)
+
+
+def attend_clamped(queries: Alternatives, keys: Alternatives, value: Tensor) -> Tensor:
+    """The same, where keys at a distance of the window or more are far.
+
+    Queries come in blocks as wide as the window. All keys of their own block are near, those of the one
+    before it are partly near and partly far, and all earlier ones are far.
+    """
+    (near_keys, far_keys), end = keys, value.shape[-2]
+    first = end - queries[0].shape[-2]
+    found = []
+    for a in range(first, end, WINDOW):
+        rows = slice(a - first, a - first + WINDOW)
+        own, before = slice(a, a + WINDOW), slice(a - WINDOW, a)
+        near, far = (x[..., rows, :] for x in queries)
+        parts = [part(near, near_keys[..., own, :], value[..., own, :], is_causal=True)]
+        if a:
+            parts.append(part_above(near, near_keys[..., before, :], value[..., before, :]))
+            parts.append(part(far, far_keys[..., before, :], value[..., before, :], is_causal=True))
+        if a > WINDOW:
+            earlier = slice(a - WINDOW)
+            parts.append(part(far, far_keys[..., earlier, :], value[..., earlier, :]))
+        found.append(merged(parts))
+    return torch.cat(found, dim=-2)
+
+
+def part_above(query: Tensor, key: Tensor, value: Tensor) -> Part:
+    """Attention to the keys whose index is higher than that of the query; the last one has none."""
+    # In reversed order, keys with lower indices are seen, as in causal attention.
+    rows, columns = query[..., :-1, :], (x[..., 1:, :] for x in (key, value))
+    found = part(*(x.flip(-2) for x in (rows, *columns)), is_causal=True)
+    output, log_normalizer = found.output.flip(-2), found.log_normalizer.flip(-1)
+    return Part(
+        nn.functional.pad(output, (0, 0, 0, 1)),
+        nn.functional.pad(log_normalizer, (0, 1), value=-torch.inf),
+    )
+
+
+class NoPositions(nn.Module):
+    """Rotary positions that rotate nothing, so that `attend` can do it."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
+
+
+@contextlib.contextmanager
+def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
+    """Apply an arm with its positions to the model."""
+    clamps = arm.positions == CLAMPED
+    smollm2.set_positions(model, "as trained" if clamps else arm.positions)
+    rotary, model.model.rotary_emb = model.model.rotary_emb, NoPositions()
+    of_layers = smollm2.laws_of(arm, numbers.slopes)
+    groups = model.config.num_attention_heads // model.config.num_key_value_heads
+
+    angles = rotary(torch.ones(()), torch.arange(2 * TRAINED)[None])
+
+    def rotated(x: Tensor, places: slice) -> Tensor:
+        cos, sin = (y[:, places] for y in angles)
+        return torch.addcmul(x * cos, rotate_half(x), sin)
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        n = key.shape[-2]
+        own = slice(n - query.shape[-2], n)
+        law = of_layers[module.layer_idx] if isinstance(of_layers, list) else of_layers
+        if law is not None:
+            query = query * torch.as_tensor(law(torch.arange(n)[own] + 1))[..., None]
+        queries, keys = [rotated(query, own)], [rotated(key, slice(n))]
+        if clamps:  # The second query is at the position of the window, and its keys at position 0.
+            queries.append(rotated(query, slice(WINDOW, WINDOW + 1)))
+            keys.append(key)
+        queries = [x.to(PRODUCTS) for x in queries]
+        *keys, value = (x.to(PRODUCTS).repeat_interleave(groups, 1) for x in (*keys, value))
+        attended = (attend_clamped if clamps else attend_to_all)(queries, keys, value)
+        return attended.transpose(1, 2), None
+
+    try:
+        with smollm2.attention(model, attend):
+            yield
+    finally:
+        model.model.rotary_emb = rotary
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
+    """`smollm2.losses`, in mixed precision, and with all tokens at a time in the layers."""
+    found, options = [], {"past_key_values": cache, "use_cache": True}
+    with torch.autocast("cpu", PRODUCTS, enabled=PRODUCTS != torch.float32):
+        states = model.model(ids[None, :-1], **options).last_hidden_state[0]
+        for part, answers in zip(states.split(CHUNK), ids[1:].split(CHUNK), strict=True):
+            logits = model.lm_head(part).float()
+            found.append(nn.functional.cross_entropy(logits, answers, reduction="none"))
+    return torch.cat(found)
 
 
 @torch.no_grad()
-def clamped(
-    model: Any, document: Document, arm: Arm, numbers: Numbers, edges: list[int]
-) -> list[float]:
-    """The mean loss in each band, where no key is farther than the window."""
-    smollm2.set_positions(model, "as trained")
-    # In one piece, as keys at other positions need all hidden states.
-    entropies = numbers.entropies
-    with clamped_by(model, arm, numbers) if entropies is None else clamped_and_held(model, entropies):
-        states = model.model(document.ids[None, :-1], use_cache=False).last_hidden_state[0]
-    pairs = zip(states.split(smollm2.CHUNK), document.ids[1:].split(smollm2.CHUNK), strict=True)
-    found = torch.cat(
-        [nn.functional.cross_entropy(model.lm_head(x), ids, reduction="none") for x, ids in pairs]
-    )
-    return smollm2.means(found, edges)
+def measured(
+    job: tuple[str, str], size: Size, fits: dict[str, dict], converted: Path, folder: Path
+) -> dict[str, list[float]]:
+    """The mean loss in each band, for each law, on a document at some positions."""
+    model, tokenizer = loaded(converted)
+    positions, name = job
+    document = smollm2.read(name, tokenizer, size.length)
+    edges = edges_of(size)
+
+    @lru_cache(1)
+    def start(constant: float) -> smollm2.Prefix:
+        cache = DynamicCache(config=model.config)
+        with using(model, Arm(positions, constant), Numbers()):
+            return smollm2.Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
+
+    def bands(arm: Arm, numbers: Numbers) -> list[float]:
+        before = start(arm.constant)
+        with using(model, arm, numbers):
+            found = losses(model, document.ids[TRAINED:], smollm2.branch(before.cache))
+        experiment.advance()
+        return smollm2.means(torch.cat([before.losses, found]), edges)
+
+    arms = {law: arm_at(positions, law) for law in LAWS}
+    numbers = {law: smollm2.numbers_of(arm, fits) for law, arm in arms.items()}
+
+    def compute() -> dict[str, list[float]]:
+        by_constant = sorted(LAWS, key=lambda law: arms[law].constant)
+        return {law: bands(arms[law], numbers[law]) for law in by_constant}
+
+    what = {"trained": TRAINED, "edges": edges, "document": document.digest, "window": WINDOW}
+    what |= {"arms": arms, "slopes": {law: x.slopes for law, x in numbers.items()}}
+    what["products"] = str(PRODUCTS)
+    return smollm2.kept(folder, f"{name} {positions}", what, compute, len(LAWS))
 
 
-@contextlib.contextmanager
-def clamped_by(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
-    modules = [layer.self_attn for layer in model.model.layers]
-    with smollm2.using(model, arm, numbers), clamping(modules, WINDOW):
-        yield
+loaded = lru_cache(1)(smollm2.load)
 
 
-@contextlib.contextmanager
-def clamped_and_held(model: Any, entropies: Sequence[Any]) -> Iterator[None]:
-    """Clamp positions, and give each query beyond the trained length the entropy (H,) of its head."""
-    far: list[Tensor] = []  # the queries at the position of the window, and the keys at position 0
-
-    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        far.clear()
-        for project, place in ((module.q_proj, WINDOW), (module.k_proj, 0)):
-            rows = project(kwargs["hidden_states"]).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-            angles = (x[:, place : place + 1] for x in kwargs["position_embeddings"])
-            far.append(apply_rotary_pos_emb(rows, rows, *angles)[0])
-
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        pairs = (query, key), (far[0], far[1])
-        target = torch.as_tensor(entropies[module.layer_idx])[:, None]
-        factor = torch.ones(query.shape[:-1])
-        factor[..., TRAINED:] = factor_for(target, pairs, query.shape[-2] - TRAINED)
-        return clamped_state(pairs, factor, value).output().transpose(1, 2), None
-
-    with contextlib.ExitStack() as stack:
-        for layer in model.model.layers:
-            handle = layer.self_attn.register_forward_pre_hook(before, with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.enter_context(smollm2.attention(model, attend))
-        yield
+def edges_of(size: Size) -> list[int]:
+    return smollm2.Size(size.length, (), (), (), 0).edges
 
 
-Pairs = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys: near ones, far ones
-
-
-def clamped_state(pairs: Pairs, factor: Tensor, value: Tensor | None = None) -> it.AttentionState:
-    """The state of the last queries, times a factor for each one."""
-    near, far = pairs
-    first = near[0].shape[-2] - factor.shape[-1]
-    masks = window(WINDOW - 1, offset=first), causal(offset=first - WINDOW)
-    states = []
-    for (query, key), mask in zip((near, far), masks, strict=True):
-        query = query[..., first:, :] * factor[..., None]
-        states.append(it.attention_state(query, key, value, mask=mask, law=None, enable_gqa=True))
-    return it.merge_states(states)
-
-
-def factor_for(target: Tensor, pairs: Pairs, n_queries: int) -> Tensor:
-    """The factors (B, H, n_queries) of the last queries at which their entropies are the target."""
-    shape = (*pairs[0][0].shape[:-2], n_queries)
-    low, high = torch.full(shape, -math.log(LIMIT)), torch.full(shape, math.log(LIMIT))
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        is_above = clamped_state(pairs, middle.exp()).entropy() > target
-        low, high = torch.where(is_above, middle, low), torch.where(is_above, high, middle)
-    return ((low + high) / 2).exp()
-
-
-def beyond(results: dict[str, Any], extended: dict[str, Any], positions: str, law: str) -> list[float]:
-    """The loss beyond the trained length, by document. `extended` are the results of `smollm2`."""
-    if positions == EXTENDED:
-        edges, bands = extended["edges"], extended["arms"][law]
-        rows = [bands[name]["bands"] for name in results["documents"] if name in bands]
-    else:
-        edges, bands = results["edges"], results["losses"][positions][law]
-        rows = [bands[name] for name in results["documents"] if name in bands]
-    first, end = edges.index(TRAINED), edges.index(results["edges"][-1])
-    return [statistics.fmean(row[first:end]) for row in rows]  # the bands are equally wide
-
-
-def report(results: dict[str, Any]) -> str:
-    extended, (first, *_) = experiment.load(smollm2.NAME), results["documents"]
-
-    def row(law: str, mean: Callable[[list[float]], float]) -> list[str]:
-        found = [beyond(results, extended, x, law) for x in COLUMNS]
-        return [law, *(f"{mean(x):.3f}" if x else "–" for x in found)]
-
-    of_all = [row(law, statistics.fmean) for law in LAWS]
-    of_first = [row(law, itemgetter(0)) for law in (NO_LAW, HELD)]
-    return f"""\
-The mean negative log-likelihood per token, in nats, of {len(results["documents"])} documents, where
-tokens see {TRAINED + 1} to {results["edges"][-1]} keys, by the law and the positions:
-
-{experiment.table(["law", *COLUMNS], of_all)}
-
-The same of the first document alone, "{first}":
-
-{experiment.table(["law", *COLUMNS], of_first)}
-"""
-
-
-def picture(results: dict[str, Any]) -> Figure:
-    """Plot the gain of each law over no law at the same positions, for each document.
-
-    "held" is only in a table: its loss is so high that the others could not be told apart.
-    """
-    extended = experiment.load(smollm2.NAME)
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for i, law in enumerate(x for x in LAWS if x != NO_LAW):
-        losses = [[beyond(results, extended, x, y) for x in COLUMNS] for y in (NO_LAW, law)]
-        gains = np.subtract(*losses)  # by positions and documents
-        places = np.arange(len(COLUMNS)) + (i - (len(LAWS) - 2) / 2) * 0.08
-        for marker, gain, label in zip("os", gains.T, (law, None), strict=True):
-            axis.plot(places, gain, marker, color=f"C{i}", markersize=4, label=label)
-    axis.axhline(0, color="gray", linewidth=0.5)
-    axis.set_xticks(range(len(COLUMNS)), COLUMNS)
-    axis.set_ylabel("gain over no law, nats per token")
-    axis.legend(fontsize=7)
-    return figure
+def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[str, Any]:
+    """All results. Those that the folder has are not computed again. Each process has one thread."""
+    tokenizer = loaded(converted)[1]
+    jobs = [(EXTENDED, name) for name in size.check]
+    jobs += [(positions, name) for name in size.test for positions in POSITIONS]
+    fits = experiment.load(smollm2.NAME)["fits"]
+    work = partial(measured, size=size, fits=fits, converted=converted, folder=folder)
+    found = dict(zip(jobs, experiment.run(work, jobs, len(jobs) * len(LAWS), processes), strict=True))
+    return {
+        "edges": edges_of(size),
+        "documents": {x: smollm2.read(x, tokenizer, size.length).digest for x in size.test},
+        "losses": {
+            positions: {
+                law: {name: y[law] for (of, name), y in found.items() if of == positions}
+                for law in LAWS
+            }
+            for positions in COLUMNS
+        },
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
-    results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
-    experiment.finish(NAME, results, report, picture, options.output)
+    parser = smollm2.model_parser(NAME, __doc__, quick="one document of the fit, and no verdict")
+    parser.add_argument(
+        "--processes", type=experiment.positive, default=2, metavar="COUNT",
+        help="each of one thread, and with up to 4 GB (%(default)s)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
+    results = run(size, options.cache / "model", options.output / name, options.processes)
+    experiment.finish(name, results, report, picture, options.output)
 
 
 if __name__ == "__main__":
