@@ -6,13 +6,16 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isentropic._checks import check_count, check_real, plain_integer, type_error, value_error
 from isentropic._namespace import Array
@@ -64,6 +67,7 @@ def tune(
     constant: float | None = None,
     learning_rate: float = 0.02,
     chunk_size: int = 1024,
+    gradient_checkpointing: bool = False,
     base: str = NAME,
     progress: bool | str = False,
 ) -> list[Knots]:
@@ -86,6 +90,10 @@ def tune(
         The learning rate of Adam at the first step. It falls to 0 along a half cosine.
     chunk_size : int
         The number of tokens of a step. A step needs memory for the activations of so many tokens.
+    gradient_checkpointing : bool
+        Whether to keep the inputs of the decoder's layers alone, and compute each layer again when its
+        gradient is due. The laws are the same. A step has the activations of one layer in memory, and
+        takes longer by a forward pass.
     base : str
         The attention implementation during the training, as in `use`.
     progress : bool or str
@@ -105,8 +113,8 @@ def tune(
         For a `model` that is not a transformers model, and for `batches` of another type.
     ValueError
         As in `use`; also for models that are not causal, that have an encoder, or whose cache has other
-        states than keys and values; for texts that are too short or padded; and if the loss becomes NaN
-        or infinite.
+        states than keys and values; for `gradient_checkpointing` of models that do not support it in
+        transformers; for texts that are too short or padded; and if the loss becomes NaN or infinite.
 
     Notes
     -----
@@ -159,6 +167,8 @@ def tune(
         stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
         stack.enter_context(evaluation(model))
         stack.enter_context(_frozen(model))
+        if gradient_checkpointing:
+            stack.enter_context(_checkpointed(model))
         steps = sum(map(len, starts))
         bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
         _train(model, laws, texts, starts, learning_rate, bar)
@@ -187,9 +197,7 @@ def _train(
             loss.backward()
             optimizer.step()
             schedule.step()
-            for layer in cache.layers:
-                if layer.is_initialized:
-                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+            cache.end_step()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
 
@@ -223,14 +231,40 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     return ids.clone() if ids.is_inference() else ids  # as ids are saved for a gradient
 
 
+class _Cache(DynamicCache):
+    """A cache in which a layer can be computed twice in a step of the training.
+
+    The second time replaces what the first one has added.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(config=model.config)
+        self._starts: dict[int, dict[str, Any]] = {}  # the layers as they were before the step
+
+    def update(self, key: Any, value: Any, layer_idx: int, *others: Any, **options: Any) -> Any:
+        if layer_idx < len(self.layers):
+            # Layers add to their tensors by making new ones, so a copy of their attributes is enough.
+            state = vars(self.layers[layer_idx])
+            state |= self._starts.setdefault(layer_idx, state.copy())
+        return super().update(key, value, layer_idx, *others, **options)
+
+    def end_step(self) -> None:
+        """Keep what was added, without its gradients."""
+        self._starts.clear()
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+
+
 @torch.no_grad()
-def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> DynamicCache:
+def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> _Cache:
     """The keys and values of the first tokens, (B, tokens)."""
-    cache = DynamicCache(config=model.config)
+    cache = _Cache(model)
     # Other states, such as those of Mamba, are not always continued over chunks.
     kinds = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     for part in () if kinds else ids.split(chunk_size, dim=1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+        cache.end_step()
     if kinds or cache.get_seq_length() != ids.shape[1]:
         must = "keep the keys and values of all tokens in its cache, and no other states"
         raise value_error("model", must, ", ".join(x.__name__ for x in kinds) or type(model).__name__)
@@ -248,6 +282,23 @@ def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     if not torch.isfinite(loss):
         raise value_error("model", "give a finite loss", loss.item())
     return loss
+
+
+@contextlib.contextmanager
+def _checkpointed(model: Any) -> Iterator[None]:
+    """Within the block, layers are computed again for their gradients, also with a cache."""
+    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    if not layers:
+        must = "have layers that support gradient checkpointing, for `gradient_checkpointing=True`"
+        raise value_error("model", must, type(model).__name__)
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            own = {x: y for x, y in vars(layer).items() if x == "forward"}  # of a hook
+            again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            stack.callback(vars(layer).update, own)
+            stack.callback(vars(layer).pop, "forward")
+            vars(layer)["forward"] = again
+        yield
 
 
 @contextlib.contextmanager
