@@ -11,6 +11,7 @@ from isentropic import masks
 
 torch = pytest.importorskip("torch")
 
+from isentropic._attention import torch_operator  # noqa: E402
 from isentropic._attention.plan import Arguments, prepare  # noqa: E402
 
 
@@ -18,6 +19,76 @@ from isentropic._attention.plan import Arguments, prepare  # noqa: E402
 def _only_once(request):
     if request.config.getoption("--backend") not in (None, "torch"):
         pytest.skip("belongs to the backend torch")
+
+
+class TestMatrixUnits:
+    """Processors that multiply matrices of bfloat16 do so in PyTorch's kernel."""
+
+    @pytest.fixture
+    def dtypes(self, monkeypatch):
+        """The dtypes in which the kernel is called, on a processor that has the units."""
+        found, kernel = set(), torch.nn.functional.scaled_dot_product_attention
+
+        def recorded(query, *others, **options):
+            found.add(query.dtype)
+            return kernel(query, *others, **options)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+        monkeypatch.setattr(torch_operator, "HAS_AMX", True)
+        return found
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"is_causal": True},
+            {"mask": masks.window(3)},
+            {"mask": masks.padding(torch.tensor([[4], [9]]))},
+            {"law": None, "scale": 0.5},
+        ],
+        ids=["law", "causal", "window", "padding", "scale"],
+    )
+    @pytest.mark.parametrize("width", [8, 5])
+    def test_outputs(self, dtypes, options, width):
+        q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, width)
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        found = it.attention(q, k, v, enable_gqa=True, **options)
+        assert dtypes == {torch.bfloat16}
+        exact = it.attention(q.double(), k.double(), v.double(), enable_gqa=True, **options)
+        # As PyTorch's own: queries, weights and outputs are rounded.
+        torch.testing.assert_close(found.double(), exact, rtol=2**-6, atol=2**-6)
+
+    def test_large_masked_calls(self, dtypes):
+        x = torch.zeros(8, 2048, 64, dtype=torch.bfloat16)
+        mask = masks.window(256)
+        assert it.attention_backends(x, x, x, mask=mask)["sdpa"] == "runs"
+        assert it.attention_backends(x.half(), x.half(), x.half(), mask=mask)["numpy"] == "runs"
+
+    def test_what_is_rounded_more_than_once_is_computed_in_float32(self, dtypes):
+        q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
+        it.attention(q, k, v, bias=torch.randn(7, 7).bfloat16())
+        it.attention(q.half(), k.half(), v.half())
+        it.attention(q.clone().requires_grad_(), k, v)
+        assert dtypes == {torch.float32}
+
+    def test_other_processors(self, dtypes, monkeypatch):
+        monkeypatch.setattr(torch_operator, "HAS_AMX", False)
+        q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
+        it.attention(q, k, v)
+        assert dtypes == {torch.float32}
+
+    def test_nan(self, dtypes):
+        q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
+        q[0, 3] = torch.nan
+        found = it.attention(q, k, v)
+        assert found[0, 3].isnan().all()
+        assert found.isnan().sum() == 8
+
+    def test_compiled(self, monkeypatch):
+        monkeypatch.setattr(torch_operator, "HAS_AMX", True)
+        q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
+        compiled = torch.compile(it.attention, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(q, k, v), it.attention(q, k, v), rtol=2**-6, atol=2**-6)
 
 
 class TestAgainstTorch:

@@ -50,7 +50,7 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return TRANSFORMED
     if plan.head_dim == 0 or plan.n_values == 0:
         return "queries or values have no features"
-    if not is_named and takes_mask(plan):
+    if not is_named and takes_mask(plan) and _kernel_dtype(plan) == plan.compute:
         return "the NumPy pass is faster under a mask"
     if not is_named and _keeps_masks(plan):
         return "PyTorch would keep the mask, an L×S array, for the gradient"
@@ -58,6 +58,21 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return None
     # PyTorch's "math" kernel forms the weights and is not better than the generic pass.
     return "PyTorch would form the weights" if _would_form_weights(plan) else None
+
+
+def _kernel_dtype(plan: Plan) -> Any:
+    """The dtype of queries, keys and values in the kernel, which adds up in float32 at least."""
+    if plan.dtype == plan.compute:
+        return plan.dtype
+    # On a GPU the fused kernels are made for half precision.
+    if plan.device.type != "cpu":
+        return plan.dtype
+    from isentropic._attention import torch_operator
+
+    # So are the matrix units of some processors. A bias would be rounded, and so would gradients.
+    is_rounded_once = not (plan.is_differentiated or plan.has_bias)
+    has_units = plan.dtype == plan.xp.bfloat16 and torch_operator.HAS_AMX
+    return plan.dtype if is_rounded_once and has_units else plan.compute
 
 
 def _keeps_masks(plan: Plan) -> bool:
@@ -182,8 +197,7 @@ def _fitted(plan: Plan, x: Any) -> Any:
     """Queries, keys or values (batch, heads, rows, width) in the dtype of the kernel."""
     import torch
 
-    # On a GPU the fused kernels are made for half precision.
-    dtype = plan.compute if plan.device.type == "cpu" else plan.dtype
+    dtype = _kernel_dtype(plan)
     x = four_axes(plan, x if x.dtype == dtype else plan.xp.astype(x, dtype), expand=True)
     # The kernel needs equal widths. Padding by zeros does not change products.
     padding = max(plan.head_dim, plan.n_values or 0) - x.shape[-1]
