@@ -11,7 +11,6 @@ from isentropic import masks
 
 torch = pytest.importorskip("torch")
 
-from isentropic._attention import torch_operator  # noqa: E402
 from isentropic._attention.plan import Arguments, prepare  # noqa: E402
 
 
@@ -21,12 +20,12 @@ def _only_once(request):
         pytest.skip("belongs to the backend torch")
 
 
-class TestMatrixUnits:
-    """Processors that multiply matrices of bfloat16 do so in PyTorch's kernel."""
+class TestBfloat16:
+    """PyTorch's kernel computes outputs of bfloat16 in bfloat16."""
 
     @pytest.fixture
     def dtypes(self, monkeypatch):
-        """The dtypes in which the kernel is called, on a processor that has the units."""
+        """The dtypes in which the kernel is called."""
         found, kernel = set(), torch.nn.functional.scaled_dot_product_attention
 
         def recorded(query, *others, **options):
@@ -34,7 +33,6 @@ class TestMatrixUnits:
             return kernel(query, *others, **options)
 
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-        monkeypatch.setattr(torch_operator, "HAS_AMX", True)
         return found
 
     @pytest.mark.parametrize(
@@ -71,12 +69,6 @@ class TestMatrixUnits:
         it.attention(q.clone().requires_grad_(), k, v)
         assert dtypes == {torch.float32}
 
-    def test_other_processors(self, dtypes, monkeypatch):
-        monkeypatch.setattr(torch_operator, "HAS_AMX", False)
-        q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
-        it.attention(q, k, v)
-        assert dtypes == {torch.float32}
-
     def test_nan(self, dtypes):
         q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
         q[0, 3] = torch.nan
@@ -84,8 +76,7 @@ class TestMatrixUnits:
         assert found[0, 3].isnan().all()
         assert found.isnan().sum() == 8
 
-    def test_compiled(self, monkeypatch):
-        monkeypatch.setattr(torch_operator, "HAS_AMX", True)
+    def test_compiled(self):
         q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
         compiled = torch.compile(it.attention, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(q, k, v), it.attention(q, k, v), rtol=2**-6, atol=2**-6)

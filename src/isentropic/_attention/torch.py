@@ -62,17 +62,11 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
 
 def _kernel_dtype(plan: Plan) -> Any:
     """The dtype of queries, keys and values in the kernel, which adds up in float32 at least."""
-    if plan.dtype == plan.compute:
-        return plan.dtype
-    # On a GPU the fused kernels are made for half precision.
     if plan.device.type != "cpu":
         return plan.dtype
-    from isentropic._attention import torch_operator
-
-    # So are the matrix units of some processors. A bias would be rounded, and so would gradients.
-    is_rounded_once = not (plan.is_differentiated or plan.has_bias)
-    has_units = plan.dtype == plan.xp.bfloat16 and torch_operator.HAS_AMX
-    return plan.dtype if is_rounded_once and has_units else plan.compute
+    # The kernel is not faster in float16. A bias would be rounded, and so would what gradients need.
+    is_exact = plan.is_differentiated or plan.has_bias or plan.dtype != plan.xp.bfloat16
+    return plan.compute if is_exact else plan.dtype
 
 
 def _keeps_masks(plan: Plan) -> bool:

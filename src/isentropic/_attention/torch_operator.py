@@ -23,9 +23,6 @@ from isentropic._attention.torch_gradients import INPUTS, backward, forward, sta
 from isentropic._numerics import lift
 from isentropic.masks import Description, describe, from_description
 
-# Whether the processor has units for products of matrices of bfloat16. It is a constant of graphs.
-HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
-
 
 class Call(NamedTuple):
     """The arguments of the operators. Masks and options have the types that operators accept."""
