@@ -297,12 +297,13 @@ def models(session: nox.Session) -> None:
 
 EXPERIMENTS = [
     "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "recall_causal",
-    "head_dimension", "smollm2", "retrieval", "four_times", "laws_and_positions", "calibration",
-    "law_or_position",
+    "head_dimension", "smollm2", "laws_and_positions", "held_positions", "retrieval", "four_times",
+    "calibration", "law_or_position",
 ]  # fmt: skip
 # Those with this model. Others may use MiniLM.
 SMOLLM2 = {
-    "head_dimension", "smollm2", "retrieval", "four_times", "laws_and_positions", "law_or_position"
+    "head_dimension", "smollm2", "laws_and_positions", "held_positions", "retrieval", "four_times",
+    "law_or_position",
 }  # fmt: skip
 
 
@@ -311,7 +312,7 @@ SMOLLM2 = {
 def experiments(session: nox.Session, experiment: str) -> None:
     """Repeat an experiment of the documentation. Arguments: options (--help).
 
-    All take minutes, but `smollm2`, `retrieval`, `four_times` and `laws_and_positions` take hours.
+    All take minutes, but `smollm2` and those that read its results take hours.
     """
     if experiment in SMOLLM2:
         install(session, "demo", "torch", "transformers")

@@ -6,10 +6,11 @@ import experiment
 
 # Does a law help?
 ANSWERS = (
-    "max_retrieval", "recall_causal", "smollm2", "retrieval", "first", "masked_language", "recall"
+    "max_retrieval", "recall_causal", "smollm2", "laws_and_positions", "retrieval", "first",
+    "masked_language", "recall",
 )  # fmt: skip
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
-MEASUREMENTS = ("calibration", "law_or_position", "four_times", "laws_and_positions")  # no verdict
+MEASUREMENTS = ("calibration", "law_or_position", "four_times", "held_positions")  # no verdict
 
 
 def texts() -> dict[str, str]:

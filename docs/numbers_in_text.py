@@ -31,15 +31,14 @@ def readme() -> dict[str, str]:
         return _interval([x - y for x, y in zip(a, b, strict=True)], "+.1f")
 
     model = load("smollm2")
+    clamped = load("laws_and_positions")["positions"]["clamped"]
 
-    def beyond(arm: str) -> list[float]:
-        """The mean loss of each text beyond the trained length, in bands of one width."""
-        first = model["edges"].index(8192)
-        return [fmean(x["bands"][first:]) for x in model["arms"][arm].values()]
-
-    def nats(arm: str, other: str) -> str:
+    def nats(arm: str, other: str, arms: dict = model["arms"]) -> str:
         """The gain of a language model in nats per token, with its interval."""
-        return _interval([b - a for a, b in zip(beyond(arm), beyond(other), strict=True)], "+.3f")
+        # The mean loss of each text beyond the trained length, in bands of one width.
+        first = model["edges"].index(8192)
+        a, b = ([fmean(x["bands"][first:]) for x in arms[y].values()] for y in (arm, other))
+        return _interval([y - x for x, y in zip(a, b, strict=True)], "+.3f")
 
     recall = load("recall")["tasks"]["recall"]
     law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
@@ -50,6 +49,7 @@ def readme() -> dict[str, str]:
         "language": nats("slope per head", "no law"),
         "constant": nats("slope per head", "YaRN's constant"),
         "log": nats("Su", "no law"),
+        "log-clamped": nats("Su", "no law", clamped),
         "on-top": nats("constant and slope per head", "YaRN's constant"),
         "calibrated": nats("calibrated", "no law"),
         "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),

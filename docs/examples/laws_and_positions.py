@@ -1,7 +1,6 @@
 """Each law of the experiment with SmolLM2, at each kind of positions.
 
-    python laws_and_positions.py            # two hours on two cores that multiply bfloat16 in hardware
-    python laws_and_positions.py --quick    # five minutes, and no verdict
+    python laws_and_positions.py    # two hours on two cores that multiply bfloat16 in hardware
 
 The model, its documents and its laws are those of `smollm2.py`: SmolLM2-135M, trained with 8192 tokens,
 reads twelve documents of 16384. There, all laws are at the positions of YaRN × 2. Do they help as much
@@ -53,19 +52,20 @@ import experiment
 import matplotlib.pyplot as plt
 import smollm2
 import torch
-from experiment import Decision, decide, table
+from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
 from smollm2 import (
     CHUNK,
     CONSTANT,
+    HELD,
     NO_LAW,
-    ON_TOP,
     PRIMARY,
     SMALLEST,
     TEMPERATURE,
     TRAINED,
     Arm,
     Numbers,
+    gains,
 )
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -76,8 +76,15 @@ WINDOW = TRAINED // 2
 CLAMPED, EXTENDED = "clamped", Arm().positions
 CONSTANTS = {"YaRN × 4": smollm2.temperature(4)}
 COLUMNS = ("as trained", CLAMPED, EXTENDED, "YaRN × 4", "NTK")
+CALLED = {
+    "as trained": "as trained",
+    CLAMPED: "clamped",
+    EXTENDED: f"at {EXTENDED}",
+    "YaRN × 4": "at YaRN × 4",
+    "NTK": "with NTK",
+}
 POSITIONS = tuple(x for x in COLUMNS if x != EXTENDED)  # on all documents
-NOT_HERE = {smollm2.HELD, "constant and one slope", *smollm2.TWO_NUMBERS}
+NOT_HERE = {HELD, "constant and one slope", *smollm2.TWO_NUMBERS}
 LAWS = tuple(
     name for name, arm in smollm2.ARMS.items() if arm.positions == EXTENDED and name not in NOT_HERE
 )
@@ -88,15 +95,10 @@ LIMIT_OF_ERROR = 0.002  # nats
 class Size(NamedTuple):
     length: int
     test: tuple[str, ...]
-    check: tuple[str, ...]  # also at the positions of `smollm2`
+    some: tuple[str, ...]  # of these: also at the positions of `smollm2`
 
 
-FULL = Size(
-    2 * TRAINED,
-    smollm2.FULL.test,
-    ("topics 0", "docstrings networkx", "source argparse"),
-)
-QUICK = Size(TRAINED + WINDOW, ("source pickletools",), ())  # of the fit, so that nothing is known
+FULL = Size(2 * TRAINED, smollm2.FULL.test, ("topics 0", "docstrings networkx", "source argparse"))
 
 
 def arm_at(positions: str, law: str) -> Arm:
@@ -209,8 +211,9 @@ def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
         if clamps:  # The second query is at the position of the window, and its keys at position 0.
             queries.append(rotated(query, slice(WINDOW, WINDOW + 1)))
             keys.append(key)
-        queries = [x.to(PRODUCTS) for x in queries]
-        *keys, value = (x.to(PRODUCTS).repeat_interleave(groups, 1) for x in (*keys, value))
+        *keys, value = (x.repeat_interleave(groups, 1) for x in (*keys, value))
+        queries, keys = ([x.to(PRODUCTS) for x in y] for y in (queries, keys))
+        value = value.to(PRODUCTS)
         attended = (attend_clamped if clamps else attend_to_all)(queries, keys, value)
         return attended.transpose(1, 2), None
 
@@ -227,10 +230,10 @@ def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
 def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
     """`smollm2.losses`, in mixed precision, and with all tokens at a time in the layers."""
     found, options = [], {"past_key_values": cache, "use_cache": True}
-    with torch.autocast("cpu", PRODUCTS, enabled=PRODUCTS != torch.float32):
+    with torch.autocast("cpu", PRODUCTS, enabled=PRODUCTS is not torch.float32):
         states = model.model(ids[None, :-1], **options).last_hidden_state[0]
-        for part, answers in zip(states.split(CHUNK), ids[1:].split(CHUNK), strict=True):
-            logits = model.lm_head(part).float()
+        for rows, answers in zip(states.split(CHUNK), ids[1:].split(CHUNK), strict=True):
+            logits = model.lm_head(rows).float()
             found.append(nn.functional.cross_entropy(logits, answers, reduction="none"))
     return torch.cat(found)
 
@@ -240,10 +243,9 @@ def measured(
     job: tuple[str, str], size: Size, fits: dict[str, dict], converted: Path, folder: Path
 ) -> dict[str, list[float]]:
     """The mean loss in each band, for each law, on a document at some positions."""
-    model, tokenizer = loaded(converted)
     positions, name = job
-    document = smollm2.read(name, tokenizer, size.length)
-    edges = edges_of(size)
+    model, tokenizer = loaded(converted)
+    document, edges = smollm2.read(name, tokenizer, size.length), edges_of(size)
 
     @lru_cache(1)
     def start(constant: float) -> smollm2.Prefix:
@@ -262,7 +264,7 @@ def measured(
     numbers = {law: smollm2.numbers_of(arm, fits) for law, arm in arms.items()}
 
     def compute() -> dict[str, list[float]]:
-        by_constant = sorted(LAWS, key=lambda law: arms[law].constant)
+        by_constant = sorted(arms, key=lambda law: arms[law].constant)
         return {law: bands(arms[law], numbers[law]) for law in by_constant}
 
     what = {"trained": TRAINED, "edges": edges, "document": document.digest, "window": WINDOW}
@@ -281,34 +283,213 @@ def edges_of(size: Size) -> list[int]:
 def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[str, Any]:
     """All results. Those that the folder has are not computed again. Each process has one thread."""
     tokenizer = loaded(converted)[1]
-    jobs = [(EXTENDED, name) for name in size.check]
+    jobs = [(EXTENDED, name) for name in size.some]
     jobs += [(positions, name) for name in size.test for positions in POSITIONS]
     fits = experiment.load(smollm2.NAME)["fits"]
     work = partial(measured, size=size, fits=fits, converted=converted, folder=folder)
-    found = dict(zip(jobs, experiment.run(work, jobs, len(jobs) * len(LAWS), processes), strict=True))
+    found = experiment.run(work, jobs, len(jobs) * len(LAWS), processes)
+    arms: dict[str, dict] = {positions: {law: {} for law in LAWS} for positions in COLUMNS}
+    for (positions, name), of_laws in zip(jobs, found, strict=True):
+        for law, bands in of_laws.items():
+            arms[positions][law][name] = {"bands": bands}
     return {
         "edges": edges_of(size),
         "documents": {x: smollm2.read(x, tokenizer, size.length).digest for x in size.test},
-        "losses": {
-            positions: {
-                law: {name: y[law] for (of, name), y in found.items() if of == positions}
-                for law in LAWS
-            }
-            for positions in COLUMNS
-        },
+        "positions": arms,
     }
 
 
+# ------------------------------------------------------------------------------------------- results
+
+
+def pairs(results: dict[str, Any], extended: dict[str, Any]) -> dict[str, Any]:
+    """Results for the functions of `smollm2`, whose arms are pairs of positions and laws.
+
+    `extended` are the results of `smollm2`, for the positions of YaRN × 2.
+    """
+    at = results["positions"] | {EXTENDED: extended["arms"]}  # which has all documents
+    documents = results["documents"]
+    arms = {
+        (positions, law): {name: at[positions][law][name] for name in documents}
+        for positions in COLUMNS
+        for law in LAWS
+    }
+    return {"edges": results["edges"], "arms": arms}
+
+
+def decision(of_pairs: dict[str, Any], pair: Any, other: Any) -> Decision:
+    return decide(gains(of_pairs, pair, other), SMALLEST)
+
+
+def mean_loss(of_pairs: dict[str, Any], pair: Any) -> float:
+    names = of_pairs["arms"][pair]
+    return statistics.fmean(smollm2.loss(of_pairs, pair, name, True) for name in names)
+
+
+def losses_table(of_pairs: dict[str, Any]) -> str:
+    rows = [[law, *(f"{mean_loss(of_pairs, (x, law)):.3f}" for x in COLUMNS)] for law in LAWS]
+    return table(["law", *COLUMNS], rows)
+
+
+def decisions_table(of_pairs: dict[str, Any], other: str) -> str:
+    """The gain of each law over another at the same positions."""
+
+    def cell(positions: str, law: str) -> str:
+        found = decision(of_pairs, (positions, law), (positions, other))
+        more = f" ({found.needed} documents would)" if found.needed else ""
+        return f"{found.interval('+.3f')} {found.verdict}{more}"
+
+    rows = [[law, *(cell(x, law) for x in COLUMNS)] for law in LAWS if law not in (NO_LAW, other)]
+    return table([f"gain over {other}", *COLUMNS], rows)
+
+
+def within(of_pairs: dict[str, Any]) -> str:
+    """What the constant gains within the trained length, where laws alone are 1."""
+    found = {
+        x: statistics.fmean(gains(of_pairs, (x, CONSTANT), (x, NO_LAW), beyond=False)) for x in COLUMNS
+    }
+    return ", ".join(f"{gained:+.3f} {CALLED[x]}" for x, gained in found.items())
+
+
+def lowest(of_pairs: dict[str, Any]) -> tuple[str, str]:
+    return min(of_pairs["arms"], key=partial(mean_loss, of_pairs))
+
+
+def about_the_lowest(of_pairs: dict[str, Any]) -> str:
+    best = lowest(of_pairs)
+    others = {x: decision(of_pairs, best, x) for x in of_pairs["arms"] if x != best}
+    equal = [f"{x}, {law}" for (x, law), found in others.items() if found.verdict != "helps"]
+    text = (
+        f'The lowest mean loss beyond the trained length has the law "{best[1]}" at the positions '
+        f'"{best[0]}": {mean_loss(of_pairs, best):.3f} nats per token.'
+    )
+    if not equal:
+        return f"{text} It is lower than that of each other pair, by more than {SMALLEST} nats."
+    rest = f" than those of {len(others) - len(equal)} of the {len(others)} other pairs"
+    return f"{text} It is lower by more than {SMALLEST} nats{rest}. The others are: {'; '.join(equal)}."
+
+
+def errors(results: dict[str, Any], extended: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """By how much mean gains in mixed precision are off, for laws and what they are compared with."""
+    check = results["positions"][EXTENDED]
+    again = {law: {x: extended["arms"][law][x] for x in check[law]} for law in LAWS}
+    of_both = [{"edges": results["edges"], "arms": arms} for arms in (check, again)]
+    found = {}
+    for law in LAWS[1:]:
+        for other in (NO_LAW, CONSTANT):
+            if law != other:
+                mixed, single = (statistics.fmean(gains(x, law, other)) for x in of_both)
+                found[law, other] = mixed - single
+    return found
+
+
+def precision(results: dict[str, Any], extended: dict[str, Any]) -> str:
+    worst = max(map(abs, errors(results, extended).values()))
+    says = (
+        f"So the differences above have an error of about {worst:.3f} nats."
+        if worst > LIMIT_OF_ERROR
+        else f"That is below the {LIMIT_OF_ERROR} nats that were allowed."
+    )
+    return (
+        f"Mixed precision changes the mean gains at {EXTENDED} by at most {worst:.4f} nats, on the "
+        f"{len(results['positions'][EXTENDED][NO_LAW])} documents that were computed in both ways. "
+        f"{says}"
+    )
+
+
+def report(results: dict[str, Any]) -> str:
+    extended = experiment.load(smollm2.NAME)
+    of_pairs = pairs(results, extended)
+    return f"""\
+The mean negative log-likelihood per token, in nats, of {len(results["documents"])} documents, where
+tokens see {TRAINED + 1} to {results["edges"][-1]} keys, by the law and the positions:
+
+{losses_table(of_pairs)}
+
+Paired differences over the documents, in nats per token, with 95 % intervals. The smallest relevant
+effect is {SMALLEST} nats:
+
+{decisions_table(of_pairs, NO_LAW)}
+
+{decisions_table(of_pairs, CONSTANT)}
+
+Within the trained length laws alone change nothing, and YaRN's constant gains in the mean
+{within(of_pairs)}.
+
+{about_the_lowest(of_pairs)}
+
+{precision(results, extended)}
+"""
+
+
+def answer(results: dict[str, Any]) -> str:
+    of_pairs = pairs(results, experiment.load(smollm2.NAME))
+
+    def gain(positions: str, law: str) -> str:
+        found = decision(of_pairs, (positions, law), (positions, NO_LAW))
+        return f"{found.interval('+.3f')} ({found.verdict})"
+
+    best = lowest(of_pairs)
+    each = ", ".join(f"{gain(x, PRIMARY)} {CALLED[x]}" for x in POSITIONS)
+    constant = ", ".join(f"{gain(x, CONSTANT)} {CALLED[x]}" for x in POSITIONS)
+    return (
+        f"Read the same documents at other positions: the slopes for each head, trained at {EXTENDED}, "
+        f"bring {each}. YaRN's constant brings {constant}. Of all pairs, the lowest loss has the law "
+        f'"{best[1]}" {CALLED[best[0]]}.'
+    )
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    of_pairs = pairs(results, experiment.load(smollm2.NAME))
+
+    def claim(source: str, says: str, positions: str, law: str) -> Claim:
+        found = decision(of_pairs, (positions, law), (positions, NO_LAW))
+        text = f"Gain in nats per token {CALLED[positions]}: {smollm2.show(found)}."
+        return Claim(source, says, text, answered(found))
+
+    constant, su = (
+        (x.source, x.says) for x in smollm2.claims(experiment.load(smollm2.NAME))
+    )  # fmt: skip
+    return [
+        claim(*constant, "YaRN × 4", CONSTANT),
+        *(claim(*su, positions, "Su") for positions in POSITIONS),
+    ]
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Plot the gain of each law over no law, by the positions, with intervals over the documents."""
+    of_pairs = pairs(results, experiment.load(smollm2.NAME))
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    laws = LAWS[1:]
+    for i, law in enumerate(laws):
+        found = [decision(of_pairs, (x, law), (x, NO_LAW)) for x in COLUMNS]
+        places = [x + (i - (len(laws) - 1) / 2) * 0.1 for x in range(len(COLUMNS))]
+        means = [x.mean for x in found]
+        halves = [x.high - x.mean for x in found]
+        axis.errorbar(places, means, halves, fmt="o", markersize=4, color=f"C{i}", label=law)
+    axis.axhline(0, color="gray", linewidth=0.5)
+    axis.set_xticks(range(len(COLUMNS)), COLUMNS)
+    axis.set_xlabel("positions")
+    axis.set_ylabel("gain over no law, nats per token")
+    axis.set_title("means over the documents, with their 95 % intervals", fontsize=9)
+    figure.legend(fontsize=8, loc="outside right upper")
+    return figure
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = smollm2.model_parser(NAME, __doc__, quick="one document of the fit, and no verdict")
+    parser = smollm2.model_parser(NAME, __doc__)
+    parser.add_argument(
+        "--documents", type=int, choices=range(2, len(FULL.test) + 1), default=len(FULL.test),
+        metavar="COUNT", help="only the first of them (%(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--processes", type=experiment.positive, default=2, metavar="COUNT",
         help="each of one thread, and with up to 4 GB (%(default)s)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
-    results = run(size, options.cache / "model", options.output / name, options.processes)
-    experiment.finish(name, results, report, picture, options.output)
+    size = FULL._replace(test=FULL.test[: options.documents])
+    results = run(size, options.cache / "model", options.output / NAME, options.processes)
+    experiment.finish(NAME, results, report, picture, options.output)
 
 
 if __name__ == "__main__":

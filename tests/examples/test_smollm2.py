@@ -1,5 +1,6 @@
 """The experiment with a language model, on a tiny model with random weights."""
 
+import copy
 import json
 import math
 from itertools import pairwise
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 
 import experiment  # noqa: E402
 import four_times  # noqa: E402
+import held_positions  # noqa: E402
 import law_or_position  # noqa: E402
 import laws_and_positions  # noqa: E402
 import smollm2  # noqa: E402
@@ -509,94 +511,222 @@ def test_four_times(model, monkeypatch, tmp_path):
     assert four_times.run(names, 4 * TRAINED, tmp_path, tmp_path) == results
 
 
-def test_laws_and_positions(model, monkeypatch, tmp_path):
-    """Each cell is that of a full pass with its law, at its positions; clamped ones as in `diagnose`."""
-    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
-    fitted = [x for x, arm in laws_and_positions.LAWS.items() if arm.law not in ("", "Su")]
-    slopes = {law: [x / (i + 1) for x in SLOPES] for i, law in enumerate(fitted)}
-    fits = {law: {"slopes": [x.tolist() for x in of_law]} for law, of_law in slopes.items()}
-    fits[smollm2.HELD] = {"entropies": [x.tolist() for x in ENTROPIES]}
-    extended = {"fits": fits, "edges": SIZE.edges, "arms": {}}
-    for law in (*laws_and_positions.LAWS, smollm2.HELD):
-        bands = {x: {"bands": [9.0, 9.0, 1.0, 2.0, 3.0, 4.0]} for x in SIZE.test}
-        extended["arms"][law] = bands
-    monkeypatch.setattr(experiment, "load", lambda name: extended)
-    monkeypatch.setattr(laws_and_positions, "TRAINED", TRAINED)
-    monkeypatch.setattr(laws_and_positions, "WINDOW", TRAINED // 2)
-    length, name = TRAINED + TRAINED // 2, SIZE.test[1]
-    results = laws_and_positions.run(SIZE.test, length, tmp_path, tmp_path)
-    assert results["edges"] == [0, 16, 32, 36, 40, 44, 48]
-    document = smollm2.read(name, tokenizer, length)
+class TestLawsAndPositions:
+    """The experiment with all laws at all positions."""
 
-    def expected_law(law, constant):
-        if law in fitted:
-            has_constant = laws_and_positions.LAWS[law].constant != 1
-            return [
-                laws.scaled(smollm2.BeyondLog(x, TRAINED), constant if has_constant else 1)
-                for x in slopes[law]
-            ]
+    @pytest.fixture(autouse=True)
+    def _of_the_same_size(self, monkeypatch):
+        for name, value in {"TRAINED": TRAINED, "CHUNK": 8, "WINDOW": TRAINED // 2}.items():
+            monkeypatch.setattr(laws_and_positions, name, value)
+        monkeypatch.setattr(laws_and_positions, "PRODUCTS", torch.float32)
+
+    @pytest.fixture
+    def slopes(self, monkeypatch):
+        fitted = [x for x in laws_and_positions.LAWS if smollm2.ARMS[x].law not in ("", "Su")]
+        found = {law: [x / (i + 1) for x in SLOPES] for i, law in enumerate(fitted)}
+        fits = {law: {"slopes": [x.tolist() for x in of_law]} for law, of_law in found.items()}
+        monkeypatch.setattr(experiment, "load", lambda name: {"fits": fits})
+        return found
+
+    @pytest.fixture
+    def serial(self, model, monkeypatch):
+        monkeypatch.setattr(laws_and_positions, "loaded", lambda folder: (model, tokenizer))
+        monkeypatch.setattr(experiment, "run", lambda work, jobs, *_: [work(job) for job in jobs])
+
+    def test_each_cell_is_that_of_a_full_pass(self, model, slopes, serial, monkeypatch, tmp_path):
+        """Clamped ones are those of `diagnose`. The results are kept."""
+        size = laws_and_positions.Size(LENGTH, SIZE.test, SIZE.test[:1])
+        results = laws_and_positions.run(size, tmp_path, tmp_path)
+        assert results["edges"] == SIZE.edges
+        assert list(results["documents"]) == list(SIZE.test)
+        assert list(results["positions"]) == list(laws_and_positions.COLUMNS)
+        constants = dict.fromkeys(laws_and_positions.COLUMNS, smollm2.TEMPERATURE)
+        constants["YaRN × 4"] = (1 + 0.1 * math.log(4)) ** 2
+        for positions, of_laws in results["positions"].items():
+            is_checked = positions == laws_and_positions.EXTENDED
+            assert list(of_laws) == list(laws_and_positions.LAWS)
+            for law, of_law in of_laws.items():
+                assert list(of_law) == list(size.some if is_checked else size.test)
+                document = smollm2.read(size.test[not is_checked], tokenizer, LENGTH)
+                applied = self.applied(law, constants[positions], slopes)
+                if positions == laws_and_positions.CLAMPED:
+                    smollm2.set_positions(model, "as trained")
+                    options = {"trained_length": TRAINED, "window": TRAINED // 2}
+                    found = huggingface.diagnose(model, [document.ids[None]], law=applied, **options)
+                    losses = found.losses[int(applied is not None), 1]
+                    expected = np.average(losses[2:], weights=found.counts[2:])
+                else:
+                    smollm2.set_positions(model, positions)
+                    expected = full_pass(model, document, applied)[TRAINED:].mean().item()
+                own = of_law[document.name]["bands"][2:]
+                np.testing.assert_allclose(np.mean(own), expected, rtol=1e-5)
+
+        monkeypatch.setattr(laws_and_positions, "using", None)
+        assert laws_and_positions.run(size, tmp_path, tmp_path) == results
+
+    @staticmethod
+    def applied(law, constant, slopes):
+        if law in slopes:
+            factor = 1 if smollm2.ARMS[law].constant == 1 else constant
+            return [laws.scaled(smollm2.BeyondLog(x, TRAINED), factor) for x in slopes[law]]
         plain = {smollm2.NO_LAW: None, smollm2.CONSTANT: laws.Constant(constant)}
         return plain.get(law, laws.LogLength(TRAINED, minimum=1))
 
-    constants = dict.fromkeys(laws_and_positions.POSITIONS, smollm2.TEMPERATURE)
-    constants["YaRN × 4"] = (1 + 0.1 * math.log(4)) ** 2
-    for positions, constant in constants.items():
-        for law in laws_and_positions.LAWS:
-            applied = expected_law(law, constant)
-            if positions == "clamped":
-                smollm2.set_positions(model, "as trained")
-                options = {"trained_length": TRAINED, "window": TRAINED // 2}
-                found = huggingface.diagnose(model, [document.ids[None]], law=applied, **options)
-                losses = found.losses[int(applied is not None), 1]
-                expected = [np.average(losses[2:], weights=found.counts[2:])]
-            else:
-                smollm2.set_positions(model, positions)
-                expected = [full_pass(model, document, applied)[TRAINED:].mean().item()]
-            own = results["losses"][positions][law][name][2:]
-            np.testing.assert_allclose(np.mean(own), expected[0], rtol=1e-5)
-    first = smollm2.read(SIZE.test[0], tokenizer, length)
-    for positions in laws_and_positions.POSITIONS:
-        own = laws_and_positions.beyond(results, extended, positions, smollm2.HELD)
-        smollm2.set_positions(model, "as trained" if positions == "clamped" else positions)
-        held_pass = clamped_pass_held if positions == "clamped" else full_pass_held
-        expected = [held_pass(model, first)[TRAINED:].mean().item()]
-        np.testing.assert_allclose(own, expected, rtol=1e-5)
-    at_2 = laws_and_positions.beyond(results, extended, "YaRN × 2", smollm2.NO_LAW)
-    assert at_2 == [1.5, 1.5]  # the bands up to 48 keys
-    assert "nan" not in laws_and_positions.report(results)
-    laws_and_positions.plt.close(laws_and_positions.picture(results))
+    @pytest.mark.parametrize("positions", ["clamped", "NTK"])
+    def test_mixed_precision(self, model, slopes, monkeypatch, positions):
+        """Its losses are near, and the weights stay as they are."""
+        document = smollm2.read(SIZE.test[1], tokenizer, LENGTH)
+        found = []
+        for products in (torch.float32, torch.bfloat16):
+            monkeypatch.setattr(laws_and_positions, "PRODUCTS", products)
+            cache = DynamicCache(config=model.config)
+            arm = laws_and_positions.arm_at(positions, smollm2.ON_TOP)
+            numbers = smollm2.Numbers([x.tolist() for x in slopes[smollm2.ON_TOP]])
+            with laws_and_positions.using(model, arm, numbers), torch.no_grad():
+                found.append(laws_and_positions.losses(model, document.ids, cache))
+        assert 0 < (found[1] - found[0]).abs().mean() < 0.05
+        assert next(model.parameters()).dtype == torch.float32
+
+    def test_model_is_as_it_was(self, model, slopes):
+        rotary, implementation = model.model.rotary_emb, model.config._attn_implementation
+        with laws_and_positions.using(model, laws_and_positions.arm_at("NTK", "Su"), smollm2.Numbers()):
+            assert model.model.rotary_emb is not rotary
+        assert isinstance(model.model.rotary_emb, type(rotary))
+        assert model.config._attn_implementation == implementation
+
+
+def made_up_pairs(gain_of):
+    """Results of all pairs, where ``gain_of(positions, law)`` is what a pair gains beyond the length."""
+
+    def documents(positions, law):
+        # What documents differ by cancels in differences, but for a little of each pair.
+        noise = (0.001 * ((7 * i + len(positions + law)) % 3 - 1) for i in range(len(SIZE.test)))
+        shift = (i - gain_of(positions, law) + x for i, x in enumerate(noise))
+        return {
+            name: {"bands": [2.0] * 2 + [3.0 + x] * 4} for name, x in zip(SIZE.test, shift, strict=True)
+        }
+
+    at = {
+        positions: {law: documents(positions, law) for law in laws_and_positions.LAWS}
+        for positions in laws_and_positions.COLUMNS
+    }
+    extended = {"edges": SIZE.edges, "arms": copy.deepcopy(at[laws_and_positions.EXTENDED])}
+    return {"edges": SIZE.edges, "documents": dict.fromkeys(SIZE.test), "positions": at}, extended
+
+
+class TestReportOfLawsAndPositions:
+    @staticmethod
+    def gain(positions, law):
+        """The primary arm gains at all positions; clamped positions gain, and so do two laws there."""
+        is_clamped = positions == laws_and_positions.CLAMPED
+        of_law = {smollm2.PRIMARY: 0.2, smollm2.ON_TOP: 0.2 if is_clamped else 0.1}
+        return of_law.get(law, 0.0) + (0.5 if is_clamped else 0.0)
+
+    @pytest.fixture
+    def made_up(self, monkeypatch):
+        monkeypatch.setattr(smollm2, "TRAINED", TRAINED)
+        results, extended = made_up_pairs(self.gain)
+        monkeypatch.setattr(experiment, "load", lambda name: extended)
+        return results, extended
+
+    def test_the_lowest_and_those_that_are_equal(self, made_up):
+        of_pairs = laws_and_positions.pairs(*made_up)
+        assert laws_and_positions.lowest(of_pairs)[0] == "clamped"
+        decided = laws_and_positions.decision(
+            of_pairs, ("NTK", smollm2.PRIMARY), ("NTK", smollm2.NO_LAW)
+        )
+        assert decided.mean == pytest.approx(0.2, abs=0.003)
+        text = laws_and_positions.about_the_lowest(of_pairs)
+        pairs = len(laws_and_positions.COLUMNS) * len(laws_and_positions.LAWS)
+        assert f"{pairs - 2} of the {pairs - 1} other pairs" in text
+
+    def test_precision(self, made_up):
+        results, extended = made_up
+        assert "at most 0.0000 nats, on the 2 documents" in laws_and_positions.precision(
+            results, extended
+        )
+        again = results["positions"][laws_and_positions.EXTENDED]
+        for document in again[smollm2.PRIMARY].values():
+            document["bands"] = [x - 0.005 for x in document["bands"]]
+        assert "have an error of about 0.005" in laws_and_positions.precision(results, extended)
+
+    def test_page(self, made_up):
+        results, _ = made_up
+        text = laws_and_positions.report(results)
+        assert "nan" not in text
+        for position in laws_and_positions.COLUMNS:
+            assert position in text
+        assert "clamped" in laws_and_positions.answer(results)
+        assert len(laws_and_positions.claims(results)) == 5
+        laws_and_positions.plt.close(laws_and_positions.picture(results))
+
+
+def test_held_positions(model, monkeypatch, tmp_path):
+    """Each cell is that of a full pass at its positions, and is kept."""
+    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    fits = {"fits": {smollm2.HELD: {"entropies": [x.tolist() for x in ENTROPIES]}}}
+    monkeypatch.setattr(experiment, "load", lambda name: fits)
+    monkeypatch.setattr(held_positions, "TRAINED", TRAINED)
+    monkeypatch.setattr(held_positions, "WINDOW", TRAINED // 2)
+    length, name = TRAINED + TRAINED // 2, SIZE.test[1]
+    results = held_positions.run(name, length, tmp_path, tmp_path)
+    document = smollm2.read(name, tokenizer, length)
+    for positions, found in results["losses"].items():
+        is_clamped = positions == laws_and_positions.CLAMPED
+        smollm2.set_positions(model, "as trained" if is_clamped else positions)
+        if is_clamped:
+            options = {"trained_length": TRAINED, "window": TRAINED // 2}
+            diagnosis = huggingface.diagnose(model, [document.ids[None]], **options)
+            expected = np.average(diagnosis.losses[0, 1, 2:], weights=diagnosis.counts[2:])
+        else:
+            expected = full_pass(model, document, None)[TRAINED:].mean().item()
+        held_pass = clamped_pass_held if is_clamped else full_pass_held
+        held = held_pass(model, document)[TRAINED:].mean().item()
+        for law, of_law in ((smollm2.NO_LAW, expected), (smollm2.HELD, held)):
+            own = held_positions.beyond(found, results["edges"], law)
+            np.testing.assert_allclose(own, of_law, rtol=1e-5)
+    assert "nan" not in held_positions.report(results)
+    held_positions.plt.close(held_positions.picture(results))
 
     monkeypatch.setattr(smollm2, "measure", None)
-    monkeypatch.setattr(laws_and_positions, "clamped", None)
-    assert laws_and_positions.run(SIZE.test, length, tmp_path, tmp_path) == results
+    monkeypatch.setattr(held_positions, "clamped", None)
+    assert held_positions.run(name, length, tmp_path, tmp_path) == results
 
 
-def test_the_constant_gains_where_positions_are_stretched():
-    """What docs/explanation/experiments.md says of all laws at all positions."""
-    results = experiment.load(laws_and_positions.NAME)
-    extended = experiment.load(smollm2.NAME)
-
-    def gains(positions, law):
-        losses = (
-            laws_and_positions.beyond(results, extended, positions, x) for x in (smollm2.NO_LAW, law)
-        )
-        return np.subtract(*losses)
-
-    for positions in laws_and_positions.COLUMNS:
-        is_stretched = positions not in ("as trained", "clamped")
-        assert all((gains(positions, smollm2.CONSTANT) > 0) == is_stretched)
-        assert all(gains(positions, smollm2.PRIMARY) > 0)
+def test_a_held_entropy_loses_at_all_positions():
+    """What docs/explanation/experiments.md says."""
+    results = experiment.load(held_positions.NAME)
+    for found in results["losses"].values():
         held, without = (
-            laws_and_positions.beyond(results, extended, positions, x)[:1]
-            for x in (smollm2.HELD, smollm2.NO_LAW)
+            held_positions.beyond(found, results["edges"], x) for x in (smollm2.HELD, smollm2.NO_LAW)
         )
         assert held > without
-        if is_stretched:
-            best = {law: gains(positions, law).mean() for law in laws_and_positions.LAWS}
-            assert max(best, key=best.get) == smollm2.ON_TOP
-    mean = {
-        (positions, law): np.mean(laws_and_positions.beyond(results, extended, positions, law))
-        for positions in laws_and_positions.COLUMNS
-        for law in laws_and_positions.LAWS
-    }
-    assert min(mean, key=mean.get) == ("clamped", smollm2.PRIMARY)
+
+
+def test_laws_help_where_positions_are_stretched():
+    """What docs/explanation/experiments.md says of all laws at all positions."""
+    of_pairs = laws_and_positions.pairs(
+        experiment.load(laws_and_positions.NAME), experiment.load(smollm2.NAME)
+    )
+
+    def gain(positions, law, beyond=True):
+        pair, without = (positions, law), (positions, smollm2.NO_LAW)
+        if beyond:
+            return laws_and_positions.decision(of_pairs, pair, without)
+        return np.mean(smollm2.gains(of_pairs, pair, without, beyond=False))
+
+    constant, weak = smollm2.CONSTANT, smollm2.CALIBRATED  # not decided, and hardly any gain
+    for law in laws_and_positions.LAWS[1:]:
+        assert gain("as trained", law).verdict == "harms"
+        for positions in ("YaRN × 2", "YaRN × 4", "NTK"):
+            assert law in (constant, weak) or gain(positions, law).verdict == "helps"
+        assert gain("YaRN × 2", law).low > 0
+        assert gain("YaRN × 4", law).low > gain("YaRN × 2", law).high
+    kept = gain("clamped", smollm2.PRIMARY).mean / gain("YaRN × 2", smollm2.PRIMARY).mean
+    assert 0.25 < kept < 0.45
+    assert gain("clamped", "Su").verdict == "no effect"
+    assert gain("clamped", smollm2.CONSTANT).verdict == "harms"
+    within = [gain(x, smollm2.CONSTANT, beyond=False) for x in ("clamped", "YaRN × 2", "YaRN × 4")]
+    assert within[0] < 0 < within[1] < within[2]
+    assert gain("as trained", smollm2.CONSTANT, beyond=False) < 0
+    assert laws_and_positions.lowest(of_pairs) == ("clamped", smollm2.PRIMARY)
