@@ -33,7 +33,7 @@ import torch
 from laws_and_positions import CLAMPED, POSITIONS, arm_at
 from matplotlib.figure import Figure
 from smollm2 import HELD, NO_LAW, TRAINED, Arm, Document, Numbers
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -80,10 +80,7 @@ def clamped(model: Any, document: Document, numbers: Numbers, edges: list[int]) 
     # In one piece, as keys at other positions need all hidden states.
     with using(model, numbers):
         states = model.model(document.ids[None, :-1], use_cache=False).last_hidden_state[0]
-    pairs = zip(states.split(smollm2.CHUNK), document.ids[1:].split(smollm2.CHUNK), strict=True)
-    found = torch.cat(
-        [nn.functional.cross_entropy(model.lm_head(x), ids, reduction="none") for x, ids in pairs]
-    )
+        found = smollm2.losses_of(model, states, document.ids[1:])
     return smollm2.means(found, edges)
 
 

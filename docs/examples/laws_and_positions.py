@@ -55,7 +55,6 @@ import torch
 from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
 from smollm2 import (
-    CHUNK,
     CONSTANT,
     HELD,
     NO_LAW,
@@ -229,13 +228,10 @@ def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
 
 def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
     """`smollm2.losses`, in mixed precision, and with all tokens at a time in the layers."""
-    found, options = [], {"past_key_values": cache, "use_cache": True}
+    options = {"past_key_values": cache, "use_cache": True}
     with torch.autocast("cpu", PRODUCTS, enabled=PRODUCTS is not torch.float32):
         states = model.model(ids[None, :-1], **options).last_hidden_state[0]
-        for rows, answers in zip(states.split(CHUNK), ids[1:].split(CHUNK), strict=True):
-            logits = model.lm_head(rows).float()
-            found.append(nn.functional.cross_entropy(logits, answers, reduction="none"))
-    return torch.cat(found)
+        return smollm2.losses_of(model, states, ids[1:])
 
 
 @torch.no_grad()
@@ -447,9 +443,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
         text = f"Gain in nats per token {CALLED[positions]}: {smollm2.show(found)}."
         return Claim(source, says, text, answered(found))
 
-    constant, su = (
-        (x.source, x.says) for x in smollm2.claims(experiment.load(smollm2.NAME))
-    )  # fmt: skip
+    constant, su = ((x.source, x.says) for x in smollm2.claims(experiment.load(smollm2.NAME)))
     return [
         claim(*constant, "YaRN × 4", CONSTANT),
         *(claim(*su, positions, "Su") for positions in POSITIONS),

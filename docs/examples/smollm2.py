@@ -456,6 +456,14 @@ def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
     return torch.cat(found)
 
 
+def losses_of(model: Any, states: Tensor, answers: Tensor) -> Tensor:
+    """−log p of each answer, from the last states (n, width) of the model, for some at a time."""
+    pairs = zip(states.split(CHUNK), answers.split(CHUNK), strict=True)
+    return torch.cat(
+        [nn.functional.cross_entropy(model.lm_head(x).float(), y, reduction="none") for x, y in pairs]
+    )
+
+
 def branch(cache: DynamicCache) -> DynamicCache:
     """Another cache with the same keys and values, which can grow alone: growing makes new tensors."""
     result = copy.copy(cache)

@@ -516,7 +516,7 @@ class TestLawsAndPositions:
 
     @pytest.fixture(autouse=True)
     def _of_the_same_size(self, monkeypatch):
-        for name, value in {"TRAINED": TRAINED, "CHUNK": 8, "WINDOW": TRAINED // 2}.items():
+        for name, value in {"TRAINED": TRAINED, "WINDOW": TRAINED // 2}.items():
             monkeypatch.setattr(laws_and_positions, name, value)
         monkeypatch.setattr(laws_and_positions, "PRODUCTS", torch.float32)
 
@@ -723,6 +723,9 @@ def test_laws_help_where_positions_are_stretched(monkeypatch):
             assert law in (constant, weak) or gain(positions, law).verdict == "helps"
         assert gain("YaRN × 2", law).low > 0
         assert gain("YaRN × 4", law).low > gain("YaRN × 2", law).high
+    for positions in ("YaRN × 2", "NTK"):
+        assert gain(positions, constant).verdict == "not decided"
+        assert gain(positions, weak).verdict == "no effect"
     kept = gain("clamped", smollm2.PRIMARY).mean / gain("YaRN × 2", smollm2.PRIMARY).mean
     assert 0 < kept < 0.5
     assert gain("clamped", "Su").verdict == "no effect"
