@@ -116,7 +116,7 @@ class TestRows:
 
 
 def column_of(backend):
-    return "gpu" if backend.library == "cupy" or backend.name.endswith(":cuda") else "libraries"
+    return "gpu" if backend.is_gpu else "libraries"
 
 
 @pytest.mark.parametrize("call", sorted(cases.TRIED))
@@ -211,7 +211,10 @@ class TestJAX:
 
     @pytest.mark.parametrize("call", capabilities.that_run("jit", ONE_CALL))
     def test_lowers_for_gpus_and_tpus(self, call):
-        """The devices need not be there. That it compiles and runs on them is not shown."""
+        """The devices need not be there. That it compiles and runs on them is not shown.
+
+        Products of float32 ask for its full precision. Without that a GPU would round to TF32.
+        """
         import jax
         from jax import export
 
@@ -221,6 +224,9 @@ class TestJAX:
         exported = export.export(function, platforms=platforms)({k: arrays[k] for k in read})
         assert exported.platforms == platforms
         assert len(exported.out_avals) == len(leaves(result_in_numpy(call)))
+        lines = exported.mlir_module().splitlines()
+        products = [line for line in lines if "dot_general" in line and "xf32>" in line]
+        assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
     @pytest.mark.parametrize("call", capabilities.that_run("jax_vmap", cases.TRIED))
     def test_vmap(self, call):

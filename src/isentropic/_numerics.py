@@ -124,9 +124,19 @@ def replace_infinite_minimum(xp: ModuleType, m: Array) -> Array:
     return xp.where(m == -math.inf, 0.0, m)
 
 
-def product(xp: ModuleType, a: Array, b: Array) -> Array:
-    """``a @ b`` in the full precision of the dtype. By default JAX rounds float32 to TF32 on a GPU."""
-    return xp.matmul(a, b, precision="highest") if is_jax(xp) else xp.matmul(a, b)
+def product(xp: ModuleType, a: Array, b: Array) -> Any:
+    """``a @ b`` in the full precision of the dtype, also in JAX on a GPU; see `matmul_precision`."""
+    return xp.matmul(a, b, precision=matmul_precision()) if is_jax(xp) else a @ b
+
+
+def matmul_precision() -> Any:
+    """The precision of products in JAX: the full one, unless `jax.default_matmul_precision` is set.
+
+    By itself JAX rounds float32 to TF32 on a GPU.
+    """
+    import jax
+
+    return jax.config.jax_default_matmul_precision or "highest"
 
 
 def row_products(xp: ModuleType, a: Array, b: Array) -> Array:
@@ -138,8 +148,8 @@ def row_products(xp: ModuleType, a: Array, b: Array) -> Array:
 def grouped_matmul(xp: ModuleType, a: Array, b: Array) -> Any:
     """``a @ b``, where axis −3 of `b` may divide that of `a`: the heads of a group share a product."""
     if a.ndim < 3 or b.ndim < 3 or not a.shape[-3] > b.shape[-3] > 1:
-        return a @ b
+        return product(xp, a, b)
     *batch, heads, rows, inner = a.shape
     groups = b.shape[-3]
-    out = xp.reshape(a, (*batch, groups, heads // groups * rows, inner)) @ b
+    out = product(xp, xp.reshape(a, (*batch, groups, heads // groups * rows, inner)), b)
     return xp.reshape(out, (*out.shape[:-3], heads, rows, b.shape[-1]))

@@ -21,7 +21,7 @@ from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._entropy import INFINITE_ORDER, shift_moment
 from isentropic._loops import BLOCKS, Block, is_gpu, take
 from isentropic._namespace import Array
-from isentropic._numerics import lift
+from isentropic._numerics import lift, matmul_precision, row_products
 from isentropic.masks import Mask
 
 
@@ -44,10 +44,14 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return None
     import jax
 
-    half = plan.dtype in (plan.xp.float16, plan.xp.bfloat16)
-    if jax.default_backend() != "gpu" or not half or width % 8 or width > 128:
+    if jax.default_backend() != "gpu" or not _fits_cudnn(plan):
         return "it is faster only by cuDNN, which needs a GPU, half precision and heads of 8, 16, … 128"
     return None
+
+
+def _fits_cudnn(plan: Plan) -> bool:
+    is_half = plan.dtype in (plan.xp.float16, plan.xp.bfloat16)
+    return is_half and plan.head_dim % 8 == 0 and plan.head_dim <= 128
 
 
 def output(plan: Plan, operands: Operands) -> Array:
@@ -61,10 +65,11 @@ def output(plan: Plan, operands: Operands) -> Array:
         xp.swapaxes(four_axes(plan, xp.astype(x, plan.dtype), expand=True), 1, 2)
         for x in (query, operands.key, operands.values)
     ]
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    out = jax.nn.dot_product_attention(
-        *arrays, scale=scale, is_causal=plan.has_mask, implementation=kernel
-    )
+    kernel = "cudnn" if jax.default_backend() == "gpu" and _fits_cudnn(plan) else "xla"
+    with jax.default_matmul_precision(matmul_precision()):
+        out = jax.nn.dot_product_attention(
+            *arrays, scale=scale, is_causal=plan.has_mask, implementation=kernel
+        )
     out = xp.swapaxes(out, 1, 2)
     out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
     return out if operands.nonfinite is None else out + xp.astype(causal_nan(plan, operands), out.dtype)
@@ -241,7 +246,7 @@ class _Heads:
 
         def logits_of_head(head: _Heads) -> Array:
             query, key, keys = (head.arrays[name] for name in ("query", "key", "largest"))
-            s = xp.vecdot(query, key[keys[:, 0]])[:, None]
+            s = row_products(xp, query, key[keys[:, 0]])[:, None]
             if softcap is not None:
                 s = xp.tanh(s / softcap) * softcap
             if "bias" in head.arrays:

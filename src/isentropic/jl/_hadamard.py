@@ -16,7 +16,7 @@ from typing import Any
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
 from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
-from isentropic._numerics import product, row_products
+from isentropic._numerics import matmul_precision, product, row_products
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
@@ -252,7 +252,7 @@ def _apply_in_turn(xp: Any, factors: list[Array], rows: Array, trail: int) -> Ar
     z = xp.permute_dims(xp.reshape(rows, (shape[0], n, trail)), (0, 2, 1))
     for factor in reversed(factors):
         f = factor.shape[0]
-        z = xp.tensordot(factor, xp.reshape(z, (size // f, f)), axes=(1, 1), precision="highest")
+        z = xp.tensordot(factor, xp.reshape(z, (size // f, f)), axes=(1, 1), precision=matmul_precision())
     z = xp.reshape(z, (n, shape[0], trail))
     return xp.reshape(xp.permute_dims(z, (1, 0, 2)), shape)
 

@@ -8,7 +8,7 @@ from isentropic._attention.plan import Arguments, prepare
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
 from isentropic._namespace import Array, ArrayT, common_device, namespace
-from isentropic._numerics import lift
+from isentropic._numerics import lift, product
 from isentropic.masks import Mask
 
 
@@ -81,8 +81,8 @@ def additive_attention(
     plan, operands = prepare(Arguments(query, key, value, mask, scale=1.0, are_products=False))
 
     dtype = plan.compute
-    queries = xp.astype(operands.query, dtype) @ xp.astype(w_q, dtype)
-    keys = xp.astype(operands.key, dtype) @ xp.astype(w_k, dtype)
+    queries = product(xp, xp.astype(operands.query, dtype), xp.astype(w_q, dtype))
+    keys = product(xp, xp.astype(operands.key, dtype), xp.astype(w_k, dtype))
     v = xp.astype(v, dtype)
 
     def logits(rows: Block, columns: Block) -> Array:

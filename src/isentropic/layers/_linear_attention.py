@@ -462,7 +462,7 @@ def linear_attention_error(
 
     def errors(rows: Block) -> tuple[Array, Array]:
         z = take(x, rows, -2)
-        exact = z @ xp.matrix_transpose(y)
+        exact = product(xp, z, xp.matrix_transpose(y))
         estimate = _log_kernel(xp, z, y, norms, directions) + _norm_term(xp, z) - math.log(m)
         # ‖x + y‖² = 2 (x·y + ‖x‖²/2 + ‖y‖²/2), and `_norm_term` is −‖·‖²/2.
         square = 2 * (exact - _norm_term(xp, z) - xp.matrix_transpose(norms))
@@ -592,16 +592,16 @@ def _attend_chunk(
     s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), directions) + key_nan
     index = xp.arange(x.shape[-2], device=common_device(x=x))
     s = xp.where(lift(index[:, None] >= index[None, :], s.ndim), s, -math.inf)
-    return tile_state(xp, s, lambda weight: weight @ value, None)
+    return tile_state(xp, s, lambda weight: product(xp, weight, value), None)
 
 
 def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, directions: _Directions) -> Array:
     """Log Σ_r exp(ω_r·x + ω_r·y + ℓ_r + bias), (..., L, S), without overflow."""
     weights = xp.matrix_transpose(directions.weights)
-    a, log_ratio = align(x @ weights, directions.log_ratio)
-    a, b = a + log_ratio, y @ weights + bias
+    a, log_ratio = align(product(xp, x, weights), directions.log_ratio)
+    a, b = a + log_ratio, product(xp, y, weights) + bias
     x_max, y_max = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
-    kernel = xp.exp(a - x_max) @ xp.matrix_transpose(xp.exp(b - y_max))
+    kernel = product(xp, xp.exp(a - x_max), xp.matrix_transpose(xp.exp(b - y_max)))
     return log_or(xp, kernel, -math.inf) + x_max + xp.matrix_transpose(y_max)
 
 

@@ -16,7 +16,7 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._namespace import Array, ArrayT, common_device, namespace, present
-from isentropic._numerics import lift
+from isentropic._numerics import lift, product
 from isentropic.laws._formulas import DEFAULT_LAW
 from isentropic.laws._law import Law
 from isentropic.masks import Mask
@@ -146,7 +146,7 @@ def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: boo
     dtype = xp.result_type(x, w)
     x = xp.astype(x, dtype)
     finite = xp.isfinite(x) if masked else None
-    y = (x if finite is None else xp.where(finite, x, 0.0)) @ xp.astype(w, dtype)
+    y = product(xp, x if finite is None else xp.where(finite, x, 0.0), xp.astype(w, dtype))
     if finite is not None:
         y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, math.nan)
     return y if b is None else y + lift(b, y.ndim)
