@@ -36,9 +36,7 @@ def source(kernel, dtype, width, precision, sizes, parts):
     """A kernel with the types of its arguments, for a call that has the `parts`."""
     constants = {
         "WIDTH": width,
-        "N_VALUES": width,
-        "BLOCK": triton_kernels.block_width(width),
-        "VALUE_BLOCK": triton_kernels.block_width(width),
+        "VALUE_WIDTH": width,
         **{f"HAS_{part.upper()}": part in parts for part in ARRAYS},
         "PRECISION": precision,
         "ROWS": sizes.rows,
@@ -95,14 +93,15 @@ def resources_on_amd(compiled):
 def compile_one(name):
     kernel_name, dtype, width, architecture, *parts = name.split("-")
     kernel, (short, itemsize) = getattr(triton_kernels, kernel_name), TYPES[dtype]
-    is_amd = architecture.startswith("gfx")
-    if is_amd:
+    gpu = {"gfx942": "amd", "sm_90": "hopper"}.get(architecture, "nvidia")
+    if gpu == "amd":
         target = GPUTarget("hip", architecture, 64)
     else:
         target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    sizes = triton_kernels.configuration(kernel, int(width), itemsize, is_amd)
-    precision = triton_kernels.precision(is_amd)
     present = set(parts[0].split("+")) if parts else set(ARRAYS)
+    has_value = "value" in present
+    sizes = triton_kernels.configuration(kernel, int(width), itemsize, gpu, has_value=has_value)
+    precision = triton_kernels.precision(gpu)
     text = source(kernel, short, int(width), precision, sizes, present)
     compiled = triton.compile(
         text,
@@ -111,7 +110,7 @@ def compile_one(name):
             "num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": True,
         },
     )  # fmt: skip
-    return (resources_on_amd if is_amd else resources_on_nvidia)(compiled)
+    return (resources_on_amd if gpu == "amd" else resources_on_nvidia)(compiled)
 
 
 if __name__ == "__main__":

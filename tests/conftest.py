@@ -40,8 +40,8 @@ BACKENDS = [
     "jax:cuda",
     "cupy",
 ]
-# Those that run a test with all of its parameters.
-FULL = ("numpy", "strict", "torch", "cupy")
+# Those that run a test with all of its parameters. A GPU has kernels of its own.
+FULL = ("numpy", "strict", "torch", "torch:cuda", "cupy")
 MODULES = {
     "numpy": "numpy",
     "strict": "array_api_strict",
@@ -72,6 +72,10 @@ class Backend:
     @property
     def library(self) -> str:
         return self.name.partition(":")[0]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.library == "cupy" or self.name.endswith(":cuda")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -168,6 +172,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name == "jax:x64" and not item.get_closest_marker("float64"):
             return False  # to save time: JAX compiles every operation again for the other width
         if not name or name in FULL or item.get_closest_marker("every_mode"):
+            return True
+        if name == "jax:cuda" and item.get_closest_marker("every_kernel"):
             return True
         test = (name, item.nodeid.partition("[")[0])
         is_first = test not in seen

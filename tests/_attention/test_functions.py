@@ -695,7 +695,8 @@ class TestEdges:
         q, k, v = (x.astype(np.float16) for x in _data(rng, "float32"))
         expected = oracles.attention(q, k, v, factor=oracles.log_length(S)).output
         out = it.attention(*[backend.array(x) for x in (q, k, v)])
-        backend.assert_close(out, expected, rtol=1e-3, atol=1e-4)  # one rounding to float16
+        # One rounding to float16. The kernels of GPUs also round the weights.
+        backend.assert_close(out, expected, rtol=1e-3, atol=5e-4 if backend.is_gpu else 1e-4)
 
     @pytest.mark.usefixtures("tiny_tiles")
     def test_bias_of_the_lowest_number(self, backend, rng):
@@ -852,7 +853,7 @@ class TestErrors:
     @pytest.mark.parametrize("number", [-1, -0.5, np.nan])
     def test_numbers_of_keys(self, backend, a, number):
         n_keys = backend.array([5, number, 5], "int32" if number == -1 else "float32")
-        if backend.library == "strict" or backend.name.endswith("cuda"):
+        if backend.library == "strict" or backend.is_gpu:
             pytest.skip("numbers are read only where that is known to cost nothing")
         for call in (
             lambda: it.attention(a(3, 4), a(5, 4), a(5, 4), n_keys=n_keys),

@@ -16,6 +16,7 @@ import pytest
 import isentropic as it
 from isentropic import laws, masks
 
+pytestmark = pytest.mark.every_kernel
 KERNELS = {"torch": "triton", "jax": "pallas"}
 
 

@@ -129,7 +129,8 @@ class TestValues:
         x = backend.array(rng.normal(size=(10, 3000)).astype("float16") * 10)  # squared norms overflow
         report = it.jl.distortion(x, x)
         assert report.distance.dtype == backend.xp.float32
-        assert report.worst == 0
+        # A GPU may add up the norms of the two arguments in different orders.
+        assert report.worst <= (1e-6 if backend.is_gpu else 0)
 
     @pytest.mark.host
     def test_nan_has_failed(self):
@@ -173,8 +174,8 @@ class TestScale:
         y = x @ rng.normal(size=(30, 5)).astype("float32")
         if power == -149:  # a number below the normal ones
             x, y, power = np.eye(20, 30, dtype="float32"), 2 * np.eye(20, 5, dtype="float32"), -140
-        if power < -126 and backend.library == "jax":
-            pytest.skip("JAX takes such numbers for 0")
+        if power < -126 and backend.library in ("jax", "cupy"):
+            pytest.skip("JAX and CuPy take such numbers for 0")
         unit = np.float32(2.0**power)
         expected = it.jl.distortion(backend.array(x), backend.array(y))
         found = it.jl.distortion(backend.array(x * unit), backend.array(y * unit))

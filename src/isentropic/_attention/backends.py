@@ -36,7 +36,8 @@ class Backend(NamedTuple):
     state_in_rows: Callable[[Plan, Operands], AttentionState] | None = None
     # A faster way to the Rényi entropies. Without it, they are computed from the state.
     entropy: Callable[[Plan, Operands, float], Array] | None = None
-    is_opt_in: bool = False  # whether the backend computes only calls that name it
+    # The reason why the backend does not compute a call that does not name it, or None.
+    why_not_unnamed: Callable[[Plan, float | None], str | None] = lambda plan, order: None
 
 
 def _generic_output(plan: Plan, operands: Operands) -> Array:
@@ -60,8 +61,20 @@ def backends() -> tuple[Backend, ...]:
         Backend("jax", jax.why_not, jax.output),
         Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
         Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
-        Backend("triton", triton.why_not, triton.output, triton.state, is_opt_in=True),
-        Backend("pallas", pallas.why_not, pallas.output, pallas.state, is_opt_in=True),
+        Backend(
+            "triton",
+            triton.why_not,
+            triton.output,
+            triton.state,
+            why_not_unnamed=triton.why_not_unnamed,
+        ),
+        Backend(
+            "pallas",
+            pallas.why_not,
+            pallas.output,
+            pallas.state,
+            why_not_unnamed=pallas.why_not_unnamed,
+        ),
         Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
     )
 
@@ -131,11 +144,10 @@ def _state_by(
 
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
     """The reason why each backend does not compute the call, in their order; None if it can."""
-    is_named = implementation is not None
     return {
-        backend.name: _why_not(backend, plan, order, is_named)
+        backend.name: _why_not(backend, plan, order, implementation)
         if _is_requested(backend, implementation)
-        else _why_not_requested(backend, implementation)
+        else "`implementation` excludes it"
         for backend in backends()
     }
 
@@ -163,31 +175,28 @@ def choose_backend(
     why = []
     for backend in backends():
         if _is_requested(backend, implementation):
-            reason = _why_not(backend, plan, order, implementation is not None)
+            reason = _why_not(backend, plan, order, implementation)
             if reason is None:
                 return backend
             why.append(f"{backend.name}: {reason}")
-    named = [x for x in backends() if not x.is_opt_in and _why_not(x, plan, order, True) is None]
+    named = [x for x in backends() if _why_not(x, plan, order, "native") is None]
     able = ["None", *(repr(backend.name) for backend in named)]
     must = f"be {', '.join(able[:-1])} or {able[-1]} for this call ({'; '.join(why)})"
     raise value_error("implementation", must, repr(implementation))
 
 
 def _is_requested(backend: Backend, implementation: str | None) -> bool:
-    if backend.is_opt_in:
-        return implementation == backend.name
     if implementation == "native":
         return backend.name != "generic"
     return implementation in (None, backend.name)
 
 
-def _why_not_requested(backend: Backend, implementation: str | None) -> str:
-    if backend.is_opt_in and implementation in (None, "native"):
-        return f"it runs only if `implementation` is {backend.name!r}"
-    return "`implementation` excludes it"
-
-
-def _why_not(backend: Backend, plan: Plan, order: float | None, is_named: bool) -> str | None:
+def _why_not(
+    backend: Backend, plan: Plan, order: float | None, implementation: str | None
+) -> str | None:
     if plan.n_keys == 0 and backend.name != "generic":
         return "there are no keys"
-    return backend.why_not(plan, order, is_named)
+    reason = backend.why_not(plan, order, implementation is not None)
+    if reason is None and implementation != backend.name:
+        return backend.why_not_unnamed(plan, order)
+    return reason

@@ -23,6 +23,11 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     return kernels.why_not(plan, order)
 
 
+def why_not_unnamed(plan: Plan, order: float | None) -> str | None:
+    """The reason why the Pallas kernels do not compute a call that does not name them."""
+    return "it runs only if `implementation` is 'pallas'"
+
+
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev)."""
     return kernels.finished_output(plan, operands, _results(plan, operands, False)["out"])

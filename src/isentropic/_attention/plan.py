@@ -125,6 +125,7 @@ class Plan(Record):
     factors: Any  # the factors on the queries, (L, 1), if `counts` determines them; see `_MAX_FACTORS`
     kernel_factors: Any  # `factors` for PyTorch's kernel, (1, 1, L, 1)
     is_on_torch_gpu: bool  # or another device of PyTorch that is not the CPU
+    has_plain_tensors: bool  # whether all arrays are PyTorch's own tensors, and no mode watches them
     # Short names for parts of `frame` and for the number of axes.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
@@ -249,8 +250,10 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
         return _signature_of_tensor(x)
     if isinstance(x, Mask):
         return x.signature(_signature_of)
-    # JAX has other promotion rules for arrays that it has made from Python numbers (weak types).
-    return kind, x.shape, x.dtype, array_api_compat.device(x), getattr(x, "weak_type", None)
+    # Devices of CuPy have no hash. JAX has other promotion rules for arrays that it has made from
+    # Python numbers (weak types).
+    device = x.device.id if module.startswith("cupy") else array_api_compat.device(x)
+    return kind, x.shape, x.dtype, device, getattr(x, "weak_type", None)
 
 
 @quietly  # NumPy computes the factors of tensors
@@ -291,6 +294,7 @@ def _plan(a: Arguments) -> Plan:
         is_readable=can_be_read,
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
         fits_sdpa=_fits_sdpa(frame, batch, compute, inputs),
+        has_plain_tensors=_has_plain_tensors(frame, arrays),
         has_few_numbers=_has_few_numbers(frame, inputs) and not any(recorded),
         counts=counts,
         factors=factors,
@@ -305,6 +309,13 @@ def _fits_sdpa(frame: Frame, batch: tuple[int, ...], compute: Any, inputs: list[
         return False
     width = inputs[0].shape[-1]
     return all(x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == width for x in inputs)
+
+
+def _has_plain_tensors(frame: Frame, arrays: list[Any]) -> bool:
+    if not is_torch(frame.xp) or frame.is_compiling or is_watched(sys.modules["torch"]):
+        return False
+    torch: Any = frame.xp
+    return all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays)
 
 
 def _has_few_numbers(frame: Frame, inputs: list[Any]) -> bool:
@@ -489,19 +500,28 @@ def _without_nonfinite(
     """
     xp = plan.xp
     zero = xp.zeros((1,), dtype=plan.compute, device=plan.device)
-    finite_query, finite_key = xp.isfinite(query), xp.isfinite(key)
-    key_is_finite = xp.all(finite_key, axis=-1)
+    query, query_is_finite = _finite_numbers(plan, query)
+    key, key_is_finite = _finite_numbers(plan, key)
     if value is not None:
-        finite_value = xp.isfinite(value)
-        key_is_finite = key_is_finite & xp.all(finite_value, axis=-1)
-        value = xp.where(finite_value, value, 0.0)
+        value, value_is_finite = _finite_numbers(plan, value)
+        key_is_finite = key_is_finite & value_is_finite
 
-    query_nan = xp.where(xp.all(finite_query, axis=-1, keepdims=True), zero, math.nan)
+    query_nan = xp.where(query_is_finite[..., None], zero, math.nan)
     key_nan = xp.where(key_is_finite, zero, math.nan)[..., None, :]
     if key_nan.ndim > 2 and query.ndim > 2 and query.shape[-3] > key_nan.shape[-3] > 1:
         key_nan = xp.repeat(key_nan, query.shape[-3] // key_nan.shape[-3], axis=-3)
-    query, key = xp.where(finite_query, query, 0.0), xp.where(finite_key, key, 0.0)
     return query, key, value, (query_nan, key_nan)
+
+
+def _finite_numbers(plan: Plan, x: Array) -> tuple[Array, Array]:
+    """`x` with 0 in place of NaN and ∞, and whether each row had neither of them."""
+    xp: Any = plan.xp
+    if plan.library == "torch" and not plan.is_differentiated and x.shape[-1] > 0:
+        # Three passes over the memory. PyTorch's `isfinite` alone takes six.
+        largest = xp.linalg.vector_norm(x, ord=math.inf, axis=-1)
+        return xp.nan_to_num(x, 0.0, 0.0, 0.0), largest < math.inf
+    is_finite = xp.isfinite(x)
+    return xp.where(is_finite, x, 0.0), xp.all(is_finite, axis=-1)
 
 
 def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:

@@ -124,7 +124,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
         if not plan.has_mask:
             out = _with_nan(plan, out, query, key)
         elif operands.nonfinite is not None:
-            out = out + four_axes(plan, causal_nan(plan, operands))
+            out = out + four_axes(plan, plan.xp.astype(causal_nan(plan, operands), out.dtype))
     if len(plan.batch) == 1:
         out = out[0]
     elif len(plan.batch) != 2:
@@ -168,15 +168,14 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
 
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
-    xp, scale = plan.xp, operands.multiplier
+    scale = operands.multiplier
     arrays: Any = operands[:3]
     q, k, v = arrays
     if scale is plan.factors and plan.fits_sdpa:
         scale = plan.kernel_factors  # has four axes, so that the product has them too
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
-        q = q if q.dtype == plan.compute else xp.astype(q, plan.compute)
-        q, scale = q * scale, 1.0
+        q, scale = _scaled(plan, q, scale), 1.0
     if not plan.fits_sdpa:
         q, k, v = (_fitted(plan, x) for x in (q, k, v))
     elif len(plan.batch) == 1:
@@ -185,6 +184,16 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
         # The kernel needs contiguous rows.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v, scale
+
+
+def _scaled(plan: Plan, query: Any, scale: Any) -> Any:
+    """The query times the scale, which the compute dtype holds."""
+    dtype = _kernel_dtype(plan)
+    is_plain = not (plan.is_differentiated or plan.is_transformed or plan.frame.is_compiling)
+    if is_plain and query.dtype == dtype != plan.compute and not isinstance(scale, float):
+        # PyTorch multiplies in the wider dtype, and rounds in the same pass over the memory.
+        return plan.xp.mul(query, scale, out=query.new_empty(0))
+    return plan.xp.astype(query, plan.compute, copy=False) * scale
 
 
 def _fitted(plan: Plan, x: Any) -> Any:

@@ -38,6 +38,32 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     return kernels.why_not(plan, order)
 
 
+def why_not_unnamed(plan: Plan, order: float | None) -> str | None:
+    """The reason why the Triton kernels do not compute a call that does not name them, or None.
+
+    They do where they were measured: entropies without gradients on a GPU like the H200. There they
+    take a fortieth of the generic pass's time, and are as accurate.
+    """
+    if order is None or plan.n_values is not None or plan.is_differentiated:
+        return "it runs only if `implementation` is 'triton'"
+    if not plan.has_plain_tensors or _kind(plan.device) != "hopper":
+        return "it has not been timed on such a device: it runs only if `implementation` is 'triton'"
+    return _failure(plan.device)
+
+
+@functools.cache
+def _failure(device: Any) -> str | None:
+    """The reason why Triton cannot compile kernels here, or None. It needs a compiler for C."""
+    import torch
+
+    x = torch.zeros((1, 1, 1, 16), dtype=torch.float16, device=device)
+    try:
+        _forward(x, x, None, x[..., :1].float(), None, True, False, torch.float32)
+    except Exception as error:
+        return f"Triton cannot compile its kernels here: {error}"
+    return None
+
+
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev)."""
     out, *_ = _results(plan, operands, has_moment=False)
@@ -57,7 +83,7 @@ def _results(plan: Plan, operands: Operands, *, has_moment: bool) -> tuple[Any, 
     The moment is None if it is not asked for.
     """
     arrays = [
-        None if x is None else _with_contiguous_rows(kernels.with_four_axes(plan, x))
+        None if x is None else _in_blocks(kernels.with_four_axes(plan, x))
         for x in (operands.query, operands.key, operands.value)
     ]
     factor: Any = kernels.factor(plan, operands)
@@ -65,11 +91,23 @@ def _results(plan: Plan, operands: Operands, *, has_moment: bool) -> tuple[Any, 
     if interval is not None:
         interval = tuple(x.contiguous() for x in interval)
     dtype = plan.compute if has_moment else plan.dtype
-    return _attend().apply(*arrays, factor.contiguous(), interval, has_moment, dtype)
+    out, *columns = _attend().apply(*arrays, factor.contiguous(), interval, has_moment, dtype)
+    return None if out is None else out[..., : plan.n_values], *columns
 
 
-def _with_contiguous_rows(x: Any) -> Any:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _in_blocks(x: Any) -> Any:
+    """The array with rows of a width that is a power of 2, which begin at multiples of 16 numbers.
+
+    Triton 3.6 computed wrong outputs from rows of 12 float16 numbers on a GPU. Rows that begin at
+    multiples of 16 numbers are also copied faster to the shared memory.
+    """
+    import torch
+
+    from isentropic._attention.triton_kernels import block_width
+
+    x = torch.nn.functional.pad(x, (0, block_width(x.shape[-1]) - x.shape[-1]))
+    is_aligned = x.stride(-1) == 1 and not any(n % 16 for n in (*x.stride()[:-1], x.storage_offset()))
+    return x if is_aligned else x.contiguous()
 
 
 @functools.cache
@@ -129,18 +167,24 @@ def _sizes(kernel: Any, query: Any, value: Any) -> Any:
     from isentropic._attention.triton_kernels import configuration
 
     width = max(query.shape[-1], 0 if value is None else value.shape[-1])
-    return configuration(kernel, width, query.itemsize, _is_amd())
+    kind = _kind(query.device)
+    return configuration(kernel, width, query.itemsize, kind, has_value=value is not None)
 
 
-def _is_amd() -> bool:
+@functools.cache
+def _kind(device: Any) -> str:
+    """Which GPU a device is: "nvidia", "hopper" or "amd"."""
     import torch
 
-    return torch.version.hip is not None
+    if torch.version.hip is not None:
+        return "amd"
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return "hopper" if is_hopper else "nvidia"
 
 
 def _common(query: Any, key: Any, value: Any, interval: Any, sizes: Any) -> dict[str, Any]:
     """The arguments that the kernels share."""
-    from isentropic._attention.triton_kernels import block_width, precision
+    from isentropic._attention.triton_kernels import precision
 
     names = ("batch", "head", "row")
     strides = {
@@ -148,19 +192,16 @@ def _common(query: Any, key: Any, value: Any, interval: Any, sizes: Any) -> dict
         for array, x in (("q", query), ("k", key), ("v", value))
         for name, stride in zip(names, (query if x is None else x).stride(), strict=False)
     }
-    width, n_values = query.shape[-1], 0 if value is None else value.shape[-1]
     return strides | {
         "heads": query.shape[1],
         "group": query.shape[1] // key.shape[1],
         "L": query.shape[2],
         "S": key.shape[2],
-        "WIDTH": width,
-        "N_VALUES": n_values,
-        "BLOCK": block_width(width),
-        "VALUE_BLOCK": block_width(n_values),
+        "WIDTH": query.shape[-1],
+        "VALUE_WIDTH": 16 if value is None else value.shape[-1],
         "HAS_VALUE": value is not None,
         "HAS_MASK": interval is not None,
-        "PRECISION": precision(_is_amd()),
+        "PRECISION": precision(_kind(query.device)),
         "ROWS": sizes.rows,
         "COLUMNS": sizes.columns,
         "num_warps": sizes.warps,

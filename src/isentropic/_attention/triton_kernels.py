@@ -8,6 +8,7 @@ as GPUs have an instruction for 2ˣ.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import triton
@@ -29,25 +30,28 @@ class Configuration(NamedTuple):
     stages: int
 
 
-# Configurations by kernel, vendor, bytes per number and largest width of heads. Every kernel compiles
-# without spilled registers, and it fits in the 99 KiB of shared memory that GPUs of NVIDIA have since
-# sm_80, or the 64 KiB of AMD's.
+# Configurations by kernel, GPU, bytes per number and largest width of heads. Those of "nvidia" and
+# "amd" spill no registers, and fit in the 99 KiB of shared memory that GPUs of NVIDIA have since sm_80,
+# or in the 64 KiB of AMD's. Those of "hopper" (sm_90) were the fastest on an H200, in half precision.
 _SIZES = {
     "state_kernel": {
         "nvidia": {
             2: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
             4: {64: (128, 16, 8, 2), 128: (32, 16, 8, 2)},
         },
+        "hopper": {2: {64: (128, 64, 8, 3), 128: (64, 64, 4, 3)}},
         "amd": {
             2: {64: (128, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
             4: {64: (64, 32, 8, 2), 128: (64, 32, 8, 1)},
         },
     },
+    "state_kernel without values": {"hopper": {2: {128: (128, 64, 4, 2)}}},
     "gradient_kernel": {
         "nvidia": {
             2: {64: (64, 32, 8, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
             4: {64: (16, 32, 8, 1), 128: (16, 16, 8, 1)},
         },
+        "hopper": {2: {64: (64, 64, 8, 2)}},
         "amd": {
             2: {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1)},
             4: {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
@@ -56,98 +60,94 @@ _SIZES = {
 }
 
 
-def configuration(kernel: Any, width: int, itemsize: int, is_amd: bool) -> Configuration:
-    """The configuration of a kernel for heads of `width` numbers of `itemsize` bytes each, 2 or 4."""
-    sizes = _SIZES[kernel.__name__]["amd" if is_amd else "nvidia"][itemsize]
-    return Configuration(*sizes[next(size for size in sizes if width <= size)])
+def configuration(
+    kernel: Any, width: int, itemsize: int, gpu: str, *, has_value: bool = True
+) -> Configuration:
+    """The configuration of a kernel for heads of `width` numbers of `itemsize` bytes each, 2 or 4.
+
+    `gpu` is "nvidia", "hopper" or "amd".
+    """
+    names = [] if has_value else [f"{kernel.__name__} without values"]
+    gpus = ["hopper", "nvidia"] if gpu == "hopper" else [gpu]
+    for name, kind in itertools.product([*names, kernel.__name__], gpus):
+        sizes = _SIZES.get(name, {}).get(kind, {}).get(itemsize, {})
+        for size, numbers in sizes.items():
+            if width <= size:
+                return Configuration(*numbers)
+    raise AssertionError(f"no configuration for heads of {width} numbers")
 
 
-def precision(is_amd: bool) -> str:
+def precision(gpu: str) -> str:
     """The `input_precision` that is accurate to float32: three TF32 products on NVIDIA, IEEE on AMD."""
-    return "ieee" if is_amd else "tf32x3"
+    return "ieee" if gpu == "amd" else "tf32x3"
 
 
 def block_width(width: int) -> int:
-    """The width of the blocks that hold heads: a power of 2, and at least what tensor cores take."""
+    """The width of the rows that hold heads: a power of 2, and at least what tensor cores take."""
     return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
-def load_rows(X, start, stride, n, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a matrix (n, WIDTH), with zeros beyond its ends."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+def load_rows(
+    X, start, stride, n, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALL_INSIDE: tl.constexpr = False
+):
+    """Rows of a matrix (n, WIDTH), with zeros beyond its end; ALL_INSIDE if it has all the rows."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = X + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    is_inside = start + row[:, None] < n
-    if WIDTH != BLOCK:
-        is_inside = is_inside & (column[None, :] < WIDTH)
-    return tl.load(pointers, mask=is_inside, other=0.0)
+    if ALL_INSIDE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=start + row[:, None] < n, other=0.0)
 
 
 @triton.jit
-def store_rows(X, x, start, n, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(X, x, start, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Write rows of a contiguous matrix (n, WIDTH)."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = X + tl.cast(start, tl.int64) * WIDTH + row[:, None] * WIDTH + column[None, :]
-    is_inside = (start + row[:, None] < n) & (column[None, :] < WIDTH)
+    is_inside = start + row[:, None] < n
     tl.store(pointers, x.to(X.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
-def add_rows(X, x, start, n, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def add_rows(X, x, start, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Add to rows of a contiguous matrix (n, WIDTH), to which other programs add at the same time."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = X + tl.cast(start, tl.int64) * WIDTH + row[:, None] * WIDTH + column[None, :]
-    is_inside = (start + row[:, None] < n) & (column[None, :] < WIDTH)
+    is_inside = start + row[:, None] < n
     tl.atomic_add(pointers, x, mask=is_inside, sem="relaxed")
 
 
 @triton.jit
-def state_kernel(
-    Q, K, V, FACTOR, FIRST, END, OUT, MAXIMUM, NORMALIZER, MOMENT, ARGMAX,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    heads, group, L, S,
-    WIDTH: tl.constexpr, N_VALUES: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+def pass_over_keys(
+    q, factor, first, end, K, V, k_row, v_row, S, low, skipped, resumed, high,
+    maximum, normalizer, moment, argmax, total,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     HAS_VALUE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MOMENT: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Output, maximum, normalizer and moment of a block of queries, in one pass over the keys."""
-    n_blocks = tl.cdiv(L, ROWS)
-    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
-    start = tl.program_id(0) % n_blocks * ROWS
-    batch, head = sequence // heads, sequence % heads
-    row = start + tl.arange(0, ROWS)
-    at_row = sequence * L + row
-    is_row = row < L
-    K += batch * k_batch + head // group * k_head
-    q = load_rows(Q + batch * q_batch + head * q_head, start, q_row, L, WIDTH, ROWS, BLOCK)
-    factor = tl.load(FACTOR + at_row, mask=is_row, other=0.0) * LOG2_E
+    """The sums, and those of the tiles from `low` to `skipped` and from `resumed` to `high`.
 
-    low, high = 0, S
-    if HAS_MASK:
-        first = tl.load(FIRST + at_row, mask=is_row, other=S)
-        end = tl.minimum(tl.load(END + at_row, mask=is_row, other=0), S)
-        low = tl.maximum(tl.min(first, 0), 0) // COLUMNS * COLUMNS
-        high = tl.max(end, 0)
-    maximum = tl.full((ROWS,), -float("inf"), tl.float32)
-    normalizer = tl.zeros((ROWS,), tl.float32)
-    moment = tl.zeros((ROWS,), tl.float32)
-    argmax = tl.zeros((ROWS,), tl.int32)
-    total = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
-
-    for block in range(low, high, COLUMNS):
+    ALL_SEEN if all queries see all keys of these tiles.
+    """
+    for position in range(low, high - resumed + skipped, COLUMNS):
+        block = tl.where(position < skipped, position, position - skipped + resumed)
         column = block + tl.arange(0, COLUMNS)
-        k = load_rows(K, block, k_row, S, WIDTH, COLUMNS, BLOCK)
+        k = load_rows(K, block, k_row, S, COLUMNS, WIDTH, ALL_SEEN)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
-        if HAS_MASK:
-            is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
-        else:
-            is_seen = column[None, :] < S
-        s = tl.where(is_seen, s, -float("inf"))
+        if not ALL_SEEN:
+            if HAS_MASK:
+                is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
+            else:
+                is_seen = column[None, :] < S
+            s = tl.where(is_seen, s, -float("inf"))
 
         highest = tl.max(s, 1)
         if HAS_ARGMAX:
             here = tl.min(tl.where(s == highest[:, None], column[None, :], S), 1)
-            argmax = tl.where(highest > maximum, here, argmax)
+            here = tl.where(highest == maximum, tl.minimum(here, argmax), here)
+            argmax = tl.where(highest >= maximum, here, argmax)
         highest = tl.maximum(highest, maximum)
         # Where no key was seen so far, there is nothing to shift, and −∞ − (−∞) is NaN.
         shift = tl.where(normalizer > 0, maximum - highest, 0.0)
@@ -160,10 +160,63 @@ def state_kernel(
         normalizer = shrink * normalizer + tl.sum(p, 1)
         maximum = highest
         if HAS_VALUE:
-            v_rows = V + batch * v_batch + head // group * v_head
-            v = load_rows(v_rows, block, v_row, S, N_VALUES, COLUMNS, VALUE_BLOCK)
+            v = load_rows(V, block, v_row, S, COLUMNS, VALUE_WIDTH, ALL_SEEN)
             total *= shrink[:, None]
             total = tl.dot(p.to(v.dtype), v, total, input_precision=PRECISION)
+    return maximum, normalizer, moment, argmax, total
+
+
+@triton.jit
+def state_kernel(
+    Q, K, V, FACTOR, FIRST, END, OUT, MAXIMUM, NORMALIZER, MOMENT, ARGMAX,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    heads, group, L, S,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    HAS_VALUE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MOMENT: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Output, maximum, normalizer and moment of a block of queries, in one pass over the keys."""
+    n_blocks = tl.cdiv(L, ROWS)
+    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
+    start = tl.program_id(0) % n_blocks * ROWS
+    batch, head = sequence // heads, sequence % heads
+    row = start + tl.arange(0, ROWS)
+    at_row = sequence * L + row
+    is_row = row < L
+    K += batch * k_batch + head // group * k_head
+    q = load_rows(Q + batch * q_batch + head * q_head, start, q_row, L, ROWS, WIDTH)
+    factor = tl.load(FACTOR + at_row, mask=is_row, other=0.0) * LOG2_E
+
+    # All queries of the block see all keys from `all_low` to `all_high`. The other tiles come first.
+    low, high, all_low, all_high = 0, S, 0, S // COLUMNS * COLUMNS
+    first, end = 0, S
+    if HAS_MASK:
+        first = tl.load(FIRST + at_row, mask=is_row, other=S)
+        end = tl.minimum(tl.load(END + at_row, mask=is_row, other=0), S)
+        low = tl.maximum(tl.min(first, 0), 0) // COLUMNS * COLUMNS
+        high = tl.maximum(tl.max(end, 0), low)
+        all_low = tl.cdiv(tl.max(tl.where(is_row, first, 0), 0), COLUMNS) * COLUMNS
+        all_high = tl.min(tl.where(is_row, end, S), 0) // COLUMNS * COLUMNS
+        all_low = tl.minimum(tl.maximum(all_low, low), tl.cdiv(high, COLUMNS) * COLUMNS)
+        all_high = tl.maximum(all_high, all_low)
+    if HAS_VALUE:
+        V += batch * v_batch + head // group * v_head
+    maximum = tl.full((ROWS,), -float("inf"), tl.float32)
+    normalizer = tl.zeros((ROWS,), tl.float32)
+    moment = tl.zeros((ROWS,), tl.float32)
+    argmax = tl.zeros((ROWS,), tl.int32)
+    total = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+
+    maximum, normalizer, moment, argmax, total = pass_over_keys(
+        q, factor, first, end, K, V, k_row, v_row, S, low, all_low, all_high, high,
+        maximum, normalizer, moment, argmax, total, WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_MASK,
+        HAS_MOMENT, HAS_ARGMAX, PRECISION, COLUMNS, False,
+    )  # fmt: skip
+    maximum, normalizer, moment, argmax, total = pass_over_keys(
+        q, factor, first, end, K, V, k_row, v_row, S, all_low, all_low, all_low, all_high,
+        maximum, normalizer, moment, argmax, total, WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_MASK,
+        HAS_MOMENT, HAS_ARGMAX, PRECISION, COLUMNS, True,
+    )  # fmt: skip
 
     # The running maximum ignores NaN, and the normalizer does not.
     maximum = tl.where(normalizer == normalizer, maximum * LOG_2, normalizer)
@@ -176,7 +229,7 @@ def state_kernel(
     if HAS_VALUE:
         is_empty = normalizer == 0
         out = tl.where(is_empty[:, None], 0.0, total / tl.where(is_empty, 1.0, normalizer)[:, None])
-        store_rows(OUT + sequence * L * N_VALUES, out, start, L, N_VALUES, ROWS, VALUE_BLOCK)
+        store_rows(OUT + sequence * L * VALUE_WIDTH, out, start, L, ROWS, VALUE_WIDTH)
 
 
 @triton.jit
@@ -185,7 +238,7 @@ def gradient_kernel(
     DQ, DK, DV,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     heads, group, L, S,
-    WIDTH: tl.constexpr, N_VALUES: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     HAS_VALUE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MOMENT: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -200,12 +253,12 @@ def gradient_kernel(
     groups = heads // group
     batch, key_head = sequence // groups, sequence % groups
     column = start + tl.arange(0, COLUMNS)
-    k = load_rows(K + batch * k_batch + key_head * k_head, start, k_row, S, WIDTH, COLUMNS, BLOCK)
-    dk = tl.zeros((COLUMNS, BLOCK), tl.float32)
-    dv = tl.zeros((COLUMNS, VALUE_BLOCK), tl.float32)
+    k = load_rows(K + batch * k_batch + key_head * k_head, start, k_row, S, COLUMNS, WIDTH)
+    dk = tl.zeros((COLUMNS, WIDTH), tl.float32)
+    dv = tl.zeros((COLUMNS, VALUE_WIDTH), tl.float32)
     if HAS_VALUE:
         V += batch * v_batch + key_head * v_head
-        v = load_rows(V, start, v_row, S, N_VALUES, COLUMNS, VALUE_BLOCK)
+        v = load_rows(V, start, v_row, S, COLUMNS, VALUE_WIDTH)
 
     for member in range(0, group):
         head = key_head * group + member
@@ -219,7 +272,7 @@ def gradient_kernel(
             row = block + tl.arange(0, ROWS)
             at_row = query_sequence * L + row
             is_row = row < L
-            q = load_rows(Q + batch * q_batch + head * q_head, block, q_row, L, WIDTH, ROWS, BLOCK)
+            q = load_rows(Q + batch * q_batch + head * q_head, block, q_row, L, ROWS, WIDTH)
             factor = tl.load(FACTOR + at_row, mask=is_row, other=0.0)
             maximum = tl.load(MAXIMUM + at_row, mask=is_row, other=0.0) * LOG2_E
             inverse = tl.load(INVERSE + at_row, mask=is_row, other=0.0)
@@ -240,8 +293,8 @@ def gradient_kernel(
                 slope_of_row = tl.load(SLOPE + at_row, mask=is_row, other=0.0) * LOG_2
                 slope += slope_of_row[:, None] * tl.maximum(x, LOWEST_SCORE)
             if HAS_VALUE:
-                g_rows = G + query_sequence * L * N_VALUES
-                g = load_rows(g_rows, block, N_VALUES, L, N_VALUES, ROWS, VALUE_BLOCK)
+                g_rows = G + query_sequence * L * VALUE_WIDTH
+                g = load_rows(g_rows, block, VALUE_WIDTH, L, ROWS, VALUE_WIDTH)
                 dv = tl.dot(tl.trans(p.to(g.dtype)), g, dv, input_precision=PRECISION)
                 slope += tl.dot(g, tl.trans(v), input_precision=PRECISION)
             ds = p * slope
@@ -251,10 +304,10 @@ def gradient_kernel(
                 ds += tl.where(argmax[:, None] == column[None, :], rest[:, None], 0.0)
 
             dq = tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-            add_rows(DQ + query_sequence * L * WIDTH, dq, block, L, WIDTH, ROWS, BLOCK)
+            add_rows(DQ + query_sequence * L * WIDTH, dq, block, L, ROWS, WIDTH)
             scaled = (ds * factor[:, None]).to(q.dtype)
             dk = tl.dot(tl.trans(scaled), q, dk, input_precision=PRECISION)
 
-    store_rows(DK + sequence * S * WIDTH, dk, start, S, WIDTH, COLUMNS, BLOCK)
+    store_rows(DK + sequence * S * WIDTH, dk, start, S, COLUMNS, WIDTH)
     if HAS_VALUE:
-        store_rows(DV + sequence * S * N_VALUES, dv, start, S, N_VALUES, COLUMNS, VALUE_BLOCK)
+        store_rows(DV + sequence * S * VALUE_WIDTH, dv, start, S, COLUMNS, VALUE_WIDTH)

@@ -250,9 +250,10 @@ def _apply_in_turn(xp: Any, factors: list[Array], rows: Array, trail: int) -> Ar
     shape = rows.shape
     size, n = shape[0] * shape[1], shape[1] // trail
     z = xp.permute_dims(xp.reshape(rows, (shape[0], n, trail)), (0, 2, 1))
+    precision = matmul_precision()
     for factor in reversed(factors):
         f = factor.shape[0]
-        z = xp.tensordot(factor, xp.reshape(z, (size // f, f)), axes=(1, 1), precision=matmul_precision())
+        z = xp.tensordot(factor, xp.reshape(z, (size // f, f)), axes=(1, 1), precision=precision)
     z = xp.reshape(z, (n, shape[0], trail))
     return xp.reshape(xp.permute_dims(z, (1, 0, 2)), shape)
 
