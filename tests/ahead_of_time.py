@@ -99,8 +99,7 @@ def compile_one(name):
     else:
         target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     present = set(parts[0].split("+")) if parts else set(ARRAYS)
-    has_value = "value" in present
-    sizes = triton_kernels.configuration(kernel, int(width), itemsize, gpu, has_value=has_value)
+    sizes = triton_kernels.configuration(kernel, int(width), itemsize, gpu)
     precision = triton_kernels.precision(gpu)
     text = source(kernel, short, int(width), precision, sizes, present)
     compiled = triton.compile(

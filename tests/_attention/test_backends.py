@@ -187,7 +187,7 @@ class TestBackends:
             (name,) = [name for name, why in found.items() if why == "runs"]
             expected = {"numpy": "numpy", "torch": "sdpa" if values is not None else "numpy"}
             if backend.name == "torch:cuda":
-                expected["torch"] = "sdpa" if values is not None else "triton"
+                expected["torch"] = "sdpa" if values is not None else "generic"
             if backend.library in expected:
                 assert name == expected[backend.library]
             elif backend.library == "strict":

@@ -8,7 +8,6 @@ as GPUs have an instruction for 2ˣ.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import triton
@@ -32,26 +31,25 @@ class Configuration(NamedTuple):
 
 # Configurations by kernel, GPU, bytes per number and largest width of heads. Those of "nvidia" and
 # "amd" spill no registers, and fit in the 99 KiB of shared memory that GPUs of NVIDIA have since sm_80,
-# or in the 64 KiB of AMD's. Those of "hopper" (sm_90) were the fastest on an H200, in half precision.
+# or in the 64 KiB of AMD's. Those of "hopper" (sm_90) were the fastest of those timed on an H200.
 _SIZES = {
     "state_kernel": {
         "nvidia": {
             2: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
             4: {64: (128, 16, 8, 2), 128: (32, 16, 8, 2)},
         },
-        "hopper": {2: {64: (128, 64, 8, 3), 128: (64, 64, 4, 3)}},
+        "hopper": {2: {128: (64, 64, 4, 3)}},
         "amd": {
             2: {64: (128, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
             4: {64: (64, 32, 8, 2), 128: (64, 32, 8, 1)},
         },
     },
-    "state_kernel without values": {"hopper": {2: {128: (128, 64, 4, 2)}}},
     "gradient_kernel": {
         "nvidia": {
             2: {64: (64, 32, 8, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
             4: {64: (16, 32, 8, 1), 128: (16, 16, 8, 1)},
         },
-        "hopper": {2: {64: (64, 64, 8, 2)}},
+        "hopper": {2: {128: (64, 64, 8, 1)}},
         "amd": {
             2: {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1)},
             4: {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
@@ -60,21 +58,28 @@ _SIZES = {
 }
 
 
-def configuration(
-    kernel: Any, width: int, itemsize: int, gpu: str, *, has_value: bool = True
-) -> Configuration:
+def configuration(kernel: Any, width: int, itemsize: int, gpu: str) -> Configuration:
     """The configuration of a kernel for heads of `width` numbers of `itemsize` bytes each, 2 or 4.
 
     `gpu` is "nvidia", "hopper" or "amd".
     """
-    names = [] if has_value else [f"{kernel.__name__} without values"]
-    gpus = ["hopper", "nvidia"] if gpu == "hopper" else [gpu]
-    for name, kind in itertools.product([*names, kernel.__name__], gpus):
-        sizes = _SIZES.get(name, {}).get(kind, {}).get(itemsize, {})
-        for size, numbers in sizes.items():
-            if width <= size:
-                return Configuration(*numbers)
-    raise AssertionError(f"no configuration for heads of {width} numbers")
+    timed = _configuration(kernel, width, itemsize, gpu) if gpu == "hopper" else None
+    found = timed or _configuration(kernel, width, itemsize, "nvidia" if gpu == "hopper" else gpu)
+    if found is None:
+        raise AssertionError(f"no configuration for heads of {width} numbers")
+    return found
+
+
+def is_timed(width: int, itemsize: int, gpu: str) -> bool:
+    """Whether the forward kernel has been timed for such heads on such a GPU."""
+    return gpu == "hopper" and _configuration(state_kernel, width, itemsize, gpu) is not None
+
+
+def _configuration(kernel: Any, width: int, itemsize: int, gpu: str) -> Configuration | None:
+    for size, numbers in _SIZES[kernel.__name__][gpu].get(itemsize, {}).items():
+        if width <= size:
+            return Configuration(*numbers)
+    return None
 
 
 def precision(gpu: str) -> str:
