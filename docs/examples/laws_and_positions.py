@@ -83,7 +83,7 @@ CALLED = {
     "NTK": "with NTK",
 }
 POSITIONS = tuple(x for x in COLUMNS if x != EXTENDED)  # on all documents
-NOT_HERE = {HELD, "constant and one slope", *smollm2.TWO_NUMBERS}
+NOT_HERE = {HELD, "constant and one slope", *smollm2.TRAINED_NUMBERS}
 LAWS = tuple(
     name for name, arm in smollm2.ARMS.items() if arm.positions == EXTENDED and name not in NOT_HERE
 )

@@ -273,12 +273,20 @@ class TestFit:
 
         assert mean(smollm2.laws_of(smollm2.Arm(), slopes)) < mean(None) - 1e-3
 
-    @pytest.mark.parametrize("per", ["layer", "head"])
-    def test_of_two_numbers_lowers_the_loss(self, model, monkeypatch, per):
+    @pytest.mark.parametrize(
+        ("per", "name"),
+        [
+            ("layer", "two numbers per layer"),
+            ("head", "two numbers per head"),
+            ("head", "constant per head"),
+        ],
+    )
+    def test_of_constants_lowers_the_loss(self, model, monkeypatch, per, name):
         monkeypatch.setattr(smollm2, "RATE", 0.1)
         documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
         job, start = smollm2.Fit(per, 8, smollm2.TEMPERATURE), laws.Constant(smollm2.TEMPERATURE)
-        found = smollm2.fit(model, documents * 4, job, two_numbers=True)
+        found = smollm2.fit(model, documents * 4, job, trained=smollm2.TRAINED_NUMBERS[name])
+        assert ("slopes" in found) == (name != "constant per head")
         constants = torch.tensor(found["constants"])
         assert constants.shape == (LAYERS, HEADS if per == "head" else 1)
         assert (constants != smollm2.TEMPERATURE).all()
@@ -286,7 +294,7 @@ class TestFit:
         def mean(law):
             return sum(full_pass(model, x, law)[TRAINED:].mean() for x in documents)
 
-        law = smollm2.laws_of(smollm2.Arm(), found["slopes"], found["constants"])
+        law = smollm2.laws_of(smollm2.Arm(), found.get("slopes"), found["constants"])
         assert mean(law) < mean(start) - 1e-3
 
     @pytest.mark.parametrize("constant", [None, smollm2.TEMPERATURE])
@@ -294,7 +302,8 @@ class TestFit:
         """`huggingface.tune` makes the laws of "slope per head" and "two numbers per head"."""
         documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
         job = smollm2.Fit("head", 2, constant or 1.0)
-        fitted = smollm2.fit(model, documents, job, two_numbers=constant is not None)
+        trained = ("slopes", "constants") if constant else ("slopes",)
+        fitted = smollm2.fit(model, documents, job, trained=trained)
         constants = fitted.get("constants", [[1.0] * HEADS] * LAYERS)
         found = huggingface.tune(
             model,
