@@ -123,8 +123,9 @@ def attention(
     implementation : str, optional
         The backend that computes the call. None chooses the fastest one that can. "generic" is the pass
         over tiles that is the same for all libraries, and "native" is any other backend that None can
-        choose. "triton" and "pallas", kernels for PyTorch and JAX on a GPU, run only if they are named.
-        `attention_backends` describes all of them. A backend that cannot compute the call is an error.
+        choose. "triton" and "pallas" are kernels for PyTorch and JAX on a GPU. They run only if they
+        are named, with an exception that `attention_backends` describes, as it does all backends. A
+        backend that cannot compute the call is an error.
 
     Returns
     -------
@@ -662,8 +663,9 @@ def attention_backends(
     - *torch*: the pass over tiles with operations in place, whose gradient computes the tiles again.
       For large calls in the memory of the host NumPy computes its forward pass.
     - *xla*: the same tiles for JAX on a CPU, one head at a time.
-    - *triton* and *pallas*: kernels of this library for PyTorch and JAX on a GPU, which run only if
-      `implementation` names them.
+    - *triton* and *pallas*: kernels of this library for PyTorch and JAX on a GPU. They run only if
+      `implementation` names them, except that Triton's computes entropies of half precision without
+      gradients on GPUs of NVIDIA's Hopper, where it has been timed.
     - *generic*: the pass over tiles that is the same for all libraries.
 
     `attention_weights` and `attention_statistics` always take the generic pass. So does the second pass
