@@ -95,6 +95,8 @@ class TestFirst:
         assert all(len(arm["accuracy"]) == len(arm["entropy"]) == 2 for arm in found.values())
         again = first.work((kind, 0))
         assert again == found
+        if kind == "O":
+            assert first.further(0) == [found[arm]["accuracy"][-1] for arm in first.PAIRS[0]]
 
     def test_what_holds_for_every_seed(self):
         results = experiment.load("first")
