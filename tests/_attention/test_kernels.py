@@ -105,10 +105,10 @@ def exact(backend, arrays, slope, **options):
 def assert_same(got, expected, tolerance):
     assert got.keys() == expected.keys()
     for name, x in got.items():
-        size = np.abs(np.where(np.isfinite(expected[name]), expected[name], 0)).max()
-        np.testing.assert_allclose(
-            x, expected[name], atol=tolerance * max(size, 1), rtol=0, err_msg=name
-        )
+        size = max(np.abs(np.where(np.isfinite(expected[name]), expected[name], 0)).max(), 1)
+        if name == "gradient of slope":
+            size *= 3  # its terms, one for each query, cancel to less than a tenth of their sizes
+        np.testing.assert_allclose(x, expected[name], atol=tolerance * size, rtol=0, err_msg=name)
 
 
 class TestAgainstGeneric:
