@@ -678,7 +678,7 @@ def fits_of(size: Size) -> dict[str, int]:
 def fitted(
     name: str, documents: Sequence[Document], size: Size, converted: Path, folder: Path
 ) -> dict[str, Any]:
-    """The numbers of a law: slopes, or entropies."""
+    """The numbers of a law: slopes, constants, or entropies."""
     model, _ = load(converted)
     settings: dict[str, Any] = {"trained": TRAINED, "length": size.length, "chunk": CHUNK, "rate": RATE}
     if name in FITS:
@@ -817,14 +817,14 @@ def decisions_table(results: dict) -> str:
     return table(["gain in nats per token", "beyond", "within", "copied"], rows)
 
 
-def slopes_table(results: dict) -> str:
+def numbers_table(results: dict) -> str:
     rows = []
-    fits = {name: x for name, x in results["fits"].items() if "slopes" in x}
-    for name, found in fits.items():
-        values = sorted(x for layer in found["slopes"] for x in layer)
-        cuts = (values[0], statistics.median(values), values[-1])
-        rows.append([name, *(f"{x:+.3f}" for x in cuts)])
-    return table(["slope per ln n", "least", "median", "greatest"], rows)
+    for kind, title in (("slopes", "slope per ln n"), ("constants", "constant")):
+        for name, found in results["fits"].items():
+            if values := sorted(x for layer in found.get(kind) or () for x in layer):
+                cuts = (values[0], statistics.median(values), values[-1])
+                rows.append([name, title, *(f"{x:+.3f}" for x in cuts)])
+    return table(["numbers", "", "least", "median", "greatest"], rows)
 
 
 def price_of_positions(results: dict) -> str:
@@ -878,7 +878,7 @@ Is there a law that is better than YaRN's constant beyond the trained length, an
 is at most {LIMIT_WITHIN} nats above that of no law? {by_arm}. The arm that decides is {PRIMARY}; others
 that pass are candidates for other documents.{not_run}{price_of_positions(results)}
 
-{slopes_table(results)}
+{numbers_table(results)}
 """
 
 
@@ -896,7 +896,8 @@ def answer(results: dict[str, Any]) -> str:
         f"{against(ON_TOP, CONSTANT)} more than the constant alone. A trained constant and slope for "
         f"each head bring {against(TWO_NUMBERS[1], CONSTANT)} more than that constant, and "
         f"{decide(gains(results, TWO_NUMBERS[1], CONSTANT, beyond=False), SMALLEST).interval('+.3f')} "
-        "within the trained length."
+        f"within the trained length. Constants alone do the same: the slopes add "
+        f"{against(TWO_NUMBERS[1], CONSTANTS)} to them."
     )
 
 
