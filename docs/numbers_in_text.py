@@ -33,19 +33,30 @@ def readme() -> dict[str, str]:
     model = load("smollm2")
     clamped = load("laws_and_positions")["positions"]["clamped"]
 
-    def nats(arm: str, other: str, arms: dict = model["arms"]) -> str:
+    def nats(arm: str, other: str, arms: dict = model["arms"], beyond: bool = True) -> str:
         """The gain of a language model in nats per token, with its interval."""
-        # The mean loss of each text beyond the trained length, in bands of one width.
-        first = model["edges"].index(8192)
-        a, b = ([fmean(x["bands"][first:]) for x in arms[y].values()] for y in (arm, other))
+        # The mean loss of each text beyond the trained length or within it, in bands of one width.
+        trained = model["edges"].index(8192)
+        used = slice(trained, None) if beyond else slice(trained)
+        a, b = ([fmean(x["bands"][used]) for x in arms[y].values()] for y in (arm, other))
         return _interval([y - x for x, y in zip(a, b, strict=True)], "+.3f")
 
+    first = load("first")
+    of_arms = ([x["accuracy"][-1] for x in first["arms"][arm]] for arm in ("O + law", "O"))
+    pairs = [*zip(*of_arms, strict=True), *first["further"]]
+    with_law, without = (sum(x < first["guesses"] for x in of) for of in zip(*pairs, strict=True))
     recall = load("recall")["tasks"]["recall"]
     law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
     return {
         "retrieval": gain("max_retrieval", "log", "constant", 1024, 1024),
         "masked": gain("masked_language", "O + law", "O", 128, 1024),
         "clamped": gain("masked_language", "O, ReRoPE", "O", 128, 1024),
+        "constants": nats("constant per head", "YaRN's constant"),
+        "constants-within": nats("constant per head", "YaRN's constant", beyond=False),
+        "slopes-on-constants": nats("two numbers per head", "constant per head"),
+        "first-models": str(len(pairs)),
+        "first-plain": str(without),
+        "first-law": str(with_law),
         "language": nats("slope per head", "no law"),
         "constant": nats("slope per head", "YaRN's constant"),
         "log": nats("Su", "no law"),

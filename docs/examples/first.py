@@ -185,7 +185,7 @@ def run(seeds: int) -> dict[str, Any]:
     for part in experiment.run(work, jobs, steps):
         for name, result in part.items():
             arms[name].append(result)
-    return {"lengths": list(LENGTHS), "seeds": seeds, "arms": arms}
+    return {"lengths": list(LENGTHS), "seeds": seeds, "guesses": GUESSES, "arms": arms}
 
 
 def compared(results: dict[str, Any], arm: str, other: str) -> list[tuple[float, float]]:
@@ -194,7 +194,7 @@ def compared(results: dict[str, Any], arm: str, other: str) -> list[tuple[float,
         (a[-1], b[-1]) for a, b in zip(*(accuracies(results, x) for x in (arm, other)), strict=True)
     ]
     if (arm, other) == PAIRS[0]:
-        pairs += [(a, b) for a, b in results.get("further", [])]
+        pairs += [(a, b) for a, b in results["further"]]
     return pairs
 
 
@@ -259,7 +259,7 @@ def report(results: dict[str, Any]) -> str:
         [[arm, *(at_chance(results, arm, i) for i in range(len(lengths)))] for arm in ARMS],
     )
     decisions = table(
-        [f"n = {lengths[-1]}", "seeds", "points [95 % interval]", "verdict"],
+        [f"n = {lengths[-1]}", "seeds", "points [interval]", "verdict"],
         (
             [f"{arm} against {other}", len(compared(results, arm, other)), found.interval(), found]
             for arm, other in PAIRS
@@ -289,7 +289,8 @@ A model either finds the bit or guesses. So a mean over seeds hides what happens
 {failed}
 
 The differences in accuracy are paired over the seeds. An effect matters from {SMALLEST:g} points. The
-first interval has a confidence of {100 * CONFIDENCE:g} %, because this is the second look at its arms:
+first interval has a confidence of {100 * CONFIDENCE:g} %, because this is the second look at its arms.
+The others have 95 %:
 
 {decisions}
 
