@@ -112,7 +112,7 @@ class TestAgainstFlax:
     @pytest.mark.parametrize(
         ("precision", "expected"),
         [
-            (None, ""),
+            (None, "precision=(Precision.HIGHEST, Precision.HIGHEST)"),
             ("highest", "precision=(Precision.HIGHEST, Precision.HIGHEST)"),
             (jax.lax.Precision.HIGH, "precision=(Precision.HIGH, Precision.HIGH)"),
             (jax.lax.DotAlgorithmPreset.F32_F32_F32, "precision=F32_F32_F32"),
@@ -121,8 +121,12 @@ class TestAgainstFlax:
     def test_precision(self, rng, precision, expected):
         program = str(jax.make_jaxpr(partial(standard, precision=precision))(*arrays(rng)))
         assert program.count("dot_general[") == 2
-        assert program.count("precision=") == 2 * bool(expected)
-        assert program.count(expected or "precision=") == 2 * bool(expected)
+        assert program.count("precision=") == program.count(expected) == 2
+
+    def test_precision_of_jax(self, rng):
+        with jax.default_matmul_precision("high"):
+            program = str(jax.make_jaxpr(standard)(*arrays(rng)))
+        assert program.count("precision=(Precision.HIGH, Precision.HIGH)") == 2
 
 
 class TestNNX:
