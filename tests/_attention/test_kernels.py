@@ -1,4 +1,4 @@
-"""The opt-in kernels of Triton and Pallas agree with the generic pass and an oracle.
+"""The kernels of Triton and Pallas agree with the generic pass and an oracle.
 
 Without a GPU they run in the interpreters of Triton and Pallas. These show that the values are right.
 That Triton's kernels compile is tested in `test_triton_compiler`, that Pallas' lower is tested here.
@@ -24,10 +24,10 @@ KERNELS = {"torch": "triton", "jax": "pallas"}
 
 @pytest.fixture
 def kernel(backend):
-    """The name of the opt-in backend for the arrays of `backend`."""
+    """The name of the kernel's backend for the arrays of `backend`."""
     name = KERNELS.get(backend.library)
     if name is None:
-        pytest.skip("has no opt-in kernels")
+        pytest.skip("has no kernels")
     if name == "triton" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     x = backend.array(np.zeros((2, 2)), "float32")
@@ -161,6 +161,19 @@ class TestAgainstGeneric:
         q, k = (x.swapaxes(-1, -2).contiguous().swapaxes(-1, -2) for x in (q, k))
         backend.assert_close(it.attention(q, k, v, implementation=kernel), expected, atol=1e-5)
 
+    def test_rows_far_apart(self, backend, kernel, rng):
+        # Whose places in a block would not fit in 32 bits. Others are not copied.
+        if kernel != "triton":
+            pytest.skip("has no strides")
+        from isentropic._attention.triton import _in_blocks
+
+        store = backend.array(np.zeros(2**25 + 64), "float16")
+        near, far = (store.as_strided((1, 1, 2, 16), (0, 0, step, 1)) for step in (2**24, 2**25))
+        assert _in_blocks(near) is near
+        assert _in_blocks(far).stride() == (32, 32, 16, 1)
+        offset = store[1:].as_strided((1, 1, 2, 16), (32, 32, 16, 1), 1)
+        assert _in_blocks(offset).storage_offset() == 0
+
     def test_state_with_a_sink(self, backend, kernel, rng):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
         merged = []
@@ -278,6 +291,12 @@ def test_triton_runs_unnamed_where_it_was_timed(backend, kernel, rng, monkeypatc
 
     monkeypatch.setattr(triton, "_kind", lambda device: "hopper")
     set_blocks()  # forgets the backends chosen so far
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Subclass(torch.Tensor):
+        pass
+
     half, single = (backend.array(rng.normal(size=(2, 70, 16)), t) for t in ("float16", "float32"))
 
     def can_run(q, k, v=None):
@@ -289,6 +308,10 @@ def test_triton_runs_unnamed_where_it_was_timed(backend, kernel, rng, monkeypatc
     assert not can_run(half, half, half)
     assert not can_run(single, single)
     assert not can_run(half.clone().requires_grad_(), half)
+    assert not can_run(half[:, :63], half)  # few queries
+    assert not can_run(half.as_subclass(Subclass), half)
+    with FlopCounterMode(display=False):
+        assert not can_run(half, half)
     monkeypatch.setattr(triton, "_kind", lambda device: "nvidia")
     set_blocks()
     assert not can_run(half, half)

@@ -52,8 +52,8 @@ PRODUCTS = {
 # Bytes that a block of threads can have: what GPUs have at least from sm_80 on, and those of others.
 SHARED = {"gfx942": 64 * 1024, "sm_90": 227 * 1024}
 LEAST_SHARED = 99 * 1024
-# Bytes that a thread may keep elsewhere than in registers: none, except where a GPU was the fastest so.
-SPILLED = {"sm_90": 128}
+# Bytes that a thread may keep elsewhere than in registers, where that was the fastest on a GPU of sm_90.
+SPILLED = 128
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,13 @@ def compiled(request):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel(compiled, name):
-    result, architecture = compiled[name], name.split("-")[3]
+    result = compiled[name]
+    _, dtype, width, architecture, *_ = name.split("-")
     assert "error" not in result, result["error"]
     assert set(result["products"]) & PRODUCTS[architecture]
     assert result["shared"] <= SHARED.get(architecture, LEAST_SHARED)
-    assert result["spilled"] <= SPILLED.get(architecture, 0), result
+    may_spill = architecture == "sm_90" and dtype != "float32" and int(width) <= 128
+    assert result["spilled"] <= (SPILLED if may_spill else 0), result
 
 
 def test_hopper_has_its_own_products(compiled):

@@ -16,6 +16,12 @@ from isentropic._numerics import quietly
 
 # For wider heads the kernels need more registers or shared memory than GPUs have.
 _MAX_FLOAT32_WIDTH = 128
+# Where the entropy kernel was faster: heads of up to so many features, and at least a block of queries.
+# It was timed for 64 and 128 features in bfloat16, at 4096 queries and keys. The rest is assumed.
+_MAX_TIMED_WIDTH = 128
+_MIN_TIMED_QUERIES = 64
+# Rows farther apart than so many numbers are copied: places in a block of rows are numbers of 32 bits.
+_MAX_ROW_STRIDE = 2**24
 
 
 def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
@@ -28,7 +34,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "torch.compile traces the call"
     if plan.is_transformed:
         return TRANSFORMED
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if _is_interpreted():
         if plan.dtype == plan.xp.bfloat16:
             return "the interpreter of Triton does not multiply matrices of bfloat16"
     elif plan.device.type == "cpu":
@@ -41,31 +47,39 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
 def why_not_unnamed(plan: Plan, order: float | None) -> str | None:
     """The reason why the Triton kernels do not compute a call that does not name them, or None.
 
-    They do where they have been timed, for entropies without gradients: on a GPU of NVIDIA's Hopper,
-    in half precision. There the generic pass takes tens of times as long, and is not more accurate.
+    They compute entropies of half precision without gradients on NVIDIA's Hopper, where they have been
+    timed. The generic pass takes tens of times as long there. Both have errors of about 1e-6 nats.
     """
     if order is None or plan.n_values is not None or plan.is_differentiated:
         return "it runs only if `implementation` is 'triton'"
-    untimed = "it has not been timed for such arrays: it runs only if `implementation` is 'triton'"
-    if not plan.has_plain_tensors or _kind(plan.device) != "hopper":
-        return untimed
-    from isentropic._attention.triton_kernels import is_timed
-
-    if not is_timed(plan.head_dim, plan.dtype.itemsize, _kind(plan.device)):
-        return untimed
+    is_timed = (
+        plan.dtype.itemsize == 2
+        and plan.head_dim <= _MAX_TIMED_WIDTH
+        and plan.n_queries >= _MIN_TIMED_QUERIES
+        and plan.has_plain_tensors
+        and _kind(plan.device) == "hopper"
+    )
+    if not is_timed:
+        return "it has not been timed for such arrays: it runs only if `implementation` is 'triton'"
     return _failure(plan.device)
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def _failure(device: Any) -> str | None:
-    """The reason why Triton cannot compile kernels here, or None. It needs a compiler for C."""
+    """The reason why Triton cannot run its kernels here, or None. It needs a compiler for C."""
     import torch
 
     x = torch.zeros((1, 1, 1, 16), dtype=torch.float16, device=device)
     try:
         _forward(x, x, None, x[..., :1].float(), None, True, False, torch.float32)
+    except torch.OutOfMemoryError:  # passes, so it is not remembered
+        raise
     except Exception as error:
-        return f"Triton cannot compile its kernels here: {error}"
+        return f"Triton cannot run its kernels here: {error}"
     return None
 
 
@@ -110,9 +124,13 @@ def _in_blocks(x: Any) -> Any:
 
     from isentropic._attention.triton_kernels import block_width
 
-    x = torch.nn.functional.pad(x, (0, block_width(x.shape[-1]) - x.shape[-1]))
-    is_aligned = x.stride(-1) == 1 and not any(n % 16 for n in (*x.stride()[:-1], x.storage_offset()))
-    return x if is_aligned else x.contiguous()
+    if missing := block_width(x.shape[-1]) - x.shape[-1]:
+        x = torch.nn.functional.pad(x, (0, missing))
+    starts = (*x.stride()[:-1], x.storage_offset())
+    is_aligned = x.stride(-1) == 1 and not any(n % 16 for n in starts)
+    if is_aligned and x.stride(-2) <= _MAX_ROW_STRIDE:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # `contiguous` may keep the offset
 
 
 @functools.cache
@@ -182,8 +200,9 @@ def _kind(device: Any) -> str:
 
     if torch.version.hip is not None:
         return "amd"
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return "hopper" if is_hopper else "nvidia"
+    if device.type != "cuda" or _is_interpreted():
+        return "nvidia"
+    return "hopper" if torch.cuda.get_device_capability(device) == (9, 0) else "nvidia"
 
 
 def _common(query: Any, key: Any, value: Any, interval: Any, sizes: Any) -> dict[str, Any]:

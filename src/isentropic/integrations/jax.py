@@ -65,9 +65,9 @@ def attention_fn(
     dtype : dtype, optional
         The dtype to which query, key and value are converted.
     precision : str or jax.lax.Precision, optional
-        The precision of matrix products, as in ``jax.default_matmul_precision``. By default that setting
-        if there is one, else "highest", the full precision of the dtype. (Flax would take JAX's own
-        default, which is TF32 for float32 on many GPUs.)
+        The precision of matrix products, as in ``jax.default_matmul_precision``. By default it is that
+        setting if there is one, and else "highest", the full precision of the dtype. (Flax takes JAX's
+        own default, which is TF32 for float32 on many GPUs.)
     module : flax.nnx.Module or flax.linen.Module, optional
         A module in which to sow what `sow` names. Flax passes it if its module is called with
         ``sow_weights=True``.
