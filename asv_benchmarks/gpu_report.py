@@ -35,8 +35,8 @@ def gpu_report() -> str:
         f"Commit {calls['commit']}. n = 4096; 128 heads of 128 features in bfloat16, unless it says "
         "otherwise. The Hadamard transform has 256 MB of float32.",
         table(["call", "relative to", "time"], ratios),
-        "¹ This commit checked all values for NaN in ten passes. A call without gradients now takes three, "
-        "which have not been timed.",
+        "¹ This commit checked all values for NaN in ten passes. A call without gradients now takes "
+        "three, which have not been timed.",
         "² In TF32. Such a call now has the full precision of float32, which has not been timed.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -69,7 +69,7 @@ class Gradient(Attention):
 
 
 class Kernels:
-    """The kernels of Triton and Pallas: relative to the kernel of the library, which computes the output alone."""
+    """The kernels of Triton and Pallas, relative to the library's, which computes the output alone."""
 
     params = (["torch", "jax"], ["output", "state", "entropy"], [False, True])
     param_names = ("backend", "result", "is_causal")

@@ -664,8 +664,8 @@ def attention_backends(
       For large calls in the memory of the host NumPy computes its forward pass.
     - *xla*: the same tiles for JAX on a CPU, one head at a time.
     - *triton* and *pallas*: kernels of this library for PyTorch and JAX on a GPU. They run only if
-      `implementation` names them, except that Triton's computes Shannon entropies of half precision without
-      gradients on GPUs of NVIDIA's Hopper, where it has been timed.
+      `implementation` names them. But Triton's computes Shannon entropies of half precision, without
+      gradients, on GPUs of NVIDIA's Hopper, where it has been timed.
     - *generic*: the pass over tiles that is the same for all libraries.
 
     `attention_weights` and `attention_statistics` always take the generic pass. So does the second pass
