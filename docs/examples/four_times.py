@@ -12,6 +12,12 @@ positions of YaRN × 2 and with its constant. So these slopes are used at twice 
 training, at other positions. One document is of Python's language reference, the other is a module of
 its standard library. They begin with texts that the experiment with twice the length has too, but
 none of the fit. The result of each arm is kept beside the others as soon as it is there.
+
+Added later, when those results and all of `smollm2.py` were known, and before their run. "constant per
+head": the constants for each head that `smollm2.py` has trained at YaRN × 2, times 1.297/1.143, so that
+they are relative to YaRN's constant as there. "two numbers per head": the same with its constants and
+its slopes. At twice the length slopes added nothing to such constants. Do they at four times, where
+ln(n/8192) is up to 1.39?
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import experiment
 import matplotlib.pyplot as plt
 import smollm2
 from matplotlib.figure import Figure
-from smollm2 import CONSTANT, NO_LAW, ON_TOP, TRAINED, Arm, Numbers
+from smollm2 import CONSTANT, CONSTANTS, NO_LAW, ON_TOP, TRAINED, TWO_NUMBERS, Arm, Numbers
 from tqdm import tqdm
 
 NAME = "four_times"
@@ -37,14 +43,14 @@ ARMS = {
     NO_LAW: Arm(POSITIONS),
     "Su": Arm(POSITIONS, law="Su"),
     CONSTANT: Arm(POSITIONS, TEMPERATURE),
-    ON_TOP: Arm(POSITIONS, TEMPERATURE, ON_TOP),
+    **{name: Arm(POSITIONS, TEMPERATURE, name) for name in (ON_TOP, CONSTANTS, TWO_NUMBERS[1])},
 }
 
 
 def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
     """All results. Those that the folder has are not computed again."""
     model, tokenizer = smollm2.load(converted)
-    slopes = experiment.load(smollm2.NAME)["fits"][ON_TOP]["slopes"]
+    fits = experiment.load(smollm2.NAME)["fits"]
     edges = smollm2.Size(length, names, (), (), 0).edges
     arms: dict[str, dict] = {arm: {} for arm in ARMS}
     digests = {}
@@ -52,18 +58,31 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
         document = smollm2.read(name, tokenizer, length)
         digests[name] = document.digest
         start = lru_cache(1)(
-            lambda constant, of=document: smollm2.prefix(model, of, Arm(POSITIONS, constant))
+            lambda constant, constants, of=document: smollm2.prefix(
+                model, of, Arm(POSITIONS, constant), constants
+            )
         )
         for title, arm in tqdm(ARMS.items(), desc=name, leave=False):
-            own = slopes if arm.law == ON_TOP else None
+            own = numbers(fits.get(arm.law, {}))
 
             def compute(arm: Arm = arm, own: Any = own, of: Any = document, start: Any = start) -> Any:
-                return smollm2.measure(model, of, start(arm.constant), arm, Numbers(own), edges)
+                before = start(arm.constant, own.constants)
+                return smollm2.measure(model, of, before, arm, own, edges)
 
             what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
-            what |= {"slopes": own, "copies": (smollm2.SPANS, smollm2.SPAN, smollm2.CUE)}
+            what |= {"slopes": own.slopes, "copies": (smollm2.SPANS, smollm2.SPAN, smollm2.CUE)}
+            what |= {} if own.constants is None else {"constants": own.constants}
             arms[title][name] = smollm2.kept(folder, f"{name} {title}", what, compute)
     return {"edges": edges, "documents": digests, "arms": arms}
+
+
+def numbers(fit: dict[str, Any]) -> Numbers:
+    """Slopes as they were fitted, and constants relative to YaRN's."""
+    constants = fit.get("constants")
+    if constants is not None:
+        relative = TEMPERATURE / smollm2.TEMPERATURE
+        constants = tuple(tuple(relative * x for x in layer) for layer in constants)
+    return Numbers(fit.get("slopes"), constants)
 
 
 def report(results: dict[str, Any]) -> str:

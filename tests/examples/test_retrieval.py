@@ -16,8 +16,6 @@ import smollm2  # noqa: E402
 import tiny_models  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
-from isentropic.integrations import huggingface  # noqa: E402
-
 TRAINED, LENGTH = 256, 512
 
 
@@ -106,20 +104,24 @@ def test_ask(task):
 
 
 SLOPES = [torch.linspace(-0.5, 2, 4), torch.linspace(1, -0.5, 4)]
+NUMBERS = {
+    retrieval.PRIMARY: smollm2.Numbers(SLOPES),
+    retrieval.CONSTANTS: smollm2.Numbers(constants=[x + 1 for x in SLOPES]),
+}
 
 
 class TestMeasure:
     @pytest.mark.parametrize("arm", retrieval.ARMS)
     def test_is_a_full_pass(self, model, task, arm):
         arm = smollm2.ARMS[arm]
-        slopes = SLOPES if arm.law == retrieval.PRIMARY else None
-        before = retrieval.first_half(model, task, arm.constant)
+        numbers = NUMBERS.get(arm.law, smollm2.Numbers())
+        before = retrieval.first_half(model, task, arm.constant, numbers.constants)
         for _ in range(2):  # the first time leaves the cache as it was
-            found = retrieval.measure(model, task, before, arm, slopes)
+            found = retrieval.measure(model, task, before, arm, numbers)
         assert before.get_seq_length() == task.start - 1
 
         def expected(ids, questions):
-            with torch.no_grad(), huggingface.use(model, smollm2.laws_of(arm, slopes)):
+            with torch.no_grad(), smollm2.using(model, arm, numbers):
                 cache = DynamicCache(config=model.config)
                 model(ids[None, :-1], past_key_values=cache)
                 return retrieval.ask(model, ids[-1], questions, cache)
@@ -133,8 +135,9 @@ class TestMeasure:
 
     def test_laws_are_1_within_the_trained_length(self, model, task):
         before = retrieval.first_half(model, task, 1.0)
-        plain = retrieval.measure(model, task, before, smollm2.Arm(), None)
-        law = retrieval.measure(model, task, before, smollm2.ARMS[retrieval.PRIMARY], SLOPES)
+        plain = retrieval.measure(model, task, before, smollm2.Arm(), smollm2.Numbers())
+        arm = smollm2.ARMS[retrieval.PRIMARY]
+        law = retrieval.measure(model, task, before, arm, NUMBERS[retrieval.PRIMARY])
         # On some processors the two calls round sums differently.
         np.testing.assert_allclose(law["early"]["loss"], plain["early"]["loss"], rtol=1e-6)
         assert law["early"]["right"] == plain["early"]["right"]
@@ -154,8 +157,9 @@ def test_run_goes_on_where_it_was(model, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(retrieval, "measure", counted)
     monkeypatch.setattr(smollm2, "load", lambda folder: (model, Characters()))
     monkeypatch.setattr(retrieval, "QUICK", retrieval.Size(LENGTH, ("source pickletools", "topics 3")))
-    fits = {"fits": {retrieval.PRIMARY: {"slopes": [x.tolist() for x in SLOPES]}}}
-    monkeypatch.setattr(experiment, "load", lambda name: fits)
+    numbers = [x.tolist() for x in SLOPES]
+    fits = {retrieval.PRIMARY: {"slopes": numbers}, retrieval.CONSTANTS: {"constants": numbers}}
+    monkeypatch.setattr(experiment, "load", lambda name: {"fits": fits})
     arguments = ["--quick", "--output", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
         retrieval.main(arguments)

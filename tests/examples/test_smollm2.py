@@ -493,8 +493,15 @@ def test_positions_are_what_fails():
 def test_four_times(model, monkeypatch, tmp_path):
     """Each arm is that of a full pass at the positions of YaRN × 4, and is kept."""
     monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
-    fits = {"fits": {smollm2.ON_TOP: {"slopes": [x.tolist() for x in SLOPES]}}}
-    monkeypatch.setattr(experiment, "load", lambda name: fits)
+    slopes = [x.tolist() for x in SLOPES]
+    constants = [[1 + x / 4 for x in layer] for layer in slopes]
+    two = smollm2.TWO_NUMBERS[1]
+    fits = {
+        smollm2.ON_TOP: {"slopes": slopes},
+        smollm2.CONSTANTS: {"constants": constants},
+        two: {"slopes": slopes, "constants": constants},
+    }
+    monkeypatch.setattr(experiment, "load", lambda name: {"fits": fits})
     monkeypatch.setattr(four_times, "TRAINED", TRAINED)
     names = ("source argparse", "source typing")
     results = four_times.run(names, 4 * TRAINED, tmp_path, tmp_path)
@@ -502,11 +509,16 @@ def test_four_times(model, monkeypatch, tmp_path):
     document = smollm2.read(names[1], tokenizer, 4 * TRAINED)
     smollm2.set_positions(model, "YaRN × 4")
     constant = (1 + 0.1 * math.log(4)) ** 2
+    relative = constant / (1 + 0.1 * math.log(2)) ** 2
+    factors = [relative * torch.tensor(x) for x in constants]
+    beyond = [smollm2.BeyondLog(x, TRAINED) for x in SLOPES]
     found = {
         smollm2.NO_LAW: None,
         "Su": laws.LogLength(TRAINED, minimum=1),
         smollm2.CONSTANT: laws.Constant(constant),
-        smollm2.ON_TOP: [laws.scaled(smollm2.BeyondLog(x, TRAINED), constant) for x in SLOPES],
+        smollm2.ON_TOP: [laws.scaled(x, constant) for x in beyond],
+        smollm2.CONSTANTS: [laws.Constant(x) for x in factors],
+        two: [laws.scaled(x, factor) for x, factor in zip(beyond, factors, strict=True)],
     }
     assert list(found) == list(results["arms"])
     for arm, law in found.items():
