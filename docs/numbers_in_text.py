@@ -61,7 +61,6 @@ def readme() -> dict[str, str]:
         "constant": nats("slope per head", "YaRN's constant"),
         "log": nats("Su", "no law"),
         "log-clamped": nats("Su", "no law", clamped),
-        "on-top": nats("constant and slope per head", "YaRN's constant"),
         "calibrated": nats("calibrated", "no law"),
         "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),
     }

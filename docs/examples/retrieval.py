@@ -273,7 +273,8 @@ def answer(results: dict[str, Any]) -> str:
         f"at all lengths, brings {against(CONSTANT, NO_LAW)}. The slopes for each head, which were not "
         f"trained for this, bring {against(PRIMARY, NO_LAW)}, and {against(PRIMARY, CONSTANT)} against "
         f"YaRN's constant. Slopes that were trained together with that constant bring "
-        f"{against(ON_TOP, CONSTANT)} against the constant alone."
+        f"{against(ON_TOP, CONSTANT)} against the constant alone, and a trained constant for each head "
+        f"brings {against(CONSTANTS, CONSTANT)} against it."
     )
 
 

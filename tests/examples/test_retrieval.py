@@ -191,6 +191,10 @@ class TestCommittedResults:
             assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "harms"
         gains = retrieval.gains(results, retrieval.ON_TOP, retrieval.CONSTANT, "loss")
         assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "no effect"
+        # "At least as well": better, or worse by less than what matters.
+        for quantity, smallest in retrieval.SMALLEST.items():
+            gains = retrieval.gains(results, retrieval.CONSTANTS, retrieval.CONSTANT, quantity)
+            assert experiment.decide(gains, smallest).low > -smallest
         read = experiment.load(smollm2.NAME)
         for gains in (smollm2.gains, smollm2.copied):
             found = experiment.decide(
