@@ -123,8 +123,8 @@ def tune(
     Adam. Gradients do not reach the keys of earlier chunks, which saves memory and time. A trained
     constant may raise the loss within the reference length, which no step sees. So test it there too.
 
-    In the experiment of the documentation, at twice the trained length, trained constants gained as much
-    without slopes as with them.
+    In the experiment of the documentation, at twice the trained length, trained constants gained as
+    much without slopes as with them.
 
     There are few parameters, one or two per head, so a few texts suffice: 4 texts with 8192 tokens
     beyond the reference length, which are 32 steps, for the 270 heads of the experiment in the
