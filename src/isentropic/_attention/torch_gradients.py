@@ -16,6 +16,14 @@ The largest logit gets g_m − Σ ds_j in addition. The other gradients are
 
 The backward pass computes the logits of each tile again. It takes five products for a tile, or three
 without values (Dao et al. 2022, arXiv 2205.14135).
+
+A number that is added to all logits of a query adds to their maximum alone. So Σ ds_j = g_m, and
+
+    dQ = dS (K − c) + g_m c
+
+for any c. If the two passes round the logits differently, as two libraries do, the errors of the ds_j
+do not add up to 0, and dS K multiplies their sum by what the keys have in common. So c is a mean key.
+With a soft cap, where Σ ds_j may be any number, c is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from isentropic._attention import numpy
@@ -38,6 +46,8 @@ _LOG2_E = 1 / math.log(2)
 # Products of a weight of 10^−37 with a key and a value of at most this size make no difference to a
 # gradient. A bias of at most this size hides no key.
 _ORDINARY = 1e10
+# The queries by whose weights the keys are centered.
+_QUERIES_FOR_CENTER = 16
 # The arrays with a gradient.
 INPUTS = ("query", "key", "value", "bias")
 
@@ -86,6 +96,8 @@ def backward(
     if 0 in (*plan.batch, plan.n_queries):
         return {name: plan.xp.zeros_like(_input(tiles, name)) for name in wanted}
     work = _Backward.of(tiles, order, wanted)
+    if plan.softcap is None and "query" in wanted:
+        work = work.with_centered_keys(state)
     for rows in blocks(0, plan.n_queries, _tile_shape(plan)[0]):
         work.add_rows(rows, _state_of_rows(state, rows), _state_of_rows(upstream, rows))
     return {name: work.gradient(name, tiles) for name in wanted}
@@ -264,6 +276,7 @@ class _Rows(NamedTuple):
     normalizer_grad: Any
     value_grad: Any
     moment_grad: Any
+    maximum_grad: Any
     excess: Any
 
 
@@ -272,6 +285,7 @@ class _Columns(NamedTuple):
 
     block: Block
     key: Any
+    centered_key: Any
     value: Any
     # The sums of the wanted gradients of keys and values. They are contiguous: PyTorch adds products to
     # contiguous arrays in one call of the BLAS, and to slices in one for each batch element.
@@ -285,7 +299,7 @@ class _Columns(NamedTuple):
             if value is not None:
                 parts["value"] = _rows_of(value, block)
             totals = {name: x.new_zeros(x.shape) for name, x in parts.items() if name in wanted}
-            columns.append(cls(block, parts["key"], parts.get("value"), totals))
+            columns.append(cls(block, parts["key"], parts["key"], parts.get("value"), totals))
         return columns
 
     def within(self, first: int, end: int) -> _Columns:
@@ -293,11 +307,12 @@ class _Columns(NamedTuple):
         start, size = self.block
         first, end = max(first, start), min(end, start + size)
         part = (first - start, max(end - first, 0))
-        key, value, *totals = (
+        key, centered_key, value, *totals = (
             None if x is None else _rows_of(x, part)
-            for x in (self.key, self.value, *self.totals.values())
+            for x in (self.key, self.centered_key, self.value, *self.totals.values())
         )
-        return _Columns((first, part[1]), key, value, dict(zip(self.totals, totals, strict=True)))
+        named = dict(zip(self.totals, totals, strict=True))
+        return _Columns((first, part[1]), key, centered_key, value, named)
 
 
 @dataclass(frozen=True)
@@ -307,6 +322,7 @@ class _Backward:
     tiles: _TilesInPlace  # with a query for each batch element
     order: float | None
     columns: list[_Columns]
+    center: Any  # (groups, 1, width), what is subtracted from the keys; None if nothing is
     are_ordinary: bool  # whether keys, values and biases are known to be at most `_ORDINARY` in size
     totals: dict[str, Any]  # the sums of the wanted gradients of queries and biases
     # Memory for arrays of the size of a tile. The system clears the pages of new arrays, which is slow.
@@ -334,7 +350,30 @@ class _Backward:
         names = ("logits", "weights", *(() if plan.softcap is None else ("tanh",)))
         memory = {name: query.new_empty(size) for name in names}
         tiles_in_place = _TilesInPlace(plan, operands, query)
-        return cls(tiles_in_place, order, columns, are_ordinary, totals, memory)
+        return cls(tiles_in_place, order, columns, None, are_ordinary, totals, memory)
+
+    def with_centered_keys(self, state: AttentionState) -> _Backward:
+        """The same with keys relative to the mean key that the last queries see, by their weights.
+
+        Hidden keys, which may be any numbers, have no weight in it.
+        """
+        import torch
+
+        plan = self.tiles.plan
+        size = min(_QUERIES_FOR_CENTER, plan.n_queries, _tile_shape(plan)[0])
+        rows = plan.n_queries - size, size
+        row = self.rows_of(rows, _state_of_rows(state, rows), AttentionState(*[None] * len(state)))
+        key_sum = torch.zeros_like(self.columns[0].key[:, :1])
+        weight = key_sum.new_zeros(key_sum.shape[0], 1, 1)
+        for columns in self.columns_of(rows):
+            logits, _ = self.logits_and_tanh(rows, columns, row)
+            x = self.grouped(logits).sub_(row.reference)
+            p = self.weights(x, rows, columns.block, has_moment=False).sum(-2, keepdim=True)
+            key_sum.baddbmm_(p, columns.key)
+            weight += p.sum(-1, keepdim=True)
+        center = torch.nan_to_num(key_sum / weight, 0.0, 0.0, 0.0)
+        centered = [x._replace(centered_key=x.key - center) for x in self.columns]
+        return replace(self, columns=centered, center=center)
 
     def grouped(self, x: Any) -> Any:
         """`x` (..., rows, width) as (groups, heads of a group · rows, width)."""
@@ -351,6 +390,9 @@ class _Backward:
         def cleaned(x: Any) -> Any:
             return x.where(is_number, 0.0) if may_be_nan and x is not None else x
 
+        maximum_grad = None if self.center is None else upstream.maximum
+        if maximum_grad is not None:
+            maximum_grad = maximum_grad.where(state.maximum != -math.inf, 0.0)
         arrays = (
             cleaned(query),
             query if plan.softcap is None else query * (1 / plan.softcap),  # as NumPy's pass does
@@ -358,6 +400,7 @@ class _Backward:
             _or_zero(upstream.normalizer, state.normalizer),
             cleaned(upstream.weighted_value),
             upstream.weighted_score,
+            maximum_grad,
             _excess_at_maximum(plan, state, upstream, self.order),
         )
         return _Rows(may_be_nan, *(None if x is None else self.grouped(x) for x in arrays))
@@ -367,19 +410,25 @@ class _Backward:
         import torch
 
         row = self.rows_of(rows, state, upstream)
-        first, size = reach(self.tiles.plan, self.tiles.operands.mask, rows)
-        parts = [x.within(first, first + size) for x in self.columns]
-        parts = [x for x in parts if x.block[1]]
+        parts = self.columns_of(rows)
         largest = None if row.excess is None else self.index_of_maximum(rows, row, parts)
         query_grad = torch.zeros_like(row.query)
         for columns in parts:
             gradient = self.tile_gradient(rows, columns, row, largest)
-            query_grad.baddbmm_(gradient, columns.key)
+            query_grad.baddbmm_(gradient, columns.centered_key)
             if "key" in columns.totals:
                 columns.totals["key"].baddbmm_(gradient.mT, row.query)
+        if row.maximum_grad is not None:
+            query_grad.addcmul_(row.maximum_grad, self.center)
         if "query" in self.totals:
             part = _rows_of(self.totals["query"], rows)
             part.copy_(query_grad.view(part.shape))
+
+    def columns_of(self, rows: Block) -> list[_Columns]:
+        """The blocks of keys that a block of queries may see."""
+        first, size = reach(self.tiles.plan, self.tiles.operands.mask, rows)
+        parts = [x.within(first, first + size) for x in self.columns]
+        return [x for x in parts if x.block[1]]
 
     def index_of_maximum(self, rows: Block, row: _Rows, parts: list[_Columns]) -> Any:
         """The key of the largest logit of each query."""
