@@ -305,7 +305,7 @@ def picture(results: dict[str, Any]) -> Figure:
             [x + shift for x in places], [x.mean for x in means], 0.32,
             yerr=[x.high - x.mean for x in means], capsize=3, label=label,
         )  # fmt: skip
-    axis.set_xticks(list(places), [textwrap.fill(arm, 16) for arm in results["arms"]])
+    axis.set_xticks(list(places), [textwrap.fill(arm, 12) for arm in results["arms"]])
     axis.set_ylabel("nats per digit")
     axis.margins(y=0.2)
     axis.legend(fontsize=8, loc="upper center", ncols=2)

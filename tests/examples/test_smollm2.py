@@ -532,6 +532,23 @@ def test_four_times(model, monkeypatch, tmp_path):
     assert four_times.run(names, 4 * TRAINED, tmp_path, tmp_path) == results
 
 
+def test_what_the_documentation_says_of_four_times_the_length():
+    """Constants per head gain most, slopes add nothing to them, and both lose on copied text."""
+    results = experiment.load(four_times.NAME)
+    assert tuple(results["documents"]) == four_times.DOCUMENTS
+    assert list(results["arms"]) == list(four_times.ARMS)
+    others = {*four_times.ARMS} - {smollm2.CONSTANTS}
+    beyond = results["edges"].index(four_times.LENGTH // 4)
+    for name in four_times.DOCUMENTS:
+        found = {arm: of[name] for arm, of in results["arms"].items()}
+        for used in (slice(beyond), slice(beyond, None)):
+            losses = {arm: np.mean(x["bands"][used]) for arm, x in found.items()}
+            assert losses[smollm2.CONSTANTS] < min(losses[arm] for arm in others)
+        copied = {arm: np.mean(x["copied"]) for arm, x in found.items()}
+        for arm in (smollm2.CONSTANTS, smollm2.TWO_NUMBERS[1]):
+            assert copied[smollm2.ON_TOP] < copied[arm] < copied[smollm2.CONSTANT]
+
+
 class TestLawsAndPositions:
     """The experiment with all laws at all positions."""
 
