@@ -132,6 +132,24 @@ class FurtherAgainstTorch:
         return ratio(lambda: function(*own), lambda: peer(*others))
 
 
+class HalfPrecision:
+    """PyTorch in bfloat16, relative to its `scaled_dot_product_attention` with the same mask."""
+
+    params = (["attention", "causal", "output and entropy", "entropy"], [1, 4096])
+    param_names = ("call", "queries")
+    unit = "ratio"
+    timeout = 300
+
+    def setup(self, call, queries):
+        if call == "causal" and queries == 1:
+            raise NotImplementedError("the last query sees all keys")
+
+    def track_ratio(self, call, queries):
+        q, k, v = arrays("torch", 4096, dtype="bfloat16")
+        q, peer = q[:, -queries:], torch_sdpa(call, length(4096))
+        return ratio(lambda: CALLS[call](q, k, v), lambda: peer(q, k, v))
+
+
 class ManyKeys:
     """64 queries and a million keys, one head, relative to PyTorch's kernel."""
 
