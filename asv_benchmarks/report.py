@@ -236,6 +236,13 @@ def figure(name: str, *choices: str, commit: str | None = None) -> float | None:
     return None if run is None else by_choices(name, run)[1].get(choices)
 
 
+def figures(name: str, *choices: str) -> list[float]:
+    """The latest results of a benchmark for given parameters, one for each vendor of processors."""
+    runs = (newest(name, runs) for runs in one_of_each_vendor())
+    found = (None if run is None else by_choices(name, run)[1].get(choices) for run in runs)
+    return [x for x in found if x is not None]
+
+
 def newest(name: str, runs: list[tuple[Path, dict]]) -> dict | None:
     """The newest of the runs that contains a benchmark."""
     return next((run for _, run in runs if name in run["results"]), None)

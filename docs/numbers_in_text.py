@@ -67,17 +67,17 @@ def readme() -> dict[str, str]:
 
 
 def overview() -> dict[str, str]:
-    from report import figure
+    from report import figures
 
-    of_torch = figure("attention.AgainstTorch.track_ratio", "numpy", "attention", "4096")
-    of_jax = figure("attention.AgainstOwnLibrary.track_jax")
-    return {"numpy-torch": f"{of_torch:.1f}", "jax-nn": f"{1 / of_jax:.1f}"}
+    of_torch = figures("attention.AgainstTorch.track_ratio", "numpy", "attention", "4096")
+    of_jax = figures("attention.AgainstOwnLibrary.track_jax")
+    return {"numpy-torch": _range(of_torch), "jax-nn": _range([1 / x for x in of_jax])}
 
 
 def performance() -> dict[str, str]:
-    from report import figure
+    from report import figure, figures
 
-    gradient = figure("attention.Gradients.track_ratio", "torch", "output and entropy")
+    gradients = figures("attention.Gradients.track_ratio", "torch", "output and entropy")
     # 5356ac1d is the last record before the pass that computes in powers of 2 and without maxima.
     entropies, outputs = (
         [
@@ -87,7 +87,7 @@ def performance() -> dict[str, str]:
         for what in ("entropy", "output")
     )
     return {
-        "gradient": f"{gradient:.1f}",
+        "gradient": _range(gradients),
         "entropy-errors": "{:.1e} nats before and {:.1e}".format(*entropies),
         "output-errors": "{:.1e} before and {:.1e}".format(*outputs),
     }
@@ -206,6 +206,11 @@ def _interval(differences: list[float], form: str, of: Callable[[float], float] 
     found = decide(differences, 0)
     mean, low, high = (f"{of(x):{form}}" for x in (found.mean, found.low, found.high))
     return f"{mean} [{low}, {high}]"
+
+
+def _range(numbers: list[float]) -> str:
+    """The least and the greatest of the numbers of several machines."""
+    return " to ".join(dict.fromkeys(f"{x:.1f}" for x in (min(numbers), max(numbers))))
 
 
 def _power_of_ten(x: float) -> str:
