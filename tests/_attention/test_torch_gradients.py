@@ -51,6 +51,19 @@ GRADIENT_OPTIONS = {
 }
 
 
+# Options of calls of 600 queries and keys. What the last 60 tokens give is not compared.
+_LARGE_LOGITS = {
+    "all keys": {},
+    "causal": {"mask": masks.causal()},
+    "hidden keys": {"mask": masks.padding(540)},
+    "another sequence": {"mask": masks.segments(torch.arange(600) // 540)},
+    "queries that see no key": {
+        "mask": masks.as_mask((torch.arange(600) < 540)[:, None].expand(600, 600))
+    },
+    "soft cap": {"softcap": 4e3},
+}
+
+
 class TestRecomputedGradients:
     """States and entropies whose gradient takes the tiles again, against autograd through all tiles."""
 
@@ -74,43 +87,61 @@ class TestRecomputedGradients:
         it.attention_entropy(q, q, implementation="generic").sum().backward()
         assert len(plans) == (forward_by == "NumPy")
 
-    @pytest.mark.parametrize("mask", [None, masks.causal(), masks.padding(400)])
-    @pytest.mark.parametrize("forward", ["as it is", "rounded otherwise"])
-    def test_large_logits_in_single_precision(self, rng, monkeypatch, forward, mask):
-        """Keys with a common offset, as of channels with outliers: it multiplies errors of the weights.
-
-        A forward pass by another library rounds the logits otherwise than the backward pass does.
-        """
+    @pytest.fixture(params=["as it is", "rounded otherwise"])
+    def rounding(self, request, monkeypatch):
+        """How the forward pass rounds the logits. Another library may round them otherwise."""
         from isentropic._attention import numpy
 
         def state_in_double_precision(plan, operands, order):
             q, k, v = (x.double() for x in operands[:3])
-            s = q @ k.mT
+            s, mask = q @ k.mT, operands.mask
+            if plan.softcap is not None:
+                s = plan.softcap * (s / plan.softcap).tanh()
             if mask is not None:
                 s = s.where(mask.block(plan.frame, (0, 600), (0, 600)), -math.inf)
+            if operands.nonfinite is not None:
+                s = s + sum(operands.nonfinite)
             m = s.amax(-1, keepdim=True)
-            p = (s - m).exp()
+            p = (s - m.where(m != -math.inf, 0.0)).exp()
             fields = m, p.sum(-1, keepdim=True), p @ v, torch.xlogy(p, p).sum(-1, keepdim=True)
             return it.AttentionState(*(x.to(plan.compute) for x in fields))
 
-        if forward == "rounded otherwise":
+        if request.param == "rounded otherwise":
             monkeypatch.setattr(numpy, "state_for_gradient", state_in_double_precision)
+
+    @pytest.mark.parametrize("case", _LARGE_LOGITS)
+    @pytest.mark.parametrize("is_last_query_nan", [False, True])
+    def test_large_logits_in_single_precision(self, rng, rounding, case, is_last_query_nan):
+        """Keys with a common offset, as of channels with outliers: it multiplies errors of the weights."""
         q, k, v = (rng.normal(size=(4, 600, 64)) for _ in range(3))
         q, k = 0.3 * q + 2, 0.3 * k + 40
-        if isinstance(mask, type(masks.padding(400))):
-            k[:, 400:] = 1e9  # hidden keys may be anything
+        if case in ("hidden keys", "another sequence"):
+            k[:, 540:] = 1e9
+        if is_last_query_nan:
+            q[:, -1] = math.nan
         found = []
         for dtype in (torch.float32, torch.float64):
             arrays = (a.astype("float32") for a in (q, k, v))
             x = [torch.asarray(a, dtype=dtype).requires_grad_() for a in arrays]
-            state = it.attention_state(*x, mask=mask, law=None)
-            loss = state.output().sin().sum() + state.entropy().sin().sum()
-            with_maximum = loss + state.log_normalizer().sin().sum()
-            found.append([loss, with_maximum])
-            for y in (loss, with_maximum):
-                found[-1] += torch.autograd.grad(y, x, retain_graph=True)
+            state = it.attention_state(*x, law=None, **_LARGE_LOGITS[case])
+            fields = state.output(), state.entropy(), state.log_normalizer()
+            *rest, normalizer = (y[:, :540].sin().sum() for y in fields)
+            found.append([*rest, normalizer])
+            for loss in (sum(rest), sum(rest) + normalizer):
+                gradients = torch.autograd.grad(loss, x, retain_graph=True)
+                # The NaN of a query reaches the gradients of all keys that it sees.
+                found[-1] += [g[:, :540] for g in gradients[: 1 if is_last_query_nan else 3]]
         for got, want in zip(*found, strict=True):
             assert (got - want).abs().max() < 1e-3 * want.abs().max()
+
+    def test_logits_that_differ_from_the_maximum_by_their_rounding(self, rng):
+        """The units of logits of 1e9 in single precision are 64 nats."""
+        q, k, v = (torch.as_tensor(rng.normal(size=(4, 600, 32)).astype("float32")) for _ in range(3))
+        x = [a.requires_grad_() for a in (q, 1e9 * k, v)]
+        loss = it.attention_state(*x, law=None).output()[:, :300].sin().sum()
+        for gradient in torch.autograd.grad(loss, x):
+            assert gradient.isfinite().all()
+        assert gradient.abs().max() < 100  # that of the values: sums of weights, times at most 1
 
     @pytest.mark.parametrize("mask", [None, it.masks.causal()])
     @pytest.mark.parametrize("order", [0.1, 0.5, 1.0, 2.0])

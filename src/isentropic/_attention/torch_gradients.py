@@ -17,13 +17,15 @@ The largest logit gets g_m − Σ ds_j in addition. The other gradients are
 The backward pass computes the logits of each tile again. It takes five products for a tile, or three
 without values (Dao et al. 2022, arXiv 2205.14135).
 
-A number that is added to all logits of a query adds to their maximum alone. So Σ ds_j = g_m, and
+A number that is added to all logits of a query adds to their maximum alone. So Σ ds_j = g_m. If the
+two passes round the logits differently, as two libraries do, the sum is g_m + r, and dS K multiplies r
+by what the keys have in common. Then the mean key of each query is subtracted r times:
 
-    dQ = dS (K − c) + g_m c
+    dQ = dS K − r (P K) / Σ p_j.
 
-for any c. If the two passes round the logits differently, as two libraries do, the errors of the ds_j
-do not add up to 0, and dS K multiplies their sum by what the keys have in common. So c is a mean key.
-With a soft cap, where Σ ds_j may be any number, c is 0.
+That takes two more products for a tile. They are computed only for queries where they make a
+difference. With a soft cap, the ds_j are the gradients of the capped logits, and the derivative of the
+cap multiplies both dS and P in the products with K.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from isentropic._attention import numpy
 from isentropic._attention.generic import AttentionState, Tiles, added_logits, reach, tile_shape
 from isentropic._attention.plan import Plan
 from isentropic._entropy import slope_of_moment, terms_of_moment
-from isentropic._loops import Block, blocks, is_known_true, keep_freed_memory, take
+from isentropic._loops import Block, blocks, is_known_true, is_readable, keep_freed_memory, take
 from isentropic._namespace import Array
 from isentropic._numerics import lift, replace_infinite_minimum
 
@@ -46,8 +48,8 @@ _LOG2_E = 1 / math.log(2)
 # Products of a weight of 10^−37 with a key and a value of at most this size make no difference to a
 # gradient. A bias of at most this size hides no key.
 _ORDINARY = 1e10
-# The queries by whose weights the keys are centered.
-_QUERIES_FOR_CENTER = 16
+# The relative error from which on gradients of queries are corrected, in units of the rounding error.
+_NOTABLE_ERROR = 512
 # The arrays with a gradient.
 INPUTS = ("query", "key", "value", "bias")
 
@@ -93,11 +95,9 @@ def backward(
     """
     keep_freed_memory()
     plan = tiles.plan
-    if 0 in (*plan.batch, plan.n_queries):
+    if 0 in (*plan.batch, plan.n_queries, plan.n_keys):
         return {name: plan.xp.zeros_like(_input(tiles, name)) for name in wanted}
     work = _Backward.of(tiles, order, wanted)
-    if plan.softcap is None and "query" in wanted:
-        work = work.with_centered_keys(state)
     for rows in blocks(0, plan.n_queries, _tile_shape(plan)[0]):
         work.add_rows(rows, _state_of_rows(state, rows), _state_of_rows(upstream, rows))
     return {name: work.gradient(name, tiles) for name in wanted}
@@ -276,8 +276,8 @@ class _Rows(NamedTuple):
     normalizer_grad: Any
     value_grad: Any
     moment_grad: Any
-    maximum_grad: Any
     excess: Any
+    error: Any  # Σ ds − g_m over the keys so far, summed up in place; None if it is not known
 
 
 class _Columns(NamedTuple):
@@ -285,7 +285,6 @@ class _Columns(NamedTuple):
 
     block: Block
     key: Any
-    centered_key: Any
     value: Any
     # The sums of the wanted gradients of keys and values. They are contiguous: PyTorch adds products to
     # contiguous arrays in one call of the BLAS, and to slices in one for each batch element.
@@ -299,7 +298,7 @@ class _Columns(NamedTuple):
             if value is not None:
                 parts["value"] = _rows_of(value, block)
             totals = {name: x.new_zeros(x.shape) for name, x in parts.items() if name in wanted}
-            columns.append(cls(block, parts["key"], parts["key"], parts.get("value"), totals))
+            columns.append(cls(block, parts["key"], parts.get("value"), totals))
         return columns
 
     def within(self, first: int, end: int) -> _Columns:
@@ -307,12 +306,11 @@ class _Columns(NamedTuple):
         start, size = self.block
         first, end = max(first, start), min(end, start + size)
         part = (first - start, max(end - first, 0))
-        key, centered_key, value, *totals = (
+        key, value, *totals = (
             None if x is None else _rows_of(x, part)
-            for x in (self.key, self.centered_key, self.value, *self.totals.values())
+            for x in (self.key, self.value, *self.totals.values())
         )
-        named = dict(zip(self.totals, totals, strict=True))
-        return _Columns((first, part[1]), key, centered_key, value, named)
+        return _Columns((first, part[1]), key, value, dict(zip(self.totals, totals, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -322,7 +320,7 @@ class _Backward:
     tiles: _TilesInPlace  # with a query for each batch element
     order: float | None
     columns: list[_Columns]
-    center: Any  # (groups, 1, width), what is subtracted from the keys; None if nothing is
+    largest_key: Any  # (groups, 1, 1), the largest norm of a key
     are_ordinary: bool  # whether keys, values and biases are known to be at most `_ORDINARY` in size
     totals: dict[str, Any]  # the sums of the wanted gradients of queries and biases
     # Memory for arrays of the size of a tile. The system clears the pages of new arrays, which is slow.
@@ -330,6 +328,8 @@ class _Backward:
 
     @classmethod
     def of(cls, tiles: Tiles, order: float | None, wanted: Collection[str]) -> _Backward:
+        import torch
+
         plan, operands = tiles.plan, tiles.operands
         query: Any = tiles.query
         query = query.expand(*plan.batch, *query.shape[-2:])
@@ -350,30 +350,8 @@ class _Backward:
         names = ("logits", "weights", *(() if plan.softcap is None else ("tanh",)))
         memory = {name: query.new_empty(size) for name in names}
         tiles_in_place = _TilesInPlace(plan, operands, query)
-        return cls(tiles_in_place, order, columns, None, are_ordinary, totals, memory)
-
-    def with_centered_keys(self, state: AttentionState) -> _Backward:
-        """The same with keys relative to the mean key that the last queries see, by their weights.
-
-        Hidden keys, which may be any numbers, have no weight in it.
-        """
-        import torch
-
-        plan = self.tiles.plan
-        size = min(_QUERIES_FOR_CENTER, plan.n_queries, _tile_shape(plan)[0])
-        rows = plan.n_queries - size, size
-        row = self.rows_of(rows, _state_of_rows(state, rows), AttentionState(*[None] * len(state)))
-        key_sum = torch.zeros_like(self.columns[0].key[:, :1])
-        weight = key_sum.new_zeros(key_sum.shape[0], 1, 1)
-        for columns in self.columns_of(rows):
-            logits, _ = self.logits_and_tanh(rows, columns, row)
-            x = self.grouped(logits).sub_(row.reference)
-            p = self.weights(x, rows, columns.block, has_moment=False).sum(-2, keepdim=True)
-            key_sum.baddbmm_(p, columns.key)
-            weight += p.sum(-1, keepdim=True)
-        center = torch.nan_to_num(key_sum / weight, 0.0, 0.0, 0.0)
-        centered = [x._replace(centered_key=x.key - center) for x in self.columns]
-        return replace(self, columns=centered, center=center)
+        largest_key = torch.linalg.vector_norm(key, dim=-1, keepdim=True).amax(-2, keepdim=True)
+        return cls(tiles_in_place, order, columns, largest_key, are_ordinary, totals, memory)
 
     def grouped(self, x: Any) -> Any:
         """`x` (..., rows, width) as (groups, heads of a group · rows, width)."""
@@ -390,9 +368,9 @@ class _Backward:
         def cleaned(x: Any) -> Any:
             return x.where(is_number, 0.0) if may_be_nan and x is not None else x
 
-        maximum_grad = None if self.center is None else upstream.maximum
-        if maximum_grad is not None:
-            maximum_grad = maximum_grad.where(state.maximum != -math.inf, 0.0)
+        error, given = None, [x for x in (query, *upstream) if x is not None]
+        if "query" in self.totals and all(is_readable(plan.xp, x) for x in given):
+            error = -_or_zero(upstream.maximum, state.maximum).where(state.maximum != -math.inf, 0.0)
         arrays = (
             cleaned(query),
             query if plan.softcap is None else query * (1 / plan.softcap),  # as NumPy's pass does
@@ -400,8 +378,8 @@ class _Backward:
             _or_zero(upstream.normalizer, state.normalizer),
             cleaned(upstream.weighted_value),
             upstream.weighted_score,
-            maximum_grad,
             _excess_at_maximum(plan, state, upstream, self.order),
+            error,
         )
         return _Rows(may_be_nan, *(None if x is None else self.grouped(x) for x in arrays))
 
@@ -415,14 +393,42 @@ class _Backward:
         query_grad = torch.zeros_like(row.query)
         for columns in parts:
             gradient = self.tile_gradient(rows, columns, row, largest)
-            query_grad.baddbmm_(gradient, columns.centered_key)
+            query_grad.baddbmm_(gradient, columns.key)
             if "key" in columns.totals:
                 columns.totals["key"].baddbmm_(gradient.mT, row.query)
-        if row.maximum_grad is not None:
-            query_grad.addcmul_(row.maximum_grad, self.center)
         if "query" in self.totals:
+            if row.error is not None and self.is_notable(row.error, query_grad):
+                query_grad.addcmul_(row.error, self.mean_key(rows, row, parts), value=-1)
             part = _rows_of(self.totals["query"], rows)
             part.copy_(query_grad.view(part.shape))
+
+    def is_notable(self, error: Any, query_grad: Any) -> bool:
+        """Whether errors of the sums Σ ds are notable in the gradients: relative to the largest one.
+
+        The gradients of queries with a NaN, or with infinite numbers, do not count.
+        """
+        import torch
+
+        size = torch.linalg.vector_norm(query_grad, dim=-1, keepdim=True)
+        size = size.nan_to_num(0.0, 0.0, 0.0).amax(-2, keepdim=True)
+        rounding = torch.finfo(error.dtype).eps
+        return bool((error.abs() * self.largest_key > _NOTABLE_ERROR * rounding * size).any())
+
+    def mean_key(self, rows: Block, row: _Rows, parts: list[_Columns]) -> Any:
+        """The mean of the keys by the weights of each query.
+
+        With a soft cap, a key counts as often as its capped logit grows with the logit.
+        """
+        import torch
+
+        total, weight = torch.zeros_like(row.query), torch.zeros_like(row.reference)
+        for columns in parts:
+            logits, tanh = self.logits_and_tanh(rows, columns, row)
+            x = self.grouped(logits).sub_(row.reference)
+            p = self.weights(x, rows, columns.block, has_moment=False)
+            weight += p.sum(-1, keepdim=True)
+            total.baddbmm_(_times_slope_of_cap(p, tanh), columns.key)
+        return total.div_(weight.where(weight != 0.0, 1.0))  # some queries see no key
 
     def columns_of(self, rows: Block) -> list[_Columns]:
         """The blocks of keys that a block of queries may see."""
@@ -458,8 +464,6 @@ class _Backward:
 
     def tile_gradient(self, rows: Block, columns: _Columns, row: _Rows, largest: Any) -> Any:
         """The gradient of the products of a tile. Those of its values and bias join the totals."""
-        import torch
-
         logits, tanh = self.logits_and_tanh(rows, columns, row)
         x = self.grouped(logits).sub_(row.reference)
         p = self.weights(x, rows, columns.block, has_moment=row.moment_grad is not None)
@@ -474,15 +478,19 @@ class _Backward:
             _zero_hidden(gradient, visible)
         if largest is not None:
             _add_at(largest - columns.block[0], row.excess, gradient)
+        if row.error is not None:
+            row.error.add_(gradient.sum(-1, keepdim=True))
         if "bias" in self.totals:
             part: Any = take(_rows_of(self.totals["bias"], rows), columns.block, -1)
             part.add_(gradient.view(logits.shape).sum_to_size(part.shape))
-        if tanh is None:
-            return gradient
-        return torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
+        return _times_slope_of_cap(gradient, tanh)
 
     def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
-        """``eˣ``. Exponents so low that they make no difference are raised in place."""
+        """``eˣ``. Exponents so low that they make no difference are raised in place.
+
+        Exponents above 0, which come from rounding errors of large logits, become 0. So no weight
+        overflows.
+        """
         import torch
 
         tiles, memory = self.tiles, _view(self.memory["weights"], x.shape)
@@ -490,8 +498,8 @@ class _Backward:
         # moments of orders below 1, which contain small powers of the weights.
         are_visible = tiles.all_visible(rows, columns)
         if not (are_visible and self.are_ordinary) or (self.order is not None and self.order < 1):
-            return _exp(x.clamp_(min=_lowest(x, self.order)) if has_moment else x, memory)
-        return torch.exp(x.clamp_(min=_lowest_normal(x)), out=memory)  # faster, as it never underflows
+            return _exp(x.clamp_(_lowest(x, self.order) if has_moment else None, 0.0), memory)
+        return torch.exp(x.clamp_(_lowest_normal(x), 0.0), out=memory)  # faster, as it never underflows
 
     def logit_gradient(self, x: Any, p: Any, columns: _Columns, row: _Rows) -> Any:
         """The gradient of the logits of a tile except for the excess at the maximum.
@@ -557,6 +565,13 @@ def _with_groups(plan: Plan, *arrays: Any) -> list[Any]:
 
 def _rows_of(x: Any, block: Block) -> Any:
     return take(x, block, -2)
+
+
+def _times_slope_of_cap(x: Any, tanh: Any) -> Any:
+    """`x` times 1 − tanh², in place; `x` without a soft cap."""
+    import torch
+
+    return x if tanh is None else torch.ops.aten.tanh_backward.grad_input(x, tanh, grad_input=x)
 
 
 def _add_at(index: Any, x: Any, total: Any) -> None:
