@@ -6,6 +6,7 @@ python asv_benchmarks/report.py speed.png
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -198,7 +199,7 @@ BARS = [
 def report() -> str:
     """The report in Markdown, with one section per table. Cells hold the figures of all machines."""
     benchmarks = json.loads((RESULTS / "benchmarks.json").read_text())
-    machines, lines = one_of_each_vendor(), []
+    machines, lines = one_of_each_family(), []
     used: list[dict] = [{} for _ in machines]  # by commit, the versions of the libraries
     for title, text, name in TABLES:
         runs = [newest(name, runs) for runs in machines]
@@ -237,8 +238,8 @@ def figure(name: str, *choices: str, commit: str | None = None) -> float | None:
 
 
 def figures(name: str, *choices: str) -> list[float]:
-    """The latest results of a benchmark for given parameters, one for each vendor of processors."""
-    runs = (newest(name, runs) for runs in one_of_each_vendor())
+    """The latest results of a benchmark for given parameters, one for each family of processors."""
+    runs = (newest(name, runs) for runs in one_of_each_family())
     found = (None if run is None else by_choices(name, run)[1].get(choices) for run in runs)
     return [x for x in found if x is not None]
 
@@ -254,15 +255,22 @@ def newest_first() -> list[tuple[Path, dict]]:
     return [run for run in runs if run[0].parent == runs[0][0].parent]
 
 
-def one_of_each_vendor() -> list[list[tuple[Path, dict]]]:
-    """For each vendor of processors the runs of the machine with the newest run, the newest first."""
-    machines: dict[str, list[tuple[Path, dict]]] = {}
+def one_of_each_family() -> list[list[tuple[Path, dict]]]:
+    """For each family of processors the runs of the machine with the newest run, the newest first.
+
+    Machines without a number of the family are left out if their vendor has some with one.
+    """
+    machines: dict[tuple[str, str], list[tuple[Path, dict]]] = {}
     for path, run in all_runs():
-        _, vendor, *_ = path.parent.name.split("-")  # architecture-vendor-model-cores
-        others = machines.setdefault(vendor, [])
+        # architecture-vendor-name-family.model-cores
+        family = re.search(r"-(\d+)\.\d+-", path.parent.name)
+        vendor = path.parent.name.split("-")[1]
+        others = machines.setdefault((vendor, family[1] if family else ""), [])
         if not others or others[0][0].parent == path.parent:
             others.append((path, run))
-    return [machines[vendor] for vendor in sorted(machines)]
+    keys = sorted(machines)
+    numbered = {vendor for vendor, family in keys if family}
+    return [machines[key] for key in keys if key[1] or key[0] not in numbered]
 
 
 def all_runs() -> list[tuple[Path, dict]]:

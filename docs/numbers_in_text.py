@@ -79,17 +79,15 @@ def performance() -> dict[str, str]:
 
     gradients = figures("attention.Gradients.track_ratio", "torch", "output and entropy")
     # 5356ac1d is the last record before the pass that computes in powers of 2 and without maxima.
-    entropies, outputs = (
-        [
-            figure(f"attention.Error.track_{what}_error", "numpy", "None", commit=commit)
-            for commit in ("5356ac1d", None)
-        ]
-        for what in ("entropy", "output")
-    )
+    before, now = {}, {}
+    for what in ("entropy", "output"):
+        name = f"attention.Error.track_{what}_error"
+        before[what] = f"{figure(name, 'numpy', 'None', commit='5356ac1d'):.1e}"
+        now[what] = _range(figures(name, "numpy", "None"), ".1e")
     return {
         "gradient": _range(gradients),
-        "entropy-errors": "{:.1e} nats before and {:.1e}".format(*entropies),
-        "output-errors": "{:.1e} before and {:.1e}".format(*outputs),
+        "entropy-errors": f"{before['entropy']} nats, and is now {now['entropy']}",
+        "output-errors": f"{before['output']}, and is now {now['output']}",
     }
 
 
@@ -208,9 +206,9 @@ def _interval(differences: list[float], form: str, of: Callable[[float], float] 
     return f"{mean} [{low}, {high}]"
 
 
-def _range(numbers: list[float]) -> str:
+def _range(numbers: list[float], form: str = ".1f") -> str:
     """The least and the greatest of the numbers of several machines."""
-    return " to ".join(dict.fromkeys(f"{x:.1f}" for x in (min(numbers), max(numbers))))
+    return " to ".join(dict.fromkeys(f"{x:{form}}" for x in (min(numbers), max(numbers))))
 
 
 def _power_of_ten(x: float) -> str:

@@ -75,7 +75,8 @@ def test_figures_of_machines_stand_side_by_side(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
     report = importlib.import_module("report")
     name, params = "attention.Gradients.track_ratio", [["'torch'"], ["'attention'", "'causal'"]]
-    machines = {"x86_64-b-1-2-cores": 3, "x86_64-b-2-2-cores": 1, "x86_64-a-2-cores": 2}
+    b = "x86_64-b-name"
+    machines = {f"{b}-6.1-2-cores": 3, f"{b}-6.22-2-cores": 1, f"{b}-2-cores": 4, "arm64-a-2-cores": 2}
     for machine, date in machines.items():
         (tmp_path / machine).mkdir()
         calls = [params[0], params[1][:1]] if "a-2" in machine else params
@@ -83,8 +84,8 @@ def test_figures_of_machines_stand_side_by_side(monkeypatch, tmp_path):
         run = {"date": date, "results": {name: [values, calls, "new"]}}
         (tmp_path / machine / "c-env.json").write_text(json.dumps(run))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    found = report.one_of_each_vendor()
-    assert [runs[0][0].parent.name for runs in found] == ["x86_64-a-2-cores", "x86_64-b-1-2-cores"]
+    found = report.one_of_each_family()
+    assert [runs[0][0].parent.name for runs in found] == ["arm64-a-2-cores", f"{b}-6.1-2-cores"]
     benchmark = {"unit": "ratio", "param_names": ["backend", "call"]}
     runs = [runs[0][1] for runs in found]
     assert report.table(name, benchmark, runs[::-1])[2:] == [
