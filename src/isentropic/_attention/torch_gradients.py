@@ -23,9 +23,9 @@ by what the keys have in common. Then the mean key of each query is subtracted r
 
     dQ = dS K − r (P K) / Σ p_j.
 
-That takes two more products for a tile. They are computed only for queries where they make a
-difference. With a soft cap, the ds_j are the gradients of the capped logits, and the derivative of the
-cap multiplies both dS and P in the products with K.
+That takes two more products for a tile. They are computed only for blocks of queries where they make
+a difference. With a soft cap, the ds_j are the gradients of the capped logits, and the derivative of
+the cap multiplies both dS and P in the products with K.
 """
 
 from __future__ import annotations
