@@ -88,6 +88,17 @@ def _available() -> int:
 
 
 @functools.cache
+def copies_small_operands() -> bool:
+    """Whether NumPy's BLAS copies the operands of small products, as OpenBLAS does without AVX-512.
+
+    Then small products take long, and even longer in several threads, as they share the list of the
+    memory for copies.
+    """
+    libraries = _controller().lib_controllers
+    return any(getattr(x, "architecture", None) in ("Haswell", "Zen") for x in libraries)
+
+
+@functools.cache
 def _controller() -> Any:
     import numpy as np  # noqa: F401  (threadpoolctl finds only a BLAS that is loaded)
     from threadpoolctl import ThreadpoolController

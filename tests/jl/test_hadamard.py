@@ -77,7 +77,18 @@ class TestTransform:
 
 @pytest.mark.host
 class TestMatrices:
-    @pytest.mark.parametrize("order", [2, 12, 20, 28, 36, 44, 60, 24, 96, 768, 960])
+    @pytest.fixture(autouse=True, params=[False, True], ids=["small", "large"])
+    def _factors_for_every_blas(self, request, monkeypatch):
+        monkeypatch.setattr(_hadamard, "copies_small_operands", lambda: request.param)
+
+    @pytest.mark.parametrize("doublings", range(6, 13))
+    def test_transform_of_every_length(self, doublings, rng, tiny_tiles):
+        x = rng.normal(size=(5, 2**doublings))
+        expected = x @ scipy.linalg.hadamard(2**doublings) * 2 ** (-doublings / 2)
+        for some in (x, x.T.copy().T):
+            np.testing.assert_allclose(it.jl.hadamard_transform(some), expected, atol=1e-12)
+
+    @pytest.mark.parametrize("order", [2, 12, 20, 28, 36, 44, 60, 24, 96, 768, 960, 3072, 3584])
     def test_hadamard_of_many_orders(self, order):
         base_doublings = _hadamard.hadamard_order(order)
         factors = _hadamard.hadamard_factors(
@@ -87,6 +98,19 @@ class TestMatrices:
         assert h.shape == (order, order)
         np.testing.assert_array_equal(np.abs(h), 1)
         np.testing.assert_array_equal(h @ h.T, order * np.eye(order))
+
+    @pytest.mark.parametrize("order", [96, 112, 160, 768, 3584, 6144, 128, 4096])
+    def test_the_matrix_of_an_order_never_changes(self, order):
+        wanted = {"scale": 1.0, "dtype": np.float64, "device": None}
+        base_doublings = _hadamard.hadamard_order(order)
+        matrices = [
+            _hadamard.apply_kronecker(np, factors, np.eye(order)[:, : order // 8].T, 1)
+            for factors in (
+                _hadamard.hadamard_factors(np, base_doublings, **wanted),
+                _hadamard._factors(np, _hadamard._factor_orders(base_doublings), 1.0, np.float64, None),
+            )
+        ]
+        np.testing.assert_array_equal(*matrices)
 
     @pytest.mark.parametrize("order", [256, 640, 768, 1024, 4096])
     def test_factors_for_a_sample_have_the_same_product(self, order):

@@ -18,16 +18,19 @@ from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
 from isentropic._numerics import matmul_precision, product, row_products
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
+from isentropic._threads import copies_small_operands
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
 # all their orders. For n ≥ 17 the least order that is at least n is at most 18 % above n.
 _PALEY_ORDERS = (12, 20, 28, 36, 44, 60)
 _FACTOR_BITS = 4  # log₂ of the order of a factor: the time of a product grows with the order
+_LARGE_FACTOR_BITS = 5  # the same where the BLAS copies the operands, so that fewer products are faster
 _MAX_COLUMNS = 1024  # the most columns of one product, where NumPy splits a product on columns
 # The least and the greatest log₂ of the order of a last factor that NumPy applies only to a sample of
 # coordinates.
 _SAMPLED_BITS = (5, 7)
 _MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
+_MAX_LARGE_DENSE = 128  # the same where the BLAS copies the operands
 
 # An order as (base, doublings): base · 2^doublings.
 Order = tuple[int, int]
@@ -64,7 +67,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     Notes
     -----
     ``H_1 = [1]`` and ``H_2n = [[H_n, H_n], [H_n, −H_n]]``. The matrix is applied as a Kronecker product
-    of factors of order up to 32, with one pass over the data for each factor.
+    of small factors, with one pass over the data for each factor.
 
     Examples
     --------
@@ -125,40 +128,49 @@ def hadamard_factors(
     The last one has the order 2^last, if that is given. It must be one of `doublings_to_sample`.
     """
     if is_numpy(xp):
-        return _numpy_factors(order, scale, dtype, last)
-    return _factors(xp, order, scale, dtype, device, last)
+        return _numpy_factors(order, scale, dtype, last, copies_small_operands())
+    return _factors(xp, _factor_orders(order, last), scale, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _numpy_factors(order: Order, scale: float, dtype: Any, last: int | None) -> list[Array]:
+def _numpy_factors(
+    order: Order, scale: float, dtype: Any, last: int | None, are_large: bool
+) -> list[Array]:
     import numpy as np
 
-    factors: list[Any] = _factors(np, order, scale, dtype, None, last)
+    factors: list[Any] = _factors(np, _factor_orders(order, last, are_large), scale, dtype, None)
     for factor in factors:
         factor.flags.writeable = False
     return factors
 
 
-def _factors(
-    xp: ModuleType, order: Order, scale: float, dtype: Any, device: Any, last: int | None
-) -> list[Array]:
-    parts = _factor_orders(order, last)
-    return [_matrix(xp, part, dtype, device) * scale ** (1 / len(parts)) for part in parts]
+def _factors(xp: ModuleType, orders: list[Order], scale: float, dtype: Any, device: Any) -> list[Array]:
+    return [_matrix(xp, order, dtype, device) * scale ** (1 / len(orders)) for order in orders]
 
 
-def _factor_orders(order: Order, last: int | None = None) -> list[Order]:
+def _factor_orders(order: Order, last: int | None = None, are_large: bool = False) -> list[Order]:
     """Split an order into those of factors. The last one is applied first."""
     base, doublings = order
-    if base << doublings <= _MAX_DENSE:
+    are_large = are_large and last is None
+    # A larger product of Paley's matrix would need another order of the factors, which must not change.
+    if base << doublings <= (_MAX_LARGE_DENSE if are_large and base == 1 else _MAX_DENSE):
         return [order]
     first = 0 if base == 1 else _doublings_of_paley(order)
     rest = doublings - first
-    if last is None:
-        # It acts along rows, and the others on columns, which must not be too short for them.
-        last = rest if rest <= _FACTOR_BITS + 1 else _FACTOR_BITS
-    count = -(-(rest - last) // _FACTOR_BITS)
-    others = [(rest - last + i) // count for i in range(count)]
-    return [*([] if base == 1 else [(base, first)]), *((1, part) for part in (*others, last) if part)]
+    if are_large:
+        parts = _split(rest, _LARGE_FACTOR_BITS)
+    else:
+        if last is None:
+            # It acts along rows, and the others on columns, which must not be too short for them.
+            last = rest if rest <= _FACTOR_BITS + 1 else _FACTOR_BITS
+        parts = [*_split(rest - last, _FACTOR_BITS), last]
+    return [*([] if base == 1 else [(base, first)]), *((1, part) for part in parts if part)]
+
+
+def _split(bits: int, most: int) -> list[int]:
+    """Split log₂ of an order into the fewest parts of at most `most`, which are similar."""
+    count = -(-bits // most)
+    return [(bits + i) // count for i in range(count)]
 
 
 def _doublings_of_paley(order: Order) -> int:
@@ -204,6 +216,8 @@ def apply_kronecker(
         return rows
     if is_jax(xp) and not is_gpu(xp, None):
         return _apply_in_turn(xp, factors, rows, trail)
+    if is_numpy(xp) and trail == 1 and len(factors) > 2 and copies_small_operands():
+        return _apply_to_wide(xp, factors, rows, out)
     first, *others = factors
     for factor in reversed(others):
         rows = _times(xp, factor, rows, trail)
@@ -256,6 +270,23 @@ def _apply_in_turn(xp: Any, factors: list[Array], rows: Array, trail: int) -> Ar
         z = xp.tensordot(factor, xp.reshape(z, (size // f, f)), axes=(1, 1), precision=precision)
     z = xp.reshape(z, (n, shape[0], trail))
     return xp.reshape(xp.permute_dims(z, (1, 0, 2)), shape)
+
+
+def _apply_to_wide(np: Any, factors: list[Array], rows: Array, out: Any) -> Array:
+    """`apply_kronecker` for NumPy with products of many columns each, for axes at the end.
+
+    A product takes long if it has few columns and its operands are copied. Here each product moves the
+    axis that it maps from the end to the front, so that all other axes are columns.
+    """
+    lead, n = rows.shape
+    first, *others = factors
+    for factor in reversed(others):
+        f = factor.shape[0]
+        rows = np.matmul(factor, np.matrix_transpose(np.reshape(rows, (lead, n // f, f))))
+    f = first.shape[0]
+    target = None if out is None else np.reshape(out, (lead, f, n // f))
+    rows = np.matmul(first, np.matrix_transpose(np.reshape(rows, (lead, n // f, f))), out=target)
+    return np.reshape(rows, (lead, n)) if out is None else out
 
 
 def _times_transposed(xp: ModuleType, rows: Array, factor: Array) -> Array:
