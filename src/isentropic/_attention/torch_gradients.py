@@ -320,7 +320,6 @@ class _Backward:
     tiles: _TilesInPlace  # with a query for each batch element
     order: float | None
     columns: list[_Columns]
-    largest_key: Any  # (groups, 1, 1), the largest norm of a key
     are_ordinary: bool  # whether keys, values and biases are known to be at most `_ORDINARY` in size
     totals: dict[str, Any]  # the sums of the wanted gradients of queries and biases
     # Memory for arrays of the size of a tile. The system clears the pages of new arrays, which is slow.
@@ -328,8 +327,6 @@ class _Backward:
 
     @classmethod
     def of(cls, tiles: Tiles, order: float | None, wanted: Collection[str]) -> _Backward:
-        import torch
-
         plan, operands = tiles.plan, tiles.operands
         query: Any = tiles.query
         query = query.expand(*plan.batch, *query.shape[-2:])
@@ -350,8 +347,7 @@ class _Backward:
         names = ("logits", "weights", *(() if plan.softcap is None else ("tanh",)))
         memory = {name: query.new_empty(size) for name in names}
         tiles_in_place = _TilesInPlace(plan, operands, query)
-        largest_key = torch.linalg.vector_norm(key, dim=-1, keepdim=True).amax(-2, keepdim=True)
-        return cls(tiles_in_place, order, columns, largest_key, are_ordinary, totals, memory)
+        return cls(tiles_in_place, order, columns, are_ordinary, totals, memory)
 
     def grouped(self, x: Any) -> Any:
         """`x` (..., rows, width) as (groups, heads of a group · rows, width)."""
@@ -401,6 +397,14 @@ class _Backward:
                 query_grad.addcmul_(row.error, self.mean_key(rows, row, parts), value=-1)
             part = _rows_of(self.totals["query"], rows)
             part.copy_(query_grad.view(part.shape))
+
+    @functools.cached_property
+    def largest_key(self) -> Any:
+        """The largest norm of a key, (groups, 1, 1)."""
+        import torch
+
+        norms = [torch.linalg.vector_norm(x.key, dim=-1).amax(-1) for x in self.columns]
+        return torch.stack(norms).amax(0)[:, None, None]
 
     def is_notable(self, error: Any, query_grad: Any) -> bool:
         """Whether errors of the sums Σ ds are notable in the gradients: relative to the largest one.
