@@ -20,7 +20,7 @@ def tiny(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.parametrize("module", ["attention", "gpu", "projections"])
+@pytest.mark.parametrize("module", ["attention", "gpu", "limits", "projections"])
 def test_every_benchmark_runs(tiny, monkeypatch, module):
     for name in ("asv", "torch", "jax", "sklearn"):  # where benchmarks are run
         pytest.importorskip(name)

@@ -1,0 +1,118 @@
+"""The operations that a pass over tiles is made of, alone: what NumPy, its BLAS and XLA allow at best.
+
+A pass of these operations cannot be faster. The rest of its time is what better code could gain.
+"""
+
+import os
+
+import numpy as np
+
+import isentropic as it
+
+from .attention import CALLS, _heads_last, torch_sdpa
+from .backends import arrays, gradient, length, ratio
+from .projections import matrix
+
+N, HEADS, WIDTH = length(4096), 8, 64
+
+
+class Limits:
+    """Time of the operations alone, and of the call, relative to the same peer."""
+
+    params = (
+        ["operations", "call"],
+        [
+            "attention, NumPy",
+            "causal, NumPy",
+            "output and entropy, NumPy",
+            "attention with gradients, JAX",
+            "Hadamard transform, NumPy",
+        ],
+    )
+    param_names = ("part", "call")
+    unit = "ratio"
+    timeout = 600
+
+    def track_ratio(self, part, call):
+        name, _, library = call.rpartition(", ")
+        if library == "JAX":
+            operations, whole, peer = _jax_gradient()
+        elif name == "Hadamard transform":
+            operations, whole, peer = _hadamard()
+        else:
+            operations, whole, peer = _numpy_attention(name)
+        return ratio(operations if part == "operations" else whole, peer)
+
+
+def _numpy_attention(name):
+    """For each tile of 512 × 512 logits: two products, an exponential, and one or two sums."""
+    own, others = arrays("numpy", N), arrays("torch", N)
+    sdpa = torch_sdpa(name, N)
+    q, k, v = own
+    size = min(512, N)
+    # The library computes powers of 2 where NumPy has SIMD code for them.
+    exp = np.exp if "baseline" in _code_of_exp2() else np.exp2
+
+    def compute(item):
+        head, first = item
+        query, ones = q[head, first : first + size] / 8, np.ones(size, "float32")
+        logits, weights = (np.empty((size, size), "float32") for _ in range(2))
+        for start in range(0, first + size if name == "causal" else N, size):
+            np.matmul(query, k[head, start : start + size].T, out=logits)
+            exp(logits, out=weights)
+            np.matmul(weights, ones)
+            if name == "output and entropy":
+                np.vecdot(weights, logits)
+            np.matmul(weights, v[head, start : start + size])
+
+    blocks = [(head, first) for head in range(HEADS) for first in range(0, N, size)]
+    return lambda: _in_threads(compute, blocks), lambda: CALLS[name](*own), lambda: sdpa(*others)
+
+
+def _code_of_exp2():
+    from numpy.lib.introspect import opt_func_info
+
+    return opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})["current"]
+
+
+def _jax_gradient():
+    """For each tile of 1024 × 1024 logits: seven products and two exponentials."""
+    import jax
+
+    q, k, v = own = arrays("jax", N)
+    others, size = _heads_last(own), min(1024, N)
+    query, key, value = q[0, :size], k[0, :size].T, v[0, :size]
+    product, exp = jax.jit(lambda a, b: a @ b), jax.jit(lambda x: jax.numpy.exp(x))
+
+    def operations():
+        for _ in range(HEADS * (N // size) ** 2):
+            logits = product(query, key)
+            weights = exp(logits)
+            results = [product(query, key), product(query, key), exp(logits)]
+            results += [product(weights, value) for _ in range(4)]
+            jax.block_until_ready(results)
+
+    ours, theirs = gradient("jax", it.attention), gradient("jax", jax.nn.dot_product_attention)
+    return operations, lambda: ours(*own), lambda: theirs(*others)
+
+
+def _hadamard():
+    """For each 1 MB: three products of a factor of order 16 and 1024 columns, in a block per thread."""
+    x = matrix("numpy", 4096)
+    factor, threads = np.ones((16, 16), "float32"), range(os.cpu_count())
+
+    def compute(_):
+        block, result = (np.ones((16, 16, 1024), "float32") for _ in range(2))
+        for _ in range(3 * x.size // block.size // len(threads)):
+            np.matmul(factor, block, out=result)
+
+    return lambda: _in_threads(compute, threads), lambda: it.jl.hadamard_transform(x), x.copy
+
+
+def _in_threads(function, items):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(function, items))
