@@ -89,7 +89,7 @@ TABLES = [
         "The operations alone",
         "Time of the matrix products, exponentials and sums of a call without anything else, and time "
         "of the whole call, relative to the same peers as elsewhere on this page. n = 4096. The "
-        "operations are in tiles, on all cores. The difference is what better code could gain.",
+        "operations are in tiles, on all cores. Better code could gain at most the difference.",
         "limits.Limits.track_ratio",
     ),
     (
