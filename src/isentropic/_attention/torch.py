@@ -188,12 +188,13 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
 
 def _scaled(plan: Plan, query: Any, scale: Any) -> Any:
     """The query times the scale, which the compute dtype holds."""
-    dtype = _kernel_dtype(plan)
+    if query.dtype == plan.compute:
+        return query * scale
     is_plain = not (plan.is_differentiated or plan.is_transformed or plan.frame.is_compiling)
-    if is_plain and query.dtype == dtype != plan.compute and not isinstance(scale, float):
+    if is_plain and query.dtype == _kernel_dtype(plan) and not isinstance(scale, float):
         # PyTorch multiplies in the wider dtype, and rounds in the same pass over the memory.
         return plan.xp.mul(query, scale, out=query.new_empty(0))
-    return plan.xp.astype(query, plan.compute, copy=False) * scale
+    return plan.xp.astype(query, plan.compute) * scale
 
 
 def _fitted(plan: Plan, x: Any) -> Any:
