@@ -104,16 +104,27 @@ def gradient(backend, function, n_arguments=3):
 def ratio(ours, theirs, rounds=7, pause=0.05, clock=time.perf_counter):
     """The median time of one function over that of another, timed alternately in this process.
 
-    A library may still be busy when a call has returned: its threads spin for some milliseconds in wait
-    for work, and large arrays are freed. Without a `pause` (in seconds) the other function would share
-    the processor with that.
+    A library may still be busy when a call has returned: its threads spin in wait for work, those of
+    OpenBLAS for a tenth of a second, and large arrays are freed. So a `pause` (in seconds) comes before
+    each call, and lasts until the process is idle. Without it the other function would share the
+    processor with that.
     """
     times = {ours: [], theirs: []}
     for _ in range(rounds + 1):  # the first round is a warm-up
         for function, record in times.items():
             if pause:  # even a pause of 0 seconds is a call to the system
-                time.sleep(pause)
+                wait_until_idle(pause)
             start = clock()
             function()
             record.append(clock() - start)
     return float(np.median(times[ours][1:]) / np.median(times[theirs][1:]))
+
+
+def wait_until_idle(pause, longest=1.0):
+    """Sleep for `pause` seconds, again and again until the process was idle meanwhile."""
+    end = time.perf_counter() + longest
+    while time.perf_counter() < end:
+        before = time.process_time()
+        time.sleep(pause)
+        if time.process_time() - before < pause / 10:
+            return
