@@ -3,11 +3,11 @@
 The rest of the time of the pass is what better code could gain.
 """
 
-import os
-
 import numpy as np
 
 import isentropic as it
+from isentropic._attention.numpy import _exponential
+from isentropic._threads import n_threads, run
 
 from .attention import CALLS, _heads_last, torch_sdpa
 from .backends import arrays, gradient, length, ratio
@@ -50,8 +50,7 @@ def _numpy_attention(name):
     sdpa = torch_sdpa(name, N)
     q, k, v = own
     size = min(512, N)
-    # The library computes powers of 2 where NumPy has SIMD code for them.
-    exp = np.exp if "baseline" in _code_of_exp2() else np.exp2
+    exp, _ = _exponential()
 
     def compute(item):
         head, first = item
@@ -67,13 +66,7 @@ def _numpy_attention(name):
             np.matmul(weights, v[head, start : start + size], out=values)
 
     blocks = [(head, first) for head in range(HEADS) for first in range(0, N, size)]
-    return lambda: _in_threads(compute, blocks), lambda: CALLS[name](*own), lambda: sdpa(*others)
-
-
-def _code_of_exp2():
-    from numpy.lib.introspect import opt_func_info
-
-    return opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})["current"]
+    return lambda: run(compute, blocks), lambda: CALLS[name](*own), lambda: sdpa(*others)
 
 
 def _jax_gradient():
@@ -100,20 +93,11 @@ def _jax_gradient():
 def _hadamard():
     """For each 1 MB: three products of a factor of order 16 and 1024 columns, in a block per thread."""
     x = matrix("numpy", 4096)
-    factor, threads = np.ones((16, 16), "float32"), range(os.cpu_count())
+    factor, threads = np.ones((16, 16), "float32"), range(n_threads())
 
     def compute(_):
         block, result = (np.ones((16, 16, 1024), "float32") for _ in range(2))
         for _ in range(3 * x.size // block.size // len(threads)):
             np.matmul(factor, block, out=result)
 
-    return lambda: _in_threads(compute, threads), lambda: it.jl.hadamard_transform(x), x.copy
-
-
-def _in_threads(function, items):
-    from concurrent.futures import ThreadPoolExecutor
-
-    from threadpoolctl import threadpool_limits
-
-    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(function, items))
+    return lambda: run(compute, threads), lambda: it.jl.hadamard_transform(x), x.copy

@@ -279,13 +279,18 @@ def _apply_to_wide(np: Any, factors: list[Array], rows: Array, out: Any) -> Arra
     axis that it maps from the end to the front, so that all other axes are columns.
     """
     lead, n = rows.shape
+
+    def to_front(factor: Array, rows: Array, out: Any = None) -> Array:
+        f = factor.shape[0]
+        columns = np.matrix_transpose(np.reshape(rows, (lead, n // f, f)))
+        return np.matmul(
+            factor, columns, out=None if out is None else np.reshape(out, (lead, f, n // f))
+        )
+
     first, *others = factors
     for factor in reversed(others):
-        f = factor.shape[0]
-        rows = np.matmul(factor, np.matrix_transpose(np.reshape(rows, (lead, n // f, f))))
-    f = first.shape[0]
-    target = None if out is None else np.reshape(out, (lead, f, n // f))
-    rows = np.matmul(first, np.matrix_transpose(np.reshape(rows, (lead, n // f, f))), out=target)
+        rows = to_front(factor, rows)
+    rows = to_front(first, rows, out)
     return np.reshape(rows, (lead, n)) if out is None else out
 
 
