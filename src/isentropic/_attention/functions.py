@@ -43,8 +43,7 @@ from isentropic._entropy import (
 )
 from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
 from isentropic._numerics import clip, divide_or_zero, quietly
-from isentropic.laws._formulas import DEFAULT_LAW
-from isentropic.laws._law import Constant, Law, check_law
+from isentropic.laws._law import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
 # Argument names of PyTorch, JAX and transformers, and what they are here; None: no equivalent.

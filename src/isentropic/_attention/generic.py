@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -52,6 +51,7 @@ from isentropic._numerics import (
     quietly,
     replace_infinite_minimum,
 )
+from isentropic._records import Record
 from isentropic.masks import Mask
 
 # Deviations from a mean are clipped here. Logits that are this far apart do not both have weight, and
@@ -587,8 +587,7 @@ def as_rows(state: AttentionState) -> AttentionState:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Tiles:
+class Tiles(Record):
     """The pass over the tiles of a call, the same for all libraries."""
 
     plan: Plan

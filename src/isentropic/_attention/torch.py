@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from isentropic._attention.generic import (
@@ -352,4 +352,4 @@ def _replace_inputs(tiles: Tiles, arrays: dict[str, Any]) -> Tiles:
     """The tiles with other inputs."""
     query = arrays.get("query", tiles.query)
     others = {name: x for name, x in arrays.items() if name != "query"}
-    return replace(tiles, query=query, operands=tiles.operands._replace(**others))
+    return tiles.replaced(query=query, operands=tiles.operands._replace(**others))

@@ -25,8 +25,7 @@ from isentropic._checks import check_floating, check_given, check_ndim, type_err
 from isentropic._entropy import shift_moment
 from isentropic._namespace import Array, ArrayT, accumulator, is_jax, is_torch, namespace, present
 from isentropic._numerics import replace_infinite_minimum
-from isentropic.laws._formulas import DEFAULT_LAW
-from isentropic.laws._law import Constant, Law
+from isentropic.laws._law import DEFAULT_LAW, Constant, Law
 from isentropic.masks import causal
 
 

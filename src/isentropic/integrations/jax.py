@@ -9,8 +9,7 @@ from isentropic._attention.functions import attention, attention_entropy, attent
 from isentropic._checks import check_choice, check_ndim, requires_extra, value_error
 from isentropic._namespace import Array, ArrayT
 from isentropic.integrations._sharded import ring_attention, ring_attention_state
-from isentropic.laws._formulas import DEFAULT_LAW
-from isentropic.laws._law import Law
+from isentropic.laws._law import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
 with requires_extra(__name__):

@@ -16,8 +16,7 @@ from isentropic._checks import check_flag, is_array, requires_extra, type_error,
 from isentropic._namespace import present
 from isentropic.integrations._flex import to_block_mask, to_mask_mod
 from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
-from isentropic.laws._formulas import DEFAULT_LAW
-from isentropic.laws._law import Law, check_law
+from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
 with requires_extra(__name__):

@@ -18,33 +18,42 @@ depends on the query also has an axis for the queries, and is wrapped in `per_qu
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from isentropic.laws._formulas import (
-    AffineLog,
-    InfoScale,
-    Knots,
-    LogLength,
-    Power,
-    PowerLog,
-    SqrtLogLength,
-    StepLog,
-    from_kappa,
-    scaled,
-    shifted,
-)
-from isentropic.laws._law import Constant, Law, per_query
+from isentropic.laws._law import Constant, Law, LogLength, per_query
 
 if TYPE_CHECKING:
     from isentropic.laws._configurations import ModelRule, from_config
     from isentropic.laws._dictionaries import from_dict, to_dict
+    from isentropic.laws._formulas import (
+        AffineLog,
+        InfoScale,
+        Knots,
+        Power,
+        PowerLog,
+        SqrtLogLength,
+        StepLog,
+        from_kappa,
+        scaled,
+        shifted,
+    )
     from isentropic.laws._presets import preset, presets
 else:  # a type checker that sees `__getattr__` accepts every attribute name
     # Modules that attention does not need are imported on first use.
     _LAZY = {
+        "AffineLog": "_formulas",
+        "InfoScale": "_formulas",
+        "Knots": "_formulas",
         "ModelRule": "_configurations",
+        "Power": "_formulas",
+        "PowerLog": "_formulas",
+        "SqrtLogLength": "_formulas",
+        "StepLog": "_formulas",
         "from_config": "_configurations",
         "from_dict": "_dictionaries",
+        "from_kappa": "_formulas",
         "preset": "_presets",
         "presets": "_presets",
+        "scaled": "_formulas",
+        "shifted": "_formulas",
         "to_dict": "_dictionaries",
     }
 

@@ -11,7 +11,6 @@ from isentropic.laws._formulas import (
     AffineLog,
     InfoScale,
     Knots,
-    LogLength,
     Power,
     PowerLog,
     Scaled,
@@ -19,7 +18,7 @@ from isentropic.laws._formulas import (
     SqrtLogLength,
     StepLog,
 )
-from isentropic.laws._law import Constant, Law, PerQuery, check_numbers
+from isentropic.laws._law import Constant, Law, LogLength, PerQuery, check_numbers
 
 # The names in dictionaries, and their classes.
 _KINDS: dict[str, type[Law]] = {

@@ -1,4 +1,4 @@
-"""The formulas of the laws, except for the constant, which is in `_law.py`."""
+"""The formulas of the laws, except for the constant and log n, which are in `_law.py`."""
 
 from __future__ import annotations
 
@@ -26,47 +26,6 @@ from isentropic.laws._law import (
     log_of,
     over_queries,
 )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LogLength(Law):
-    """``ln n / ln base``: Su's law, which keeps the entropy of focused attention nearly constant.
-
-    Parameters
-    ----------
-    base : float > 1, or array
-        The length at which the factor is 1.
-    minimum : float, optional
-        The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
-
-    Raises
-    ------
-    TypeError
-        If `base` is not a real number or an array of them, or `minimum` not a real number.
-    ValueError
-        If `base` is not above 1, or a number is not finite.
-
-    References
-    ----------
-    Su 2021, https://spaces.ac.cn/archives/8823.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.LogLength(16)(256), laws.LogLength(16, minimum=1)(4)
-    (2.0, 1.0)
-    """
-
-    base: Parameter = 512
-    minimum: float | None = None
-
-    def __post_init__(self) -> None:
-        check_parameter("base", self.base, above=1)
-        check_minimum(self.minimum)
-
-    def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        factor = log_length(xp, n) / log_of(xp, over_queries(xp, self.base, n))
-        return at_least(xp, factor, self.minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -606,7 +565,3 @@ def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple
     for number in numbers:
         check_real(name, number, least=least)
     return numbers
-
-
-# The default law of attention.
-DEFAULT_LAW = LogLength(512)

@@ -11,14 +11,13 @@ from isentropic._checks import check_choice, check_real, type_error
 from isentropic.laws._formulas import (
     AffineLog,
     InfoScale,
-    LogLength,
     Power,
     PowerLog,
     SqrtLogLength,
     StepLog,
     shifted,
 )
-from isentropic.laws._law import Constant, Law, Parameter
+from isentropic.laws._law import Constant, Law, LogLength, Parameter
 
 
 class _Rule(NamedTuple):

@@ -66,8 +66,7 @@ from isentropic.jl._draws import (
     random_orthonormal,
     takes_rng,
 )
-from isentropic.laws._formulas import DEFAULT_LAW
-from isentropic.laws._law import Law, check_law
+from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from isentropic._checks import (
 )
 from isentropic._namespace import Array, ArrayT, common_device, namespace, present
 from isentropic._numerics import lift, product
-from isentropic.laws._formulas import DEFAULT_LAW
-from isentropic.laws._law import Law
+from isentropic.laws._law import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
 

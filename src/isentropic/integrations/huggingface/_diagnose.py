@@ -20,8 +20,7 @@ from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._measure import as_mapping, check_batches
 from isentropic.integrations.huggingface._modules import attention_modules, evaluation
 from isentropic.integrations.huggingface._rules import warn_of_rules
-from isentropic.laws._formulas import LogLength
-from isentropic.laws._law import Law
+from isentropic.laws._law import Law, LogLength
 
 if TYPE_CHECKING:
     import numpy as np
