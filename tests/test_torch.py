@@ -142,6 +142,14 @@ def _state_and_entropy(q, k, v, **options):
     return it.attention_state(q, k, v, **options), entropies
 
 
+def _inductor(test):
+    """A test of PyTorch's own compiler, which needs a C++ compiler and uses what PyTorch deprecates."""
+    warning = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+    has_compiler = shutil.which("c++") is not None
+    test = pytest.mark.filterwarnings(warning)(test)
+    return pytest.mark.skipif(not has_compiler, reason="inductor needs a C++ compiler")(test)
+
+
 LENGTHS = (2, 7, 16, 33, 64, 100, 300, 777, 1500, 2100)
 
 
@@ -187,6 +195,18 @@ class TestGraphs:
             ):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert counter.frame_count <= 2
+
+    @_inductor
+    @pytest.mark.parametrize("bias", [None, torch.zeros(1, 1)])
+    def test_one_graph_of_inductor_for_all_lengths(self, bias, compile_):
+        # Inductor makes other code for sums of more than 4096 numbers.
+        compiled, counter = compile_(
+            lambda q, k, v: it.attention(q, k, v, bias=bias), "inductor", dynamic=True
+        )
+        for n in (9, 300, 1100):
+            q, k, v = torch.randn(3, 2, n, 8)
+            torch.testing.assert_close(compiled(q, k, v), it.attention(q, k, v), rtol=1e-4, atol=1e-5)
+        assert counter.frame_count == 1
 
     @pytest.mark.parametrize("dynamic", [True, None, False])
     def test_entropies_and_states_with_symbolic_lengths(self, dynamic, compile_):
@@ -239,9 +259,7 @@ class TestGraphs:
         for got, want in zip(exported.module()(*arrays), Module()(*arrays), strict=True):
             torch.testing.assert_close(got, want)
 
-    # PyTorch's own compiler uses what PyTorch deprecates.
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-    @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+    @_inductor
     def test_inductor(self):
         def call(q, k, v):
             state = it.attention_state(q, k, v, is_causal=True)

@@ -220,11 +220,12 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
         first = numbers.numpy(force=True)[..., 0]
         if count_nonzero(first) == first.size or not math.isnan(checksum(plan, query, key)):
             return out
-    key_is_nan = xp.isnan(xp.sum(key, axis=(-2, -1), keepdims=True))
+    query_is_nan, key_is_nan = (xp.isnan(xp.sum(x, axis=-1, keepdims=True)) for x in (query, key))
+    # Not a sum over the keys: the compiler makes other code for sums of more than 4096 numbers.
+    key_is_nan = xp.any(key_is_nan, axis=-2, keepdims=True)
     if key_is_nan.shape[1] != query.shape[1]:
         key_is_nan = xp.repeat(key_is_nan, query.shape[1] // key_is_nan.shape[1], axis=1)
-    is_nan = xp.isnan(xp.sum(query, axis=-1, keepdims=True)) | key_is_nan
-    return xp.where(is_nan, math.nan, out)
+    return xp.where(query_is_nan | key_is_nan, math.nan, out)
 
 
 def _rows_of_masks(plan: Plan, operands: Operands) -> int:
