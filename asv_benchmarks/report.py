@@ -26,7 +26,8 @@ TABLES = [
         "Attention against PyTorch's kernel",
         "Time relative to `torch.nn.functional.scaled_dot_product_attention` of the same arrays with "
         "the same mask. 8 heads of 64 features, n = 4096, float32; the window has 512 keys. PyTorch's "
-        "kernel computes only the output, whatever the call.",
+        "kernel computes only the output, whatever the call. A factor for 5 nats is that of "
+        "`factor_for_attention_entropy`.",
         "attention.AgainstTorch.track_ratio",
     ),
     (
@@ -50,7 +51,7 @@ TABLES = [
     (
         "Callers in threads of their own",
         "16 threads compute entropies in NumPy, while the BLAS may use all cores. Time relative to the "
-        "same with one thread of the BLAS.",
+        "same with one thread of the BLAS. In columns: n.",
         "attention.Callers.track_ratio",
     ),
     (
@@ -87,7 +88,7 @@ TABLES = [
     ),
     (
         "The operations alone",
-        "Time of the matrix products, exponentials and sums of a call without anything else, and time "
+        "Time of the matrix products, exponentials, sums and maxima of a call by themselves, and time "
         "of the whole call, relative to the same peers as elsewhere on this page. n = 4096. The "
         "operations are in tiles, on all cores. Better code could gain at most the difference.",
         "limits.Limits.track_ratio",
@@ -112,7 +113,8 @@ TABLES = [
     ("Error of the output", "As above.", "attention.Error.track_output_error"),
     (
         "Graphs",
-        "Number of graphs that `torch.compile` makes for ten lengths.",
+        "Number of graphs that `torch.compile` makes for ten lengths, by its option `dynamic`. By "
+        "default, None, the first graph is for the first length alone.",
         "attention.Graphs.track_graphs",
     ),
     (
@@ -146,7 +148,7 @@ TABLES = [
     (
         "Projections, applied",
         "64 points, from 65 536 features to 512 components. Time relative to scikit-learn's Gaussian "
-        "map.",
+        "map. `hadamard` is Fast JL, and `hadamard-2` is Fast JL with two rounds.",
         "projections.ProjectionsAgainstPeers.track_apply_sklearn_gaussian",
     ),
     (

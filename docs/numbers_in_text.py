@@ -84,8 +84,14 @@ def performance() -> dict[str, str]:
         name = f"attention.Error.track_{what}_error"
         before[what] = f"{figure(name, 'numpy', 'None', commit='5356ac1d'):.1e}"
         now[what] = _range(figures(name, "numpy", "None"), ".1e")
+    small = [
+        x
+        for call in ("attention", "causal", "entropy", "state")
+        for x in figures("attention.SmallCalls.track_ratio", "torch", call)
+    ]
     return {
         "gradient": _range(gradients),
+        "small-calls": _range(small),
         "entropy-errors": f"{before['entropy']} nats, and is now {now['entropy']}",
         "output-errors": f"{before['output']}, and is now {now['output']}",
     }

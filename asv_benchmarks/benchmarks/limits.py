@@ -6,7 +6,7 @@ The rest of the time of the pass is what better code could gain.
 import numpy as np
 
 import isentropic as it
-from isentropic._attention.numpy import _exponential
+from isentropic._attention.numpy import _exponential, _row_maxima_of_weights
 from isentropic._threads import n_threads, run
 
 from .attention import CALLS, _heads_last, torch_sdpa
@@ -45,7 +45,10 @@ class Limits:
 
 
 def _numpy_attention(name):
-    """For each tile of 512 × 512 logits: two products, an exponential, and one or two sums."""
+    """For each tile of 512 × 512 logits: two products, an exponential, and a sum.
+
+    A state takes two sums and a maximum.
+    """
     own, others = arrays("numpy", N), arrays("torch", N)
     sdpa = torch_sdpa(name, N)
     q, k, v = own
@@ -63,6 +66,7 @@ def _numpy_attention(name):
             np.matmul(weights, ones, out=sums[:, 0])
             if name == "output and entropy":
                 np.vecdot(weights, logits, out=sums[:, 0])
+                _row_maxima_of_weights(weights)
             np.matmul(weights, v[head, start : start + size], out=values)
 
     blocks = [(head, first) for head in range(HEADS) for first in range(0, N, size)]

@@ -121,10 +121,10 @@ def attention(
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
     implementation : str, optional
         The backend that computes the call. None chooses the fastest one that can. "generic" is the pass
-        over tiles that is the same for all libraries, and "native" is any other backend that None can
-        choose. "triton" and "pallas" are kernels for PyTorch and JAX on a GPU. They run only if they
-        are named, with an exception that `attention_backends` describes, as it does all backends. A
-        backend that cannot compute the call is an error.
+        over tiles that is the same for all libraries. "native" is the first of the others that can,
+        even if another one is faster. "triton" and "pallas" are kernels for PyTorch and JAX on a GPU.
+        They run only if they are named, with an exception that `attention_backends` describes, as it
+        does all backends. A backend that cannot compute the call is an error.
 
     Returns
     -------
