@@ -322,6 +322,24 @@ class TestGraphs:
                 torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
         assert counter.frame_count == 1
 
+    @pytest.mark.parametrize(
+        ("query", "keys"),
+        [
+            ([1e-37] * 16, [[3e38, -3e38] * 8, [0.0] * 16]),  # sums of the keys overflow
+            ([-1.0, 1.0], [[math.inf, -math.inf], [1.0, 1.0]]),  # the logits are −∞ and 0
+            ([0.0, 0.0], [[math.inf, 1.0], [math.inf, 1.0]]),  # the logits are NaN
+        ],
+    )
+    def test_large_and_infinite_keys(self, query, keys, compile_):
+        arrays = torch.asarray([query]), torch.asarray(keys), torch.asarray([[5.0], [6.0]])
+
+        def call(q, k, v):
+            return it.attention(q, k, v, law=None)
+
+        expected = it.attention_weights(*arrays[:2], law=None) @ arrays[2]
+        torch.testing.assert_close(call(*arrays), expected, equal_nan=True)
+        torch.testing.assert_close(compile_(call)[0](*arrays), expected, equal_nan=True)
+
     def test_gradients_of_ten_lengths(self, compile_):
         compiled, counter = compile_(lambda *a: it.attention(*a, is_causal=True).sin().sum())
         for n in LENGTHS:

@@ -664,6 +664,16 @@ class TestEdges:
         out = backend.numpy(it.attention(*[backend.array(x) for x in (q, k, v)]))
         assert np.isnan(out[1, 1]).all()
 
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize(
+        ("query", "key"), [([1e30, 1e30], [1e30, -1e30]), ([0.0, 1.0], [np.inf, 1.0])]
+    )
+    def test_logits_that_are_nan_though_no_number_is(self, backend, query, key, is_causal):
+        q, k = (backend.array(np.asarray([x, x], "float32")) for x in (query, key))
+        v = backend.array(np.asarray([[5.0], [6.0]], "float32"))
+        out = backend.numpy(it.attention(q, k, v, law=None, is_causal=is_causal))
+        assert np.isnan(out).all()
+
     @pytest.mark.parametrize("order", [20.0, 1e15, 1e16, 1e300, np.inf])
     def test_normalized_tsallis_entropy_of_large_orders(self, backend, order):
         # 1 − Σ pᵅ, as a share of 1 − n^{1−α}, where α − 1 divides both.

@@ -152,7 +152,8 @@ def attention(
 
     Keys and values that a query does not see have no effect on its output, even if they are NaN or
     infinite. If there is a mask and the query sees such a key or value, all of its output is NaN.
-    Logits beyond the range of the dtype make the output NaN, without a warning.
+    Logits beyond the range of the dtype make the output NaN, without a warning. It may be 0 instead if
+    all logits of a query are −∞.
 
     References
     ----------

@@ -21,7 +21,6 @@ from isentropic._attention.plan import (
     TRANSFORMED,
     Operands,
     Plan,
-    checksum,
     count_nonzero,
     four_axes,
 )
@@ -120,10 +119,8 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
     else:
         query, key, value, scale = _torch_arrays(plan, operands)
         out = _sdpa(plan, query, key, value, scale, is_causal=plan.has_mask)
-        # The CPU kernel treats a row of NaN logits like one that sees no key.
-        if not plan.has_mask:
-            out = _with_nan(plan, out, query, key)
-        elif operands.nonfinite is not None:
+        out = _with_nan(plan, out, query, key, scale)
+        if plan.has_mask and operands.nonfinite is not None:
             out = out + four_axes(plan, plan.xp.astype(causal_nan(plan, operands), out.dtype))
     if len(plan.batch) == 1:
         out = out[0]
@@ -155,9 +152,8 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
         added = four_axes(plan, xp.astype(added, value.dtype))
         q, k, v = (take(x, b, -2) for x, b in ((query, rows), (key, columns), (value, columns)))
         out = _sdpa(plan, q, k, v, scale, added, is_causal=False)
-        # The CPU kernel treats a row of NaN logits like one that sees no key.
         if mask is None:
-            out = _with_nan(plan, out, q, k)
+            out = _with_nan(plan, out, q, k, scale)
         elif operands.nonfinite is not None:
             out = xp.where(xp.any(xp.isnan(added), axis=-1, keepdims=True), math.nan, out)
         return (out,)
@@ -208,24 +204,29 @@ def _fitted(plan: Plan, x: Any) -> Any:
     return torch.nn.functional.pad(x, (0, padding)) if padding > 0 else x
 
 
-def _with_nan(plan: Plan, out: Any, query: Any, key: Any) -> Any:
-    """The output with NaN for queries that are NaN, and for all queries if some key is NaN."""
+def _with_nan(plan: Plan, out: Any, query: Any, key: Any, scale: float) -> Any:
+    """The output with NaN for queries whose logits the kernel on a CPU lost.
+
+    If there are few keys, the kernel takes logits that are all NaN or −∞ for those of a query that sees
+    no key, and returns 0. Any other NaN reaches its output.
+    """
     xp = plan.xp
     if plan.device.type != "cpu":
         return out
     if plan.is_readable:
-        # The kernel gives 0 to a row that has only NaN logits. Any other NaN reaches its output.
         # Under autocast the kernel returns bfloat16, which NumPy does not have.
         numbers = out if out.dtype == plan.compute else out.to(plan.compute)
         first = numbers.numpy(force=True)[..., 0]
-        if count_nonzero(first) == first.size or not math.isnan(checksum(plan, query, key)):
+        if count_nonzero(first) == first.size:
             return out
-    query_is_nan, key_is_nan = (xp.isnan(xp.sum(x, axis=-1, keepdims=True)) for x in (query, key))
-    # Not a sum over the keys: the compiler makes other code for sums of more than 4096 numbers.
-    key_is_nan = xp.any(key_is_nan, axis=-2, keepdims=True)
-    if key_is_nan.shape[1] != query.shape[1]:
-        key_is_nan = xp.repeat(key_is_nan, query.shape[1] // key_is_nan.shape[1], axis=1)
-    return xp.where(query_is_nan | key_is_nan, math.nan, out)
+    # No product of the query with a key is larger in size, before and after the scale. Maxima do not
+    # overflow as sums do, and the compiler makes the same code of them for all lengths.
+    largest = xp.max(xp.abs(key), axis=(-2, -1), keepdims=True)
+    if largest.shape[1] != query.shape[1]:
+        largest = xp.repeat(largest, query.shape[1] // largest.shape[1], axis=1)
+    largest = xp.max(xp.abs(query), axis=-1, keepdims=True) * largest * query.shape[-1] * (1 + scale)
+    is_lost = ~xp.isfinite(largest) & xp.all(out == 0, axis=-1, keepdims=True)
+    return out if plan.is_readable and not xp.any(is_lost) else xp.where(is_lost, math.nan, out)
 
 
 def _rows_of_masks(plan: Plan, operands: Operands) -> int:

@@ -51,6 +51,8 @@ class Law(Node, ABC):
     In JAX and PyTorch a law is a *pytree*. Its leaves are the arrays; the numbers belong to its
     structure. So a law can be an argument of `jax.jit`, `jax.grad`, `jax.vmap` and functions of
     ``torch.func``. The gradient with respect to a law is a law whose arrays are the gradients.
+    A law that was made before JAX or PyTorch was imported is a pytree of that library as soon as
+    another law or mask has been made.
 
     Two laws are equal if they have the same class and equal parameters. Two arrays are equal if their
     shapes and values are equal, whatever their library, device or dtype. An array never equals a
@@ -100,8 +102,9 @@ class Law(Node, ABC):
         -------
         float or array
             The factor (dimensionless): a float for a number and a law without arrays. Otherwise an
-            array that has the shape of `n`, broadcast against the parameters. It has the floating dtype
-            of `n`, or the default dtype of the library for integers.
+            array that has the shape of `n`, broadcast against the parameters. It has the dtype to which
+            those of the parameters, float32 and that of `n` promote. Integers count as the default
+            floating dtype of the library.
 
         Raises
         ------
