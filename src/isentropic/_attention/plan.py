@@ -63,7 +63,7 @@ _MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
 # The most factors that a plan keeps. For more queries their computation takes a small part of the time.
 _MAX_FACTORS = 4096
-# For tensors of up to this size `checksum` takes more time to start than to read the numbers.
+# For tensors of up to this size `_checksum` takes more time to start than to read the numbers.
 _FEW_NUMBERS = 2**14
 
 
@@ -536,10 +536,10 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
     if plan.library == "jax":  # inside a JAX trace no result can be read
         return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
     # One sum is faster than a test of each number. The sum of finite numbers may overflow.
-    return math.isfinite(checksum(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
+    return math.isfinite(_checksum(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
 
 
-def checksum(plan: Plan, *arrays: Any) -> float:
+def _checksum(plan: Plan, *arrays: Any) -> float:
     """A number that tells whether the numbers in readable arrays of NumPy or PyTorch are finite.
 
     It is finite only if all of them are finite, and NaN if any of them is NaN. It is a sum of products

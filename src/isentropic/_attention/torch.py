@@ -207,8 +207,8 @@ def _fitted(plan: Plan, x: Any) -> Any:
 def _with_nan(plan: Plan, out: Any, query: Any, key: Any, scale: float) -> Any:
     """The output with NaN for queries whose logits the kernel on a CPU lost.
 
-    If there are few keys, the kernel takes logits that are all NaN or −∞ for those of a query that sees
-    no key, and returns 0. Any other NaN reaches its output.
+    If a query sees few keys, and all its logits are NaN or −∞, the kernel takes it for one that sees no
+    key, and returns 0. Any other NaN reaches its output.
     """
     xp = plan.xp
     if plan.device.type != "cpu":
@@ -226,7 +226,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any, scale: float) -> Any:
         largest = xp.repeat(largest, query.shape[1] // largest.shape[1], axis=1)
     largest = xp.max(xp.abs(query), axis=-1, keepdims=True) * largest * query.shape[-1] * (1 + scale)
     is_lost = ~xp.isfinite(largest) & xp.all(out == 0, axis=-1, keepdims=True)
-    return out if plan.is_readable and not xp.any(is_lost) else xp.where(is_lost, math.nan, out)
+    return xp.where(is_lost, math.nan, out)
 
 
 def _rows_of_masks(plan: Plan, operands: Operands) -> int:

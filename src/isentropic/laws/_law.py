@@ -310,47 +310,6 @@ class PerQuery(Constant):
         return [("value", tuple(self.value.shape), self.value.ndim > 0)]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class LogLength(Law):
-    """``ln n / ln base``: Su's law, which keeps the entropy of focused attention nearly constant.
-
-    Parameters
-    ----------
-    base : float > 1, or array
-        The length at which the factor is 1.
-    minimum : float, optional
-        The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
-
-    Raises
-    ------
-    TypeError
-        If `base` is not a real number or an array of them, or `minimum` not a real number.
-    ValueError
-        If `base` is not above 1, or a number is not finite.
-
-    References
-    ----------
-    Su 2021, https://spaces.ac.cn/archives/8823.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.LogLength(16)(256), laws.LogLength(16, minimum=1)(4)
-    (2.0, 1.0)
-    """
-
-    base: Parameter = 512
-    minimum: float | None = None
-
-    def __post_init__(self) -> None:
-        check_parameter("base", self.base, above=1)
-        check_minimum(self.minimum)
-
-    def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        factor = log_length(xp, n) / log_of(xp, over_queries(xp, self.base, n))
-        return at_least(xp, factor, self.minimum)
-
-
 def per_query(value: Array) -> PerQuery:
     """A parameter of a law with one number for each query, such as a function of the query.
 
@@ -414,6 +373,47 @@ def per_query(value: Array) -> PerQuery:
     ((4, 100), (4, 100))
     """
     return PerQuery(value)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogLength(Law):
+    """``ln n / ln base``: Su's law, which keeps the entropy of focused attention nearly constant.
+
+    Parameters
+    ----------
+    base : float > 1, or array
+        The length at which the factor is 1.
+    minimum : float, optional
+        The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
+
+    Raises
+    ------
+    TypeError
+        If `base` is not a real number or an array of them, or `minimum` not a real number.
+    ValueError
+        If `base` is not above 1, or a number is not finite.
+
+    References
+    ----------
+    Su 2021, https://spaces.ac.cn/archives/8823.
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.LogLength(16)(256), laws.LogLength(16, minimum=1)(4)
+    (2.0, 1.0)
+    """
+
+    base: Parameter = 512
+    minimum: float | None = None
+
+    def __post_init__(self) -> None:
+        check_parameter("base", self.base, above=1)
+        check_minimum(self.minimum)
+
+    def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        factor = log_length(xp, n) / log_of(xp, over_queries(xp, self.base, n))
+        return at_least(xp, factor, self.minimum)
 
 
 def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
