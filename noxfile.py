@@ -267,7 +267,7 @@ def doctests(session: nox.Session) -> None:
     kernels = (
         "--ignore=src/isentropic/_attention/triton_kernels.py"  # the only module that needs Triton
     )
-    session.run("pytest", "--doctest-modules", "src", kernels, "--doctest-glob=*.md", *pages)
+    session.run("pytest", "-n", "2", "--doctest-modules", "src", kernels, "--doctest-glob=*.md", *pages)
 
 
 @nox.session
@@ -365,7 +365,7 @@ def bench(session: nox.Session) -> None:
             *map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")),
         )
     if command == "check":
-        session.run("pytest", "tests/test_benchmarks.py")
+        session.run("pytest", "-n", "2", "tests/test_benchmarks.py")
         return
     pinned = pinned_asv_configuration()
     session.chdir(BENCHMARKS)
@@ -437,7 +437,7 @@ def build_docs(session: nox.Session, *groups: str) -> None:
     install(session, "docs", *groups, model=True)
     # The test would also read pages that no longer exist.
     shutil.rmtree(ROOT / "docs" / "_build", ignore_errors=True)
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+    session.run("sphinx-build", "-j2", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
     session.run("pytest", "-rs", "docs/test_site.py")
 
 
