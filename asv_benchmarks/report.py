@@ -118,6 +118,17 @@ TABLES = [
         "attention.Graphs.track_graphs",
     ),
     (
+        "Tracing by `torch.compile`",
+        "Time to make the graph of twelve calls, without generating code.",
+        "attention.Compilation.time_tracing",
+    ),
+    (
+        "Small calls under `torch.compile`",
+        "Twelve calls in one function, 4 heads at n = 16. Time relative to PyTorch's kernel for the "
+        "output, with the same mask, compiled in the same way.",
+        "attention.Compilation.track_call",
+    ),
+    (
         "Import",
         "Time of `import isentropic`, without that of `array_api_compat`.",
         "attention.Imports.track_import",

@@ -416,6 +416,42 @@ class Graphs:
         return counter.frame_count
 
 
+class Compilation:
+    """Twelve calls in one function under `torch.compile`, 4 heads at n = 16."""
+
+    params = (("attention", "causal", "entropy", "output and entropy"),)
+    param_names = ("call",)
+    timeout = 600
+    number = 1
+
+    def setup(self, call):
+        self.own = arrays("torch", 16, heads=4)
+
+    def time_tracing(self, call):
+        """The time to make the graph, without generating code."""
+        import torch
+
+        torch._dynamo.reset()
+        torch.compile(_twelve(CALLS[call]), backend="eager", fullgraph=True)(*self.own)
+
+    def track_call(self, call):
+        """Time of a call of the compiled function, relative to one with PyTorch's kernel."""
+        import torch
+
+        torch._dynamo.reset()
+        kernel = torch_sdpa(call, 16)
+        ours = torch.compile(_twelve(CALLS[call]), fullgraph=True)
+        # Functions with the same code would share a list of graphs, which a call searches.
+        theirs = torch.compile(lambda *own: [kernel(*own) for _ in range(12)], fullgraph=True)
+        return ratio(lambda: ours(*self.own), lambda: theirs(*self.own), rounds=200, pause=0)
+
+    track_call.unit = "ratio"
+
+
+def _twelve(call):
+    return lambda *own: [call(*own) for _ in range(12)]
+
+
 class LinearAttention:
     """Random features with 256 components, relative to exact attention at n = 4096."""
 

@@ -116,10 +116,10 @@ def check_shape(name: str, x: Any, shape: tuple[int | None, ...]) -> None:
 
 def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
     """Refuse everything but a finite Python number with ``x > above`` and ``x >= least``."""
-    if isinstance(x, bool) or not isinstance(x, Real):
+    if not is_real(x):
         raise type_error(name, "be a real number", type(x).__name__)
     try:
-        x = float(x)
+        x = plain_float(x)
     except OverflowError:
         raise value_error(name, "be within the range of a float", x) from None
     if not (above < x < math.inf and x >= least):
@@ -134,7 +134,7 @@ def bounds_message(above: float, least: float = -math.inf) -> str:
 
 def check_order(order: Any) -> None:
     """Refuse everything but an entropy order: a real number from 0 to infinity."""
-    if isinstance(order, bool) or not isinstance(order, Real):
+    if not is_real(order):
         raise type_error("order", "be a real number", type(order).__name__)
     try:
         number = float(order)
@@ -149,9 +149,18 @@ def is_array(x: Any) -> bool:
     return not isinstance(x, (int, float, Real)) and hasattr(x, "ndim")
 
 
+def is_real(x: Any) -> bool:
+    return type(x).__name__ == "SymFloat" or (isinstance(x, Real) and not isinstance(x, bool))
+
+
+def plain_float(x: Any) -> float:
+    """A real number as a Python float. PyTorch's symbolic floats are returned unchanged."""
+    return x if type(x).__name__ == "SymFloat" else float(x)
+
+
 def is_integer(x: Any) -> bool:
     # Under torch.compile `isinstance(x, int)` is the one supported test of a symbolic integer.
-    # torch.export has a class of its own for symbolic integers, SymInt.
+    # In torch.export, and in nodes of its graphs, symbolic integers have a class of their own, SymInt.
     return type(x).__name__ == "SymInt" or (isinstance(x, (int, Integral)) and not isinstance(x, bool))
 
 

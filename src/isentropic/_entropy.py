@@ -48,7 +48,7 @@ from isentropic._numerics import (
     last_axis,
     lift,
     log_or,
-    quietly,
+    quiet_node,
     replace_infinite_minimum,
 )
 
@@ -187,7 +187,7 @@ def normalized_entropy(xp: ModuleType, renyi: Array, log_n: Array, order: float,
     return divide_or_zero(xp, xp.expm1(renyi * -t), xp.expm1(log_n * -t))
 
 
-@quietly
+@quiet_node
 def entropy_from_logits(
     logits: Array,
     *,
@@ -266,7 +266,7 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
     return last_axis(xp, s, axis)
 
 
-@quietly
+@quiet_node
 def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Any:
     """Entropy of the distribution `p` along an axis.
 
@@ -330,7 +330,7 @@ def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
     return entropy_of_moments(xp, normalizer, moment, order, family)[..., 0]
 
 
-@quietly
+@quiet_node
 def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     """Cross-entropy ``−Σ p log q`` of two distributions along an axis.
 
@@ -364,7 +364,7 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
     return xp.astype(_expectation(xp, P, Q, P.share * -Q.log_share), dtype)
 
 
-@quietly
+@quiet_node
 def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     """Kullback–Leibler divergence ``Σ p log(p/q)`` along an axis.
 
@@ -478,7 +478,7 @@ def _expectation(xp: ModuleType, P: _Distribution, Q: _Distribution, terms: Arra
     return xp.where(P.total == 0, Q.total * 0.0, expectation)[..., 0]
 
 
-@quietly
+@quiet_node
 def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.0) -> Any:
     """Soft constraint ``weight · mean|H − target|²`` for a training loss.
 

@@ -40,7 +40,7 @@ from isentropic._numerics import (
     divide_or_zero,
     lift,
     log_or,
-    quietly,
+    quiet_node,
     replace_infinite_minimum,
     row_products,
 )
@@ -55,7 +55,7 @@ _MAX_EXPONENT = 200.0
 _MAX_DISTANCE_RATIO = 1e25
 
 
-@quietly
+@quiet_node
 def factor_for_entropy(
     logits: Array, target: float | Array, *, axis: int = -1, mask: Array | None = None
 ) -> Any:
@@ -132,7 +132,7 @@ def factor_for_entropy(
     return _rounded(xp, factor, logits.dtype)
 
 
-@quietly
+@quiet_node
 def factor_for_attention_entropy(
     query: Array,
     key: Array,

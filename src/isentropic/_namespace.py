@@ -41,6 +41,8 @@ class Array(Protocol):
 ArrayT = TypeVar("ArrayT", bound=Array)
 T = TypeVar("T")
 
+_torch = sys.modules.get("torch")  # if it was imported before this package
+
 # Arrays that belong to one argument, such as those inside a mask.
 Group = tuple[str, tuple[Array, ...]]
 
@@ -151,9 +153,15 @@ def _described_type(x: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}{mend}"
 
 
+def imported_torch() -> Any:
+    """PyTorch, or None if the program has not imported it."""
+    # Where torch.compile meets `sys.modules`, it wraps each of thousands of modules.
+    return sys.modules.get("torch") if _torch is None else _torch
+
+
 def is_torch_array(x: Any) -> bool:
     # `array_api_compat.is_torch_array` uses functools.lru_cache, for which torch.compile warns.
-    torch = sys.modules.get("torch")
+    torch = imported_torch()
     return torch is not None and isinstance(x, torch.Tensor)
 
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from isentropic._checks import refuse_names
-from isentropic._namespace import Array, is_jax, is_numpy, is_torch
+from isentropic._namespace import Array, imported_torch, is_jax, is_numpy, is_torch
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
 def quietly(
-    function: Callable[_Parameters, _Result], names: Mapping[str, str | None] = MappingProxyType({})
+    function: Callable[_Parameters, _Result],
+    names: Mapping[str, str | None] = MappingProxyType({}),
+    node_of: Any = None,
 ) -> Callable[_Parameters, _Result]:
     """Switch off NumPy's floating-point warnings and errors in a function, whatever the caller has set.
 
@@ -30,15 +31,20 @@ def quietly(
     function runs in a context of its own, so that the caller's settings stay, even after an interrupt.
     If the first argument is a PyTorch tensor, nothing is switched off: parts that NumPy computes need a
     decorator of their own. `names` maps argument names of other libraries to the names here. A
-    TypeError for one of them says what it is called here.
+    TypeError for one of them says what it is called here. With `node_of`, a call is a single node in
+    the graphs of torch.compile. It is Array, or the class of the result, a NamedTuple of arrays.
     """
     silenced: Callable[_Parameters, _Result] | None = None
 
     @functools.wraps(function)
     def quiet(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         nonlocal silenced
-        torch = sys.modules.get("torch")
+        torch = imported_torch()
         try:
+            if node_of is not None and torch is not None and torch.compiler.is_dynamo_compiling():
+                from isentropic import _torch_nodes
+
+                return _torch_nodes.call(function, node_of, args, kwargs)
             if torch is not None and (
                 (args and isinstance(args[0], torch.Tensor))
                 or torch.compiler.is_compiling()  # it cannot trace context variables
@@ -54,6 +60,11 @@ def quietly(
             raise
 
     return quiet
+
+
+def quiet_node(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorate a function that returns an array by `quietly`, and make its calls single nodes."""
+    return quietly(function, node_of=Array)
 
 
 def log_or(xp: ModuleType, z: Array, default: float) -> Array:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 from isentropic._checks import is_array, type_error
-from isentropic._namespace import same_arrays
+from isentropic._namespace import imported_torch, same_arrays
 
 # Children, with keys or without, and the auxiliary data.
 Flat = tuple[list[Any], Any]
@@ -108,7 +108,7 @@ _REGISTERED: dict[str, set[type]] = {library: set() for library in _REGISTER}
 
 def _register_nodes(kind: type) -> None:
     """Register all classes of nodes in each imported library, unless it has `kind` already."""
-    torch = sys.modules.get("torch")
+    torch = imported_torch()
     if torch is not None and torch.compiler.is_compiling():
         return
     for library, register in _REGISTER.items():

@@ -5,6 +5,7 @@ Shapes: ``...`` batch and head axes (broadcast), L queries, S keys, E head size,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -59,12 +60,17 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def quietly_named(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def quietly_named(function: Callable[_P, _R], node_of: Any = None) -> Callable[_P, _R]:
     """Decorate a function that has the arguments of attention by `quietly`."""
-    return quietly(function, NAMES)
+    return quietly(function, NAMES, node_of)
 
 
-@quietly_named
+def _in_one_node(result: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate such a function so that its calls are single nodes in the graphs of torch.compile."""
+    return functools.partial(quietly_named, node_of=result)
+
+
+@_in_one_node(Array)
 def attention(
     query: ArrayT,
     key: ArrayT,
@@ -181,7 +187,7 @@ def attention(
     return out if out.dtype == plan.dtype else plan.xp.astype(out, plan.dtype)
 
 
-@quietly_named
+@_in_one_node(AttentionState)
 def attention_state(
     query: Array,
     key: Array,
@@ -252,7 +258,7 @@ def attention_state(
     return AttentionState(*fields, n_seen, n)
 
 
-@quietly_named
+@_in_one_node(Array)
 def attention_entropy(
     query: Array,
     key: Array,
@@ -329,7 +335,7 @@ def attention_entropy(
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
-@quietly_named
+@_in_one_node(Array)
 def attention_weights(
     query: ArrayT,
     key: ArrayT,
@@ -388,7 +394,7 @@ def attention_weights(
     return xp.astype(weight, plan.dtype)
 
 
-@quietly_named
+@_in_one_node(AttentionStatistics)
 def attention_statistics(
     query: Array,
     key: Array,
@@ -462,7 +468,7 @@ def attention_statistics(
     return statistics_of_spread(plan.xp, Tiles.of(plan, operands).spread())
 
 
-@quietly_named
+@_in_one_node(Array)
 def attention_received(
     query: Array,
     key: Array,
@@ -531,7 +537,7 @@ def attention_received(
     return Tiles.of(plan, operands).column_sums(state)
 
 
-@quietly_named
+@_in_one_node(Array)
 def attention_information(
     query: Array,
     key: Array,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -22,6 +21,7 @@ from isentropic._checks import (
     common_shape,
     is_array,
     is_integer,
+    plain_float,
     plain_integer,
     type_error,
     value_error,
@@ -38,6 +38,7 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
+    imported_torch,
     is_numpy,
     is_torch,
     is_torch_array,
@@ -201,7 +202,7 @@ def _signature(a: Arguments) -> Any:
     # `isinstance` is slower than this, because `Law` is an abstract class.
     if law is not None and Law not in type(law).__mro__:  # the checks will refuse it
         return None
-    torch = sys.modules.get("torch")
+    torch = imported_torch()
     is_recording = False
     if torch is not None:
         # Symbolic lengths, levels of transformations and traced tensors are valid in one trace only.
@@ -270,7 +271,7 @@ def _plan(a: Arguments) -> Plan:
     dtype = promoted(xp, *inputs)
     compute = accumulator(xp, dtype)
     counts = None if mask is None else mask.counts(frame)
-    scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else float(a.scale)
+    scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else plain_float(a.scale)
     factors = _factors_of_counts(a, counts, frame, compute, scale) if can_be_read else None
     return Plan(
         frame=frame,
@@ -281,7 +282,7 @@ def _plan(a: Arguments) -> Plan:
         n_values=None if a.value is None else a.value.shape[-1],
         scale=scale,
         multiplier=_common_multiplier(a, mask, frame, scale),
-        softcap=None if a.softcap is None else float(a.softcap),
+        softcap=None if a.softcap is None else plain_float(a.softcap),
         has_bias=a.bias is not None,
         has_mask=mask is not None,
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
@@ -312,7 +313,7 @@ def _fits_sdpa(frame: Frame, batch: tuple[int, ...], compute: Any, inputs: list[
 
 
 def _has_plain_tensors(frame: Frame, arrays: list[Any]) -> bool:
-    if not is_torch(frame.xp) or frame.is_compiling or is_watched(sys.modules["torch"]):
+    if not is_torch(frame.xp) or frame.is_compiling or is_watched(imported_torch()):
         return False
     torch: Any = frame.xp
     return all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-from isentropic._checks import check_real, is_array, type_error, value_error
+from isentropic._checks import check_real, is_array, plain_float, type_error, value_error
 from isentropic._loops import is_known_true, is_readable
 from isentropic._namespace import Array, namespace, to_numpy
 from isentropic._numerics import clip, root_or_zero
@@ -450,7 +450,7 @@ class Shifted(Law):
         return f"shifted({self.law!r}, {self.shift!r})"
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
-        return self.law.evaluate(xp, n + float(self.shift))
+        return self.law.evaluate(xp, n + plain_float(self.shift))
 
 
 def scaled(law: Law, factor: Parameter) -> Law:

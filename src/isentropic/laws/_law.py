@@ -20,6 +20,7 @@ from isentropic._checks import (
     check_real,
     common_shape,
     is_array,
+    plain_float,
     type_error,
     value_error,
 )
@@ -435,11 +436,11 @@ def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) ->
 def over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
     """A parameter with axes that broadcast against the lengths ``(..., L)``, in their dtype."""
     if isinstance(x, (int, float)):
-        return float(x)  # a NumPy float64 would promote float32 lengths
+        return plain_float(x)  # a NumPy float64 would promote float32 lengths
     if isinstance(x, PerQuery):
         return lift(xp.astype(x.value, n.dtype), n.ndim)
     if not is_array(x):
-        return float(x)
+        return plain_float(x)
     x = xp.astype(x, n.dtype)
     return lift(x[..., None], n.ndim) if x.ndim > 0 and n.ndim > 0 else x
 
@@ -450,11 +451,11 @@ def log_length(xp: ModuleType, n: Array, least: float = 1.0) -> Array:
 
 def log_of(xp: ModuleType, x: Any) -> Any:
     """The logarithm of a parameter. `over_queries` has already converted half precision."""
-    return math.log(x) if isinstance(x, float) else xp.log(x)
+    return xp.log(x) if is_array(x) else math.log(x)
 
 
 def at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
-    return factor if minimum is None else clip(xp, factor, min=float(minimum))
+    return factor if minimum is None else clip(xp, factor, min=plain_float(minimum))
 
 
 def check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
