@@ -83,7 +83,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if not plan.are_all_readable or plan.is_differentiated:
         return "some array is on another device, traced or differentiated"
     if _is_small(plan):
-        if not _is_plain(plan):
+        if plan.has_bias or plan.softcap is not None:
             return "for so few logits it supports no bias and no soft cap"
         return None
     if not is_named and not _is_large(plan):
@@ -94,16 +94,6 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
 def _is_small(plan: Plan) -> bool:
     """Whether there are so few logits that they are computed at once, without tiles."""
     return plan.n_queries * plan.n_keys * math.prod(plan.batch) <= BLOCKS.numpy_untiled_logits
-
-
-def _is_plain(plan: Plan) -> bool:
-    return not plan.has_bias and plan.softcap is None
-
-
-def takes_at_once(plan: Plan) -> bool:
-    """Whether NumPy computes a state of PyTorch tensors at once, which is faster for few logits."""
-    is_supported = plan.are_all_readable and plan.block_size is None and _is_plain(plan)
-    return is_supported and plan.n_keys > 0 and _is_small(plan)
 
 
 def _is_large(plan: Plan) -> bool:

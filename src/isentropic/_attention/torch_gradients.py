@@ -74,13 +74,9 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 def forward(tiles: Tiles, order: float | None) -> AttentionState:
     """The state in columns, relative to the maximum."""
     keep_freed_memory()
-    plan, moment = tiles.plan, 1.0 if order is None else order
-    state, operands = None, tiles.operands._replace(query=tiles.query, multiplier=1.0)
-    if numpy.takes_tiles(plan):
-        state = numpy.state_for_gradient(plan, operands, moment)
-    elif numpy.takes_at_once(plan):
-        state = numpy.state(plan, operands, moment, True)
-    if state is not None:
+    if numpy.takes_tiles(tiles.plan):
+        operands = tiles.operands._replace(query=tiles.query, multiplier=1.0)
+        state = numpy.state_for_gradient(tiles.plan, operands, 1.0 if order is None else order)
         return state._replace(weighted_score=None) if order is None else state
     return _TilesInPlace(tiles.plan, tiles.operands, tiles.query).state(order)
 
