@@ -75,42 +75,15 @@ class TestCall:
         (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(call.__code__)
         assert 0 < str(entry.guard_manager).count("_MATCH") < 80  # 301 if Dynamo looks into the call
 
-    def test_another_law_of_the_same_name(self, qkv):
-        def make(power):
-            @dataclass(frozen=True)
-            class Power(laws.Law):
-                factor: float
-
-                def evaluate(self, xp, n):
-                    return self.factor * n**power
-
-            return Power(0.5)
-
-        # The graphs run the calls themselves, after both have been traced.
-        laws_ = [make(power) for power in (0.0, 0.5)]
-        functions = [lambda q, k, law=law: it.attention_entropy(q, k, law=law) for law in laws_]
-        compiled = [_compiled(function, fullgraph=True)[0] for function in functions]
-        for _ in range(2):
-            found = [function(*qkv[:2]) for function in compiled]
-        assert not torch.allclose(*found)
-        for got, function in zip(found, functions, strict=True):
-            torch.testing.assert_close(got, function(*qkv[:2]))
-
-    def test_a_law_that_no_node_can_hold(self, qkv):
-        @dataclass(frozen=True)
-        class Steps(laws.Law):
-            factors: list
-
-            def evaluate(self, xp, n):
-                return n * 0.0 + sum(self.factors)
-
+    def test_symbolic_flag(self, qkv):
         def call(q, k, v):
-            return it.attention(q, k, v, law=law)
+            return it.attention(q, k, v, is_causal=q.shape[-2] > 1)
 
-        law = Steps([0.5, 0.25])
-        compiled, graphs = _compiled(call, fullgraph=True)
-        torch.testing.assert_close(compiled(*qkv), call(*qkv))
-        assert len(graphs) == 1
+        compiled, graphs = _compiled(call, fullgraph=True, dynamic=True)
+        for n in (9, 7, 5):
+            arrays = [x[:, :n] for x in qkv]
+            torch.testing.assert_close(compiled(*arrays), call(*arrays))
+        assert len(graphs) <= 2
 
     def test_numbers_change(self, qkv):
         def call(q, k, v, scale, n):
@@ -123,12 +96,50 @@ class TestCall:
         assert len(graphs) <= 2
 
 
+class MyError(ValueError):
+    """An error of a law of the user's own."""
+
+
+@dataclass(frozen=True)
+class Mine(laws.Law):
+    """It asks for the types of its parts, and one of them is neither a number nor an array."""
+
+    number: int
+    others: list
+
+    def evaluate(self, xp, n):
+        if self.number < 0:
+            raise MyError("negative")
+        return n * 0.0 + (self.number if isinstance(self.number, int) else 100) + sum(self.others)
+
+
+class TestOtherLaws:
+    """Dynamo looks into calls with laws that are not of this package."""
+
+    def test_numbers_keep_their_types(self, qkv):
+        def call(q, k, v, number):
+            return it.attention(q, k, v, law=laws.scaled(Mine(number, [0.5, 0.25]), 0.5))
+
+        compiled, _ = _compiled(call, fullgraph=True)
+        for number in (1, 2, 3):
+            torch.testing.assert_close(compiled(*qkv, number), call(*qkv, number))
+
+    def test_errors_can_be_caught(self, qkv):
+        def call(q, k, v):
+            try:
+                return it.attention(q, k, v, law=Mine(-1, []))
+            except MyError:
+                return it.attention(q, k, v)
+
+        torch.testing.assert_close(_compiled(call)[0](*qkv), call(*qkv))
+
+
 WRONG = {
     "shape": lambda q, k, v: it.attention(q, k[..., :4], v),
     "kind": lambda q, k, v: it.attention(q, k, v, scale="large"),
     "name": lambda q, k, v: it.attention(q, k, v, attn_mask=None),
-    "too many": lambda q, k, v: it.attention(q, k, v, v),
-    "twice": lambda q, k, v: it.attention(q, k, v, key=k),
+    "four arrays": lambda q, k, v: it.attention(q, k, v, v),
+    "key twice": lambda q, k, v: it.attention(q, k, v, key=k),
     "value": lambda q, k, v: it.attention_entropy(q, k, order=-1.0),
     "no array": lambda q, k, v: it.attention_state(q, None),
 }
@@ -158,3 +169,25 @@ class TestErrors:
         with pytest.raises(ValueError, match="key"):
             compiled(q, k[..., :4], v)
         torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+
+    @pytest.mark.parametrize("fullgraph", [False, True])
+    def test_caught(self, qkv, fullgraph):
+        def call(q, k, v):
+            try:
+                return it.attention(q, k[..., :4], v)
+            except ValueError:
+                return it.attention(q, k, v)
+
+        # The graph runs as Dynamo has made it, with the node that has failed.
+        compiled, _ = _compiled(call, fullgraph=fullgraph)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(*qkv), call(*qkv))
+
+    def test_of_numbers_that_a_graph_reads(self, qkv):
+        def call(q, k, v, n):
+            return it.attention(q, k, v, n_keys=n)
+
+        compiled, _ = _compiled(call, fullgraph=True)
+        compiled(*qkv, torch.tensor([3]))
+        with pytest.raises(ValueError, match="n_keys"):
+            compiled(*qkv, torch.tensor([-3]))

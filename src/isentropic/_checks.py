@@ -150,6 +150,7 @@ def is_array(x: Any) -> bool:
 
 
 def is_real(x: Any) -> bool:
+    """Whether it is a real number, which may be a symbolic float of PyTorch, but not a bool."""
     return type(x).__name__ == "SymFloat" or (isinstance(x, Real) and not isinstance(x, bool))
 
 

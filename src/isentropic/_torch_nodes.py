@@ -4,6 +4,8 @@ Dynamo, the first part of torch.compile, interprets all Python code that it meet
 the code reads: for one call of attention hundreds of functions and of guards. So it gets a call as one
 node, which it does not look into. What follows Dynamo traces the operations inside.
 
+A node has the name of an entry in a table of this process. So its graph cannot go to another process.
+
 This module imports PyTorch.
 """
 
@@ -11,23 +13,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from isentropic._namespace import Array
 from isentropic._pytrees import Node
 
-# A node of a graph takes arrays, numbers and strings. So the arguments of a call become leaves, which
-# are arrays and numbers, and a structure, which tells how to put the leaves together: the class of a
-# mask, a law or a tuple with the names and the structures of its parts; _LEAF; or None and a constant.
-_LEAF = "leaf"
-# The function of a call, the names of its arguments and their structure, by the name of its node.
-_calls: dict[str, Any] = {}
-_names: dict[Any, str] = {}
+# The arguments of a call become leaves and a structure. Leaves are arrays and numbers, which may be
+# symbolic. The structure tells how to put them together: (class, names of fields, structures) for a
+# tuple, a mask or a law, (_LEAF, (), None), or (_CONSTANT, (), constant).
+_LEAF, _CONSTANT = "leaf", "constant"
+
+
+class _Call(NamedTuple):
+    function: Any
+    names: tuple[str, ...]  # of the keyword arguments
+    structure: Any
+
+
+class _Outcome(NamedTuple):
+    """What the tracing of a node has found: the fields of the result that are not None, or an error."""
+
+    fields: tuple[str, ...]
+    error: str | None
+    message: str
+
+
+# By the names of nodes. Each tracing of a call makes a node of its own.
+_calls: dict[str, _Call] = {}
+_outcomes: dict[str, _Outcome] = {}
 _numbers = itertools.count()
-# What the last tracing of a node has found: the fields of the result that are not None, or an error.
-_outcomes: dict[str, tuple[tuple[str, ...], str | None, str]] = {}
 
 
 def call(function: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,55 +56,62 @@ def call(function: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return function(*args, **kwargs)
     leaves: list[Any] = []
     structure = _structure((args, tuple(kwargs.values())), leaves)
-    name = _noted(function, tuple(kwargs), structure)
+    node = _noted(function, tuple(kwargs), structure)
     # Dynamo makes a new graph if this changes, as it is an argument.
     is_in_forward_mode = torch.autograd.forward_ad._current_level >= 0
-    arrays = _node(name, is_in_forward_mode, *leaves)
-    fields, error, message = _outcome(name)
+    arrays = _node(node, is_in_forward_mode, *leaves)
+    fields, error, message = _outcome(node)
     if error is not None:  # which Dynamo would hide, if the node raised it
         raise (TypeError if error == "TypeError" else ValueError)(message)
     if result is Array:
         return arrays[0]
     found = dict(zip(fields, arrays, strict=True))
-    return result(**{name: found.get(name) for name in result._fields})
+    return result(**{field: found.get(field) for field in result._fields})
 
 
 @torch.compiler.allow_in_graph
 def _node(name: str, is_in_forward_mode: bool, *leaves: Any) -> tuple[torch.Tensor, ...]:
+    """The arrays of the result that are not None. The second argument only serves as a guard."""
     function, names, structure = _calls[name]
     args, values = _restored(structure, iter(leaves))
     try:
         result = function(*args, **dict(zip(names, values, strict=True)))
     except (TypeError, ValueError) as error:
-        if not torch.compiler.is_compiling():
+        # Dynamo runs each node once when it makes the graph.
+        outcome = _outcomes.setdefault(name, _Outcome((), type(error).__name__, str(error)))
+        if outcome.error is None:
             raise
-        _outcomes[name] = (), type(error).__name__, str(error)
-        return (torch.empty(0),)
+        return (torch.empty(0),)  # which nothing uses
     parts = result if isinstance(result, tuple) else (result,)
-    names = getattr(result, "_fields", ("",))
-    fields = tuple(field for field, x in zip(names, parts, strict=True) if x is not None)
-    _outcomes[name] = fields, None, ""
-    return tuple(x for x in parts if x is not None)
+    fields = getattr(result, "_fields", ("",))
+    present = [(field, x) for field, x in zip(fields, parts, strict=True) if x is not None]
+    _outcomes.setdefault(name, _Outcome(tuple([field for field, _ in present]), None, ""))
+    return tuple([x for _, x in present])
 
 
+# The results of these two are constants for the graph that is being made: a node gets its name and its
+# outcome once.
 @torch.compiler.assume_constant_result
 def _noted(function: Any, names: tuple[str, ...], structure: Any) -> str:
-    """The name of the node. Calls that differ in arrays and numbers alone have the same name."""
-    key = (function, names, structure)
-    name = _names.setdefault(key, str(next(_numbers)))
-    _calls[name] = key
+    """The name of a new node."""
+    name = str(next(_numbers))
+    _calls[name] = _Call(function, names, structure)
     return name
 
 
 @torch.compiler.assume_constant_result
-def _outcome(name: str) -> Any:
-    return _outcomes[name]
+def _outcome(name: str) -> tuple[Any, ...]:
+    return tuple(_outcomes[name])
 
 
 def _has_structure(x: Any) -> bool:
-    """Whether an argument consists of arrays, numbers and strings, as most masks and laws do."""
+    """Whether an argument consists of arrays, numbers, strings, and masks and laws of this package.
+
+    A law of somebody else may ask for the type of a number, which is another one for symbolic numbers.
+    """
     if isinstance(x, Node):
-        return all(map(_has_structure, x._named_values().values()))
+        is_ours = type(x).__module__.partition(".")[0] == "isentropic"
+        return is_ours and all(map(_has_structure, x._named_values().values()))
     if isinstance(x, tuple):
         return type(x) is tuple and all(map(_has_structure, x))
     return x is None or isinstance(x, torch.Tensor) or type(x) in (int, float, bool, str)
@@ -101,23 +124,25 @@ def _structure(x: Any, leaves: list[Any]) -> Any:
         return type(x), tuple(values), tuple([_structure(value, leaves) for value in values.values()])
     if isinstance(x, tuple):
         return tuple, (), tuple([_structure(part, leaves) for part in x])
-    if x is None or type(x) in (bool, str):
-        return None, (), x
+    if type(x) is bool:  # which may be symbolic
+        return _CONSTANT, (), True if x else False  # noqa: SIM210
+    if x is None or type(x) is str:
+        return _CONSTANT, (), x
     leaves.append(x)
     return _LEAF, (), None
 
 
 def _restored(structure: Any, leaves: Iterator[Any]) -> Any:
     """The argument that has this structure and these leaves."""
-    kind, names, parts = structure
-    if kind is None:
-        return parts
+    kind, fields, parts = structure
     if kind == _LEAF:
         return next(leaves)
+    if kind == _CONSTANT:
+        return parts
     values = [_restored(part, leaves) for part in parts]
     if kind is tuple:
         return tuple(values)
     node = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(node, name, value)
+    for field, value in zip(fields, values, strict=True):
+        object.__setattr__(node, field, value)
     return node
