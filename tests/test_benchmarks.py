@@ -20,6 +20,8 @@ def tiny(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
+# PyTorch's own compiler uses what PyTorch deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("module", ["attention", "gpu", "limits", "projections"])
 def test_every_benchmark_runs(tiny, monkeypatch, module):
     for name in ("asv", "torch", "jax", "sklearn"):  # where benchmarks are run

@@ -449,7 +449,8 @@ class Compilation:
 
 
 def _twelve(call):
-    return lambda *own: [call(*own) for _ in range(12)]
+    count = 12 if length(4096) == 4096 else 1  # generating code takes long
+    return lambda *own: [call(*own) for _ in range(count)]
 
 
 class LinearAttention:
