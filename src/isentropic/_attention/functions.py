@@ -60,14 +60,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def quietly_named(function: Callable[_P, _R], node_of: Any = None) -> Callable[_P, _R]:
+def quietly_named(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that has the arguments of attention by `quietly`."""
-    return quietly(function, NAMES, node_of)
+    return quietly(function, NAMES)
 
 
 def _in_one_node(result: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate such a function so that its calls are single nodes in the graphs of torch.compile."""
-    return functools.partial(quietly_named, node_of=result)
+    return functools.partial(quietly, names=NAMES, node_of=result)
 
 
 @_in_one_node(Array)
