@@ -296,3 +296,21 @@ class TestGraphs:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert 0 < max(sizes) < n * n // 4
         torch.compiler.reset()
+
+    @pytest.mark.parametrize("is_differentiated", [False, True])
+    def test_numpy_computes_states_without_gradients(self, is_differentiated, monkeypatch):
+        from isentropic._attention import numpy
+
+        plans, state = [], numpy.state
+        monkeypatch.setattr(numpy, "state", lambda plan, *a: plans.append(plan) or state(plan, *a))
+        q, k, v = (torch.randn(2, 9, 4, requires_grad=is_differentiated) for _ in range(3))
+
+        def call(q, k, v):
+            state = it.attention_state(q, k, v, is_causal=True)
+            return state.output().sum() + state.entropy().sum()
+
+        torch.compiler.reset()
+        found = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+        assert len(plans) == (not is_differentiated)
+        torch.testing.assert_close(found, call(q, k, v))
+        torch.compiler.reset()

@@ -64,54 +64,20 @@ _LARGE_LOGITS = {
 }
 
 
+def _assert_as_accurate_as_autograd(results):
+    """That ``results(float32)`` have the errors of autograd through all tiles, in float32 too."""
+    calls = (torch.float32,), (torch.float32, "generic"), (torch.float64,)
+    for got, plain, want in zip(*(results(*call) for call in calls), strict=True):
+        errors = [(x - want).abs().max() / want.abs().max() for x in (got, plain)]
+        assert errors[0] < 2 * errors[1] + 1e-5
+
+
 class TestRecomputedGradients:
     """States and entropies whose gradient takes the tiles again, against autograd through all tiles."""
 
-    @pytest.fixture(params=["PyTorch", "NumPy"])
-    def forward_by(self, request, tiny_tiles, set_blocks):
-        """The library of the forward pass. NumPy's is for large calls."""
-        if request.param == "NumPy":
-            small = {"numpy_min_head_logits": 0, "numpy_min_logits": 0, "numpy_untiled_logits": 0}
-            set_blocks(**small, numpy_rows=4, numpy_columns=5, numpy_min_part=5)
-        return request.param
-
-    def test_the_forward_pass_of_large_calls_is_numpys(self, forward_by, monkeypatch):
-        from isentropic._attention import numpy
-
-        plans, state = [], numpy.state_for_gradient
-        counted = lambda plan, *a: plans.append(plan) or state(plan, *a)  # noqa: E731
-        monkeypatch.setattr(numpy, "state_for_gradient", counted)
-        q = torch.randn(2, 7, 4, requires_grad=True)
-        it.attention_entropy(q, q).sum().backward()
-        assert len(plans) == (forward_by == "NumPy")
-        it.attention_entropy(q, q, implementation="generic").sum().backward()
-        assert len(plans) == (forward_by == "NumPy")
-
-    @pytest.fixture(params=["as it is", "rounded otherwise"])
-    def rounding(self, request, monkeypatch):
-        """How the forward pass rounds the logits. Another library may round them otherwise."""
-        from isentropic._attention import numpy
-
-        def state_in_double_precision(plan, operands, order):
-            q, k, v = (x.double() for x in operands[:3])
-            s, mask = q @ k.mT, operands.mask
-            if plan.softcap is not None:
-                s = plan.softcap * (s / plan.softcap).tanh()
-            if mask is not None:
-                s = s.where(mask.block(plan.frame, (0, 600), (0, 600)), -math.inf)
-            if operands.nonfinite is not None:
-                s = s + sum(operands.nonfinite)
-            m = s.amax(-1, keepdim=True)
-            p = (s - m.where(m != -math.inf, 0.0)).exp()
-            fields = m, p.sum(-1, keepdim=True), p @ v, torch.xlogy(p, p).sum(-1, keepdim=True)
-            return it.AttentionState(*(x.to(plan.compute) for x in fields))
-
-        if request.param == "rounded otherwise":
-            monkeypatch.setattr(numpy, "state_for_gradient", state_in_double_precision)
-
     @pytest.mark.parametrize("case", _LARGE_LOGITS)
     @pytest.mark.parametrize("is_last_query_nan", [False, True])
-    def test_large_logits_in_single_precision(self, rng, rounding, case, is_last_query_nan):
+    def test_large_logits_in_single_precision(self, rng, case, is_last_query_nan):
         """Keys with a common offset, as of channels with outliers: it multiplies errors of the weights."""
         q, k, v = (rng.normal(size=(4, 600, 64)) for _ in range(3))
         q, k = 0.3 * q + 2, 0.3 * k + 40
@@ -122,20 +88,44 @@ class TestRecomputedGradients:
         # The last queries may see no key, be NaN, or have keys of 1e9, to which all errors are relative.
         is_last_apart = case in ("another sequence", "queries that see no key") or is_last_query_nan
         n = 540 if is_last_apart else 600
-        found = []
-        for dtype in (torch.float32, torch.float64):
+
+        def results(dtype, implementation=None):
+            options = _LARGE_LOGITS[case] | {"law": None, "implementation": implementation}
             arrays = (a.astype("float32") for a in (q, k, v))
             x = [torch.asarray(a, dtype=dtype).requires_grad_() for a in arrays]
-            state = it.attention_state(*x, law=None, **_LARGE_LOGITS[case])
+            state = it.attention_state(*x, **options)
             fields = state.output(), state.entropy(), state.log_normalizer()
             *rest, normalizer = (y[:, :n].sin().sum() for y in fields)
-            found.append([*rest, normalizer])
+            found = [*rest, normalizer]
             for loss in (sum(rest), sum(rest) + normalizer):
                 gradients = torch.autograd.grad(loss, x, retain_graph=True)
                 # The NaN of a query reaches the gradients of all keys that it sees.
-                found[-1] += [g[:, :n] for g in gradients[: 1 if is_last_query_nan else 3]]
-        for got, want in zip(*found, strict=True):
-            assert (got - want).abs().max() < 1e-3 * want.abs().max()
+                found += [g[:, :n] for g in gradients[: 1 if is_last_query_nan else 3]]
+            return found
+
+        _assert_as_accurate_as_autograd(results)
+
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_weights_of_which_one_is_almost_1(self, rng, is_causal, is_compiled):
+        arrays = [rng.normal(size=(3, 600, 64)).astype("float32") for _ in range(3)]
+        arrays[0] *= 1e4
+
+        def loss(q, k, v, implementation=None):
+            options = {"is_causal": is_causal, "law": None, "implementation": implementation}
+            state = it.attention_state(q, k, v, **options)
+            return state.output().sin().sum() + state.entropy().sin().sum()
+
+        torch.compiler.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager") if is_compiled else loss
+
+        def results(dtype, implementation=None):
+            x = [torch.asarray(a, dtype=dtype).requires_grad_() for a in arrays]
+            function = compiled if implementation is None else loss
+            return torch.autograd.grad(function(*x, implementation), x)
+
+        _assert_as_accurate_as_autograd(results)
+        torch.compiler.reset()
 
     def test_logits_that_differ_from_the_maximum_by_their_rounding(self, rng):
         """The units of logits of 1e9 in single precision are 64 nats."""
@@ -148,7 +138,7 @@ class TestRecomputedGradients:
 
     @pytest.mark.parametrize("mask", [None, it.masks.causal()])
     @pytest.mark.parametrize("order", [0.1, 0.5, 1.0, 2.0])
-    def test_weights_below_the_smallest_number(self, forward_by, rng, order, mask):
+    def test_weights_below_the_smallest_number(self, tiny_tiles, rng, order, mask):
         """Logits from −200 to 0, of which those below −87 have no weight that is a normal number."""
         q = torch.ones(1, 60, 1)
         k = -torch.as_tensor(rng.permutation(np.linspace(0, 200, 60, dtype="float32"))[None, :, None])
@@ -161,7 +151,7 @@ class TestRecomputedGradients:
             assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
     @pytest.mark.parametrize("large", ["keys", "values"])
-    def test_large_numbers_without_weight(self, forward_by, rng, large):
+    def test_large_numbers_without_weight(self, tiny_tiles, rng, large):
         """Keys and values so large that a weight of 10⁻³⁷ would show in the gradient."""
         q, k, v = (torch.as_tensor(rng.normal(size=(2, 40, 4)).astype("float32")) for _ in range(3))
         q = q.abs() + 0.5
@@ -177,7 +167,7 @@ class TestRecomputedGradients:
             assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
     @pytest.mark.parametrize("hide", ["mask", "bias"])
-    def test_hidden_keys_have_no_gradient(self, forward_by, hide):
+    def test_hidden_keys_have_no_gradient(self, tiny_tiles, hide):
         visible = torch.arange(40) % 3 != 0
         options = {"mask": visible}
         if hide == "bias":
@@ -189,7 +179,7 @@ class TestRecomputedGradients:
             assert (x[:, visible] != 0).all()
 
     @pytest.mark.parametrize("mask", [masks.causal(), torch.arange(40) <= torch.arange(40)[:, None]])
-    def test_a_query_that_is_nan_does_not_reach_hidden_keys(self, forward_by, mask):
+    def test_a_query_that_is_nan_does_not_reach_hidden_keys(self, tiny_tiles, mask):
         q, k, v = (torch.randn(2, 40, 4) for _ in range(3))
         others, found = torch.arange(40) != 7, []
         for value in (0.0, math.nan):
@@ -202,7 +192,7 @@ class TestRecomputedGradients:
             torch.testing.assert_close(got[:, 8:], want[:, 8:])
 
     @pytest.mark.parametrize("call", ["softcap", "state", "entropy 1.0"])
-    def test_checkpoints_and_autocast(self, forward_by, rng, call):
+    def test_checkpoints_and_autocast(self, tiny_tiles, rng, call):
         a = {x: torch.asarray(rng.normal(size=(1, 4, 40, 8)).astype("float32")) for x in "qkvb"}
         a |= {"b": torch.zeros(40, 40)}
         leaves = [x.requires_grad_() for x in a.values()]
@@ -223,7 +213,7 @@ class TestRecomputedGradients:
                 torch.testing.assert_close(got, want)
 
     @pytest.mark.parametrize(("width", "n_values"), [(0, 3), (4, 0)])
-    def test_no_features(self, forward_by, width, n_values):
+    def test_no_features(self, tiny_tiles, width, n_values):
         q, k = (torch.randn(2, 2, 9, width, requires_grad=True) for _ in range(2))
         v = torch.randn(2, 2, 9, n_values, requires_grad=True)
         found = []
@@ -234,12 +224,14 @@ class TestRecomputedGradients:
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want)
 
-    def test_a_bias_of_another_class(self, forward_by):
+    def test_a_bias_of_another_class(self, tiny_tiles):
         from torch.testing._internal.two_tensor import TwoTensor
 
         q, bias = torch.randn(2, 9, 4, requires_grad=True), torch.randn(9, 9)
-        state = it.attention_state(q, q, bias=TwoTensor(bias, bias))
-        torch.testing.assert_close(state.entropy().a, it.attention_entropy(q, q, bias=bias))
+        entropies = [it.attention_entropy(q, q, bias=x) for x in (TwoTensor(bias, bias), bias)]
+        got, want = (torch.autograd.grad(x.sum(), q)[0] for x in entropies)
+        torch.testing.assert_close(entropies[0].a, entropies[1])
+        torch.testing.assert_close(got.a, want)
 
     @pytest.mark.parametrize("name", RECOMPUTED)
     def test_batched_gradients(self, name, rng, tiny_tiles):
@@ -260,7 +252,7 @@ class TestRecomputedGradients:
                 assert all(x is None or not x.any() for x in want)
 
     @pytest.mark.parametrize("name", RECOMPUTED)
-    def test_first_and_second_derivatives(self, name, rng, forward_by):
+    def test_first_and_second_derivatives(self, name, rng, tiny_tiles):
         def array(*shape):
             return torch.asarray(rng.normal(size=shape)).requires_grad_()
 
@@ -289,7 +281,7 @@ class TestRecomputedGradients:
                 torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
 
     @pytest.mark.parametrize("inputs", ["v", "vs", "b", "k"])
-    def test_second_derivatives_of_some_inputs(self, rng, forward_by, inputs):
+    def test_second_derivatives_of_some_inputs(self, rng, tiny_tiles, inputs):
         a = {name: torch.asarray(rng.normal(size=(4, 8, 8))) for name in "qkvb"}
         a["s"] = torch.asarray(rng.normal(size=4))
         wanted = [a[name].requires_grad_() for name in inputs]
@@ -333,7 +325,7 @@ class TestRecomputedGradients:
 
     @pytest.mark.parametrize("order", [None, 0.0, 0.5, 0.9, 1.0, 1.1, 2.0, np.inf])
     @pytest.mark.parametrize("options", GRADIENT_OPTIONS)
-    def test_every_field_order_and_option(self, rng, forward_by, order, options):
+    def test_every_field_order_and_option(self, rng, tiny_tiles, order, options):
         """Gradients of fields, which depend on the maximum, and of an output, which does not."""
         arrays = {
             "query": (2, 4, 5, 3), "key": (2, 2, 5, 3), "value": (2, 2, 5, 2), "bias": (4, 1, 5)

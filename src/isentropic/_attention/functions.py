@@ -667,7 +667,6 @@ def attention_backends(
     - *numpy*: a pass for arrays in the memory of the host.
     - *jax*: `jax.nn.dot_product_attention`.
     - *torch*: the pass over tiles with operations in place, whose gradient computes the tiles again.
-      For large calls in the memory of the host NumPy computes its forward pass.
     - *xla*: the same tiles for JAX on a CPU, one head at a time.
     - *triton* and *pallas*: kernels of this library for PyTorch and JAX on a GPU. They run only if
       `implementation` names them. But Triton's computes Shannon entropies of half precision, without

@@ -121,13 +121,6 @@ def takes_mask(plan: Plan) -> bool:
 
 
 @_quietly_on_tensors
-def state_for_gradient(plan: Plan, operands: Operands, order: float) -> AttentionState:
-    """The state in columns, relative to the maximum, for a backward pass of another library."""
-    fields = _Pass(*_as_numpy(plan, operands), order, True, is_for_gradient=True).state()
-    return _state_to_library(plan, fields)
-
-
-@_quietly_on_tensors
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""
     if _is_small(plan):
@@ -414,9 +407,6 @@ class _Pass:
     operands: Operands
     order: float | None = None  # of the moment; None without a moment
     relative_to_maximum: bool = False
-    # The backward pass computes the logits again. If it rounded them differently, the weights would not
-    # sum to exactly 1, and the mean of the keys would multiply the error.
-    is_for_gradient: bool = False
 
     def __post_init__(self) -> None:
         key, value = (_in_rows(x, self.plan.compute) for x in (self.operands.key, self.operands.value))
@@ -427,8 +417,7 @@ class _Pass:
         # with the distance of a key, and then the first tile says little about the others.
         self.constants: tuple[bool, ...] = ()
         if operands.nonfinite is None and self.order in (None, 1.0):
-            has_one = self.is_for_gradient or operands.bias is not None
-            self.constants = (False,) if has_one else (False, True)
+            self.constants = (False,) if operands.bias is not None else (False, True)
         # The mask of an item has numbers in place of the arrays that differ from item to item, so it
         # may be shift-invariant by itself. Only that of the whole call tells whether items share tiles.
         mask = operands.mask
@@ -522,7 +511,7 @@ class _Pass:
         """
         import numpy as np
 
-        exp, unit = (np.exp, 1.0) if self.is_for_gradient else _exponential()
+        exp, unit = _exponential()
         softcap = self.plan.softcap
         query = self.scaled_rows(item, unit if softcap is None else softcap)
         n_rows, dtype = item.rows[1], query.dtype

@@ -127,6 +127,7 @@ class Plan(Record):
     kernel_factors: Any  # `factors` for PyTorch's kernel, (1, 1, L, 1)
     is_on_torch_gpu: bool  # or another device of PyTorch that is not the CPU
     has_plain_tensors: bool  # whether all arrays are PyTorch's own tensors, and no mode watches them
+    has_other_operations: bool  # whether PyTorch's operations mean something else for some array
     # Short names for parts of `frame` and for the number of axes.
     xp: ModuleType
     library: str  # "numpy", "torch", "jax", …
@@ -296,6 +297,7 @@ def _plan(a: Arguments) -> Plan:
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
         fits_sdpa=_fits_sdpa(frame, batch, compute, inputs),
         has_plain_tensors=_has_plain_tensors(frame, arrays),
+        has_other_operations=_has_other_operations(frame, arrays),
         has_few_numbers=_has_few_numbers(frame, inputs) and not any(recorded),
         counts=counts,
         factors=factors,
@@ -317,6 +319,14 @@ def _has_plain_tensors(frame: Frame, arrays: list[Any]) -> bool:
         return False
     torch: Any = frame.xp
     return all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays)
+
+
+def _has_other_operations(frame: Frame, arrays: list[Any]) -> bool:
+    """Whether the class of some tensor defines PyTorch's operations anew, as that of DTensor does."""
+    if not is_torch(frame.xp) or frame.is_compiling:
+        return False
+    usual = cast(Any, frame.xp).Tensor.__torch_dispatch__
+    return any(type(x).__torch_dispatch__ is not usual for x in arrays)
 
 
 def _has_few_numbers(frame: Frame, inputs: list[Any]) -> bool:

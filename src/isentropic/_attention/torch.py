@@ -251,7 +251,8 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
         return "there is a single tile, which PyTorch differentiates by itself"
     if plan.is_transformed:
         return TRANSFORMED
-    return None
+    # The pass writes into memory of its own.
+    return "the class of some tensor has operations of its own" if plan.has_other_operations else None
 
 
 def tiles_output(plan: Plan, operands: Operands) -> Array:

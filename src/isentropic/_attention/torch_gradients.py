@@ -15,17 +15,9 @@ The largest logit gets g_m − Σ ds_j in addition. The other gradients are
     dV = Pᵀ g_W,    dQ = dS K,    dK = dSᵀ Q.
 
 The backward pass computes the logits of each tile again. It takes five products for a tile, or three
-without values (Dao et al. 2022, arXiv 2205.14135).
-
-A number that is added to all logits of a query adds to their maximum alone. So Σ ds_j = g_m. If the
-two passes round the logits differently, as two libraries do, the sum is g_m + r, and dS K multiplies r
-by what the keys have in common. Then the mean key of each query is subtracted r times:
-
-    dQ = dS K − r (P K) / Σ p_j.
-
-That takes two more products for a tile. They are computed only for blocks of queries where they make
-a difference. With a soft cap, the ds_j are the gradients of the capped logits, and the derivative of
-the cap multiplies both dS and P in the products with K.
+without values (Dao et al. 2022, arXiv 2205.14135). Both passes have the same tiles, and compute the
+logits of a tile in the same way. So the weights of the backward pass are those of which the forward
+pass took the sums, also where the rounding errors of large logits change them.
 """
 
 from __future__ import annotations
@@ -34,22 +26,25 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
-from isentropic._attention import numpy
-from isentropic._attention.generic import AttentionState, Tiles, added_logits, reach, tile_shape
+from isentropic._attention.generic import (
+    AttentionState,
+    Tiles,
+    added_logits,
+    empty_state,
+    reach,
+    tile_shape,
+)
 from isentropic._attention.plan import Plan
-from isentropic._entropy import slope_of_moment, terms_of_moment
-from isentropic._loops import Block, blocks, is_known_true, is_readable, keep_freed_memory, take
-from isentropic._namespace import Array
+from isentropic._entropy import shift_moment, slope_of_moment, terms_of_moment
+from isentropic._loops import Block, blocks, is_known_true, keep_freed_memory, take
 from isentropic._numerics import lift, replace_infinite_minimum
 
 _LOG2_E = 1 / math.log(2)
 # Products of a weight of 10^−37 with a key and a value of at most this size make no difference to a
 # gradient. A bias of at most this size hides no key.
 _ORDINARY = 1e10
-# The relative error from which on gradients of queries are corrected, in units of the rounding error.
-_NOTABLE_ERROR = 512
 # The arrays with a gradient.
 INPUTS = ("query", "key", "value", "bias")
 
@@ -74,11 +69,14 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 def forward(tiles: Tiles, order: float | None) -> AttentionState:
     """The state in columns, relative to the maximum."""
     keep_freed_memory()
-    if numpy.takes_tiles(tiles.plan):
-        operands = tiles.operands._replace(query=tiles.query, multiplier=1.0)
-        state = numpy.state_for_gradient(tiles.plan, operands, 1.0 if order is None else order)
-        return state._replace(weighted_score=None) if order is None else state
-    return _TilesInPlace(tiles.plan, tiles.operands, tiles.query).state(order)
+    plan, shape = tiles.plan, (*tiles.plan.batch, tiles.plan.n_queries)
+    if 0 in (*shape, plan.n_keys):
+        kind = {"dtype": plan.compute, "device": plan.device}
+        return empty_state(plan.xp, shape, plan.n_values, order, **kind)
+    work = _Forward.of(tiles, order)
+    for rows in blocks(0, plan.n_queries, _tile_shape(plan)[0]):
+        work.add_rows(rows)
+    return work.state
 
 
 @_without_autocast
@@ -113,70 +111,6 @@ def state_of_fields(fields: Any, has_value: bool, order: float | None) -> Attent
 
 def _state_of_rows(state: AttentionState, rows: Block) -> AttentionState:
     return AttentionState(*(None if x is None else _rows_of(x, rows) for x in state))
-
-
-class _TilesInPlace(Tiles):
-    """The generic pass with operations in place, which PyTorch must not record for a gradient."""
-
-    def logits(self, rows: Block, columns: Block) -> Array:
-        s: Any = self.products(rows, columns)
-        if self.plan.softcap is not None:
-            s.div_(self.plan.softcap).tanh_().mul_(self.plan.softcap)
-        return self.add_bias_and_hide(s, rows, columns)
-
-    def add_bias_and_hide(self, s: Any, rows: Block, columns: Block) -> Any:
-        """The logits of a tile for its products, after the soft cap."""
-        import torch
-
-        added = added_logits(self.plan, self.operands, rows, columns)
-        if added is not None:
-            # A tensor of another class has operations of its own.
-            is_plain = type(added) is type(s)
-            fits = is_plain and torch.broadcast_shapes(s.shape, added.shape) == s.shape
-            s = s.add_(added) if fits else s + added
-        return self._hide(s, rows, columns)
-
-    def all_visible(self, rows: Block, columns: Block) -> bool:
-        """Whether the mask hides no key of a tile."""
-        mask = self.operands.mask
-        if mask is None:
-            return True
-        first, end = mask.fully_visible(self.plan.frame, rows)
-        return bool(first <= columns[0] and sum(columns) <= end)
-
-    def visible(self, rows: Block, columns: Block) -> Any:
-        """The keys of a tile that each query sees; None if the mask hides none."""
-        mask = self.operands.mask
-        if mask is None or self.all_visible(rows, columns):
-            return None
-        return lift(mask.block(self.plan.frame, rows, columns), self.plan.ndim)
-
-    def _hide(self, s: Any, rows: Block, columns: Block) -> Any:
-        """The logits with −∞ for hidden keys."""
-        import torch
-
-        visible = self.visible(rows, columns)
-        if visible is None:
-            return s
-        shape = torch.broadcast_shapes(s.shape, visible.shape)
-        return _fill_hidden(s.expand(shape).contiguous(), visible)
-
-    def tile_state(self, logits: Any, columns: Block, order: float | None) -> AttentionState:
-        """The state of the keys of a tile. The logits are overwritten."""
-        import torch
-
-        xp, info = self.plan.xp, torch.finfo(logits.dtype)
-        maximum = logits.amax(-1, keepdim=True)
-        x = logits.sub_(replace_infinite_minimum(xp, maximum))
-        # Some processors take 100 times as long for products with numbers that are not normal.
-        p, moment = torch.threshold_(_exp(x), info.tiny / info.eps, 0.0), None
-        if order == 1:
-            moment = x.clamp_(min=_lowest(x, order)).mul_(p).sum(-1, keepdim=True)
-        elif order is not None:
-            terms = terms_of_moment(xp, x, p, order)
-            moment = xp.where(x == -math.inf, 0.0, terms).sum(-1, keepdim=True)
-        value = None if self.operands.value is None else self.weighted_value(p, columns)
-        return AttentionState(maximum, p.sum(-1, keepdim=True), value, moment)
 
 
 def _fill_hidden(s: Any, visible: Any) -> Any:
@@ -233,6 +167,15 @@ def _lowest(x: Any, order: float | None) -> float:
     return (math.log(info.tiny * info.eps) - 1) / min(max(order or 1.0, 1e-30), 1.0)
 
 
+def _terms(xp: Any, x: Any, p: Any, order: float) -> Any:
+    """The terms of the moment of a tile. The exponents x may be overwritten."""
+    if order == 1:
+        return x.mul_(p)
+    if order == 2:
+        return xp.mul(p, p, out=x)
+    return xp.where(x == -math.inf, 0.0, terms_of_moment(xp, x, p, order))
+
+
 def _or_zero(gradient: Any, like: Any) -> Any:
     return like.new_zeros(1).expand(like.shape) if gradient is None else gradient
 
@@ -277,7 +220,6 @@ class _Rows(NamedTuple):
     value_grad: Any
     moment_grad: Any
     excess: Any
-    error: Any  # Σ ds − g_m over the keys so far, summed up in place; None if it is not known
 
 
 class _Columns(NamedTuple):
@@ -314,19 +256,19 @@ class _Columns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Backward:
-    """The arrays of a backward pass. Query heads with the same keys and values are a group."""
+class _Pass:
+    """The arrays of a pass over the tiles. Query heads with the same keys and values are a group."""
 
-    tiles: _TilesInPlace  # with a query for each batch element
+    tiles: Tiles  # with a query for each batch element
     order: float | None
+    wanted: Collection[str]  # the inputs whose gradients are wanted
     columns: list[_Columns]
     are_ordinary: bool  # whether keys, values and biases are known to be at most `_ORDINARY` in size
-    totals: dict[str, Any]  # the sums of the wanted gradients of queries and biases
     # Memory for arrays of the size of a tile. The system clears the pages of new arrays, which is slow.
     memory: dict[str, Any]
 
     @classmethod
-    def of(cls, tiles: Tiles, order: float | None, wanted: Collection[str]) -> _Backward:
+    def of(cls, tiles: Tiles, order: float | None, wanted: Collection[str] = ()) -> Self:
         plan, operands = tiles.plan, tiles.operands
         query: Any = tiles.query
         query = query.expand(*plan.batch, *query.shape[-2:])
@@ -337,17 +279,10 @@ class _Backward:
         are_ordinary = all(x is None or _is_ordinary(plan, x) for x in (key, value, operands.bias))
         row_size, column_size = _tile_shape(plan)
         columns = _Columns.blocks_of(key, value, column_size, wanted)
-        arrays = {"query": query, "bias": operands.bias}
-        totals = {
-            name: plan.xp.zeros_like(x, dtype=plan.compute)
-            for name, x in arrays.items()
-            if name in wanted
-        }
         size = math.prod(plan.batch) * min(row_size, plan.n_queries) * min(column_size, plan.n_keys)
         names = ("logits", "weights", *(() if plan.softcap is None else ("tanh",)))
         memory = {name: query.new_empty(size) for name in names}
-        tiles_in_place = _TilesInPlace(plan, operands, query)
-        return cls(tiles_in_place, order, columns, are_ordinary, totals, memory)
+        return cls(tiles.replaced(query=query), order, wanted, columns, are_ordinary, memory)
 
     def grouped(self, x: Any) -> Any:
         """`x` (..., rows, width) as (groups, heads of a group · rows, width)."""
@@ -355,27 +290,157 @@ class _Backward:
         heads = math.prod(self.tiles.plan.batch) // groups
         return x.reshape(groups, heads * x.shape[-2], x.shape[-1])
 
+    def query_of(self, rows: Block) -> Any:
+        """The queries of a block, divided by the soft cap if there is one, (..., rows, E)."""
+        query, softcap = _rows_of(self.tiles.query, rows), self.tiles.plan.softcap
+        return query if softcap is None else query / softcap
+
+    def columns_of(self, rows: Block) -> list[_Columns]:
+        """The blocks of keys that a block of queries may see."""
+        first, size = reach(self.tiles.plan, self.tiles.operands.mask, rows)
+        parts = [x.within(first, first + size) for x in self.columns]
+        return [x for x in parts if x.block[1]]
+
+    def logits_and_tanh(self, rows: Block, columns: _Columns, query: Any) -> tuple[Any, Any]:
+        """The logits of a tile, and tanh(products / soft cap); None without a soft cap.
+
+        The arguments are those of `query_of`. Both results are in memory that the next tile overwrites.
+        """
+        import torch
+
+        plan, tanh = self.tiles.plan, None
+        shape = (*query.shape[:2], columns.block[1])
+        s = torch.bmm(query, columns.key.mT, out=_view(self.memory["logits"], shape))
+        if plan.softcap is not None:
+            tanh = torch.tanh(s, out=_view(self.memory["tanh"], shape))
+            torch.mul(tanh, plan.softcap, out=s)
+        s = s.view(*plan.batch, rows[1], columns.block[1])
+        return self.grouped(self.add_bias_and_hide(s, rows, columns.block)), tanh
+
+    def add_bias_and_hide(self, s: Any, rows: Block, columns: Block) -> Any:
+        """The logits of a tile for its products, after the soft cap."""
+        import torch
+
+        added = added_logits(self.tiles.plan, self.tiles.operands, rows, columns)
+        if added is not None:
+            fits = torch.broadcast_shapes(s.shape, added.shape) == s.shape
+            s = s.add_(added) if fits else s + added
+        visible = self.visible(rows, columns)
+        if visible is None:
+            return s
+        shape = torch.broadcast_shapes(s.shape, visible.shape)
+        return _fill_hidden(s.expand(shape).contiguous(), visible)
+
+    def are_all_visible(self, rows: Block, columns: Block) -> bool:
+        """Whether the mask hides no key of a tile."""
+        mask = self.tiles.operands.mask
+        if mask is None:
+            return True
+        first, end = mask.fully_visible(self.tiles.plan.frame, rows)
+        return bool(first <= columns[0] and sum(columns) <= end)
+
+    def visible(self, rows: Block, columns: Block) -> Any:
+        """The keys of a tile that each query sees; None if the mask hides none."""
+        mask = self.tiles.operands.mask
+        if mask is None or self.are_all_visible(rows, columns):
+            return None
+        return lift(mask.block(self.tiles.plan.frame, rows, columns), self.tiles.plan.ndim)
+
+    def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
+        """``eˣ``. Exponents so low that they make no difference are raised in place.
+
+        Exponents above 0, which come from rounding errors of large logits, become 0. So no weight
+        overflows.
+        """
+        import torch
+
+        memory = _view(self.memory["weights"], x.shape)
+        # Raised exponents would change the weight of hidden keys, which is 0. They would also change
+        # moments of orders below 1, which contain small powers of the weights.
+        are_visible = self.are_all_visible(rows, columns)
+        if not (are_visible and self.are_ordinary) or (self.order is not None and self.order < 1):
+            p = _exp(x.clamp_(_lowest(x, self.order) if has_moment else None, 0.0), memory)
+            # Some processors take 100 times as long for products with numbers that are not normal.
+            info = torch.finfo(p.dtype)
+            return torch.threshold_(p, info.tiny / info.eps, 0.0)
+        return torch.exp(x.clamp_(_lowest_normal(x), 0.0), out=memory)  # faster, as it never underflows
+
+
+@dataclass(frozen=True)
+class _Forward(_Pass):
+    @functools.cached_property
+    def state(self) -> AttentionState:
+        """The state of all queries, which `add_rows` fills."""
+        plan, query = self.tiles.plan, cast(Any, self.tiles.query)
+        widths = (1, 1, plan.n_values, None if self.order is None else 1)
+        shape = query.shape[:-1]
+        return AttentionState(*(None if n is None else query.new_empty((*shape, n)) for n in widths))
+
+    def add_rows(self, rows: Block) -> None:
+        """Compute the state of a block of queries."""
+        query, state = self.grouped(self.query_of(rows)), self.state_of_nothing(rows)
+        for columns in self.columns_of(rows):
+            state = self.with_tile(state, rows, columns, query)
+        for total, part in zip(_state_of_rows(self.state, rows), state, strict=True):
+            if total is not None:
+                total.copy_(part.view(total.shape))
+
+    def state_of_nothing(self, rows: Block) -> AttentionState:
+        """The state without keys, of a block of queries."""
+        parts = (None if x is None else self.grouped(x) for x in _state_of_rows(self.state, rows))
+        state = AttentionState(*(None if x is None else x.new_zeros(x.shape) for x in parts))
+        return state._replace(maximum=state.maximum - math.inf)
+
+    def with_tile(
+        self, state: AttentionState, rows: Block, columns: _Columns, query: Any
+    ) -> AttentionState:
+        """The state with the keys of a tile. Its sums of values are changed in place."""
+        xp, order = self.tiles.plan.xp, self.order
+        logits, _ = self.logits_and_tanh(rows, columns, query)
+        maximum = xp.maximum(state.maximum, logits.amax(-1, keepdim=True))
+        reference = replace_infinite_minimum(xp, maximum)
+        # A state of no keys needs no shift.
+        shift = xp.where(state.maximum == -math.inf, 0.0, state.maximum - reference)
+        x, factor, moment = logits.sub_(reference), shift.exp(), None
+        p = self.weights(x, rows, columns.block, has_moment=order == 1)
+        normalizer = p.sum(-1, keepdim=True).addcmul_(state.normalizer, factor)
+        if state.weighted_value is not None:
+            state.weighted_value.mul_(factor).baddbmm_(p, columns.value)
+        if order is not None:
+            moment = shift_moment(xp, state.weighted_score, state.normalizer, shift, order)
+            moment = moment + _terms(xp, x, p, order).sum(-1, keepdim=True)
+        return AttentionState(maximum, normalizer, state.weighted_value, moment)
+
+
+@dataclass(frozen=True)
+class _Backward(_Pass):
+    @functools.cached_property
+    def totals(self) -> dict[str, Any]:
+        """The sums of the wanted gradients of queries and biases."""
+        inputs = {"query": self.tiles.query, "bias": self.tiles.operands.bias}
+        return {
+            name: self.tiles.plan.xp.zeros_like(x, dtype=self.tiles.plan.compute)
+            for name, x in inputs.items()
+            if name in self.wanted
+        }
+
     def rows_of(self, rows: Block, state: AttentionState, upstream: AttentionState) -> _Rows:
         """The arrays of a block of queries, for a state and its gradient of these queries."""
-        plan, query = self.tiles.plan, _rows_of(self.tiles.query, rows)
+        plan = self.tiles.plan
         is_number = state.maximum == state.maximum
         may_be_nan = not is_known_true(plan.xp, is_number.all())
 
         def cleaned(x: Any) -> Any:
             return x.where(is_number, 0.0) if may_be_nan and x is not None else x
 
-        error, given = None, [x for x in (query, *upstream) if x is not None]
-        if "query" in self.totals and all(is_readable(plan.xp, x) for x in given):
-            error = -_or_zero(upstream.maximum, state.maximum).where(state.maximum != -math.inf, 0.0)
         arrays = (
-            cleaned(query),
-            query if plan.softcap is None else query * (1 / plan.softcap),  # as NumPy's pass does
+            cleaned(_rows_of(self.tiles.query, rows)),
+            self.query_of(rows),
             replace_infinite_minimum(plan.xp, state.maximum),
             _or_zero(upstream.normalizer, state.normalizer),
             cleaned(upstream.weighted_value),
             upstream.weighted_score,
             _excess_at_maximum(plan, state, upstream, self.order),
-            error,
         )
         return _Rows(may_be_nan, *(None if x is None else self.grouped(x) for x in arrays))
 
@@ -393,87 +458,29 @@ class _Backward:
             if "key" in columns.totals:
                 columns.totals["key"].baddbmm_(gradient.mT, row.query)
         if "query" in self.totals:
-            if row.error is not None and self.is_notable(row.error, query_grad):
-                query_grad.addcmul_(row.error, self.mean_key(rows, row, parts), value=-1)
             part = _rows_of(self.totals["query"], rows)
             part.copy_(query_grad.view(part.shape))
-
-    @functools.cached_property
-    def largest_key(self) -> Any:
-        """The largest norm of a key, (groups, 1, 1)."""
-        import torch
-
-        norms = [torch.linalg.vector_norm(x.key, dim=-1).amax(-1) for x in self.columns]
-        return torch.stack(norms).amax(0)[:, None, None]
-
-    def is_notable(self, error: Any, query_grad: Any) -> bool:
-        """Whether errors of the sums Σ ds are notable in the gradients: relative to the largest one.
-
-        The gradients of queries with a NaN, or with infinite numbers, do not count.
-        """
-        import torch
-
-        size = torch.linalg.vector_norm(query_grad, dim=-1, keepdim=True)
-        size = size.nan_to_num(0.0, 0.0, 0.0).amax(-2, keepdim=True)
-        rounding = torch.finfo(error.dtype).eps
-        return bool((error.abs() * self.largest_key > _NOTABLE_ERROR * rounding * size).any())
-
-    def mean_key(self, rows: Block, row: _Rows, parts: list[_Columns]) -> Any:
-        """The mean of the keys by the weights of each query.
-
-        With a soft cap, a key counts as often as its capped logit grows with the logit.
-        """
-        import torch
-
-        total, weight = torch.zeros_like(row.query), torch.zeros_like(row.reference)
-        for columns in parts:
-            logits, tanh = self.logits_and_tanh(rows, columns, row)
-            x = self.grouped(logits).sub_(row.reference)
-            p = self.weights(x, rows, columns.block, has_moment=False)
-            weight += p.sum(-1, keepdim=True)
-            total.baddbmm_(_times_slope_of_cap(p, tanh), columns.key)
-        return total.div_(weight.where(weight != 0.0, 1.0))  # some queries see no key
-
-    def columns_of(self, rows: Block) -> list[_Columns]:
-        """The blocks of keys that a block of queries may see."""
-        first, size = reach(self.tiles.plan, self.tiles.operands.mask, rows)
-        parts = [x.within(first, first + size) for x in self.columns]
-        return [x for x in parts if x.block[1]]
 
     def index_of_maximum(self, rows: Block, row: _Rows, parts: list[_Columns]) -> Any:
         """The key of the largest logit of each query."""
         best, index = row.reference - math.inf, 0
         for columns in parts:
-            logits, _ = self.logits_and_tanh(rows, columns, row)
-            top, position = self.grouped(logits).max(-1, keepdim=True)
+            logits, _ = self.logits_and_tanh(rows, columns, row.capped_query)
+            top, position = logits.max(-1, keepdim=True)
             index = self.tiles.plan.xp.where(top > best, position + columns.block[0], index)
             best = best.maximum(top)
         return index
 
-    def logits_and_tanh(self, rows: Block, columns: _Columns, row: _Rows) -> tuple[Any, Any]:
-        """The logits of a tile, and tanh(products / soft cap); None without a soft cap.
-
-        Both are in memory that the next tile overwrites.
-        """
-        import torch
-
-        plan, tanh = self.tiles.plan, None
-        shape = (*row.query.shape[:2], columns.block[1])
-        s = torch.bmm(row.capped_query, columns.key.mT, out=_view(self.memory["logits"], shape))
-        if plan.softcap is not None:
-            tanh = torch.tanh(s, out=_view(self.memory["tanh"], shape))
-            torch.mul(tanh, plan.softcap, out=s)
-        s = s.view(*plan.batch, rows[1], columns.block[1])
-        return self.tiles.add_bias_and_hide(s, rows, columns.block), tanh
-
     def tile_gradient(self, rows: Block, columns: _Columns, row: _Rows, largest: Any) -> Any:
         """The gradient of the products of a tile. Those of its values and bias join the totals."""
-        logits, tanh = self.logits_and_tanh(rows, columns, row)
-        x = self.grouped(logits).sub_(row.reference)
+        plan = self.tiles.plan
+        logits, tanh = self.logits_and_tanh(rows, columns, row.capped_query)
+        x = logits.sub_(row.reference)
         p = self.weights(x, rows, columns.block, has_moment=row.moment_grad is not None)
-        visible = self.tiles.visible(rows, columns.block) if row.may_be_nan else None
+        visible = self.visible(rows, columns.block) if row.may_be_nan else None
+        shape = (*plan.batch, rows[1], columns.block[1])
         if visible is not None:
-            visible = self.grouped(visible.expand(logits.shape))
+            visible = self.grouped(visible.expand(shape))
             _zero_hidden(p, visible)
         if row.value_grad is not None and "value" in columns.totals:
             columns.totals["value"].baddbmm_(p.mT, row.value_grad)
@@ -482,28 +489,10 @@ class _Backward:
             _zero_hidden(gradient, visible)
         if largest is not None:
             _add_at(largest - columns.block[0], row.excess, gradient)
-        if row.error is not None:
-            row.error.add_(gradient.sum(-1, keepdim=True))
         if "bias" in self.totals:
             part: Any = take(_rows_of(self.totals["bias"], rows), columns.block, -1)
-            part.add_(gradient.view(logits.shape).sum_to_size(part.shape))
+            part.add_(gradient.view(shape).sum_to_size(part.shape))
         return _times_slope_of_cap(gradient, tanh)
-
-    def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
-        """``eˣ``. Exponents so low that they make no difference are raised in place.
-
-        Exponents above 0, which come from rounding errors of large logits, become 0. So no weight
-        overflows.
-        """
-        import torch
-
-        tiles, memory = self.tiles, _view(self.memory["weights"], x.shape)
-        # Raised exponents would change the weight of hidden keys, which is 0. They would also change
-        # moments of orders below 1, which contain small powers of the weights.
-        are_visible = tiles.all_visible(rows, columns)
-        if not (are_visible and self.are_ordinary) or (self.order is not None and self.order < 1):
-            return _exp(x.clamp_(_lowest(x, self.order) if has_moment else None, 0.0), memory)
-        return torch.exp(x.clamp_(_lowest_normal(x), 0.0), out=memory)  # faster, as it never underflows
 
     def logit_gradient(self, x: Any, p: Any, columns: _Columns, row: _Rows) -> Any:
         """The gradient of the logits of a tile except for the excess at the maximum.
@@ -523,7 +512,7 @@ class _Backward:
         gradient.mul_(p)
         if moment_grad is None or self.order in (None, 1):
             return gradient
-        terms = terms_of_moment(self.tiles.plan.xp, x, p, self.order)
+        terms = _terms(self.tiles.plan.xp, x, p, self.order)
         return gradient.addcmul_(moment_grad, slope_of_moment(p, terms, self.order))
 
     def gradient(self, name: str, tiles: Tiles) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from isentropic._attention import numpy
 from isentropic._attention.generic import AttentionState, Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, prepare
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     order: float | None
     softcap: float | None
     block_size: int | None
+    may_be_differentiated: bool
 
     def tiles(self) -> Tiles:
         mask = from_description(Description(self.mask, list(self.mask_numbers), list(self.mask_arrays)))
@@ -95,7 +97,9 @@ def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
         # The operator can read their values. So copies are made only of those that are not finite.
         (key, value), (query_nan, _) = operands.unreplaced, operands.nonfinite
     inputs = (query, key, value, operands.bias, query_nan)
-    options = (order, plan.softcap, plan.block_size)
+    # Nobody knows what becomes of an exported program.
+    may_be_differentiated = plan.is_differentiated or torch.compiler.is_exporting()
+    options = (order, plan.softcap, plan.block_size, may_be_differentiated)
     return Call._make((*inputs, *describe(operands.mask), *options))
 
 
@@ -103,7 +107,7 @@ _TENSORS = (*INPUTS, "query_nan")
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor? query_nan, "
     "str mask, SymInt[] mask_numbers, Tensor[] mask_arrays, "
-    "float? order, float? softcap, SymInt? block_size"
+    "float? order, float? softcap, SymInt? block_size, bool may_be_differentiated"
 )
 
 
@@ -112,7 +116,17 @@ _ARGUMENTS = (
 )
 def _state(*arguments: Any) -> list[Tensor]:
     call = Call(*arguments)
-    return [x.contiguous() for x in forward(call.tiles(), call.order) if x is not None]
+    return [x.contiguous() for x in _forward(call, call.tiles()) if x is not None]
+
+
+def _forward(call: Call, tiles: Tiles) -> AttentionState:
+    """The state in columns, relative to the maximum."""
+    plan, order = tiles.plan, call.order
+    # The backward pass needs the weights of PyTorch's forward pass, with the same rounding errors.
+    if call.may_be_differentiated or numpy.why_not(plan, order, False) is not None:
+        return forward(tiles, order)
+    state = numpy.state(plan, tiles.operands, 1.0 if order is None else order, True)
+    return state._replace(weighted_score=None) if order is None else state
 
 
 @_state.register_fake
@@ -203,7 +217,7 @@ def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     # PyTorch treats an empty list as a list of tensors, and expects a list of gradients for it.
     number_gradients: list[None] | None = None if call.mask_numbers else []
     mask_gradients = None, number_gradients, [None] * len(mask_arrays)
-    return *gradients, None, *mask_gradients, None, None, None
+    return *gradients, None, *mask_gradients, None, None, None, None
 
 
 _state.register_autograd(_differentiate, setup_context=_save)
