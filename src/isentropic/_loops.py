@@ -29,6 +29,7 @@ class BlockSizes:
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers in the vectors whose distances are compared
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
+    torch_masked_rows: int = 256  # the most queries of a tile under a mask, with gradients
     numpy_rows: int = 512  # a tile of 1 MB: threads rarely wait, and it still fits in a core's cache
     numpy_columns: int = 512
     numpy_min_part: int = 2**12  # the fewest keys of a part, if threads share the keys

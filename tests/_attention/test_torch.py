@@ -298,19 +298,37 @@ class TestGraphs:
         torch.compiler.reset()
 
     @pytest.mark.parametrize("is_differentiated", [False, True])
-    def test_numpy_computes_states_without_gradients(self, is_differentiated, monkeypatch):
+    @pytest.mark.parametrize("is_vmapped", [False, True])
+    def test_numpy_computes_states_without_gradients(self, is_differentiated, is_vmapped, monkeypatch):
+        """Inside of `vmap` arrays do not know whether they need gradients."""
         from isentropic._attention import numpy
 
         plans, state = [], numpy.state
         monkeypatch.setattr(numpy, "state", lambda plan, *a: plans.append(plan) or state(plan, *a))
         q, k, v = (torch.randn(2, 9, 4, requires_grad=is_differentiated) for _ in range(3))
 
-        def call(q, k, v):
+        def of_element(q, k, v):
             state = it.attention_state(q, k, v, is_causal=True)
-            return state.output().sum() + state.entropy().sum()
+            return state.output().sum(-1) + state.entropy()
+
+        def call(q, k, v):
+            return (torch.vmap(of_element) if is_vmapped else of_element)(q, k, v)
 
         torch.compiler.reset()
         found = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
-        assert len(plans) == (not is_differentiated)
+        assert len(plans) == (not (is_differentiated or is_vmapped))
         torch.testing.assert_close(found, call(q, k, v))
         torch.compiler.reset()
+
+    def test_an_exported_program_may_need_gradients(self, monkeypatch):
+        from isentropic._attention import numpy
+
+        class Model(torch.nn.Module):
+            def forward(self, q, k):
+                return it.attention_entropy(q, k)
+
+        q, k = torch.randn(2, 3, 9, 4)
+        program = torch.export.export(Model(), (q, k)).module()
+        want = it.attention_entropy(q, k)
+        monkeypatch.delattr(numpy, "state")
+        torch.testing.assert_close(program(q, k), want)

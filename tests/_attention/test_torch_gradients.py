@@ -127,14 +127,44 @@ class TestRecomputedGradients:
         _assert_as_accurate_as_autograd(results)
         torch.compiler.reset()
 
-    def test_logits_that_differ_from_the_maximum_by_their_rounding(self, rng):
+    @pytest.mark.parametrize("mask", [None, it.masks.causal()])
+    def test_a_maximum_with_other_rounding_errors(self, rng, monkeypatch, mask):
         """The units of logits of 1e9 in single precision are 64 nats."""
+        from isentropic._attention.torch_gradients import _Forward
+
+        add_rows = _Forward.add_rows
+
+        def with_errors(self, rows):
+            add_rows(self, rows)
+            self.state.maximum[..., rows[0] : rows[0] + rows[1], :] -= 128.0
+
+        monkeypatch.setattr(_Forward, "add_rows", with_errors)
         q, k, v = (torch.as_tensor(rng.normal(size=(4, 600, 32)).astype("float32")) for _ in range(3))
         x = [a.requires_grad_() for a in (q, 1e9 * k, v)]
-        loss = it.attention_state(*x, law=None).output()[:, :300].sin().sum()
+        loss = it.attention_state(*x, mask=mask, law=None).output()[:, :300].sin().sum()
         for gradient in torch.autograd.grad(loss, x):
             assert gradient.isfinite().all()
-        assert gradient.abs().max() < 100  # that of the values: sums of weights, times at most 1
+        assert gradient.abs().max() < 700  # that of the values: sums of weights, times at most 1
+
+    @pytest.mark.parametrize("order", [0.5, 1.0, 2.0, math.inf])
+    def test_queries_whose_logits_are_all_minus_infinity(self, rng, order):
+        """The products overflow. There is no entropy and an output of 0, as without visible keys."""
+        q, k, v = (torch.as_tensor(rng.normal(size=(600, 4)).astype("float32")) for _ in range(3))
+        q[7], k, v = -1e31, 1e9 * k.abs(), v + 5
+        x = [a.requires_grad_() for a in (q, k, v)]
+        found = [it.attention_entropy(*x[:2], order=order)[7]]
+        if order == 1:
+            state = it.attention_state(*x)
+            assert state.normalizer[7] == state.weighted_score[7] == 0
+            found += [
+                it.attention(*x, implementation="torch")[7],
+                state.output()[7],
+                state.entropy()[7],
+            ]
+        for result in found:
+            assert (result == 0).all()
+            for gradient in torch.autograd.grad(result.sum(), x, retain_graph=True, allow_unused=True):
+                assert gradient is None or (gradient == 0).all()
 
     @pytest.mark.parametrize("mask", [None, it.masks.causal()])
     @pytest.mark.parametrize("order", [0.1, 0.5, 1.0, 2.0])

@@ -105,7 +105,7 @@ def _is_large(plan: Plan) -> bool:
 
 
 def takes_tiles(plan: Plan) -> bool:
-    """Whether the pass computes a state of PyTorch tensors faster than a loop over tiles in PyTorch."""
+    """Whether the pass can read a call, and is faster than the generic pass."""
     return plan.are_all_readable and plan.block_size is None and _is_large(plan)
 
 

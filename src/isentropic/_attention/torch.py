@@ -251,7 +251,7 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
         return "there is a single tile, which PyTorch differentiates by itself"
     if plan.is_transformed:
         return TRANSFORMED
-    # The pass writes into memory of its own.
+    # The pass writes into plain tensors, for which the operations of such a class mean nothing.
     return "the class of some tensor has operations of its own" if plan.has_other_operations else None
 
 

@@ -38,7 +38,7 @@ from isentropic._attention.generic import (
 )
 from isentropic._attention.plan import Plan
 from isentropic._entropy import shift_moment, slope_of_moment, terms_of_moment
-from isentropic._loops import Block, blocks, is_known_true, keep_freed_memory, take
+from isentropic._loops import BLOCKS, Block, blocks, is_known_true, keep_freed_memory, take
 from isentropic._numerics import lift, replace_infinite_minimum
 
 _LOG2_E = 1 / math.log(2)
@@ -318,18 +318,12 @@ class _Pass:
         return self.grouped(self.add_bias_and_hide(s, rows, columns.block)), tanh
 
     def add_bias_and_hide(self, s: Any, rows: Block, columns: Block) -> Any:
-        """The logits of a tile for its products, after the soft cap."""
-        import torch
-
+        """The logits of a tile for its products, after the soft cap, in place."""
         added = added_logits(self.tiles.plan, self.tiles.operands, rows, columns)
         if added is not None:
-            fits = torch.broadcast_shapes(s.shape, added.shape) == s.shape
-            s = s.add_(added) if fits else s + added
+            s.add_(added)
         visible = self.visible(rows, columns)
-        if visible is None:
-            return s
-        shape = torch.broadcast_shapes(s.shape, visible.shape)
-        return _fill_hidden(s.expand(shape).contiguous(), visible)
+        return s if visible is None else _fill_hidden(s, visible)
 
     def are_all_visible(self, rows: Block, columns: Block) -> bool:
         """Whether the mask hides no key of a tile."""
@@ -349,8 +343,8 @@ class _Pass:
     def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
         """``eˣ``. Exponents so low that they make no difference are raised in place.
 
-        Exponents above 0, which come from rounding errors of large logits, become 0. So no weight
-        overflows.
+        Exponents above 0 become 0. There are some if another pass has computed the maximum, with other
+        rounding errors.
         """
         import torch
 
@@ -381,6 +375,11 @@ class _Forward(_Pass):
         query, state = self.grouped(self.query_of(rows)), self.state_of_nothing(rows)
         for columns in self.columns_of(rows):
             state = self.with_tile(state, rows, columns, query)
+        # The weights of keys whose logits are all −∞ may be the lowest ones in place of 0.
+        is_empty = state.maximum == -math.inf
+        for x in state[1:]:
+            if x is not None:
+                x.masked_fill_(is_empty, 0.0)
         for total, part in zip(_state_of_rows(self.state, rows), state, strict=True):
             if total is not None:
                 total.copy_(part.view(total.shape))
@@ -533,6 +532,9 @@ class _Backward(_Pass):
 def _tile_shape(plan: Plan) -> tuple[int, int]:
     """The numbers of queries and of keys of a tile: more than elsewhere, as it has fewer arrays."""
     rows, columns = tile_shape(plan)
+    if plan.has_mask and plan.device.type == "cpu":
+        # The fewer queries a block has, the more keys are hidden from all of them.
+        return min(2 * rows, BLOCKS.torch_masked_rows), columns if plan.block_size else 2 * columns
     return 2 * rows, columns
 
 
