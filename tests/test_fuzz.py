@@ -204,7 +204,7 @@ def tiles(request, backend, tiny_tiles, set_blocks):
         if backend.library not in ("numpy", "torch"):
             pytest.skip("NumPy's pass is for arrays of NumPy and PyTorch")
         set_blocks(
-            numpy_rows=3, numpy_columns=4, numpy_untiled_logits=0,
+            numpy_rows=3, numpy_large_rows=6, numpy_columns=4, numpy_untiled_logits=0,
             numpy_min_head_logits=0, numpy_min_logits=0,
         )  # fmt: skip
 

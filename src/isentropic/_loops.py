@@ -31,6 +31,9 @@ class BlockSizes:
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
     torch_masked_rows: int = 256  # the most queries of a tile under a mask, with gradients
     numpy_rows: int = 512  # a tile of 1 MB: threads rarely wait, and it still fits in a core's cache
+    # Fast operations are short, and after each one a thread may wait for Python's lock. With so many
+    # rows they are longer, and there are fewer of them.
+    numpy_large_rows: int = 2048
     numpy_columns: int = 512
     numpy_min_part: int = 2**12  # the fewest keys of a part, if threads share the keys
     # Calls with fewer logits are not faster with threads and one batch element at a time.

@@ -11,6 +11,7 @@ def tiles(set_blocks):
         numpy_min_head_logits=0,
         numpy_min_logits=0,
         numpy_rows=4,
+        numpy_large_rows=4,
         numpy_columns=5,
         numpy_min_part=5,
         sdpa_mask_logits=0,

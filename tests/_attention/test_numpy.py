@@ -245,15 +245,27 @@ class TestReferences:
 
 
 @pytest.mark.host
-@pytest.mark.parametrize(("threads", "heads", "size"), [(1, 1, 16), (2, 1, 16), (3, 1, 8), (3, 2, 16)])
-def test_few_queries_are_cut_into_smaller_blocks(tiles, set_blocks, monkeypatch, threads, heads, size):
-    """64 queries in blocks of 16, or of 8 if there were fewer than two blocks for each thread."""
+@pytest.mark.parametrize(
+    ("is_fast", "is_causal", "threads", "heads", "size"),
+    [
+        (False, False, 1, 1, 16), (False, False, 2, 1, 16), (False, False, 3, 1, 8),
+        (False, False, 3, 2, 16), (False, False, 1, 2, 16),
+        (True, False, 1, 1, 32), (True, False, 2, 1, 16), (True, False, 3, 1, 8), (True, False, 1, 2, 64),
+        (True, True, 1, 2, 16),
+    ],
+)  # fmt: skip
+def test_rows_of_a_block(tiles, set_blocks, monkeypatch, is_fast, is_causal, threads, heads, size):
+    """64 queries in blocks of 16, or of at most 64 without a mask on fast processors.
+
+    Blocks are smaller, but not below 8, if there were fewer than two blocks for each thread.
+    """
     from isentropic._attention import numpy
 
     sizes = []
-    set_blocks(numpy_rows=16)
+    set_blocks(numpy_rows=16, numpy_large_rows=64)
+    monkeypatch.setattr(numpy, "_has_fast_exponential", lambda: is_fast)
     monkeypatch.setattr(numpy, "n_threads", lambda: threads)
     monkeypatch.setattr(numpy, "run", lambda function, items: sizes.extend(x[1][1] for x in items))
     q = np.ones((heads, 64, 4))
-    it.attention(q, q, q)
+    it.attention(q, q, q, is_causal=is_causal)
     assert set(sizes) == {size}

@@ -386,8 +386,12 @@ class _Sums:
         import numpy as np
 
         z = self.normalizer
-        are_within = (is_empty & (z == 0)) | ((z >= _MIN_SUM) & (z <= _MAX_SUM))
-        return bool(np.all(are_within)) and bool(np.all(np.isfinite(self.moment)))
+        # The rows that have seen no key are looked at only if there may be one.
+        if not (np.minimum.reduce(z) >= _MIN_SUM and np.maximum.reduce(z) <= _MAX_SUM):
+            are_within = (is_empty & (z == 0)) | ((z >= _MIN_SUM) & (z <= _MAX_SUM))
+            if not np.all(are_within):
+                return False
+        return bool(np.all(np.isfinite(self.moment)))
 
     def shift(self, shift: Any, order: float | None) -> None:
         """Update the sums for exponents that change by `shift`."""
@@ -458,9 +462,14 @@ class _Pass:
 
     def row_size(self, n_elements: int) -> int:
         """The number of queries of a block: fewer if there would be too few blocks for the threads."""
-        size = BLOCKS.numpy_rows
-        n_blocks = n_elements * -(-self.plan.n_queries // size)
-        return size if n_blocks >= 2 * n_threads() else max(size // 2, 1)
+        # Under a mask, large blocks hide fewer keys from all of their queries.
+        has_large = self.operands.mask is None and _has_fast_exponential()
+        size = BLOCKS.numpy_large_rows if has_large else BLOCKS.numpy_rows
+        while (
+            size >= BLOCKS.numpy_rows and n_elements * -(-self.plan.n_queries // size) < 2 * n_threads()
+        ):
+            size = max(size // 2, 1)
+        return size
 
     def parts(self, n_items: int) -> list[Block]:
         """The keys, in several parts if there are fewer blocks of rows than threads."""
@@ -517,7 +526,7 @@ class _Pass:
         n_rows, dtype = item.rows[1], query.dtype
         # Relative to the largest number, the weights of a row that has seen no key yet are 0.
         reference = np.full(n_rows, np.finfo(dtype).max if from_first_tile else 0.0, dtype)
-        is_unseen, is_first = np.full(n_rows, True), True
+        is_unseen, are_some_unseen, is_first = np.full(n_rows, True), True, True
         sums, peak = self.new_sums(item), np.zeros(n_rows, dtype)
         lowest = math.log(_MIN_SUM / self.plan.n_keys) / unit
         for columns, visible, s in self.tiles(item, query):
@@ -527,12 +536,13 @@ class _Pass:
             if is_first and sums.drops_small and np.min(_row_maxima(s)) < lowest:
                 return None
             if from_first_tile:
-                if is_unseen.any():
+                if are_some_unseen:
                     maximum = _row_maxima(s if visible is None else np.where(visible, s, -math.inf))
                     np.copyto(reference, maximum, where=is_unseen & (maximum > -math.inf))
                 np.subtract(s, reference[:, None], out=s)
-            if is_unseen.any():
+            if are_some_unseen:
                 is_unseen &= visible is not None and ~np.any(visible, axis=-1)
+                are_some_unseen = bool(is_unseen.any())
             p = sums.weights(s, exp, unit, self.order)
             if visible is not None:
                 np.multiply(p, visible, out=p)
@@ -587,11 +597,13 @@ class _Pass:
 
         normalizer, value, moment = sums.normalizer, sums.value, sums.moment
         is_empty = (normalizer == 0) | (reference == -math.inf)
-        normalizer[is_empty] = moment[is_empty] = 0.0
-        if value is not None and is_empty.any():
-            value[is_empty] = 0.0  # 0 · ∞ of an infinite value is NaN
+        if is_empty.any():
+            normalizer[is_empty] = moment[is_empty] = 0.0
+            reference[is_empty] = -math.inf
+            if value is not None:
+                value[is_empty] = 0.0  # 0 · ∞ of an infinite value is NaN
+            factor = None if factor is None else np.where(is_empty, 1.0, factor)
         if factor is not None:
-            factor = np.where(is_empty, 1.0, factor)
             log_factor = np.log(factor)
             moment = (moment - log_factor * normalizer) / factor
             normalizer = normalizer / factor
@@ -600,7 +612,6 @@ class _Pass:
                 value /= factor[:, None]
         if self.order == 1:
             moment = np.minimum(moment, 0.0)
-        reference[is_empty] = -math.inf
         fields = (reference[:, None], normalizer[:, None], value)
         return AttentionState(*fields, None if self.order is None else moment[:, None])
 
@@ -661,8 +672,10 @@ class _Pass:
         """
         import numpy as np
 
-        operands, nonfinite = self.operands, self.operands.nonfinite
-        for x in (operands.bias, *(() if nonfinite is None else nonfinite)):
+        bias, nonfinite = self.operands.bias, self.operands.nonfinite
+        if bias is None and nonfinite is None:
+            return
+        for x in (bias, *(() if nonfinite is None else nonfinite)):
             if x is not None:
                 part: Any = take(self.part_of(x, item), columns, -1)
                 part = part.astype(s.dtype, copy=False)
@@ -679,15 +692,19 @@ class _Pass:
 
 
 @functools.cache
+def _has_fast_exponential() -> bool:
+    """Whether NumPy has SIMD code for 2ˣ, which is faster than that for eˣ. It has with AVX-512."""
+    from numpy.lib.introspect import opt_func_info
+
+    targets = opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})
+    return "baseline" not in targets["current"]
+
+
 def _exponential() -> tuple[Any, float]:
     """The faster one of 2ˣ and eˣ in NumPy, and the unit of its exponents in nats."""
     import numpy as np
-    from numpy.lib.introspect import opt_func_info
 
-    # NumPy has SIMD code for exp on every processor. It has SIMD code for exp2 only with AVX-512, where
-    # exp2 is faster than exp.
-    targets = opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})
-    return (np.exp, 1.0) if "baseline" in targets["current"] else (np.exp2, math.log(2))
+    return (np.exp2, math.log(2)) if _has_fast_exponential() else (np.exp, 1.0)
 
 
 def _are_wide(x: Any, unit: float = 1.0) -> bool:
