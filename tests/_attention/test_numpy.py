@@ -156,9 +156,9 @@ class TestReferences:
         monkeypatch.setattr(numpy_pass, "_MIN_CHECKED", 0)
         weights, add = [], numpy_pass._Sums.add
 
-        def noted_add(self, columns, weight):
+        def noted_add(self, rows, columns, weight):
             weights.append(weight.copy())
-            add(self, columns, weight)
+            add(self, rows, columns, weight)
 
         monkeypatch.setattr(numpy_pass._Sums, "add", noted_add)
         # Logits from 0 to about −130 nats in each row.
@@ -251,7 +251,7 @@ class TestReferences:
         (False, False, 1, 1, 16), (False, False, 2, 1, 16), (False, False, 3, 1, 8),
         (False, False, 3, 2, 16), (False, False, 1, 2, 16),
         (True, False, 1, 1, 32), (True, False, 2, 1, 16), (True, False, 3, 1, 8), (True, False, 1, 2, 64),
-        (True, True, 1, 2, 16),
+        (True, True, 1, 2, 64),
     ],
 )  # fmt: skip
 def test_rows_of_a_block(tiles, set_blocks, monkeypatch, is_fast, is_causal, threads, heads, size):
@@ -269,3 +269,49 @@ def test_rows_of_a_block(tiles, set_blocks, monkeypatch, is_fast, is_causal, thr
     q = np.ones((heads, 64, 4))
     it.attention(q, q, q, is_causal=is_causal)
     assert set(sizes) == {size}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("n_keys", [8, 13, 20])
+@pytest.mark.parametrize("bias", [None, 0.0, -30.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("added", ["nothing", "60 nats", "60 nats to late keys", "a NaN"])
+def test_causal_blocks_of_several_parts(
+    tiles, set_blocks, monkeypatch, rng, n_keys, bias, softcap, added
+):
+    """Blocks of up to 6 queries, in parts of 2. A tile has the parts that see some of its keys."""
+    from isentropic._attention import numpy
+
+    set_blocks(numpy_rows=2, numpy_large_rows=6, numpy_columns=3)
+    monkeypatch.setattr(numpy, "_has_fast_exponential", lambda: True)
+    monkeypatch.setattr(numpy, "n_threads", lambda: 1)
+    shapes, rows_of_a_part = [], numpy._Pass.rows_and_hidden
+
+    def noted(self, item, parts, columns):
+        rows, hidden = rows_of_a_part(self, item, parts, columns)
+        shapes.append((len(parts), rows.stop - rows.start, len(hidden)))
+        return rows, hidden
+
+    monkeypatch.setattr(numpy._Pass, "rows_and_hidden", noted)
+    q, k, v = (rng.normal(size=(2, n, 4)) for n in (13, n_keys, n_keys))
+    q[..., 0] = 1.0
+    if added == "a NaN":
+        k[1, 3, 2] = np.nan
+    elif added != "nothing":
+        k[:, 5 if added == "60 nats to late keys" else 0 :, 0] += 120.0
+    options = {"is_causal": True, "softcap": softcap, "scale": 0.5, "law": None}
+    if bias is not None:
+        options["bias"] = rng.normal(size=(13, n_keys)) + bias
+    for order in (None, 0.5, 1, 2):
+        results = []
+        for implementation in ("numpy", "generic"):
+            if order is None:
+                got = it.attention(q, k, v, implementation=implementation, **options)
+            else:
+                got = it.attention_entropy(q, k, order=order, implementation=implementation, **options)
+            results.append(got)
+        np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-9)
+    # 13 queries are blocks of 1, 6 and 6. The first one may see no key.
+    assert {3} <= {parts for parts, _, _ in shapes} <= {1, 3}
+    assert {rows for _, rows, _ in shapes} >= {2, 6}
+    assert any(0 < hidden < 3 for parts, _, hidden in shapes if parts == 3)

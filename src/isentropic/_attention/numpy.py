@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from isentropic._attention.generic import (
     AttentionState,
@@ -60,6 +60,8 @@ _MAX_EXPONENT = 40.0
 _MAX_EXPONENT_ERROR = 1e-3
 
 Index = tuple[int, ...]
+# Rows of a tile, and which of its keys each of them sees. All other rows see all keys.
+_Hidden = list[tuple[slice, Any]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -312,6 +314,14 @@ class _Item:
     mask: Any
 
 
+class _Part(NamedTuple):
+    """Some rows of an item, a range outside of which none sees a key, and one of keys that all see."""
+
+    rows: Block
+    reach: tuple[int, int]
+    fully_visible: tuple[int, int]
+
+
 class _Sums:
     """Sums over keys for each row, with exponents x relative to a reference."""
 
@@ -320,9 +330,12 @@ class _Sums:
 
         self.values = values  # (S, Ev), or None
         self.normalizer = np.zeros(rows, dtype)  # Σ eˣ
-        self.value = None if values is None else np.zeros((rows, values.shape[-1]), dtype)  # Σ eˣ v
         self.moment: Any = np.zeros(rows, dtype)  # that of the order, which is Σ eˣ x for order 1
-        self.part = None if self.value is None else np.empty_like(self.value)
+        self.value: Any = None  # Σ eˣ v
+        self.part: Any = None  # memory for the product of a tile
+        if values is not None:
+            self.value = np.zeros((rows, values.shape[-1]), dtype)
+            self.part = np.empty_like(self.value)
         self.ones = self.buffer = np.ones(0, dtype)
         self.drops_small = drops_small
 
@@ -348,16 +361,17 @@ class _Sums:
             self.buffer = np.empty(tile.size, tile.dtype)
         return self.buffer[: tile.size].reshape(tile.shape)
 
-    def add(self, columns: Block, weight: Any) -> None:
+    def add(self, rows: slice, columns: Block, weight: Any) -> None:
         """Add the weights eˣ of a tile, except for the moment."""
         import numpy as np
 
         start, size = columns
-        self.normalizer += self.row_sums(weight)
+        self.normalizer[rows] += self.row_sums(weight)
         if self.value is not None:
-            self.value += np.matmul(weight, self.values[start : start + size], out=self.part)
+            values = self.values[start : start + size]
+            self.value[rows] += np.matmul(weight, values, out=self.part[: len(weight)])
 
-    def add_moment(self, x: Any, weight: Any, order: float) -> None:
+    def add_moment(self, rows: slice, x: Any, weight: Any, order: float) -> None:
         """Add the moment of a tile with exponents x ≤ 0, which may be overwritten."""
         import numpy as np
 
@@ -371,7 +385,7 @@ class _Sums:
             moment = self.row_sums(np.exp(np.multiply(x, order, out=x), out=x))
         else:
             moment = np.sum(terms_of_moment(np, x, weight, order) * (x > -math.inf), axis=-1)
-        self.moment += moment
+        self.moment[rows] += moment
 
     def row_sums(self, tile: Any) -> Any:
         import numpy as np
@@ -393,16 +407,17 @@ class _Sums:
                 return False
         return bool(np.all(np.isfinite(self.moment)))
 
-    def shift(self, shift: Any, order: float | None) -> None:
-        """Update the sums for exponents that change by `shift`."""
+    def shift(self, rows: slice, shift: Any, order: float | None) -> None:
+        """Update the sums of rows for exponents that change by `shift`."""
         import numpy as np
 
+        normalizer = self.normalizer[rows]
         if order is not None:
-            self.moment = shift_moment(np, self.moment, self.normalizer, shift, order)
+            self.moment[rows] = shift_moment(np, self.moment[rows], normalizer, shift, order)
         factor = np.exp(shift)
-        self.normalizer *= factor
+        normalizer *= factor
         if self.value is not None:
-            self.value *= factor[:, None]
+            self.value[rows] *= factor[:, None]
 
 
 @dataclass(eq=False, repr=False)
@@ -462,14 +477,21 @@ class _Pass:
 
     def row_size(self, n_elements: int) -> int:
         """The number of queries of a block: fewer if there would be too few blocks for the threads."""
-        # Under a mask, large blocks hide fewer keys from all of their queries.
-        has_large = self.operands.mask is None and _has_fast_exponential()
-        size = BLOCKS.numpy_large_rows if has_large else BLOCKS.numpy_rows
+        size = BLOCKS.numpy_large_rows if self.has_large_blocks() else BLOCKS.numpy_rows
         while (
             size >= BLOCKS.numpy_rows and n_elements * -(-self.plan.n_queries // size) < 2 * n_threads()
         ):
             size = max(size // 2, 1)
         return size
+
+    def has_large_blocks(self) -> bool:
+        """Whether large blocks of queries save time: not if they share few keys, as under a window."""
+        mask, frame = self.operands.mask, self.plan.frame
+        if mask is None or not _has_fast_exponential():
+            return _has_fast_exponential()
+        rows = blocks(0, self.plan.n_queries, BLOCKS.numpy_large_rows)[-1]
+        first, end = mask.fully_visible(frame, rows)
+        return bool(mask.reach(frame, rows)[0] >= first < end)
 
     def parts(self, n_items: int) -> list[Block]:
         """The keys, in several parts if there are fewer blocks of rows than threads."""
@@ -529,28 +551,32 @@ class _Pass:
         is_unseen, are_some_unseen, is_first = np.full(n_rows, True), True, True
         sums, peak = self.new_sums(item), np.zeros(n_rows, dtype)
         lowest = math.log(_MIN_SUM / self.plan.n_keys) / unit
-        for columns, visible, s in self.tiles(item, query):
+        for rows, columns, hidden, s in self.tiles(item, query):
             if softcap is not None:
                 np.multiply(np.tanh(s, out=s), softcap / unit, out=s)
-            self.add_bias(item, columns, s, unit)
+            self.add_bias(item, rows, columns, s, unit)
             if is_first and sums.drops_small and np.min(_row_maxima(s)) < lowest:
                 return None
             if from_first_tile:
                 if are_some_unseen:
-                    maximum = _row_maxima(s if visible is None else np.where(visible, s, -math.inf))
-                    np.copyto(reference, maximum, where=is_unseen & (maximum > -math.inf))
-                np.subtract(s, reference[:, None], out=s)
+                    maximum = _row_maxima(_hide(s.copy(), hidden) if hidden else s)
+                    is_new = is_unseen[rows] & (maximum > -math.inf)
+                    np.copyto(reference[rows], maximum, where=is_new)
+                np.subtract(s, reference[rows, None], out=s)
             if are_some_unseen:
-                is_unseen &= visible is not None and ~np.any(visible, axis=-1)
+                are_blind = np.full(len(s), False)
+                for part, visible in hidden:
+                    are_blind[part] = ~np.any(visible, axis=-1)
+                is_unseen[rows] &= are_blind
                 are_some_unseen = bool(is_unseen.any())
             p = sums.weights(s, exp, unit, self.order)
-            if visible is not None:
-                np.multiply(p, visible, out=p)
-            sums.add(columns, p)
+            for part, visible in hidden:
+                np.multiply(p[part], visible, out=p[part])
+            sums.add(rows, columns, p)
             if self.order is not None:
-                sums.moment += np.vecdot(p, s)
+                sums.moment[rows] += np.vecdot(p, s)
             if self.relative_to_maximum:
-                np.maximum(peak, _row_maxima_of_weights(p), out=peak)
+                np.maximum(peak[rows], _row_maxima_of_weights(p), out=peak[rows])
             # Where logits are far apart, sums are likely to overflow in some later tile.
             if (is_first or sums.drops_small) and not sums.are_accurate(is_unseen):
                 return None if is_first else self.relative_to_largest(item)
@@ -570,21 +596,21 @@ class _Pass:
         sums = self.new_sums(item)
         query = self.scaled_rows(item, 1.0 if softcap is None else softcap)
         maximum = np.full(item.rows[1], -math.inf, query.dtype)
-        for columns, visible, s in self.tiles(item, query):
+        for rows, columns, hidden, s in self.tiles(item, query):
             if softcap is not None:
                 np.multiply(np.tanh(s, out=s), softcap, out=s)
-            self.add_bias(item, columns, s)
-            if visible is not None:
-                _hide(s, visible)
-            previous, maximum = maximum, np.maximum(maximum, _row_maxima(s))
+            self.add_bias(item, rows, columns, s)
+            _hide(s, hidden)
+            previous = maximum[rows].copy()
+            np.maximum(previous, _row_maxima(s), out=maximum[rows])
             # The weights of a row that has seen no key are e^{−∞} = 0.
-            reference = np.maximum(maximum, np.finfo(s.dtype).min)
-            sums.shift(np.where(previous == -math.inf, 0.0, previous - reference), order)
+            reference = np.maximum(maximum[rows], np.finfo(s.dtype).min)
+            sums.shift(rows, np.where(previous == -math.inf, 0.0, previous - reference), order)
             np.subtract(s, reference[:, None], out=s)
             p = sums.weights(s, np.exp, 1.0, order)
-            sums.add(columns, p)
+            sums.add(rows, columns, p)
             if order is not None:
-                sums.add_moment(s, p, order)
+                sums.add_moment(rows, s, p, order)
         return self.state_of(sums, maximum, sums.normalizer if order is None else None)
 
     def state_of(self, sums: _Sums, reference: Any, factor: Any) -> AttentionState:
@@ -623,41 +649,73 @@ class _Pass:
         keys = self.operands.key[_element_of(self.operands.key, self.plan.batch, item.index)]
         some: Any = take(keys, columns, -2)
         s = np.matmul(self.scaled_rows(item, 1.0), some.T)
-        self.add_bias(item, columns, s)
+        self.add_bias(item, slice(None), columns, s)
         if item.mask is not None:
-            _hide(s, item.mask.block(self.plan.frame, item.rows, columns))
+            _hide(s, [(slice(None), item.mask.block(self.plan.frame, item.rows, columns))])
         return s
 
-    def tiles(self, item: _Item, q: Any) -> Iterator[tuple[Block, Any, Any]]:
-        """Yield the key blocks that some query sees, the keys that each one sees, and ``q @ keys``.
+    def tiles(self, item: _Item, q: Any) -> Iterator[tuple[slice, Block, _Hidden, Any]]:
+        """Yield tiles: some rows of the item, a key block, what is hidden, and the products of both.
 
-        The second entry is None if all queries see all keys of the block.
+        `q` are the queries of the item.
         """
         import numpy as np
 
         frame, mask, n_rows = self.plan.frame, item.mask, item.rows[1]
-        first, end = fully_visible = item.part[0], sum(item.part)
+        first, end = item.part[0], sum(item.part)
+        parts: list[_Part] = []
         if mask is not None:
-            reach, fully_visible = mask.reach(frame, item.rows), mask.fully_visible(frame, item.rows)
-            first, end = max(first, reach[0]), min(end, reach[1])
+            blocks_of_rows = blocks(item.rows[0], sum(item.rows), BLOCKS.numpy_rows)
+            parts = [
+                _Part(x, mask.reach(frame, x), mask.fully_visible(frame, x)) for x in blocks_of_rows
+            ]
+            first = max(first, min(part.reach[0] for part in parts))
+            end = min(end, max(part.reach[1] for part in parts))
         column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // n_rows)
         keys = self.operands.key[_element_of(self.operands.key, self.plan.batch, item.index)]
         buffer = np.empty(n_rows * column_size, q.dtype)
         for start in range(first, end, column_size):
             columns = (start, min(column_size, end - start))
+            rows, hidden = self.rows_and_hidden(item, parts, columns)
+            size = rows.stop - rows.start
+            if size == 0:
+                continue
+            s = buffer[: size * columns[1]].reshape(size, columns[1])
+            np.matmul(q[rows], keys[start : start + columns[1]].T, out=s)
+            yield rows, columns, hidden, s
+
+    def rows_and_hidden(self, item: _Item, parts: list[_Part], columns: Block) -> tuple[slice, _Hidden]:
+        """The rows from the first to the last part that sees a key, and what they do not see."""
+        import numpy as np
+
+        if item.mask is None:
+            return slice(0, item.rows[1]), []
+        start, end = columns[0], sum(columns)
+        found = []
+        for part in parts:
             visible = None
-            if not (fully_visible[0] <= start and sum(columns) <= fully_visible[1]):
-                visible = self.visible(item, columns)
-                if not visible.any():
-                    continue
+            if not (part.fully_visible[0] <= start and end <= part.fully_visible[1]):
+                visible = np.zeros((1, 1), bool)
+                if part.reach[0] < end and start < part.reach[1]:
+                    visible = self.visible(item.mask, part.rows, columns)
                 if visible.all():  # as in most tiles of a causal mask that is an array
                     visible = None
-            s = buffer[: n_rows * columns[1]].reshape(n_rows, columns[1])
-            np.matmul(q, keys[start : start + columns[1]].T, out=s)
-            yield columns, visible, s
+            first = part.rows[0] - item.rows[0]
+            found.append((slice(first, first + part.rows[1]), visible))
+        seeing = [i for i, (_, visible) in enumerate(found) if visible is None or visible.any()]
+        if not seeing:
+            return slice(0, 0), []
+        found = found[seeing[0] : seeing[-1] + 1]
+        rows = slice(found[0][0].start, found[-1][0].stop)
+        hidden = [
+            (slice(part.start - rows.start, part.stop - rows.start), visible)
+            for part, visible in found
+            if visible is not None
+        ]
+        return rows, hidden
 
-    def visible(self, item: _Item, columns: Block) -> Any:
-        mask, frame, rows = item.mask, self.plan.frame, item.rows
+    def visible(self, mask: Any, rows: Block, columns: Block) -> Any:
+        frame = self.plan.frame
         if not self.has_common_tiles:
             return mask.block(frame, rows, columns)
         tile_key = (rows[0] - columns[0], rows[1], columns[1])
@@ -665,7 +723,7 @@ class _Pass:
             self.visible_tiles[tile_key] = mask.block(frame, rows, columns)
         return self.visible_tiles[tile_key]
 
-    def add_bias(self, item: _Item, columns: Block, s: Any, unit: float = 1.0) -> None:
+    def add_bias(self, item: _Item, rows: slice, columns: Block, s: Any, unit: float = 1.0) -> None:
         """Add the bias to the logits of a tile, and NaN for nonfinite rows of queries and keys.
 
         The logits are in units of so many nats.
@@ -677,7 +735,8 @@ class _Pass:
             return
         for x in (bias, *(() if nonfinite is None else nonfinite)):
             if x is not None:
-                part: Any = take(self.part_of(x, item), columns, -1)
+                part: Any = self.part_of(x, item)
+                part = take(part[rows] if part.shape[0] > 1 else part, columns, -1)
                 part = part.astype(s.dtype, copy=False)
                 np.add(s, part if unit == 1.0 else part / unit, out=s)
 
@@ -746,13 +805,15 @@ def _exp_at_once(x: Any, out: Any = None) -> Any:
     return np.exp(x, out=out)
 
 
-def _hide(s: Any, visible: Any) -> None:
-    """Set logits to −∞ where keys are hidden."""
+def _hide(s: Any, hidden: _Hidden) -> Any:
+    """Set logits to −∞ where keys are hidden, and return them."""
     import numpy as np
 
     # `fmin` of a number and NaN is the number. For irregular masks `copyto` takes four times as long.
     ceilings = np.asarray([-math.inf, math.nan], s.dtype)
-    np.fmin(s, np.take(ceilings, visible.view(np.uint8), mode="clip"), out=s)
+    for part, visible in hidden:
+        np.fmin(s[part], np.take(ceilings, visible.view(np.uint8), mode="clip"), out=s[part])
+    return s
 
 
 def _row_maxima(x: Any) -> Any:
