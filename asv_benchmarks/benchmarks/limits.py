@@ -6,7 +6,8 @@ The rest of the time of the pass is what better code could gain.
 import numpy as np
 
 import isentropic as it
-from isentropic._attention.numpy import _exponential, _row_maxima_of_weights
+from isentropic._attention.numpy import _exponential, _has_fast_exponential, _row_maxima_of_weights
+from isentropic._loops import BLOCKS
 from isentropic._threads import n_threads, run
 
 from .attention import CALLS, _heads_last, torch_sdpa
@@ -45,31 +46,35 @@ class Limits:
 
 
 def _numpy_attention(name):
-    """For each tile of 512 × 512 logits: two products, an exponential, and a sum.
+    """For each tile of 512 keys: two products, an exponential, and a sum.
 
-    A state takes two sums and a maximum.
+    A state takes two sums and a maximum. A tile has as many queries as in the pass, without those that
+    see none of its keys.
     """
     own, others = arrays("numpy", N), arrays("torch", N)
     sdpa = torch_sdpa(name, N)
     q, k, v = own
-    size = min(512, N)
     exp, _ = _exponential()
+    most_rows = BLOCKS.numpy_large_rows if _has_fast_exponential() else BLOCKS.numpy_rows
+    n_rows, n_columns = min(most_rows, N), min(BLOCKS.numpy_columns, N)
 
     def compute(item):
         head, first = item
-        query, ones = q[head, first : first + size] / 8, np.ones(size, "float32")
-        logits, sums, values = (np.empty((size, n), "float32") for n in (size, 1, WIDTH))
+        query, ones = q[head, first : first + n_rows] / 8, np.ones(n_columns, "float32")
+        logits, sums, values = (np.empty((n_rows, n), "float32") for n in (n_columns, 1, WIDTH))
         weights = np.empty_like(logits) if name == "output and entropy" else logits
-        for start in range(0, first + size if name == "causal" else N, size):
-            np.matmul(query, k[head, start : start + size].T, out=logits)
-            exp(logits, out=weights)
-            np.matmul(weights, ones, out=sums[:, 0])
+        for start in range(0, first + n_rows if name == "causal" else N, n_columns):
+            rows = slice(max(start - first, 0) if name == "causal" else 0, n_rows)
+            s, p = logits[rows], weights[rows]
+            np.matmul(query[rows], k[head, start : start + n_columns].T, out=s)
+            exp(s, out=p)
+            np.matmul(p, ones, out=sums[rows, 0])
             if name == "output and entropy":
-                np.vecdot(weights, logits, out=sums[:, 0])
-                _row_maxima_of_weights(weights)
-            np.matmul(weights, v[head, start : start + size], out=values)
+                np.vecdot(p, s, out=sums[rows, 0])
+                _row_maxima_of_weights(p)
+            np.matmul(p, v[head, start : start + n_columns], out=values[rows])
 
-    blocks = [(head, first) for head in range(HEADS) for first in range(0, N, size)]
+    blocks = [(head, first) for head in range(HEADS) for first in range(0, N, n_rows)]
     return lambda: run(compute, blocks), lambda: CALLS[name](*own), lambda: sdpa(*others)
 
 
