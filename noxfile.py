@@ -43,7 +43,7 @@ except ModuleNotFoundError:
 nox.needs_version = ">=2025.5.1"
 # pip in all environments, so that everybody gets the same builds.
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "types", "tests", "doctests"]
+nox.options.sessions = ["lint", "types", "tests", "examples"]
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PYTHONS = nox.project.python_versions(PYPROJECT)
@@ -260,14 +260,20 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
-def doctests(session: nox.Session) -> None:
-    """All examples in docstrings, in the README and in the guides. (The docs run the tutorial.)"""
-    install(session, "test", "dask", "flax", "sklearn", "torch", "transformers")
+def examples(session: nox.Session) -> None:
+    """All examples in docstrings, README and guides, and all benchmarks once, at tiny sizes.
+
+    The docs run the tutorial.
+    """
+    install(session, "test", "bench", "dask", "flax", "transformers")
     pages = ("README.md", "docs/index.md", "docs/how-to", "docs/explanation")
     kernels = (
         "--ignore=src/isentropic/_attention/triton_kernels.py"  # the only module that needs Triton
     )
-    session.run("pytest", "-n", "2", "--doctest-modules", "src", kernels, "--doctest-glob=*.md", *pages)
+    session.run(
+        "pytest", "-n", "2", "--doctest-modules", "src", kernels, "--doctest-glob=*.md", *pages,
+        "tests/test_benchmarks.py",
+    )  # fmt: skip
 
 
 @nox.session
@@ -351,22 +357,18 @@ def bench(session: nox.Session) -> None:
 
     quick [PATTERN]        (default) run each benchmark once on this working tree, store nothing
     gpu                    the same for the benchmarks that need a GPU
-    check                  only check that no benchmark is broken, at tiny sizes
     compare [REVISION ...] compare this commit with another: what is faster or slower
     record [PATTERN]       add this commit to the history in asv_benchmarks/results
     publish                make a static site of the history in asv_benchmarks/.asv/html
     anything else          is passed to asv
     """
     command, *others = session.posargs or ["quick"]
-    install(session, "bench", *(["test"] if command == "check" else []))
+    install(session, "bench")
     if command == "gpu" and shutil.which("nvidia-smi"):
         session.install(
             *nox.project.dependency_groups(PYPROJECT, "cupy"),
             *map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")),
         )
-    if command == "check":
-        session.run("pytest", "-n", "2", "tests/test_benchmarks.py")
-        return
     pinned = pinned_asv_configuration()
     session.chdir(BENCHMARKS)
     pattern = [x for part in others for x in ("--bench", part)]
