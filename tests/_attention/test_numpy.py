@@ -313,5 +313,7 @@ def test_causal_blocks_of_several_parts(
         np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-9)
     # 13 queries are blocks of 1, 6 and 6. The first one may see no key.
     assert {3} <= {parts for parts, _, _ in shapes} <= {1, 3}
-    assert {rows for _, rows, _ in shapes} >= {2, 6}
+    rows = {rows for parts, rows, _ in shapes if parts == 3}
+    assert 6 in rows
+    assert rows & {2, 4}  # some tiles leave out a part
     assert any(0 < hidden < 3 for parts, _, hidden in shapes if parts == 3)

@@ -674,14 +674,19 @@ class _Pass:
         column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // n_rows)
         keys = self.operands.key[_element_of(self.operands.key, self.plan.batch, item.index)]
         buffer = np.empty(n_rows * column_size, q.dtype)
-        for start in range(first, end, column_size):
-            columns = (start, min(column_size, end - start))
+        key_blocks = [(i, min(column_size, end - i)) for i in range(first, end, column_size)]
+        if len(parts) > 1 and key_blocks:
+            # Under a causal mask these blocks end where the keys end that a part sees. The shorter one
+            # comes last, because the first tile shows how far apart the exponents are.
+            shorter, *others = blocks(first, end, column_size)
+            key_blocks = [*others, shorter]
+        for columns in key_blocks:
             rows, hidden = self.rows_and_hidden(item, parts, columns)
             size = rows.stop - rows.start
             if size == 0:
                 continue
             s = buffer[: size * columns[1]].reshape(size, columns[1])
-            np.matmul(q[rows], keys[start : start + columns[1]].T, out=s)
+            np.matmul(q[rows], keys[columns[0] : sum(columns)].T, out=s)
             yield rows, columns, hidden, s
 
     def rows_and_hidden(self, item: _Item, parts: list[_Part], columns: Block) -> tuple[slice, _Hidden]:
