@@ -255,7 +255,7 @@ class TestReferences:
     ],
 )  # fmt: skip
 def test_rows_of_a_block(tiles, set_blocks, monkeypatch, is_fast, is_causal, threads, heads, size):
-    """64 queries in blocks of 16, or of at most 64 without a mask on fast processors.
+    """64 queries in blocks of 16, or of at most 64 on fast processors if they share keys.
 
     Blocks are smaller, but not below 8, if there were fewer than two blocks for each thread.
     """
