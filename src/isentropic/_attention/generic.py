@@ -697,13 +697,16 @@ class Tiles(Record):
         keys = xp.astype(take(self.operands.key, columns, -2), self.plan.compute, copy=False)
         return grouped_matmul(xp, take(self.query, rows, -2), xp.matrix_transpose(keys))
 
-    def tile_state(self, logits: Array, columns: Block, order: float | None) -> AttentionState:
-        """The state of the keys of a tile, relative to their own maximum."""
+    def tile_state(
+        self, logits: Array, columns: Block, order: float | None, maximum: Array | None = None
+    ) -> AttentionState:
+        """The state of the keys of a tile, relative to their own maximum or to a given one."""
 
         def weigh(weight: Array) -> Array:
             return self.weighted_value(weight, columns)
 
-        return tile_state(self.plan.xp, logits, None if self.operands.value is None else weigh, order)
+        value = None if self.operands.value is None else weigh
+        return tile_state(self.plan.xp, logits, value, order, maximum)
 
     def weighted_value(self, weight: Array, columns: Block) -> Any:
         """The sum of the values of a tile, each times its weight."""

@@ -15,7 +15,6 @@ from isentropic._attention.generic import (
     empty_state,
     merge_columns,
     output_of_columns,
-    tile_state,
 )
 from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._entropy import INFINITE_ORDER, shift_moment
@@ -203,7 +202,7 @@ class _Heads:
 
         def tile(tiles: Tiles, logits: Array, columns: Block) -> Any:
             maximum = xp.max(logits, axis=-1, keepdims=True)
-            state = _tile_state(tiles, logits, columns, order, maximum)
+            state = tiles.tile_state(logits, columns, order, maximum)
             if not with_largest:
                 return state, None
             keys = xp.where(logits == state.maximum, xp.arange(columns[1]) + columns[0], 0)
@@ -228,7 +227,7 @@ class _Heads:
         """The state whose sums are relative to the given `maximum`."""
 
         def tile(tiles: Tiles, logits: Array, columns: Block, arrays: _Arrays) -> Any:
-            state = _tile_state(tiles, logits, columns, self.order, arrays["maximum"])
+            state = tiles.tile_state(logits, columns, self.order, arrays["maximum"])
             return state._replace(maximum=None)
 
         def add(a: Any, b: Any) -> Any:
@@ -321,18 +320,6 @@ def _tiles(plan: Plan, arrays: _Arrays, mask: Mask | None) -> Tiles:
     nonfinite = (arrays["query_nan"], arrays["key_nan"]) if "key_nan" in arrays else None
     query, bias = arrays["query"], arrays.get("bias")
     return Tiles(plan, Operands(query, key, value, bias, mask, 1.0, None, nonfinite), query)
-
-
-def _tile_state(
-    tiles: Tiles, logits: Array, columns: Block, order: float | None, maximum: Array
-) -> AttentionState:
-    """The state of a tile relative to a given maximum."""
-
-    def weigh(weight: Array) -> Array:
-        return tiles.weighted_value(weight, columns)
-
-    value = None if tiles.operands.value is None else weigh
-    return tile_state(tiles.plan.xp, logits, value, order, maximum)
 
 
 def _with_groups(xp: Any, batch: tuple[int, ...], arrays: _Arrays) -> tuple[tuple[int, ...], _Arrays]:

@@ -487,8 +487,10 @@ class _Pass:
     def has_large_blocks(self) -> bool:
         """Whether large blocks of queries save time: not if they share few keys, as under a window."""
         mask, frame = self.operands.mask, self.plan.frame
-        if mask is None or not _has_fast_exponential():
-            return _has_fast_exponential()
+        if not _has_fast_exponential():
+            return False
+        if mask is None:
+            return True
         rows = blocks(0, self.plan.n_queries, BLOCKS.numpy_large_rows)[-1]
         first, end = mask.fully_visible(frame, rows)
         return bool(mask.reach(frame, rows)[0] >= first < end)
