@@ -356,7 +356,6 @@ def bench(session: nox.Session) -> None:
     """Benchmarks by asv. Arguments:
 
     quick [PATTERN]        (default) run each benchmark once on this working tree, store nothing
-    gpu                    the same for the benchmarks that need a GPU
     compare [REVISION ...] compare this commit with another: what is faster or slower
     record [PATTERN]       add this commit to the history in asv_benchmarks/results
     publish                make a static site of the history in asv_benchmarks/.asv/html
@@ -364,18 +363,12 @@ def bench(session: nox.Session) -> None:
     """
     command, *others = session.posargs or ["quick"]
     install(session, "bench")
-    if command == "gpu" and shutil.which("nvidia-smi"):
-        session.install(
-            *nox.project.dependency_groups(PYPROJECT, "cupy"),
-            *map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")),
-        )
     pinned = pinned_asv_configuration()
     session.chdir(BENCHMARKS)
     pattern = [x for part in others for x in ("--bench", part)]
     machine = machine_name()
     session.run("asv", "machine", "--machine", machine, *hardware(), silent=True)
-    if command in ("quick", "gpu"):
-        pattern = ["--bench", "^gpu"] if command == "gpu" else pattern
+    if command == "quick":
         session.run(
             "asv", "run", "--python=same", "--quick", "--dry-run", "--show-stderr",
             "--machine", machine, *pattern,
@@ -394,6 +387,20 @@ def bench(session: nox.Session) -> None:
         session.log(f"The site is in {BENCHMARKS / '.asv' / 'html'}; `asv preview` shows it.")
     else:
         session.run(*asv, command, *others)
+
+
+@nox.session
+def device(session: nox.Session) -> None:
+    """All that a GPU has to show, in eight minutes: errors, figures, tests, a sweep of sizes of tiles.
+
+    Arguments are those of asv_benchmarks/device.py. Without a GPU it rehearses that on the CPU.
+    """
+    has_gpu = shutil.which("nvidia-smi") is not None
+    install(session, "test", "torch", "jax", "triton", *["cupy"] * has_gpu)
+    if has_gpu:
+        session.install(*map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")))
+    rehearsal = [] if has_gpu else ["--rehearse"]
+    session.run("python", "asv_benchmarks/device.py", *rehearsal, *session.posargs)
 
 
 def hardware() -> list[str]:

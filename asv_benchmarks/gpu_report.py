@@ -1,45 +1,101 @@
-"""The figures of a GPU, as Markdown tables: python asv_benchmarks/gpu_report.py
+"""The figures of GPUs, as Markdown tables: python asv_benchmarks/gpu_report.py
 
-They were measured by hand, as asv does not run on that machine. `gpu.json` has what came out.
+`device.py` measures them, and `gpu.json` has what came out.
 """
 
 import json
+import re
 from pathlib import Path
 
 DATA = Path(__file__).parent / "gpu.json"
+NAMES = {"torch": "PyTorch", "jax": "JAX", "cupy": "CuPy"}
+RESULTS = {"output": "output", "entropy": "entropy", "state": "output and entropy"}
+PEERS = {
+    "torch": "SDPA's output",
+    "jax": "cuDNN's output",
+    "cupy": "the plain expression of the output",
+}
+MAPS = {"hadamard": "Hadamard transform", "rotation": "rotation", "fast_jl": "Fast JL to a quarter"}
+KERNELS = {"torch": "Triton kernel", "jax": "Pallas kernel"}
 
 
 def gpu_report() -> str:
-    data = json.loads(DATA.read_text())
-    libraries = ", ".join(f"{name} {version}" for name, version in data["libraries"].items())
-    calls, kernels, errors = data["calls"], data["kernels"], data["errors"]
-    times = [
-        [name, f"{width}{', causal' if is_causal else ''}", f"{ours:.2f}", f"{ours / cudnn:.2f}"]
-        for name, rows in kernels.items()
-        if name != "columns"
-        for width, is_causal, ours, cudnn in rows
+    records = json.loads(DATA.read_text())
+    runs = [
+        f"- {record['commit']}: {record['gpu']}; "
+        + ", ".join(f"{name} {version}" for name, version in record["libraries"].items())
+        for record in records
     ]
-    found = [[name, *(f"{x:.1e}" for x in row)] for name, row in errors.items() if name != "columns"]
-    ratios = [[call, peer, f"{ratio:.2f}"] for call, peer, ratio in calls["ratios"]]
+    notes = {}
+    figures = [
+        [*described(name), *(cell(record, name, notes) for record in records)]
+        for name in in_order(records, "figures")
+    ]
+    errors = [
+        [
+            ", ".join(arguments(name)),
+            *(f"{x:.1e}" if x else "–" for x in values(records, "errors", name)),
+        ]
+        for name in in_order(records, "errors")
+    ]
+    commits = [record["commit"] for record in records]
+    tests = [
+        f"- {record['commit']}, {mode}: {run['passed']} passed, {len(run['failed'])} failed"
+        for record in records
+        for mode, run in record.get("tests", {}).items()
+    ]
     parts = [
-        f"{data['hardware']}; {libraries}.",
-        "### The Triton kernels\n\n"
-        "Times of the kernels alone: the median of repeated calls with 128 heads, n = 4096, in "
-        "bfloat16. The ratio is to cuDNN's kernel in PyTorch, which computes the output, or its "
-        "gradients.",
-        table(["kernel", "features of a head", "ms", "relative to cuDNN"], times),
-        "Errors against float64, n = 1111, 3 heads of 128 features: of the output and the gradients "
-        "relative to their norm, of the entropy the largest.",
-        table(["dtype", *errors["columns"]], found),
-        "### Calls\n\n"
-        f"Commit {calls['commit']}. n = 4096; 128 heads of 128 features in bfloat16, unless it says "
-        "otherwise. The Hadamard transform has 256 MB of float32.",
-        table(["call", "relative to", "time"], ratios),
-        "¹ This commit checked all values for NaN in ten passes. A call without gradients now takes "
-        "three, which have not been timed.",
-        "² In TF32. Such a call now has the full precision of float32, which has not been timed.",
+        "\n".join(["By commit:", "", *runs]),
+        "Times relative to the library's own kernel, and in brackets both times in milliseconds. There "
+        "are 128 heads of 128 features in bfloat16, n = 4096, and for CuPy 8 heads in float32. "
+        "Gradients are forward and backward pass together. The maps take 256 MB of float32.",
+        table(["call", "relative to", *commits], figures),
+        "\n".join(f"{sign} {text}" for text, sign in notes.items()),
+        "Errors against float64, n = 1111, 3 heads of 128 features, causal: of outputs and gradients "
+        "relative to their norm, of entropies the largest in nats.",
+        table(["error", *commits], errors),
+        "\n".join(["Tests:", "", *tests]) if tests else "",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def in_order(records: list[dict], part: str) -> list[str]:
+    """The names of all records, those of the newest first."""
+    return list(dict.fromkeys(name for record in records[::-1] for name in record.get(part, {})))
+
+
+def values(records: list[dict], part: str, name: str) -> list:
+    return [record.get(part, {}).get(name) for record in records]
+
+
+def arguments(name: str) -> list[str]:
+    return re.fullmatch(r"[\w.]+\((.*)\)", name)[1].split(", ")
+
+
+def described(name: str) -> tuple[str, str]:
+    """What a figure is of, and what it is relative to."""
+    kind, track = name.partition("(")[0].split(".")
+    library, *others = arguments(name)
+    if kind == "Copies":
+        return f"{NAMES[library]}, {MAPS[others[0]]} of {others[1]}", "a copy"
+    parts = [NAMES[library], RESULTS[others[0]]]
+    parts += [KERNELS[library]] if kind == "Kernels" else []
+    parts += ["generic pass"] if kind == "Generic" else []
+    parts += ["causal"] if others[1] == "True" else []
+    parts += ["with gradients"] if track == "gradient" else []
+    parts += [f"{others[2]} features"] if kind == "Kernels" else []
+    return ", ".join(parts), PEERS[library]
+
+
+def cell(record: dict, name: str, notes: dict[str, str]) -> str:
+    """A figure with its times, and a sign for its note."""
+    if name not in record.get("figures", {}):
+        return "–"
+    ratio, *times = record["figures"][name]
+    text = f"{ratio:.2f}" + (f" ({times[0]:.2f} / {times[1]:.2f})" if None not in times else "")
+    if note := record.get("notes", {}).get(name):
+        text += " " + notes.setdefault(note, "¹²³⁴⁵⁶⁷⁸⁹"[len(notes)])
+    return text
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

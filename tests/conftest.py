@@ -127,13 +127,17 @@ class Backend:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--backend", choices=sorted(MODULES), help="run only the tests of this backend")
+    parser.addoption(
+        "--backend",
+        choices=sorted({*MODULES, *BACKENDS}),
+        help="run only the tests of this backend or mode",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--backend")
-        names = [n for n in BACKENDS if chosen is None or n.partition(":")[0] == chosen]
+        names = [n for n in BACKENDS if chosen in (None, n, n.partition(":")[0])]
         metafunc.parametrize("backend", names, indirect=True)
 
 

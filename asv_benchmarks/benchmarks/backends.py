@@ -17,6 +17,9 @@ GPU = ["torch", "jax", "cupy"]
 
 # A limit on all lengths, to check quickly that no benchmark is broken.
 _LONGEST = int(os.environ.get("BENCHMARK_LONGEST", "0")) or None
+# Whether the benchmarks of GPUs run on the CPU, with NumPy in place of CuPy, to find errors in them
+# without a GPU.
+REHEARSAL = os.environ.get("BENCHMARK_REHEARSAL") == "1"
 
 
 def length(n):
@@ -24,6 +27,7 @@ def length(n):
 
 
 def namespace(backend):
+    backend = "numpy" if REHEARSAL and backend == "cupy" else backend
     try:
         xp = importlib.import_module(NAMESPACES[backend])
     except ImportError as error:
@@ -36,6 +40,8 @@ def namespace(backend):
 def gpu(backend):
     """The GPU of a backend. Without one, the benchmark is skipped."""
     xp = namespace(backend)
+    if REHEARSAL:
+        return importlib.import_module("jax").devices("cpu")[0] if backend == "jax" else "cpu"
     if backend == "torch" and not xp.cuda.is_available():
         raise NotImplementedError("PyTorch sees no GPU")
     if backend == "jax":
@@ -54,34 +60,35 @@ def arrays(backend, n, heads=8, head_dim=64, *, dtype="float32", device=None):
     return [xp.asarray(part, dtype=getattr(xp, dtype), device=device) for part in x]
 
 
-def synchronized(backend, function):
-    """`function`, jitted in JAX, that returns only when the result has been computed."""
+def synchronized(backend, function, calls=1):
+    """Calls `function`, jitted in JAX, so many times, and returns when all has been computed."""
     if backend == "jax":
         import jax
 
-        compiled = jax.jit(function)
-        return lambda *a: jax.block_until_ready(compiled(*a))
-    if backend == "cupy":
+        return _repeated(jax.jit(function), calls, jax.block_until_ready)
+    if backend == "cupy" and not REHEARSAL:
         import cupy
 
-        return _then(function, cupy.cuda.Device().synchronize)
+        return _repeated(function, calls, lambda _: cupy.cuda.Device().synchronize())
     if backend == "torch":
         import torch
 
-        return _then(function, torch.cuda.synchronize) if torch.cuda.is_available() else function
-    return function
+        if torch.cuda.is_available():
+            return _repeated(function, calls, lambda _: torch.cuda.synchronize())
+    return _repeated(function, calls) if calls > 1 else function
 
 
-def _then(function, synchronize):
+def _repeated(function, calls, wait_for=lambda result: None):
     def run(*a):
-        result = function(*a)
-        synchronize()
+        for _ in range(calls):
+            result = function(*a)
+        wait_for(result)
         return result
 
     return run
 
 
-def gradient(backend, function, n_arguments=3):
+def gradient(backend, function, n_arguments=3, calls=1):
     """A function that computes the gradients of the sum of all outputs of `function`."""
     if backend == "jax":
         import jax
@@ -89,7 +96,7 @@ def gradient(backend, function, n_arguments=3):
         def loss(*a):
             return sum(x.sum() for x in jax.tree.leaves(function(*a)))
 
-        return synchronized("jax", jax.grad(loss, argnums=tuple(range(n_arguments))))
+        return synchronized("jax", jax.grad(loss, argnums=tuple(range(n_arguments))), calls)
     import torch
 
     def run(*a):
@@ -98,7 +105,10 @@ def gradient(backend, function, n_arguments=3):
         loss = sum(x.sum() for x in (out if isinstance(out, tuple) else (out,)))
         return torch.autograd.grad(loss, a[:n_arguments])
 
-    return synchronized("torch", run)
+    return synchronized("torch", run, calls)
+
+
+LAST = {}  # the median times of the last ratio, in seconds
 
 
 def ratio(ours, theirs, rounds=7, pause=0.05, clock=time.perf_counter):
@@ -117,7 +127,9 @@ def ratio(ours, theirs, rounds=7, pause=0.05, clock=time.perf_counter):
             start = clock()
             function()
             record.append(clock() - start)
-    return float(np.median(times[ours][1:]) / np.median(times[theirs][1:]))
+    medians = [float(np.median(record[1:])) for record in times.values()]
+    LAST.update(zip(("ours", "theirs"), medians, strict=True))
+    return medians[0] / medians[1]
 
 
 def wait_until_idle(pause, longest=1.0):
