@@ -10,6 +10,8 @@ from numbers import Integral, Real
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from isentropic._namespace import has_kind
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -93,8 +95,11 @@ def check_floating(xp: ModuleType, **arrays: Any) -> None:
         if x.dtype == floating:
             continue
         floating = x.dtype
-        if not xp.isdtype(floating, "real floating"):
-            raise type_error(name, "have a real floating-point dtype", x.dtype)
+        if not has_kind(xp, floating, "real floating"):
+            must = "have a real floating-point dtype"
+            if "float" in str(x.dtype):  # such as float8_e4m3fn
+                must += " of at least 16 bits (convert it)"
+            raise type_error(name, must, x.dtype)
 
 
 def check_ndim(minimum: int, **arrays: Any) -> None:

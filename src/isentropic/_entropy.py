@@ -35,6 +35,7 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
+    has_kind,
     is_cupy,
     is_numpy,
     measure_dtype,
@@ -259,7 +260,7 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
     check_axis(axis, logits.ndim)
     s = xp.astype(logits, accumulator(xp, logits.dtype))
     if mask is not None:
-        if not xp.isdtype(mask.dtype, "bool"):
+        if not has_kind(xp, mask.dtype, "bool"):
             raise type_error("mask", "be boolean (True takes part)", mask.dtype)
         check_broadcastable("mask", mask.shape, logits.shape)
         s = xp.where(lift(mask, s.ndim), s, -math.inf)

@@ -192,11 +192,31 @@ def library_of(xp: ModuleType) -> str:
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
 
 
+def has_kind(xp: ModuleType, dtype: Any, kind: str | tuple[str, ...]) -> bool:
+    """``xp.isdtype``, where floats narrower than 16 bits are of no kind.
+
+    They are for storage: nothing here computes with so few digits. NumPy knows neither them nor
+    bfloat16, which the package ml_dtypes adds, and has no `isdtype` for them.
+    """
+    if is_numpy(xp) and dtype.isbuiltin == 2:  # added by another package
+        return dtype.name == "bfloat16" and "real floating" in kind
+    return bool(xp.isdtype(dtype, kind)) and "float8" not in str(dtype) and "float4" not in str(dtype)
+
+
+def largest_finite(xp: ModuleType, dtype: Any) -> float:
+    """The largest finite number of a dtype that has the kind of floats."""
+    if is_numpy(xp) and dtype.isbuiltin == 2:  # bfloat16, for which NumPy has no `finfo`
+        return (2 - 2**-7) * 2.0**127
+    return float(xp.finfo(dtype).max)
+
+
 def promoted(xp: ModuleType, *arrays: Array) -> Any:
     """The dtype to which the arrays promote."""
     first, *others = arrays
     if all(x.dtype == first.dtype for x in others):
         return first.dtype
+    if is_numpy(xp) and {x.dtype.name for x in arrays} == {"bfloat16", "float16"}:
+        return xp.dtype("float32")  # as in PyTorch and JAX; NumPy refuses
     return xp.result_type(*arrays)
 
 
@@ -216,7 +236,8 @@ def accumulator(xp: ModuleType, dtype: Any) -> Any:
 def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
     """The dtype of a quantity measured on arrays of `dtype`, such as an entropy: at least float32."""
     # JAX can be set to refuse promotion. NumPy has other byte orders, which promotion makes native.
-    return xp.float32 if xp.finfo(dtype).bits < 32 else xp.result_type(dtype, xp.float32)
+    bits = 8 * dtype.itemsize if is_numpy(xp) else xp.finfo(dtype).bits  # NumPy does not know bfloat16
+    return xp.float32 if bits < 32 else xp.result_type(dtype, xp.float32)
 
 
 def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:

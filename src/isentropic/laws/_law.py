@@ -30,6 +30,7 @@ from isentropic._namespace import (
     accumulator,
     common_device,
     default_dtype,
+    has_kind,
     is_numpy,
     namespace,
     to_numpy,
@@ -118,9 +119,9 @@ class Law(Node, ABC):
         parameters = self.arrays
         if is_array(n):
             xp, device = namespace(("law", parameters), n=n), common_device(("law", parameters), n=n)
-            if not xp.isdtype(n.dtype, ("integral", "real floating")):
+            if not has_kind(xp, n.dtype, ("integral", "real floating")):
                 raise type_error("n", "have an integer or floating-point dtype", n.dtype)
-            floating = xp.isdtype(n.dtype, "real floating")
+            floating = has_kind(xp, n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, "real floating", device)
             n = self._aligned(xp.astype(n, _compute_dtype(xp, dtype, parameters)))
             factor = self.evaluate(xp, n)
@@ -463,7 +464,7 @@ def check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
         check_parameter(name, x.value, above=above)
     elif is_array(x):
         xp = namespace(**{name: x})
-        if not xp.isdtype(x.dtype, "real floating"):
+        if not has_kind(xp, x.dtype, "real floating"):
             raise type_error(name, "have a real floating-point dtype", x.dtype)
         if 0 in x.shape:
             raise value_error(name, "not be empty", f"the shape {tuple(x.shape)}")

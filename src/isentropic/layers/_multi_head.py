@@ -15,7 +15,7 @@ from isentropic._checks import (
     plain_integer,
     value_error,
 )
-from isentropic._namespace import Array, ArrayT, common_device, namespace, present
+from isentropic._namespace import Array, ArrayT, common_device, namespace, present, promoted
 from isentropic._numerics import lift, product
 from isentropic.laws._law import DEFAULT_LAW, Law
 from isentropic.masks import Mask
@@ -142,12 +142,14 @@ def _divided(name: str, width: int, parts: int) -> int:
 
 def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: bool = False) -> Any:
     """``x w + b``. If `masked`, nonfinite rows do not affect the gradient of w: they may be hidden."""
-    dtype = xp.result_type(x, w)
+    dtype = promoted(xp, x, w)
     x = xp.astype(x, dtype)
     finite = xp.isfinite(x) if masked else None
-    y = product(xp, x if finite is None else xp.where(finite, x, 0.0), xp.astype(w, dtype))
+    x = x if finite is None else xp.where(finite, x, xp.zeros_like(x))
+    # A product of NumPy arrays of bfloat16 is in float32.
+    y = xp.astype(product(xp, x, xp.astype(w, dtype)), dtype, copy=False)
     if finite is not None:
-        y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, math.nan)
+        y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, xp.full_like(y, math.nan))
     return y if b is None else y + lift(b, y.ndim)
 
 

@@ -13,7 +13,15 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
+from isentropic._namespace import (
+    Array,
+    ArrayT,
+    accumulator,
+    common_device,
+    has_kind,
+    namespace,
+    present,
+)
 from isentropic._numerics import align
 
 
@@ -80,7 +88,7 @@ def rotary(
     if size % 2:
         raise value_error("x", "have an even last dimension", size)
     if positions is not None:
-        if not xp.isdtype(positions.dtype, ("integral", "real floating")):
+        if not has_kind(xp, positions.dtype, ("integral", "real floating")):
             raise type_error("positions", "have an integer or floating-point dtype", positions.dtype)
         check_broadcastable("positions", positions.shape, x.shape[:-1])
 
