@@ -400,3 +400,13 @@ def test_repr_is_the_call():
         assert repr(eval(shown, vars(masks))) == shown
     assert repr(masks.causal() & masks.segments(ids)) == "causal() & segments(<array (3,)>)"
     assert repr(masks.causal() & (ids > 0)) == "causal() & <array (3,)>"
+
+
+@pytest.mark.parametrize("offset", [2**29 + 1, 2**31, 2**40, 2**70])
+def test_offsets_beyond_every_position_show_or_hide_all(backend, rng, offset):
+    q, k, v = (backend.array(x, "float32") for x in rng.normal(size=(3, 5, 4)))
+    everything = it.attention(q, k, v, n_keys=5)
+    for mask in (masks.causal(offset), masks.window(offset, offset), masks.padding(offset)):
+        backend.assert_close(it.attention(q, k, v, mask=mask), everything, rtol=1e-5, atol=1e-6)
+    nothing = it.attention(q, k, v, mask=masks.causal(-offset))
+    backend.assert_close(nothing, np.zeros((5, 4), "float32"))

@@ -759,7 +759,7 @@ class TestErrors:
             (
                 {"scale": np.ones(3)},
                 TypeError,
-                r"`scale` .* got ndarray: .* `law=laws.Constant\(scale\)`",
+                r"`scale` .* got ndarray: .* `scale=1.0, law=laws.Constant\(scale\)`",
             ),
             ({"softcap": 0.0}, ValueError, r"`softcap` must be above 0, got 0\.0\."),
             ({"law": 512}, TypeError, r"`law` must be a law of isentropic\.laws or None, got int\."),
@@ -987,3 +987,14 @@ class TestErrors:
             it.attention(a(3, 4), other, a(5, 2))
         with pytest.raises(ValueError, match="`bias` must be on the device of `query`"):
             it.attention(a(3, 4), a(5, 4), a(5, 2), bias=other[:1, :1])
+
+
+def test_a_scale_for_each_head_is_what_the_error_recommends(backend, rng):
+    q, k, v = (backend.array(x) for x in rng.normal(size=(3, 2, 5, 4)))
+    scale = backend.array([0.3, 0.7])
+    with pytest.raises(TypeError, match=r"`scale` must be a real number, got .* an array is a law"):
+        it.attention(q, k, v, scale=scale)
+    out = it.attention(q, k, v, scale=1.0, law=it.laws.Constant(scale))
+    for i, x in enumerate((0.3, 0.7)):
+        expected = it.attention(q[i, ...], k[i, ...], v[i, ...], scale=x, law=None)
+        backend.assert_close(out[i, ...], expected, rtol=1e-5, atol=1e-6)

@@ -38,6 +38,7 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
+    has_kind,
     imported_torch,
     is_numpy,
     is_torch,
@@ -459,7 +460,7 @@ def _check_options(a: Arguments) -> None:
         if x is None:
             continue
         if name == "scale" and is_array(x):
-            kind = f"{type(x).__name__}: an array is a law, `law=laws.Constant(scale)`"
+            kind = f"{type(x).__name__}: an array is a law, `scale=1.0, law=laws.Constant(scale)`"
             raise type_error(name, "be a real number", kind)
         check_real(name, x, above=0 if name == "softcap" else -math.inf)
     check_choice("implementation", a.implementation, IMPLEMENTATIONS)
@@ -654,7 +655,7 @@ def given_lengths(
     """`n_keys` as floats, with as many axes as `shape` and broadcastable to it."""
     if array_or_none(n_keys) is None:
         return xp.full((1,) * len(shape), _check_length(n_keys), dtype=dtype, device=device)
-    if not xp.isdtype(n_keys.dtype, ("integral", "real floating")):
+    if not has_kind(xp, n_keys.dtype, ("integral", "real floating")):
         raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
     check_broadcastable("n_keys", n_keys.shape, shape)
     if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n_keys >= 0))):

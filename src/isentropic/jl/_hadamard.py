@@ -16,7 +16,7 @@ from typing import Any
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
 from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
-from isentropic._numerics import matmul_precision, product, row_products
+from isentropic._numerics import matmul_precision, product, quietly, row_products
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 from isentropic._threads import copies_small_operands
 
@@ -36,6 +36,7 @@ _MAX_LARGE_DENSE = 128  # the same where the BLAS copies the operands
 Order = tuple[int, int]
 
 
+@quietly
 def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> ArrayT:
     """Walsh–Hadamard transform along an axis, in Sylvester's (natural) order.
 
