@@ -1,6 +1,7 @@
 """Rules read from configurations are those that models of transformers apply to their attention."""
 
 import copy
+import math
 import re
 from pathlib import Path
 
@@ -39,6 +40,10 @@ INKLING = {
     "rel_extent": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
     "log_scaling_n_floor": 4, "log_scaling_alpha": 0.3,
     "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid"],
+}  # fmt: skip
+LOOP = {
+    "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2, "loop_gate_rank": 4,
+    "n_layers_per_attn_res_block": 1,
 }  # fmt: skip
 BEAM = {
     "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1,
@@ -93,6 +98,8 @@ def seen(config, monkeypatch, calls=None, **inputs):
     found = {}
 
     def spy(module, query, key, value, mask, **options):
+        if not hasattr(module, "layer_idx"):  # attention over earlier blocks in place of a residual
+            return transformers.AttentionInterface()["sdpa"](module, query, key, value, mask, **options)
         found[module.layer_idx] = options | {"query": query, "key": key, "module": module}
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -148,6 +155,7 @@ LENGTH_RULES = [
     ("Mistral4", LATENT | {"rope_parameters": MINISTRAL}, "ministral-3", "positions", None),
     ("InklingText", INKLING, "inkling", "slots", (0, 3)),
     ("Inkling2Text", INKLING, "inkling", "positions", (0, 3)),
+    ("Inkling2LoopText", INKLING | LOOP, "inkling", "positions", (0, 3)),
 ]
 
 
@@ -187,6 +195,28 @@ class TestRulesOfTheLength:
 
         on, off = last_tokens(config), last_tokens(switched_off(config, rule))
         assert_scaled(on, off, rule, torch.arange(10, 13)[None])
+
+    def test_llama_4_scaling(self):
+        """What vLLM and SGLang do for models of the types of DeepSeek: 1 + β ln(1 + ⌊position/L⌋)."""
+        scaling = {"original_max_position_embeddings": 8192, "beta": 0.1}
+        config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "llama_4_scaling": scaling}
+        (rule,) = laws.from_config(config)
+        assert (rule.name, rule.counts, rule.layers) == ("ministral-3", "positions", None)
+        assert rule.off == ("llama_4_scaling = None",)
+        for position in (0, 8191, 8192, 100_000):
+            expected = 1 + 0.1 * math.log(1 + position // 8192)
+            assert rule.law(position + 1) == pytest.approx(expected)
+        assert laws.from_config(config | {"llama_4_scaling": None}) == ()
+        assert laws.from_config(config | {"llama_4_scaling": scaling | {"beta": 0}}) == ()
+
+    def test_null_and_numbers_are_flags(self):
+        qwen = {"model_type": "qwen", "seq_length": 8192}
+        assert laws.from_config(qwen | {"use_logn_attn": None}) == ()
+        assert laws.from_config(qwen | {"use_logn_attn": 1}) == laws.from_config(qwen)
+        # Llama 4 was published with a 4 there.
+        assert laws.from_config(LLAMA_4_TEXT | {"attn_temperature_tuning": 4}) == laws.from_config(
+            LLAMA_4_TEXT
+        )
 
     @INPUTS
     def test_beam(self, monkeypatch, positions):
@@ -476,7 +506,25 @@ class TestConfigurations:
                 {"model_type": "llama", "rope_scaling": {"type": "su", "factor": 2.0}},
                 r"`rope_scaling\[\"rope_type\"\]` must be a kind of rotation .* got 'su'",
             ),
-            ({"model_type": "llama", "rope_scaling": {"type": "yarn"}}, "`max_position_embeddings` must"),
+            ({"model_type": "llama", "rope_scaling": {"type": "yarn"}}, r"`rope_scaling\[\"factor\"\]` must be a real"),
+            (
+                {"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn"}},
+                r"`rope_parameters\[\"factor\"\]` must be a real number, got NoneType",
+            ),
+            ({"model_type": "llama", "rope_scaling": {"type": "longrope"}}, "`max_position_embeddings` must"),
+            (
+                {"model_type": "qwen", "use_logn_attn": "no", "seq_length": 8192},
+                "`use_logn_attn` must be true, false or null, got 'no'",
+            ),
+            (
+                LLAMA_4_TEXT | {"attn_temperature_tuning": "false"},
+                "`attn_temperature_tuning` must be true, false or null, got 'false'",
+            ),
+            (
+                {"model_type": "deepseek_v3", "llama_4_scaling": {"beta": 0.1}},
+                r"`llama_4_scaling\[\"original_max_position_embeddings\"\]` must be a real number",
+            ),
+            ({"model_type": "deepseek_v3", "llama_4_scaling": 8192}, "`llama_4_scaling` must be a configuration"),
             ({"model_type": "llama", "rope_parameters": "yarn"}, "`rope_parameters` must be a dictionary"),
             (
                 {"model_type": "olmo3", "rope_scaling": YARN},
@@ -542,7 +590,16 @@ class TestListsAreComplete:
         )
         names = {path.parent.name for path, text in _sources() if log.search(text)}
         assert {"llama4", "ministral3"} <= names
-        rules = {"beam", "inkling", "inkling2", "llama4", "ministral3", "mistral4", "mistral_large4"}
+        rules = {
+            "beam",
+            "inkling",
+            "inkling2",
+            "inkling2_loop",
+            "llama4",
+            "ministral3",
+            "mistral4",
+            "mistral_large4",
+        }
         # Frequencies of positions that are added to the inputs.
         rules |= {"patchtsmixer", "patchtst", "speecht5", "zoedepth"}
         assert names <= rules

@@ -100,7 +100,8 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     Notes
     -----
     Rules of the length are those of Llama 4, Ministral 3, Mistral 4, Mistral Large 4, Inkling, Inkling
-    2 and Beam in transformers, and those of Qwen (1) and Grok, whose code is elsewhere.
+    2 and Beam in transformers, and those of Qwen (1) and Grok, whose code is elsewhere. vLLM and SGLang
+    apply ``llama_4_scaling`` to models of the types of DeepSeek-V2 and V3; transformers ignores it.
 
     The rules with a constant factor are YaRN and LongRoPE in all models, and ``mscale_all_dim`` in
     DeepSeek and the models after it. YaRN and LongRoPE multiply cosine and sine by a factor. So the
@@ -162,6 +163,13 @@ class _Fields:
             raise value_error(self.name(key), f"be at most {_MOST:.0e} in size", x)
         return float(x)
 
+    def flag(self, key: str, default: bool) -> bool:
+        """Whether a field is set. Configurations have numbers and null beside true and false."""
+        x = self.get(key, default)
+        if not isinstance(x, (bool, int, type(None))):
+            raise type_error(self.name(key), "be true, false or null", f"{x!r}")
+        return bool(x)
+
     def sequence(self, key: str, kind: type) -> Sequence[Any] | None:
         """A list whose entries are of a type, or None."""
         x = self.get(key)
@@ -198,6 +206,7 @@ _TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config",
 _TEXT_KINDS = {
     "inkling": "inkling_text",
     "inkling2": "inkling2_text",
+    "inkling2_loop": "inkling2_loop_text",
     "llama4": "llama4_text",
     "mistral_large4": "mistral_large4_text",
 }
@@ -231,8 +240,8 @@ def _mapping(name: str, config: Any) -> Mapping[str, Any]:
 # Fields that set a rule, and the types of models that read them.
 _READERS = {
     "attn_temperature_tuning": ("llama4_text",),
-    "llama_4_scaling": (),  # of engines beside transformers
-    "log_scaling_n_floor": ("inkling_text", "inkling2_text"),
+    "llama_4_scaling": ("deepseek_v2", "deepseek_v3"),  # read by vLLM and SGLang
+    "log_scaling_n_floor": ("inkling_text", "inkling2_text", "inkling2_loop_text"),
     "use_logn_attn": ("qwen",),
 }
 _ROPE_READERS = {
@@ -246,7 +255,8 @@ def _refuse_unknown(fields: _Fields, ropes: list[_Rope]) -> None:
     parts = [(fields, _READERS), *((rope.fields, _ROPE_READERS) for rope in ropes)]
     for part, readers in parts:
         for key, kinds in readers.items():
-            if part.get(key) and fields.kind not in kinds:
+            # Such a rule is switched off by false, 0, null or nothing.
+            if part.get(key) not in (None, False, 0) and fields.kind not in kinds:
                 must = "be absent: it sets a rule, and how models of this type apply it is not known"
                 raise value_error(part.name(key), must, f"{part.get(key)!r} for a {fields.kind!r}")
 
@@ -261,7 +271,7 @@ def _no_rule(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
 def _llama_4(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
     period = fields.number("floor_scale", 8192, above=0)
     coefficient = fields.number("attn_scale", 0.1)
-    if fields.get("attn_temperature_tuning", True) and coefficient:
+    if fields.flag("attn_temperature_tuning", True) and coefficient:
         law = preset("llama-4", coefficient=coefficient, period=period)
         rotating = _rotating_layers(fields) or ()
         layers = tuple(i for i in range(fields.n_layers()) if i not in rotating)
@@ -279,6 +289,19 @@ def _ministral(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
             yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
 
 
+def _llama_4_scaling(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    name = "llama_4_scaling"
+    if fields.get(name) is None:
+        return
+    part = _Fields(_mapping(fields.name(name), fields.get(name)), fields.name(name) + '["{}"]')
+    coefficient = part.number("beta")
+    if coefficient:
+        length = part.number("original_max_position_embeddings", above=0)
+        law = preset("ministral-3", coefficient=coefficient, length=length)
+        off = fields.off(llama_4_scaling=None)
+        yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
+
+
 def _mistral_large(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
     yield ModelRule("mistral-large-4", None, "positions", None, _PRODUCTS, ())
 
@@ -293,8 +316,16 @@ def _inkling_2(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
     yield from _inkling_rule(fields, "positions", fields.off(log_scaling_alpha=0.0))
 
 
-def _inkling_rule(fields: _Fields, counts: str, off: tuple[str, ...]) -> Iterator[ModelRule]:
-    length = fields.number("log_scaling_n_floor", 128_000, above=0)
+def _inkling_2_loop(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+    # Layers that are passed several times have the rule in each pass.
+    off = fields.off(log_scaling_alpha=0.0)
+    yield from _inkling_rule(fields, "positions", off, default_length=8192)
+
+
+def _inkling_rule(
+    fields: _Fields, counts: str, off: tuple[str, ...], default_length: int = 128_000
+) -> Iterator[ModelRule]:
+    length = fields.number("log_scaling_n_floor", default_length, above=0)
     coefficient = fields.number("log_scaling_alpha", 0.1, least=0)
     if coefficient:
         law = preset("inkling", length=length, coefficient=coefficient)
@@ -322,7 +353,7 @@ def _beam(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
 
 
 def _qwen(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    if fields.get("use_logn_attn", True):
+    if fields.flag("use_logn_attn", True):
         law = preset("qwen", length=fields.number("seq_length", above=1))
         off = fields.off(use_logn_attn=False)
         yield ModelRule("qwen", law, "slots", None, _PRODUCTS, off)
@@ -339,6 +370,9 @@ def _grok(fields: _Fields) -> Iterator[ModelRule]:
 
 _LENGTH_RULES: dict[str, Callable[[_Fields, list[_Rope]], Iterator[ModelRule]]] = {
     "beam": _beam,
+    "deepseek_v2": _llama_4_scaling,
+    "deepseek_v3": _llama_4_scaling,
+    "inkling2_loop_text": _inkling_2_loop,
     "inkling2_text": _inkling_2,
     "inkling_text": _inkling,
     "llama4_text": _llama_4,
@@ -373,7 +407,8 @@ _FULL_ATTENTION_ONLY = ("gemma3_text", "gemma3n_text", "olmo3", "t5gemma2_decode
 # Models that multiply the scale of their attention by the square of the factor of `mscale_all_dim`.
 _READ_MSCALE = (
     "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
-    "glm_moe_dsa", "hy_v4", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "youtu",
+    "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "longcat_flash", "minicpm3", "mistral4",
+    "mistral_large4_text", "youtu",
 )  # fmt: skip
 # Models that normalize queries and keys after their rotation.
 _NORMALIZE_LAST = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "nanochat")
@@ -433,6 +468,10 @@ def _scale(fields: _Fields, rope: _Rope) -> float:
     """The factor s by which the context was extended."""
     if rope.fields.get("factor") is not None:
         return rope.fields.number("factor", above=0)
+    # Without it transformers divides two lengths, and for YaRN wants it to be null then.
+    is_given = "factor" in rope.fields.data or rope.fields.get("original_max_position_embeddings")
+    if _rope_type(fields, rope.fields) == "yarn" and not is_given:
+        rope.fields.number("factor")
     return fields.number("max_position_embeddings", above=0) / _original_length(fields, rope)
 
 
@@ -489,7 +528,7 @@ def _layers_of_type(fields: _Fields, kind: str) -> tuple[int, ...]:
 
 def _rotation(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
     factor = _attention_factor(fields, rope)
-    normalized = fields.kind == "llama4_text" and fields.get("use_qk_norm", True)
+    normalized = fields.kind == "llama4_text" and fields.flag("use_qk_norm", True)
     if factor != 1 and not normalized and fields.kind not in _NORMALIZE_LAST:
         name, layers = _rope_type(fields, rope.fields), _rotating_layers(fields, rope.layer_type)
         off = rope.fields.off(attention_factor=1.0)
