@@ -125,7 +125,7 @@ def what_holds() -> dict[str, str]:
 def johnson_lindenstrauss() -> dict[str, str]:
     from layers.test_linear_attention import errors_of_estimates
     from ledger.test_dimensions import constants_at_half, criterion, famous_constant
-    from ledger.test_maps import failures_of_a_spike
+    from ledger.test_maps import failures_of_a_spike, failures_of_single_features
 
     from isentropic.jl import min_dim
 
@@ -148,6 +148,7 @@ def johnson_lindenstrauss() -> dict[str, str]:
             "natural": f"{constants_at_half()['natural']:.1f}",
             "of-512": f"{criterion()['of_512']:.1f}",
             **{name: _power_of_ten(p) for name, p in failures_of_a_spike().items()},
+            **{f"sparse-{name}": f"{100 * p:.1f}" for name, p in failures_of_single_features().items()},
         }
     )
 

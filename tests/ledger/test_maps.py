@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import pytest
+from scipy.spatial.distance import pdist
 from scipy.stats import chi2, hypergeom
 
 import isentropic as it
 from isentropic.jl._hadamard import hadamard_factors
 from ledger import claim
+from ledger.test_mean_entropy import mean_and_error
 
 pytestmark = pytest.mark.host
 
@@ -151,6 +153,41 @@ def test_fast_map_is_no_gaussian_map():
         assert (hits >= least).mean() == pytest.approx(share, abs=4 * math.sqrt(share / 4000))
     assert it.jl.failure_probability(2, k, eps=eps) == pytest.approx(numbers["gaussian"])
     assert numbers["hadamard"] > 1000 * numbers["gaussian"]
+
+
+@functools.cache
+def failures_of_single_features(d=10_000, density=0.01, n=1000, eps=0.5):
+    """The shares of squared distances that are off by more than ε, and of points that become 0.
+
+    The points have one entry each. Their images are columns of the sparse map, with entries ±1 and 0.
+    """
+    assert density == 1 / math.sqrt(d)
+    k = it.jl.min_dim(n, eps=eps)
+    # The squared differences of two entries are 0, 1 or 4; over 2 k · density, their sum is the ratio.
+    of_row, total = np.zeros(5), np.ones(1)
+    of_row[1], of_row[4] = 2 * density * (1 - density), density**2 / 2
+    of_row[0] = 1 - of_row.sum()
+    for _ in range(k):
+        total = np.convolve(total, of_row)[:200]
+    assert total.sum() == pytest.approx(1)
+    ratio = np.arange(len(total)) / (2 * k * density)
+    return {"off": total[np.abs(ratio - 1) > eps].sum(), "zero": (1 - density) ** k}
+
+
+@pytest.mark.filterwarnings("ignore:A density of 0.01:UserWarning")
+def test_very_sparse_maps_of_single_features():
+    d, n, eps = 10_000, 1000, 0.5
+    off, zero = [], []
+    for seed in range(10):
+        f = it.jl.sparse_projection(d, it.jl.min_dim(n, eps=eps), density=0.01, rng=seed)
+        images = f.matrix().T[:n]
+        ratios = pdist(images, "sqeuclidean") / 2
+        off.append((np.abs(ratios - 1) > eps).mean())
+        zero.append((images == 0).all(-1).mean())
+    for found, expected in zip((off, zero), failures_of_single_features().values(), strict=True):
+        mean, error = mean_and_error(np.asarray(found))
+        assert abs(mean - expected) < 4 * error
+        assert error < 0.01
 
 
 @claim(

@@ -169,7 +169,7 @@ def sparse_projection(
     UserWarning
         For a density below 1/3, because the map distorts vectors with few large entries. An example is
         the density 1/√d with d = 10⁴ and 1000 points that have one nonzero entry each. At the dimension
-        of the lemma, 24 % of their squared distances are off by more than half, and 5 % of the points
+        of the lemma, 23 % of their squared distances are off by more than half, and 4 % of the points
         are mapped to 0.
 
     Notes
