@@ -273,8 +273,8 @@ def gaussian_sensitivity(n: Any, beta: Any) -> Any:
     For normal scores integration by parts gives :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. So the mean
     sensitivity to the scores is twice the mean score under the weights. It increases with β towards
     twice the mean of the largest score, and has no maximum. For many keys it is 2β up to
-    β = :math:`\sqrt{2\log n}`, and constant above. Each single row has a maximum. Above it, most of the
-    weight of the row is on one key.
+    β = :math:`\sqrt{2\log n}`, and constant above. Each single row has a maximum. Far above it, nearly
+    all of the weight of the row is on one key.
 
     Examples
     --------
