@@ -74,7 +74,7 @@ DOCUMENTS = {
             "4 The factor": _numbers((42, 48), "4.4", "49"),
             "5 The Johnson–Lindenstrauss lemma": _numbers((50, 53)),
             "6 Information": _numbers((54, 55), "6.1", (56, 59)),
-            "7 Experiments": _numbers("7.1", "60", "7.2", "7.3"),
+            "7 Experiments": _numbers("7.1", "7.1.1", "60", "7.2", "7.3"),
             "8 Variants": _numbers((61, 65)),
             "9 Practice": _numbers("9.1", "9.2", "66", "9.3"),
             "10 Limits and open questions": _numbers(
@@ -90,7 +90,8 @@ DOCUMENTS = {
             "56": "notation: the rate–distortion function, for no source and no distortion",
             "57": "notation: an objective that nothing is derived from",
             "10.2.3": "a question about trained models: which form is best for generating text; for one model the "
-            "[experiments](experiments.md#a-language-model-beyond-its-trained-length) have the answer: a slope for each head",
+            "[experiments](experiments.md#a-language-model-beyond-its-trained-length) compare several forms: constants for each head that do not depend "
+            "on n, which were added last, gain as much as any law",
             "10.3.2": "a wish: which objectives, and with which weights, is not said",
             "67": "a diagram",
         },

@@ -310,6 +310,28 @@ def test_log_of_256():
     assert abs(factor_of_256()["factor"] - 0.83) > 0.05
 
 
+def gains_of_the_table():
+    """In per cent, for n = 64 … 1024; the accuracies of O and E as printed."""
+    plain, law = (43.27, 36.53, 23.02, 15.12, 11.54), (43.11, 41.17, 34.04, 20.15, 13.58)
+    gains = [100 * (e / o - 1) for o, e in zip(plain, law, strict=True)]
+    return {"first": gains[0], "third": gains[2], "others": [gains[1], *gains[3:]]}
+
+
+@claim(
+    "8823-7.1.1",
+    says="Relative to the accuracies of O in the table, the law gains −0.37, 12.7, 47.8, 33.3 and 17.7 %.",
+    verdict="does not hold",
+    correct="The third is @{third:.1f} %. The others are right: @{first:.2f}, and @{others:.1f} %. (They are per cent of the accuracy, and not points.)",
+    numbers=gains_of_the_table,
+)
+def test_gains_of_the_table():
+    found = gains_of_the_table()
+    assert abs(found["third"] - 47.8) > 0.05  # more than rounding
+    assert found["third"] == pytest.approx(47.9, abs=0.05)
+    assert found["first"] == pytest.approx(-0.37, abs=0.005)
+    assert found["others"] == pytest.approx([12.7, 33.3, 17.7], abs=0.05)
+
+
 @claim(
     "9588-post-iid",
     says="For independent draws from one distribution it may be better not to scale by log n: an accurate mean uses all of them.",
