@@ -37,6 +37,7 @@ from isentropic._namespace import (
     common_device,
     has_kind,
     is_cupy,
+    is_jax,
     is_numpy,
     measure_dtype,
     namespace,
@@ -91,6 +92,9 @@ def partition(
         x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, maximum))
         weight = xp.where(hidden, 0.0, xp.exp(x))
     normalizer = xp.sum(weight, axis=-1, keepdims=True)
+    if is_jax(xp):
+        # XLA's maximum of a row may ignore NaN. The sum does not.
+        maximum = xp.where(normalizer == normalizer, maximum, normalizer)
     if order is None:
         return maximum, weight, normalizer, None
     terms = terms_of_moment(xp, x, weight, order)

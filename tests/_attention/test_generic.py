@@ -339,3 +339,20 @@ class TestFromOutput:
             make(out[0, 0, :], log_normalizer[0, 0, ...])
         with pytest.raises(TypeError, match=r"`log_normalizer` must have a real floating-point dtype"):
             make(out, backend.array(np.zeros((2, 5), "int32")))
+
+
+@pytest.mark.parametrize("n_keys", [100, 5])
+def test_a_query_that_is_nan_stays_nan(backend, rng, n_keys):
+    q, k, v = (rng.normal(size=(2, n, 4)) for n in (44, n_keys, n_keys))
+    q[:, 1, 2] = np.nan
+    q, k, v = (backend.array(x, "float32") for x in (q, k, v))
+    numbers = list(it.attention_statistics(q, k, law=None))
+    for implementation in (None, "generic"):
+        options = {"law": None, "implementation": implementation}
+        whole = it.attention_state(q, k, v, **options)
+        parts = (it.attention_state(q, k[:, i::2, :], v[:, i::2, :], **options) for i in (0, 1))
+        for state in (whole, it.merge_states(*parts)):
+            numbers += [state.maximum, state.output()[..., 0], state.entropy(), state.log_normalizer()]
+    for x in numbers:
+        is_nan = np.broadcast_to(np.arange(44) == 1, (2, 44))
+        np.testing.assert_array_equal(np.isnan(backend.numpy(x)), is_nan)

@@ -229,6 +229,26 @@ class TestAgainstGeneric:
         np.testing.assert_allclose(backend.numpy(h), oracles.entropy(p), atol=2e-2)
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_query_that_is_not_finite_and_sees_no_key(backend, kernel, rng, poison):
+    """Its results are those of every query without keys; where it sees keys, they are NaN."""
+    arrays = draw(rng)
+    arrays[0][..., 25, 3] = poison
+    q, k, v = (backend.array(x, "float32") for x in arrays)
+    mask = masks.padding(backend.array(np.asarray([[0], [35]])))
+    for implementation in ("generic", kernel):
+        options = {"mask": mask, "implementation": implementation}
+        state = it.attention_state(q, k, v, **options)
+        entropies = it.attention_entropy(q, k, **options), state.entropy()
+        for x in (it.attention(q, k, v, **options), state.output(), *entropies):
+            x = backend.numpy(x)
+            np.testing.assert_array_equal(x[0], 0)
+            rows = np.isnan(x[1]).reshape(2, 44, -1).all(-1)
+            np.testing.assert_array_equal(rows, np.broadcast_to(np.arange(44) == 25, (2, 44)))
+        normalizer = backend.numpy(state.log_normalizer())
+        assert (normalizer[0] == -np.inf).all()
+
+
 class TestRefused:
     def test_by_default_and_by_native(self, backend, kernel, rng):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
