@@ -197,6 +197,18 @@ class TestEntropy:
         assert low <= math.log(len(s)) + 1e-12
 
 
+@pytest.mark.parametrize("order", [0.98, 0.996, 1.004, 1.02, 1.2])
+def test_orders_near_1_keep_the_digits_of_float32(backend, rng, order):
+    s = 3 * rng.normal(size=(4, 2000)).astype("float32")
+    p = oracles.softmax(s.astype("float64"))
+    expected = np.log((p**order).sum(-1)) / (1 - order)
+    close = {"rtol": 0, "atol": 2e-6}
+    backend.assert_close(it.entropy_from_logits(backend.array(s), order=order), expected, **close)
+    q, k = backend.array(np.ones((1, 1)), "float32"), backend.array(s[0][:, None])
+    h = it.attention_entropy(q, k, scale=1.0, law=None, order=order)
+    backend.assert_close(h, expected[:1], **close)
+
+
 class TestNormalizedEntropy:
     @pytest.mark.parametrize(
         "order", [0, 0.5, 1 - 1e-9, 1, 1 + 1e-9, 1.1, 3, 1e3, 1e15, 1e16, 1e30, 1e300, math.inf]

@@ -383,6 +383,32 @@ class TestValues:
 
 
 @pytest.mark.host
+@pytest.mark.parametrize("right", [0, 2, None])
+@pytest.mark.parametrize("left", [None, 3])
+def test_counts_that_numbers_tell(left, right):
+    """Where `counts` has an answer, it is that of the blocks, also if some queries see every key or none."""
+    told = 0
+    for n_queries, n_keys in ((1, 1), (3, 8), (5, 5), (9, 4)):
+        frame = Frame(np, None, n_queries, n_keys)
+        for offset in (None, *range(-10, 11)):
+            mask = masks.window(left, right, offset=offset)
+            found, expected = mask.counts(frame), mask.visible_count(n_queries, n_keys)
+            told += found is not None
+            assert found is None or list(found) == np.broadcast_to(expected, n_queries).tolist()
+    assert (told > 10) == (left is None and right is not None)
+
+
+@pytest.mark.parametrize("offset", [2, 3, 4, 9])
+def test_a_law_counts_no_more_keys_than_there_are(backend, rng, offset):
+    q, k, v = (backend.array(rng.normal(size=(n, 4))) for n in (3, 5, 5))
+    mask, law = masks.causal(offset=offset), it.laws.LogLength(3)
+    n = backend.array(np.minimum(np.arange(3) + offset + 1, 5))
+    for function, arrays in ((it.attention, (q, k, v)), (it.attention_entropy, (q, k))):
+        expected = function(*arrays, mask=mask, law=law, n_keys=n)
+        backend.assert_close(function(*arrays, mask=mask, law=law), expected, rtol=1e-6)
+
+
+@pytest.mark.host
 def test_repr_is_the_call():
     ids = np.asarray([0, 0, 1])
     for shown in (

@@ -998,3 +998,13 @@ def test_a_scale_for_each_head_is_what_the_error_recommends(backend, rng):
     for i, x in enumerate((0.3, 0.7)):
         expected = it.attention(q[i, ...], k[i, ...], v[i, ...], scale=x, law=None)
         backend.assert_close(out[i, ...], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_variance_of_keys_far_below_the_mean(backend):
+    """One key at 0 and 39 999 at −40: these have a weight of 4e-18 each, and all of the variance."""
+    s = np.where(np.arange(40_000) == 0, 0.0, -40.0)
+    q, k = backend.array(np.ones((1, 1)), "float32"), backend.array(s[:, None], "float32")
+    variance = it.attention_statistics(q, k, scale=1.0, law=None).variance
+    rest = 39_999 * np.exp(-40.0)
+    expected = 1600 * rest / (1 + rest) ** 2
+    np.testing.assert_allclose(backend.numpy(variance), expected, rtol=1e-4)

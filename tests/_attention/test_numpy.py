@@ -244,6 +244,27 @@ class TestReferences:
         np.testing.assert_allclose(got, expected)
 
 
+def test_few_logits_whose_exponentials_overflow(rng):
+    # All of them are computed at once, and nothing is subtracted from them if none is too high.
+    q, k, v = (rng.normal(size=(n, 16)).astype("float32") for n in (5, 700, 700))
+    q *= np.float32(100 / (q @ k.T).max())  # e¹⁰⁰ is no float32
+    out = it.attention(q, k, v, scale=1.0, law=None, implementation="numpy")
+    expected = oracles.softmax(q.astype("float64") @ k.T.astype("float64")) @ v
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n_keys", "highest", "others"), [(40_000, -60, -80), (20_000, -67, -77)])
+def test_one_key_above_many_that_count_together(rng, n_keys, highest, others):
+    # Where exponents are far apart, weights below 1e-31 count as 0. So sums near that are made again.
+    q, k = np.ones((40, 1), "float32"), np.full((n_keys, 1), others, "float32")
+    k[0], v = highest, (1 + rng.normal(size=(n_keys, 3))).astype("float32")
+    options = {"scale": 1.0, "law": None, "implementation": "numpy"}
+    p = oracles.softmax(q.astype("float64") @ k.T)
+    out, h = it.attention(q, k, v, **options), it.attention_entropy(q, k, **options)
+    np.testing.assert_allclose(out, p @ v, atol=2e-5)
+    np.testing.assert_allclose(h, oracles.entropy(p), atol=5e-5)
+
+
 @pytest.mark.host
 @pytest.mark.parametrize(
     ("is_fast", "is_causal", "threads", "heads", "size"),

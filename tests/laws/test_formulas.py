@@ -100,6 +100,25 @@ class TestFormulas:
             assert law(n).dtype == np.float32
 
 
+@pytest.mark.every_mode
+class TestBelowOneKey:
+    """A query that sees no key, or a rule that counts one less, has a finite factor, that of the first keys."""
+
+    def test_steps(self, backend):
+        law = laws.shifted(laws.StepLog(0.1, 8192), -1)  # of −1 for no key
+        expected = np.asarray([1.0, 1.0, 1.0, 1 + 0.1 * math.log(2)])
+        got = law(backend.array([0, 1, 8192, 8193]))
+        backend.assert_close(got, expected, rtol=1e-6)
+        assert law(0) == 1.0
+
+    def test_knots(self, backend):
+        law = laws.Knots([2, 8], [1.0, 2.0])
+        n = [0.0, 1e-30, 0.25, 0.999, 1.0, 1.5]
+        expected = np.asarray([0.5] * 5 + [1 + math.log(1.5 / 2) / math.log(4)])
+        backend.assert_close(law(backend.array(n, "float32")), expected, rtol=1e-5)
+        assert [law(x) for x in n[:5]] == [0.5] * 5
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("make", "error", "message"),
