@@ -10,7 +10,9 @@ ANSWERS = (
     "masked_language", "recall",
 )  # fmt: skip
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
-MEASUREMENTS = ("calibration", "law_or_position", "four_times", "held_positions")  # no verdict
+MEASUREMENTS = (  # no verdict
+    "calibration", "law_or_position", "four_times", "held_positions", "one_constant",
+)  # fmt: skip
 
 
 def texts() -> dict[str, str]:

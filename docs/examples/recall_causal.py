@@ -592,7 +592,9 @@ def answer(results: dict[str, Any]) -> str:
         f"{results['multiples'][-1]} times the trained length, with {100 * CONFIDENCE:g} % intervals: "
         f"the law log n in training brings {against('log', 'constant')} more than a learned constant. "
         f"On the weights of standard attention it brings {against('O + log', 'O')}, and a held mean "
-        f"entropy {against('O + held mean', 'O + log')} more than the law."
+        f"entropy {against('O + held mean', 'O + log')} more than the law. The constant that is best "
+        f"on the test data at each length brings {against('O + best constant', 'log')} more than the "
+        f"law in training (a comparison made later). So it is open here too whether the length matters."
     )
 
 

@@ -758,6 +758,15 @@ def gains(results: dict, arm: str, other: str, beyond: bool = True) -> list[floa
     return [loss(results, other, x, beyond) - loss(results, arm, x, beyond) for x in documents]
 
 
+def gains_by_kind(results: dict, arm: str, other: str) -> list[float]:
+    """The mean gains of each kind of documents: the first word of their names."""
+    both = [x for x in results["arms"][arm] if x in results["arms"][other]]
+    found: dict[str, list[float]] = {}
+    for name, gain in zip(both, gains(results, arm, other), strict=True):
+        found.setdefault(name.partition(" ")[0], []).append(gain)
+    return [statistics.fmean(x) for x in found.values()]
+
+
 def copied(results: dict, arm: str, other: str) -> list[float]:
     found, base = results["arms"][arm], results["arms"][other]
     return [base[x]["copied"] - found[x]["copied"] for x in found if x in base]
@@ -817,6 +826,24 @@ def decisions_table(results: dict) -> str:
     return table(["gain in nats per token", "beyond", "within", "copied"], rows)
 
 
+def by_kind(results: dict) -> str:
+    """The same differences with a kind of documents as the unit, of the arms that the text names."""
+    pairs = ((PRIMARY, CONSTANT), ("calibrated", NO_LAW), (CONSTANTS, CONSTANT))
+    found = {
+        f"{arm} against {other}": gains_by_kind(results, arm, other)
+        for arm, other in pairs
+        if arm in laws_in(results)
+    }
+    decisions = {pair: decide(of, SMALLEST) for pair, of in found.items() if len(of) > 1}
+    if not decisions:
+        return ""
+    shown = "; ".join(f"{pair} {x.interval('+.3f')}, {x.verdict}" for pair, x in decisions.items())
+    return f"""
+Documents of a kind are alike. With the means of each kind in place of the documents (computed later):
+{shown}.
+"""
+
+
 def numbers_table(results: dict) -> str:
     rows = []
     for kind, title in (("slopes", "slope per ln n"), ("constants", "constant")):
@@ -871,7 +898,7 @@ Paired differences over {len(results["arms"][NO_LAW])} documents, with 95 % inte
 relevant effect is {SMALLEST} nats:
 
 {decisions_table(results)}
-
+{by_kind(results)}
 "Copied" is the loss of parts of the text that are given again, of which the beginning is the cue.
 
 Is there a law that is better than YaRN's constant beyond the trained length, and whose loss within it
@@ -890,9 +917,10 @@ def answer(results: dict[str, Any]) -> str:
     return (
         f"Read {FULL.length} tokens by SmolLM2, trained with {TRAINED}, at positions of YaRN: a "
         f"slope for each head, trained on other texts, brings {against(PRIMARY, NO_LAW)}, and "
-        f"{against(PRIMARY, CONSTANT)} more than YaRN's constant. The law log n beyond the trained "
-        f"length brings {against('Su', NO_LAW)}, and {against('Su', CONSTANT)} more than that "
-        f"constant. Slopes that were trained together with the constant bring "
+        f"{against(PRIMARY, CONSTANT)} more than YaRN's constant. This arm was to decide. The law "
+        f"log n beyond the trained length brings {against('Su', NO_LAW)}, and "
+        f"{against('Su', CONSTANT)} more than that constant. The other arms were added when these "
+        f"results were known. Slopes that were trained together with the constant bring "
         f"{against(ON_TOP, CONSTANT)} more than the constant alone. A trained constant and slope for "
         f"each head bring {against(TWO_NUMBERS[1], CONSTANT)} more than that constant, and "
         f"{decide(gains(results, TWO_NUMBERS[1], CONSTANT, beyond=False), SMALLEST).interval('+.3f')} "

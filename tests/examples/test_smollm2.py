@@ -772,3 +772,28 @@ def test_laws_help_where_positions_are_stretched(monkeypatch):
     assert within[0] < 0 < within[1] < within[2]
     assert gain("as trained", smollm2.CONSTANT, beyond=False) < 0
     assert laws_and_positions.lowest(of_pairs) == ("clamped", smollm2.PRIMARY)
+
+
+def test_kinds_of_documents_as_the_unit():
+    """README.md and experiments.md: the registered arm is not decided by kind, constants are."""
+    results = experiment.load(smollm2.NAME)
+    primary, constants = (
+        experiment.decide(smollm2.gains_by_kind(results, arm, smollm2.CONSTANT), smollm2.SMALLEST)
+        for arm in (smollm2.PRIMARY, smollm2.CONSTANTS)
+    )
+    assert len(smollm2.gains_by_kind(results, smollm2.PRIMARY, smollm2.CONSTANT)) == 3
+    assert primary.verdict == "not decided"
+    assert constants.verdict == "helps"
+    of_kind = [x for x in results["arms"][smollm2.PRIMARY] if x.startswith("source")]
+    expected = np.mean(
+        [
+            smollm2.loss(results, smollm2.CONSTANT, x, True)
+            - smollm2.loss(results, smollm2.PRIMARY, x, True)
+            for x in of_kind
+        ]
+    )
+    assert smollm2.gains_by_kind(results, smollm2.PRIMARY, smollm2.CONSTANT)[2] == pytest.approx(
+        expected
+    )
+    for arm in (primary, constants):
+        assert f"{arm.interval('+.3f')}, {arm.verdict}" in smollm2.report(results)
