@@ -33,13 +33,23 @@ def readme() -> dict[str, str]:
     model = load("smollm2")
     clamped = load("laws_and_positions")["positions"]["clamped"]
 
-    def nats(arm: str, other: str, arms: dict = model["arms"], beyond: bool = True) -> str:
-        """The gain of a language model in nats per token, with its interval."""
+    def nats(
+        arm: str, other: str, arms: dict = model["arms"], beyond: bool = True, by_kind: bool = False
+    ) -> str:
+        """The gain of a language model in nats per token, over texts or over kinds of them."""
         # The mean loss of each text beyond the trained length or within it, in bands of one width.
         trained = model["edges"].index(8192)
         used = slice(trained, None) if beyond else slice(trained)
-        a, b = ([fmean(x["bands"][used]) for x in arms[y].values()] for y in (arm, other))
-        return _interval([y - x for x, y in zip(a, b, strict=True)], "+.3f")
+        units: dict[str, list[float]] = {}
+        for name in arms[arm]:
+            a, b = (fmean(arms[x][name]["bands"][used]) for x in (arm, other))
+            units.setdefault(name.partition(" ")[0] if by_kind else name, []).append(b - a)
+        return _interval([fmean(gains) for gains in units.values()], "+.3f")
+
+    def accuracy(name: str, arm: str, n: int) -> str:
+        results = load(name)
+        found = [x["accuracy"][results["lengths"].index(n)] for x in results["arms"][arm]]
+        return f"{fmean(found):.1f}"
 
     first = load("first")
     of_arms = ([x["accuracy"][-1] for x in first["arms"][arm]] for arm in ("O + law", "O"))
@@ -49,6 +59,8 @@ def readme() -> dict[str, str]:
     law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
     return {
         "retrieval": gain("max_retrieval", "log", "constant", 1024, 1024),
+        "one-constant": accuracy("one_constant", "O + constant 8", 1024),
+        "trained-log": accuracy("max_retrieval", "log", 1024),
         "masked": gain("masked_language", "O + law", "O", 128, 1024),
         "clamped": gain("masked_language", "O, ReRoPE", "O", 128, 1024),
         "constants": nats("constant per head", "YaRN's constant"),
@@ -59,6 +71,7 @@ def readme() -> dict[str, str]:
         "first-law": str(with_law),
         "language": nats("slope per head", "no law"),
         "constant": nats("slope per head", "YaRN's constant"),
+        "constant-kinds": nats("slope per head", "YaRN's constant", by_kind=True),
         "log": nats("Su", "no law"),
         "log-clamped": nats("Su", "no law", clamped),
         "calibrated": nats("calibrated", "no law"),
