@@ -476,7 +476,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
             *at_one(TRAINED),
         ),
         Claim(
-            "derivation of 9588",
+            "post 9588",
             "The base can be 512 whatever the length of training, with hardly any effect.",
             f"Masked bytes, trained at {TRAINED}: base 512 against base {TRAINED} changes the accuracy "
             f"by {over(base)} points at n = {', '.join(map(str, lengths))}.",
