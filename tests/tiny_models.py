@@ -37,6 +37,28 @@ def decoder(name, **changes):
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
+def special(name):
+    """A decoder whose attention gets arguments that "isentropic" does not support."""
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if name == "DeepseekV32":  # indices of the keys
+        return decoder(
+            name, **experts, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, v_head_dim=8,
+            qk_nope_head_dim=8, qk_rope_head_dim=8, index_n_heads=2, index_head_dim=16, index_topk=8,
+            num_key_value_heads=4,
+        )  # fmt: skip
+    torch.manual_seed(7)  # a sink for each query
+    windows = {f"swa_{key}": SIZES[key] for key in SIZES if key.endswith(("heads", "head_dim"))}
+    loop = {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2}
+    sizes = {key: x for key, x in SIZES.items() if key != "intermediate_size"}
+    config = transformers.Inkling2LoopTextConfig(
+        **sizes, **windows, **experts, **loop, unpadded_vocab_size=64, sliding_window_size=WINDOW,
+        d_rel=4, rel_extent=8, loop_num_passes=2, loop_gate_rank=4,
+    )  # fmt: skip
+    return transformers.Inkling2LoopForCausalLM(config).eval()
+
+
 def with_law(module, law, count="keys"):
     """A bare attention module with a law, or None for standard attention."""
     like = torch.empty(0)

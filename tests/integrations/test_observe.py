@@ -202,11 +202,13 @@ class TestAnnounce:
         with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module"):
             observe(3)
         model = nn.Linear(2, 2)
-        with (
-            observe(model, 1),
-            pytest.raises(ValueError, match="`model` must run attention that announces"),
-        ):
-            model(torch.ones(1, 2))
+        with observe(model, 1) as observer:
+            with pytest.warns(
+                UserWarning, match="observed in the forward pass: no attention announces"
+            ):
+                model(torch.ones(1, 2))
+            model(torch.ones(1, 2))  # once; warnings are errors
+        assert observer.latest is None
         attention = Attention()
         attention(torch.ones(2))  # nobody observes
         with observe(attention, 1), pytest.raises(ValueError, match="`query` must have 4 dimensions"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isentropic._attention.functions import attention_state
 from isentropic._attention.generic import AttentionState, merge_states
-from isentropic._checks import check_count, check_real, type_error, value_error
+from isentropic._checks import check_count, check_real, type_error
 from isentropic.laws._law import Law
 from isentropic.masks import Mask, as_mask
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 QUANTITIES = ("entropy", "normalized_entropy", "log_normalizer", "sink_mass", "largest_logit")
-# How many heads a warning names.
+# How many heads or layers a warning names.
 _MOST_NAMED = 5
 # The width of a column of the table.
 _WIDTH = 16
@@ -46,13 +46,14 @@ class Call(NamedTuple):
     is_first: Tensor | None = None  # (B or 1, S): True for the first key of each sequence
 
 
-Listener = Callable[[torch.nn.Module, Call], None]
+# A listener makes the `Call` itself, if the module concerns it: that may fail.
+Listener = Callable[[torch.nn.Module, Callable[[], Call]], None]
 listeners: list[Listener] = []
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call ``listener(module, call)`` for every call of attention."""
+    """Call ``listener(module, call)`` for every call of attention, where ``call()`` is a `Call`."""
     listeners.append(listener)
     try:
         yield
@@ -65,9 +66,8 @@ def announce(module: torch.nn.Module, call: Callable[[], Call]) -> None:
     """Tell the listeners that a module computes attention. The training step does not change."""
     if listeners:
         with torch.no_grad():
-            arguments = call()
             for listener in tuple(listeners):
-                listener(module, arguments)
+                listener(module, call)
 
 
 def visible_counts(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> Any:
@@ -82,13 +82,15 @@ def visible_counts(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> An
 class Observation:
     """Statistics of the attention in one forward pass, by layer and head. Its `repr` is a table.
 
-    All arrays are NumPy arrays of the shape (layers, heads). They are NaN for a layer that did not run,
-    and for heads that the layer does not have. Means are over the queries that are not padding.
+    All arrays are NumPy arrays of the shape (layers, heads). They are NaN for a layer that did not run
+    or could not be observed, and for heads that the layer does not have. Means are over the queries
+    that are not padding.
 
     Attributes
     ----------
     step : int
-        How many forward passes in training mode came before.
+        The number that `Observer.request` was given, such as that of an optimizer step. By default, how
+        many forward passes in training mode came before.
     layers : tuple of str
         The names of the layers in the model.
     entropy : array
@@ -170,7 +172,7 @@ class Observation:
         }
         width = max(len("layer"), *map(len, self.layers))
         lines = [
-            f"Attention in forward pass {self.step}, over {self.entropy.shape[1]} heads a layer",
+            f"Attention at step {self.step}, over {self.entropy.shape[1]} heads a layer",
             "layer".ljust(width) + "".join(title.rjust(_WIDTH) for title in columns),
         ]
         for layer, name in enumerate(self.layers):
@@ -190,13 +192,16 @@ class Observer:
     Attributes
     ----------
     latest : Observation or None
-        The statistics of the last pass that was observed.
+        The statistics of the last pass that was observed. A pass in which nothing could be observed
+        leaves it as it was.
 
     Raises
     ------
     TypeError, ValueError
         As in `observe`.
     """
+
+    _model: torch.nn.Module | None = None
 
     def __init__(
         self,
@@ -209,14 +214,7 @@ class Observer:
         warn_below: float | None,
         patience: int,
     ) -> None:
-        for name, x in {"every": every, "sequences": sequences}.items():
-            if x is not None:
-                check_count(name, x)
-        check_count("patience", patience)
-        if warn_below is not None:
-            check_real("warn_below", warn_below, above=0)
-        if then is not None and not callable(then):
-            raise type_error("then", "be callable", type(then).__name__)
+        check_options(every, sequences, then, warn_below, patience)
         self.latest: Observation | None = None
         self._model = model
         self._every, self._sequences, self._then = every, sequences, then
@@ -224,8 +222,11 @@ class Observer:
         original: torch.nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self._names = {module: name for name, module in original.named_modules()}
         self._layers = set(layers.values())
-        self._passes, self._step, self._is_requested = 0, 0, False
+        self._passes, self._step = 0, 0
+        self._is_requested, self._requested_step = False, None
         self._sums: dict[torch.nn.Module, Tensor] = {}
+        self._failures: dict[torch.nn.Module, str] = {}  # of this pass
+        self._warned: set[str] = set()  # the layers of which a warning was given
         self._handles, self._pass = contextlib.ExitStack(), contextlib.ExitStack()
         self._handles.callback(self._pass.close)
         for handle in (
@@ -238,9 +239,22 @@ class Observer:
         """Call a function when the observer is closed."""
         self._handles.callback(callback)
 
-    def request(self) -> None:
-        """Observe the next forward pass, whatever ``every`` says, in training mode or not."""
-        self._is_requested = True
+    def request(self, step: int | None = None) -> None:
+        """Observe the next forward pass, whatever ``every`` says, in training mode or not.
+
+        Parameters
+        ----------
+        step : int, optional
+            The `Observation.step` of this pass, such as the number of its optimizer step.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a `step` that is not an integer, or negative.
+        """
+        if step is not None:
+            check_count("step", step, least=0)
+        self._is_requested, self._requested_step = True, step
 
     def close(self) -> None:
         """Stop observing. The model is as before; `latest` remains."""
@@ -249,6 +263,10 @@ class Observer:
     def __deepcopy__(self, memo: Any) -> Observer:
         """Itself: the hooks of a copied model refer to this observer, which ignores the copy."""
         return self
+
+    def __reduce__(self) -> Any:
+        # The hooks of a model that is loaded from a file refer to one that observes nothing.
+        return Observer.__new__, (Observer,)
 
     def __enter__(self) -> Observer:
         return self
@@ -265,8 +283,9 @@ class Observer:
             return
         is_due = model.training and self._every is not None and self._passes % self._every == 0
         if is_due or self._is_requested:
-            self._is_requested = False
-            self._step, self._sums = self._passes, {}
+            self._step = self._passes if self._requested_step is None else self._requested_step
+            self._is_requested, self._requested_step = False, None
+            self._sums, self._failures = {}, {}
             if hasattr(model, "_orig_mod"):  # of torch.compile: its code does not announce attention
                 self._pass.enter_context(torch.compiler.set_stance("force_eager"))
             self._pass.enter_context(listening(self._on_call))
@@ -279,23 +298,46 @@ class Observer:
         self._pass.close()
         if output is None:  # the pass has failed
             return
+        self._warn_of_failures()
         if not self._sums:
-            must = "run attention that announces its queries and keys"
-            raise value_error("model", must, "a forward pass without any")
+            return
         self.latest, self._sums = self._observation(), {}
         if self._alarm is not None:
             self._alarm(self.latest)
         if self._then is not None:
             self._then(self.latest)
 
-    def _on_call(self, module: torch.nn.Module, call: Call) -> None:
-        if module in self._names:
-            with torch.autocast(call.query.device.type, enabled=False):
-                sums = _statistics(_first_sequences(call, self._sequences))
-            if module in self._sums:  # the layers of some models share a module
-                sums = _added(self._sums[module], sums)
-            self._sums[module] = sums
-            self._layers.add(module)
+    def _on_call(self, module: torch.nn.Module, call: Callable[[], Call]) -> None:
+        if module not in self._names:
+            return
+        self._layers.add(module)
+        try:
+            self._measure(module, call())
+        except Exception as error:  # which must not stop the training
+            self._failures[module] = f"{type(error).__name__}: {error}"
+            self._sums.pop(module, None)
+
+    def _measure(self, module: torch.nn.Module, call: Call) -> None:
+        if module in self._failures:
+            return
+        with torch.autocast(call.query.device.type, enabled=False):
+            sums = _statistics(_first_sequences(call, self._sequences))
+        if module in self._sums:  # the layers of some models share a module
+            sums = _added(self._sums[module], sums)
+        self._sums[module] = sums
+
+    def _warn_of_failures(self) -> None:
+        """Say once of each layer why it could not be observed."""
+        layers: dict[str, list[str]] = {}
+        for module, reason in self._failures.items():
+            layers.setdefault(reason, []).append(self._names[module])
+        if not (self._sums or self._failures):
+            layers["no attention announces its queries and keys"] = ["the forward pass"]
+        for reason, names in layers.items():
+            if not self._warned.issuperset(names):
+                self._warned.update(names)
+                where = _named(names)
+                warnings.warn(f"Attention could not be observed in {where}: {reason}", stacklevel=2)
 
     def _observation(self) -> Observation:
         import numpy as np
@@ -309,6 +351,23 @@ class Observer:
         table.flags.writeable = False
         names = tuple(self._names[module] for module in modules)
         return Observation(self._step, names, **dict(zip(QUANTITIES, table, strict=True)))
+
+
+def check_options(every: Any, sequences: Any, then: Any, warn_below: Any, patience: Any) -> None:
+    """Check the arguments of `observe`."""
+    for name, x in {"every": every, "sequences": sequences}.items():
+        if x is not None:
+            check_count(name, x)
+    check_count("patience", patience)
+    if warn_below is not None:
+        check_real("warn_below", warn_below, above=0)
+    if then is not None and not callable(then):
+        raise type_error("then", "be callable", type(then).__name__)
+
+
+def _named(parts: list[str]) -> str:
+    more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return ", ".join(parts[:_MOST_NAMED]) + more
 
 
 class _Alarm:
@@ -327,10 +386,9 @@ class _Alarm:
         self._counts = np.where(low, self._counts + 1, 0)
         new = np.argwhere(self._counts == self._patience).tolist()
         if new:
-            named = ", ".join(f"{observation.layers[i]} head {head}" for i, head in new[:_MOST_NAMED])
-            more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
+            heads = _named([f"{observation.layers[i]} head {head}" for i, head in new])
             warnings.warn(
-                f"At forward pass {observation.step} the attention entropy of {named}{more} is below "
+                f"At step {observation.step} the attention entropy of {heads} is below "
                 f"{self._threshold:g} log n in the last {self._patience} observations.",
                 stacklevel=2,
             )

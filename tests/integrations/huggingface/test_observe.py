@@ -17,9 +17,10 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch  # noqa: E402
-from tiny_models import CASES, batch, decoder, encoder_decoder  # noqa: E402
+from tiny_models import CASES, batch, decoder, encoder_decoder, special  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
+from isentropic.integrations import _observe as _shared  # noqa: E402
 from isentropic.integrations import huggingface  # noqa: E402
 from isentropic.integrations._observe import listeners  # noqa: E402
 from isentropic.integrations.huggingface import _observe  # noqa: E402
@@ -422,6 +423,22 @@ class TestWhen:
             model(**batch())
             assert observer.latest.step == 3
 
+    def test_steps_of_the_caller(self):
+        model, seen = decoder("Llama").train(), []
+        with huggingface.observe(model, None, then=seen.append) as observer:
+            for i in range(4):  # optimizer steps of two passes each
+                if i % 3 == 0:
+                    observer.request(i)
+                model(**batch())
+                model(**batch())
+            observer.request()
+            model(**batch())
+            assert [x.step for x in seen] == [0, 3, 8]
+            with pytest.raises(TypeError, match="`step` must be an integer, got float"):
+                observer.request(1.5)
+            with pytest.raises(ValueError, match="`step` must be at least 0, got -1"):
+                observer.request(-1)
+
     def test_models_are_independent(self):
         one, other = decoder("Llama").train(), decoder("Llama").train()
         with huggingface.observe(one, 1) as observer:
@@ -443,7 +460,7 @@ class TestWhen:
         with pytest.raises(AttributeError):
             x.entropy = 1
         title, header, *rows = repr(x).splitlines()
-        assert title == "Attention in forward pass 0, over 4 heads a layer"
+        assert title == "Attention at step 0, over 4 heads a layer"
         assert [row.split()[0] for row in rows] == list(x.layers)
         assert header.split("  ")[-1].strip() == "largest logit"
         assert rows[1].split()[-1] == f"{x.largest_logit[1].max():.3f}"
@@ -469,14 +486,91 @@ class TestWhen:
         assert not model._forward_hooks
 
     def test_attention_of_its_own(self):
-        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-        model = transformers.MPNetModel(transformers.MPNetConfig(**sizes, num_hidden_layers=1))
+        model = mpnet()
         message = (
             "AttentionInterface .*to be observed, got MPNetModel, where MPNetSelfAttention does not"
         )
         with pytest.raises(ValueError, match=message):
             huggingface.observe(model)
         assert not model._forward_pre_hooks
+
+
+def mpnet():
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    return transformers.MPNetModel(transformers.MPNetConfig(**sizes, num_hidden_layers=1))
+
+
+class TestFailures:
+    """What cannot be observed does not stop the training."""
+
+    def test_sinks_of_every_query(self):
+        model = special("Inkling2Loop").train()
+        expected = step(model, batch())
+        with huggingface.observe(model, 1) as observer:
+            message = r"observed in model.layers.0.self_attn, .*: ValueError: `sinks` must be None"
+            with pytest.warns(UserWarning, match=message) as record:
+                got = step(model, batch())
+            assert len(record) == 1
+            step(model, batch())  # warnings are errors
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        latest = observer.latest
+        is_unknown = [name.endswith("self_attn") for name in latest.layers]
+        assert np.isnan(latest.entropy).all(1).tolist() == is_unknown
+        assert 0 < sum(is_unknown) < len(is_unknown)
+        assert "self_attn  " in repr(latest)
+
+    @pytest.mark.parametrize("fails", [1, 2])
+    def test_no_memory(self, monkeypatch, fails):
+        """In the first of the two layers, or in both."""
+        model, counted = decoder("Llama").train(), []
+        expected = step(model, batch())
+
+        def statistics(call, whole=_shared._statistics):
+            counted.append(call)
+            if len(counted) <= fails:
+                raise torch.OutOfMemoryError("no memory")
+            return whole(call)
+
+        monkeypatch.setattr(_shared, "_statistics", statistics)
+        seen = []
+        with huggingface.observe(model, 1, then=seen.append, warn_below=1e-9) as observer:
+            with pytest.warns(UserWarning, match="self_attn: OutOfMemoryError: no memory"):
+                got = step(model, batch())
+            assert len(counted) == 2
+            assert len(seen) == 2 - fails
+            assert (observer.latest is None) == (fails == 2)
+            step(model, batch())
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert np.isfinite(seen[-1].entropy).all()
+        assert np.isnan(seen[0].entropy).all(1).tolist() == [fails == 1, False]
+
+    def test_other_models_in_the_pass(self):
+        """Attention of a model that is not observed is not even looked at."""
+        model, other = decoder("Llama").train(), special("Inkling2Loop")
+        handle = model.model.layers[0].register_forward_hook(lambda *_: other(**batch()) and None)
+        with huggingface.observe(model, 1) as observer:
+            step(model, batch())
+        handle.remove()
+        assert np.isfinite(observer.latest.entropy).all()
+
+    def test_a_model_that_is_saved_whole(self, tmp_path):
+        model = decoder("Llama").train()
+        with huggingface.observe(model, 1) as observer:
+            model(**batch())
+            torch.save(model, tmp_path / "model.pt")
+            latest = observer.latest
+            loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+            assert torch.equal(loaded(**batch()).logits, model(**batch()).logits)
+            assert observer.latest.step == 1
+            assert latest.step == 0
+
+    def test_errors_of_a_function_of_the_caller(self):
+        def then(observation):
+            raise KeyError(observation.step)
+
+        model = decoder("Llama").train()
+        with huggingface.observe(model, 1, then=then), pytest.raises(KeyError):
+            model(**batch())
 
 
 class TestAlarm:
@@ -549,7 +643,7 @@ class TestTrainer:
         seen = []
         trainer.add_callback(huggingface.ObserveCallback(trainer, heads=True, then=seen.append))
         trainer.train()
-        assert [x.step for x in seen] == [accumulation, 3 * accumulation]
+        assert [x.step for x in seen] == [2, 4]
         history = trainer.state.log_history
         logged = [x for x in history if "attention/entropy/layer_0/mean" in x]
         assert [x["step"] for x in logged] == [2, 4]
@@ -570,9 +664,23 @@ class TestTrainer:
         logged = [x for x in trainer.state.log_history if "attention/entropy/layer_0/mean" in x]
         assert [x["step"] for x in logged] == [3]
         assert "attention/entropy/layer_0/head_0" not in logged[0]
-        assert callback.observer.latest.step == 2
-        with pytest.raises(ValueError, match="`every` must be"):
-            huggingface.ObserveCallback(trainer, every=0)
+        assert callback.observer.latest.step == 3
+
+    def test_refused_when_it_is_made(self, tmp_path):
+        trainer = self.trainer(tmp_path)
+        for name, x in {"every": 0, "sequences": 0, "patience": 0, "warn_below": 0.0}.items():
+            with pytest.raises(ValueError, match=f"`{name}` must be"):
+                huggingface.ObserveCallback(trainer, **{name: x})
+        trainer.model = mpnet()
+        with pytest.raises(ValueError, match="MPNetSelfAttention does not"):
+            huggingface.ObserveCallback(trainer)
+
+    def test_never_where_the_trainer_never_logs(self, tmp_path):
+        trainer = self.trainer(tmp_path, logging_strategy="no", logging_steps=0, max_steps=1)
+        callback = huggingface.ObserveCallback(trainer)
+        trainer.add_callback(callback)
+        trainer.train()
+        assert callback.observer.latest is None
 
     def test_tensorboard(self, tmp_path, monkeypatch):
         pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")

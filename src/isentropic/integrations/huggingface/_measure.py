@@ -302,9 +302,9 @@ def _recording(modules: Sequence[Any], factors: Sequence[float], add: _Add) -> I
     run = _Run(factors, add)
     layers: dict[torch.nn.Module, int] = {}
 
-    def hear(module: torch.nn.Module, call: Call) -> None:
+    def hear(module: torch.nn.Module, call: Callable[[], Call]) -> None:
         if module in layers:
-            run.record(layers[module], call)
+            run.record(layers[module], call())
 
     with contextlib.ExitStack() as stack:
         for layer, module in enumerate(modules):

@@ -10,8 +10,15 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import TrainerCallback
 
-from isentropic._checks import check_count, check_flag, value_error
-from isentropic.integrations._observe import Call, Observation, Observer, announce, listeners
+from isentropic._checks import check_flag, value_error
+from isentropic.integrations._observe import (
+    Call,
+    Observation,
+    Observer,
+    announce,
+    check_options,
+    listeners,
+)
 from isentropic.integrations.huggingface._interface import law_and_options
 from isentropic.integrations.huggingface._modules import attention_modules, uses_interface
 from isentropic.masks import Mask, as_mask, causal, segments, window
@@ -59,15 +66,18 @@ def observe(
         For a `model` that is not a transformers model, and arguments of the wrong type.
     ValueError
         For a model none of whose attention goes through the AttentionInterface, and numbers out of
-        range. An observed forward pass raises it if no attention could be observed.
+        range.
 
     Warns
     -----
     UserWarning
-        See `warn_below`.
+        See `warn_below`. Also if the attention of a layer cannot be observed, once for the layer.
 
     Notes
     -----
+    A forward pass that is observed raises nothing that it would not raise otherwise, except what `then`
+    raises. Layers that cannot be observed, such as those with a sink for each token, are NaN.
+
     Loss and gradients are bit for bit those without observing. Only the latest observation is kept, and
     no random numbers are drawn. Gradient checkpointing computes attention again in the backward pass,
     which is not counted.
@@ -119,8 +129,9 @@ class ObserveCallback(TrainerCallback):
         The trainer whose ``log`` is called. Add the callback to it with ``trainer.add_callback(...)``.
     every : int, optional
         The number of optimizer steps from one that is observed to the next. The default is the
-        ``logging_steps`` of the trainer. With gradient accumulation, the first forward pass of the
-        step is observed.
+        ``logging_steps`` of the trainer, where 0 means none. With gradient accumulation, the first
+        forward pass of the step is observed. Its `Observation.step` is the number of the optimizer
+        step, as in the history of the trainer.
     heads : bool
         Whether to log every head, and not only the means over heads and the extremes.
     sequences, then, warn_below, patience
@@ -134,7 +145,8 @@ class ObserveCallback(TrainerCallback):
     Raises
     ------
     TypeError, ValueError
-        For arguments of the wrong type or out of range, at the latest at the start of the training.
+        For arguments of the wrong type or out of range, and for models that `observe` refuses. If the
+        trainer makes its model by ``model_init``, the start of the training refuses them.
 
     Notes
     -----
@@ -162,9 +174,10 @@ class ObserveCallback(TrainerCallback):
         warn_below: float | None = None,
         patience: int = 3,
     ) -> None:
-        if every is not None:
-            check_count("every", every)
+        check_options(every, sequences, then, warn_below, patience)
         check_flag(heads=heads)
+        if trainer.model is not None:
+            _attention_to_observe(trainer.model)
         self.observer: Observer | None = None
         self._trainer, self._every, self._heads = trainer, every, heads
         self._options: dict[str, Any] = {
@@ -181,9 +194,9 @@ class ObserveCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The number of the step that begins is one more than that of the steps that have ended.
-        every = self._every or state.logging_steps
-        if self.observer is not None and (state.global_step + 1) % every == 0:
-            self.observer.request()
+        every, step = self._every or state.logging_steps, state.global_step + 1
+        if self.observer is not None and every and step % every == 0:
+            self.observer.request(step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.observer is None or self.observer.latest in (None, self._logged):
