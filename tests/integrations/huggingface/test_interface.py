@@ -357,6 +357,54 @@ class TestPositions:
             huggingface.profile(decoder("Llama"), [batch()], count="positions")
 
 
+class TestWeights:
+    """The weights that a model returns are those that its output is made of."""
+
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+    def test_gradient(self, name):
+        gradients = []
+        for base in ("eager", "isentropic"):
+            model = decoder(name)
+            huggingface.use(model, laws.LogLength(4), base=base)
+            out = model(**batch("left"), output_attentions=True)
+            for weights in out.attentions:
+                weights.retain_grad()
+            tokens = batch("left")["attention_mask"].bool()
+            out.logits[tokens].square().mean().backward()
+            # Padding has other values where a query that sees nothing has the mean of all.
+            gradients.append([(x.grad * (x > 0)).transpose(1, 2)[tokens] for x in out.attentions])
+        for expected, got in zip(*gradients, strict=True):
+            assert expected.abs().max() > 1e-3
+            close(got, expected, atol=1e-5)
+
+    def test_the_output_is_that_without_them(self):
+        model = decoder("Llama")
+        huggingface.use(model, laws.LogLength(4))
+        expected = model(**batch("left")).logits
+        close(model(**batch("left"), output_attentions=True).logits, expected)
+        with torch.no_grad():
+            got = model(**batch("left"), output_attentions=True).logits
+            assert torch.equal(got, model(**batch("left")).logits)
+
+    @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"s_aux": torch.zeros(4)}])
+    def test_dropout(self, options):
+        module = with_law(nn.Module(), laws.LogLength(4)).train()
+        query, key, value = torch.randn(3, 2, 4, 6, 8)
+        attend = transformers.AttentionInterface()["isentropic"]
+
+        def run(**more):
+            return attend(module, query, key[:, ::2], value[:, ::2], None, **options, **more)
+
+        out, weights = run(output_attentions=True, dropout=0.5)
+        module.eval()
+        _, expected = run(output_attentions=True)
+        dropped = weights == 0
+        close(weights, torch.where(dropped, 0.0, 2 * expected), atol=1e-6)
+        assert 0.3 < dropped[expected > 0].float().mean() < 0.7
+        value = value[:, ::2].repeat_interleave(2, 1)
+        close(out.transpose(1, 2), weights @ value, atol=1e-6)
+
+
 class TestDropout:
     def weights(self, law, training, **options):
         """Values of one-hot rows: the output is the weights."""

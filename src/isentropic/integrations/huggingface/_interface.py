@@ -101,9 +101,15 @@ def attend(
         module, query, attention_mask, scaling, is_causal, softcap, position_bias, kwargs
     )
     weights = None
+    is_dropping = dropout > 0 and module.training
     if kwargs.get("output_attentions"):
         weights = attention_weights(query, key, law=law, sinks=s_aux, **options)
-    if dropout > 0 and module.training:
+    if weights is not None and (is_dropping or weights.requires_grad):
+        # The output is made of them, so that they have the gradient of what is made of the output.
+        weights = torch.dropout(weights, dropout, module.training)
+        groups = weights.unflatten(1, (value.shape[1], -1))
+        out = (groups @ value[:, :, None]).flatten(1, 2)
+    elif is_dropping:
         out = _attend_with_dropout(query, key, value, s_aux, law, options, dropout)
     else:
         out = attention(query, key, value, law=law, sinks=s_aux, **options)
