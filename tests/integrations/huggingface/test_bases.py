@@ -29,6 +29,7 @@ from tiny_models import (  # noqa: E402
     decoder,
     encoder_decoder,
     outputs,
+    special,
     step_by_step,
     with_positions,
 )
@@ -500,6 +501,66 @@ for model, inputs, expected in saved:
     torch.testing.assert_close(got, expected)
 """
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+class TestRefused:
+    """A base that cannot work is refused by `use`, which names one that works."""
+
+    @pytest.mark.filterwarnings("ignore:The model .* a rule of its own:UserWarning")
+    @pytest.mark.filterwarnings("ignore:The model already scales:UserWarning")
+    @pytest.mark.parametrize(
+        ("name", "module", "refused", "bases"),
+        [
+            ("DeepseekV32", "DeepseekV32Attention", "indices", ("eager", "sdpa")),
+            ("Inkling2Loop", "Inkling2Loop[A-Za-z]*Attention", "sinks", ("eager",)),
+        ],
+    )
+    def test_arguments(self, name, module, refused, bases):
+        model, law = special(name), laws.LogLength(4)
+        standard, before = outputs(model, batch()), model.config._attn_implementation
+        must = f"`base` must be {' or '.join(map(repr, bases))} for {module}, whose attention gets `{refused}`"
+        for options in ({}, {"base": "isentropic"}, {"count": "positions"}):
+            with pytest.raises(ValueError, match=f"{must}, got 'isentropic'"):
+                huggingface.use(model, law, **options)
+            assert model.config._attn_implementation == before
+            assert not any(hasattr(x, "isentropic_law") for x in model.modules())
+        got = [by_base(model, base, lambda model: outputs(model, batch()), law) for base in bases]
+        assert (got[0] - standard).abs().max() > 0.1
+        close(got[0], got[-1])
+        huggingface.use(model, None)
+        assert torch.equal(outputs(model, batch()), standard)
+
+    def test_indices_of_another_implementation(self, monkeypatch):
+        """It takes the indices that decide what a query sees."""
+        interface = transformers.AttentionInterface._global_mapping
+        monkeypatch.setitem(interface, "own", interface["sdpa"])
+        masks = transformers.AttentionMaskInterface._global_mapping
+        monkeypatch.setitem(masks, "own", masks["sdpa"])
+        model = special("DeepseekV32")
+        with pytest.raises(ValueError, match=r"`base` must be 'eager' or 'sdpa' for .*, got 'own'"):
+            huggingface.use(model, LAW, base="own")
+        huggingface.use(model, LAW, base="own", count="positions")
+
+    def test_measured_by_the_code_of_the_model(self):
+        model = special("DeepseekV32")
+        (law, _) = huggingface.calibrate(model, [batch()["input_ids"]], reference_length=5)
+        assert law.slope.shape == (4,)
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_masks_of_an_unknown_kind(self, monkeypatch):
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "own", lambda: None)
+        with pytest.raises(ValueError, match=r"`count` must be 'positions' where .* an unknown kind"):
+            huggingface.use(decoder("Llama"), LAW, base="own")
+
+    def test_attributes_of_families_with_hooks(self):
+        sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1, "vocab_size": 64}
+        config = transformers.MptConfig(**sizes, attn_config={"clip_qkv": 1.0})
+        model = transformers.MptModel(config)
+        with pytest.raises(
+            ValueError, match="`model` must not have `clip_qkv` while it has a law, got Mpt"
+        ):
+            huggingface.use(model, laws.LogLength(4))
+        assert not any(hasattr(x, "isentropic_law") for x in model.modules())
 
 
 class TestUnknownCounts:

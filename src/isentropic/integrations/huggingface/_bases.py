@@ -8,7 +8,8 @@ law it does the same as the original.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -28,17 +29,22 @@ from isentropic.integrations._observe import visible_counts
 from isentropic.integrations.huggingface._clamp import clamped
 from isentropic.integrations.huggingface._hooks import set_implementation
 from isentropic.integrations.huggingface._interface import (
+    NAME,
+    attend,
     law_of,
     positions_from_1,
     register,
     visibility_mask,
 )
+from isentropic.integrations.huggingface._modules import uses_interface
 from isentropic.integrations.huggingface._observe import announced
 from isentropic.laws._law import Law
 
 _Counter: TypeAlias = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, Any, dict[str, Any]], Any]
 
 _WITH_LAW: dict[tuple[Any, str], Callable[..., Any]] = {}
+# Arguments with which sparse attention chooses the keys.
+_SPARSE = ("indices", "block_indices")
 # FlashAttention needs all of them.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -53,6 +59,44 @@ def set_base(model: Any, base: str) -> None:
         must = f"be 'eager', the name of a kernel of the Hub, or one of {', '.join(map(repr, known))}"
         raise value_error("base", must, repr(base))
     set_implementation(model, base)
+
+
+def check_base(model: Any, counts: Mapping[Any, str]) -> None:
+    """Refuse the present implementation for modules with laws, rather than in the first forward pass.
+
+    `counts` says what the n of the law of each module counts.
+    """
+    for module, count in counts.items():
+        if not uses_interface(module):
+            continue
+        base = module.config._attn_implementation
+        names = needed_arguments(module)
+        if AttentionInterface().get(base) is not attend:
+            if count == "keys" and _counter(base) is _unknown:
+                _unknown(module, None, None, None, {})
+            # To "eager" and "sdpa", models of transformers give a mask in place of the indices.
+            is_counted = base in ("eager", "sdpa") or count != "keys"
+            names = set() if is_counted else names & set(_SPARSE)
+        if names:
+            owners = [x for x in model.modules() if getattr(x, "config", None) is module.config]
+            takes_sdpa = all(getattr(x, "_supports_sdpa", True) for x in owners)
+            must = (
+                f"be 'eager'{' or ' + repr('sdpa') if takes_sdpa else ''} for "
+                f"{type(module).__name__}, whose attention gets `{min(names)}`"
+            )
+            raise value_error("base", must, repr(base))
+
+
+def default_base(modules: Iterable[Any]) -> str:
+    """The implementation "isentropic", or "eager" where that does not support one of the modules."""
+    return "eager" if any(map(needed_arguments, filter(uses_interface, modules))) else NAME
+
+
+def needed_arguments(module: Any) -> set[str]:
+    """The arguments that a module passes to its attention, and that "isentropic" does not support."""
+    constants = inspect.unwrap(type(module).forward).__code__.co_consts
+    names = {y for x in constants for y in (x if isinstance(x, tuple) else (x,))}
+    return names & {"sinks", *_SPARSE}
 
 
 def extend_interface() -> None:
@@ -229,7 +273,7 @@ def _unknown(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any
 
 
 def _check_dense(kwargs: dict[str, Any]) -> None:
-    for name in ("indices", "block_indices"):
+    for name in _SPARSE:
         if kwargs.get(name) is not None:
             raise _unknown_count(f"the argument `{name}` of sparse attention")
 

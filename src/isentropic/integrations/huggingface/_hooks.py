@@ -105,13 +105,18 @@ def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) 
         raise value_error("model", must, f"another `{pending[0]}`")
 
 
+def check_law_can_act(module: Any, arguments: _Arguments) -> None:
+    """Refuse a module of a family whose law would be lost, from its attributes and arguments."""
+    family = family_of(module)
+    name = "" if family is None else family.unless
+    if name and (getattr(module, name, None) or arguments.get(name) is not None):
+        must = f"not have `{name}` while it has a law"
+        raise value_error("model", must, type(module).__name__)
+
+
 def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
     """Store the law and n on the children, where their hooks read them."""
-    if family.unless and (
-        getattr(module, family.unless, None) or arguments.get(family.unless) is not None
-    ):
-        must = f"not have `{family.unless}` while it has a law"
-        raise value_error("model", must, type(module).__name__)
+    check_law_can_act(module, arguments)
     for child, n in _counts(family, module, arguments, count).items():
         setattr(module.get_submodule(child), _PENDING, (law, n))
 

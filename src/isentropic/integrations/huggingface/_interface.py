@@ -68,6 +68,14 @@ def law_of(module: torch.nn.Module) -> LawAndCount:
     return (None, "keys") if held is None else (held(), held.count)
 
 
+def set_law(module: torch.nn.Module, law: torch.nn.Module | None) -> None:
+    """Give an attention module a LayerLaw, or None for standard attention."""
+    # Where a module had this name before, None would stay among its modules: loading a state dict would
+    # then ignore the tensors of a law.
+    module._modules.pop(LAW, None)
+    setattr(module, LAW, law)
+
+
 @functools.cache  # once
 def _warn_of_no_laws(kind: str) -> None:
     warnings.warn(
@@ -132,7 +140,7 @@ def law_and_options(
     """The law of a call by transformers, and the other arguments of `attention`."""
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            must = "be None: the attention of isentropic does not support it"
+            must = "be None: isentropic does not support it (the attention implementation 'eager' may)"
             raise value_error(name, must, type(kwargs[name]).__name__)
     mask, bias = visibility_mask(module, query, attention_mask, is_causal), position_bias
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
@@ -178,7 +186,10 @@ def _attend_with_dropout(
 ) -> Any:
     """The output by PyTorch's kernel. Attention of isentropic does not drop weights."""
     if sink is not None or options["softcap"] is not None:
-        must = "be 0 while a model with soft caps or sinks is trained (set it in its configuration)"
+        must = (
+            "be 0 while a model with soft caps or sinks is trained (set it in its configuration, or "
+            "use `base='eager'`)"
+        )
         raise value_error("dropout", must, dropout)
     if law is not None:
         n = options["n_keys"] if "n_keys" in options else visible_counts(query, key, options["mask"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
-from isentropic.integrations.huggingface._bases import set_base
-from isentropic.integrations.huggingface._hooks import hooks
-from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, law_of
+from isentropic.integrations.huggingface._bases import check_base, default_base, set_base
+from isentropic.integrations.huggingface._hooks import check_law_can_act, hooks
+from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, law_of, set_law
 from isentropic.integrations.huggingface._layer_law import COUNTS, layer_law
 from isentropic.integrations.huggingface._modules import attention_modules
 from isentropic.integrations.huggingface._rules import warn_of_rules
@@ -84,9 +84,10 @@ def use(
     ValueError
         For a model on whose attention laws cannot act, for layers that it does not have, for parameters
         that do not fit its heads, for `trainable` laws with nothing to train, and for a `base` that
-        does not exist or does not support the model. Calling the model also raises it: with
-        ``count="positions"`` if the model does not pass positions to its attention, and with a base
-        other than "isentropic" if the number of keys cannot be determined.
+        does not exist or does not support the model: the message names one that does. Calling the model
+        also raises it: with ``count="positions"`` if the model does not pass positions to its
+        attention, and with a base other than "isentropic" if the number of keys cannot be determined
+        from the shape of a mask.
     ImportError
         For a `base` that is not installed.
 
@@ -140,6 +141,8 @@ def use(
     named = attention_modules(model)
     modules, layer_laws = list(named.values()), per_layer(laws, count, list(named))
     warn_of_rules(modules, [law for law, _ in layer_laws])
+    if base is None and any(law is not None for law, _ in layer_laws):
+        base = NAME
     return apply(model, modules, layer_laws, base, trainable)
 
 
@@ -245,24 +248,30 @@ def apply(
     with contextlib.ExitStack() as stack:
         before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
         stack.callback(_restore, model, _implementations(model), before)
-        _set_base(model, base, has_laws=any(law is not None for law in held))
+        counts = {
+            module: law.count for module, law in zip(modules, held, strict=True) if law is not None
+        }
+        _set_base(model, base, counts)
+        check_base(model, counts)
+        for module in counts:
+            check_law_can_act(module, {})
         stack.enter_context(hooks(modules))
         for module, law in zip(modules, held, strict=True):
-            setattr(module, LAW, law)
+            set_law(module, law)
         write_entry(model)
         return stack.pop_all()
 
 
-def _set_base(model: Any, base: str | None, *, has_laws: bool) -> None:
+def _set_base(model: Any, base: str | None, with_laws: Collection[Any]) -> None:
     """Set the implementation. By default, a model without laws has the one from before its laws."""
     before = _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {})
     for config, implementation in _implementations(model):
         if implementation != NAME:
             before[id(config)] = implementation
-        elif base is None and not has_laws:
+        elif base is None and not with_laws:
             config._attn_implementation = before.get(id(config), NAME)
-    if base is not None or has_laws:
-        set_base(model, NAME if base is None else base)
+    if base is not None or with_laws:
+        set_base(model, default_base(with_laws) if base is None else base)
 
 
 def _implementations(model: Any) -> list[tuple[Any, str | None]]:
@@ -288,7 +297,7 @@ def _restore(
         config._attn_implementation = implementation
     for module, law in laws:
         if law is not _MISSING:
-            setattr(module, LAW, law)
+            set_law(module, law)
         elif hasattr(module, LAW):
             delattr(module, LAW)
     write_entry(model)
