@@ -178,6 +178,25 @@ print(load()(ids, attention_mask=torch.ones_like(ids)).logits.detach().double().
         for other in (loaded, twin, fresh, rebuilt.eval()):
             assert torch.equal(outputs(other, batch()), expected)
 
+    @pytest.mark.parametrize("ends", ["by use", "by a block"])
+    def test_trained_laws_are_not_loaded_into_a_model_without(self, ends):
+        trained, model = with_scales(), decoder("Llama")
+        if ends == "by use":
+            huggingface.use(model, laws.AffineLog(0.3), trainable=True)
+            huggingface.use(model, None)
+        else:
+            huggingface.use(model, None)
+            with huggingface.use(model, laws.AffineLog(0.3), trainable=True):
+                pass
+        names = sorted(law_names(trained))
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{names[0]}"'):
+            model.load_state_dict(trained.state_dict())
+        assert (
+            sorted(model.load_state_dict(trained.state_dict(), strict=False).unexpected_keys) == names
+        )
+        huggingface.use(model, laws.AffineLog(0.3), trainable="head")
+        model.load_state_dict(trained.state_dict())
+
     @pytest.mark.parametrize("name", ["T5", "Bart"])
     @pytest.mark.parametrize("part", ["all", "encoder"])
     @pytest.mark.filterwarnings("ignore:.*because its model has no laws:UserWarning")
@@ -273,9 +292,9 @@ print(load()(ids, attention_mask=torch.ones_like(ids)).logits.detach().double().
         assert not any(hasattr(module, "isentropic_law") for module in again.modules())
 
     def test_extending_twice_is_extending_once(self):
-        methods = [getattr(transformers.PreTrainedModel, name) for name in _saving._EXTENSIONS]
+        methods = [getattr(owner, name) for owner, name in _saving._EXTENSIONS]
         _saving.extend_transformers()
-        assert methods == [getattr(transformers.PreTrainedModel, name) for name in _saving._EXTENSIONS]
+        assert methods == [getattr(owner, name) for owner, name in _saving._EXTENSIONS]
         assert not any(hasattr(method.__wrapped__, "keeps_laws") for method in methods)
 
     @pytest.mark.parametrize(
@@ -474,6 +493,37 @@ class TestTrainable:
         assert sorted(report["missing_keys"]) == sorted(law_names(model))
         assert torch.equal(outputs(again, batch()), expected)
 
+    @pytest.mark.parametrize(
+        "law", [laws.AffineLog(0.25, 1.0, minimum=PER_HEAD), laws.scaled(laws.Power(0.25, 4), PER_HEAD)]
+    )
+    def test_the_configuration_has_the_trained_numbers(self, tmp_path, law):
+        model = decoder("Llama")
+        huggingface.use(model, law, trainable=True)
+        randomized(model).save_pretrained(tmp_path)
+        config = transformers.LlamaConfig.from_pretrained(tmp_path)
+        fresh = transformers.AutoModelForCausalLM.from_config(config)
+        assert huggingface.laws_of(fresh) == huggingface.laws_of(model)
+        assert entry(tmp_path)["layers"]["layers.0.self_attn"]["law"] != laws.to_dict(law)
+
+    def test_the_configuration_has_the_numbers_of_the_state_dict(self, tmp_path):
+        model = decoder("Llama")
+        huggingface.use(model, laws.AffineLog(0.25), trainable=True)
+        state = {
+            name: x + 1 if "isentropic_law" in name else x for name, x in model.state_dict().items()
+        }
+        model.save_pretrained(tmp_path, state_dict=state)
+        saved = entry(tmp_path)["layers"]["layers.1.self_attn"]["law"]
+        assert laws.from_dict(saved) == laws.AffineLog(np.asarray([1.25]), np.asarray([1.0]))
+
+    def test_a_diverged_model_is_saved(self, tmp_path):
+        model = decoder("Llama")
+        huggingface.use(model, laws.AffineLog(0.25, 1.0), trainable=True)
+        before = model.config.to_dict()["isentropic_laws"]
+        with torch.no_grad():
+            model.get_parameter(f"{SECOND}.isentropic_law.slope").fill_(math.nan)
+        model.save_pretrained(tmp_path)
+        assert entry(tmp_path) == before
+
     def test_out_of_range(self):
         model = decoder("Llama")
         huggingface.use(model, laws.AffineLog(0.0, 1.0), trainable=True)
@@ -563,6 +613,25 @@ class TestTraining:
         assert train(resumed, tmp_path / "part", 4, resume=str(checkpoint), **options) == losses
         final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint-4")
         assert torch.equal(outputs(final, batch()), outputs(model.eval(), batch()))
+
+    def test_resuming_without_the_laws(self, tmp_path):
+        train(with_scales(), tmp_path, 2)
+        options = {"resume": str(tmp_path / "checkpoint-2")}
+        must = (
+            r"`model` must have the trained laws of the checkpoint .*checkpoint-2: .*`huggingface.use`"
+        )
+        for model in (decoder("Llama"), frozen := decoder("Llama")):
+            if model is frozen:
+                huggingface.use(model, laws.AffineLog(0.3))
+            with pytest.raises(ValueError, match=f"{must}.* in layers.0.self_attn, layers.1.self_attn"):
+                train(model, tmp_path, 4, **options)
+
+    def test_resuming_without_laws_that_are_not_trained(self, tmp_path):
+        model = decoder("Llama")
+        huggingface.use(model, laws.LogLength(4))
+        train(model, tmp_path, 2)
+        with pytest.warns(UserWarning, match="checkpoint-2 has laws, and the model .* has none"):
+            train(decoder("Llama"), tmp_path, 4, resume=str(tmp_path / "checkpoint-2"))
 
     def test_checkpointing_gives_the_same_gradients(self):
         gradients = []

@@ -5,8 +5,8 @@ of a model are numbered from 0, in the order of ``model.modules()``.
 
 Laws are submodules of the attention modules, so that models with different laws are independent. A
 model is saved with its laws. So that ``from_pretrained`` brings them back, importing this module
-registers ``attn_implementation="isentropic"``. It also adds a step to four methods of PreTrainedModel
-and to the lookup of attention functions, which do nothing for models without laws.
+registers ``attn_implementation="isentropic"``. It also adds a step to four methods of PreTrainedModel,
+to one of Trainer and to the lookup of attention functions, which do nothing for models without laws.
 """
 
 from isentropic._checks import requires_extra

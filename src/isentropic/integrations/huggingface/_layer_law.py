@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from numbers import Real
 from operator import attrgetter
@@ -51,10 +51,26 @@ class LayerLaw(LawModule):
             for x, value in self.values():
                 x.copy_(value)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The law with its initial values, for JSON. The state dict has those that are trained."""
-        law = laws_module.to_dict(self.initial)
+    def to_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The law with its present values, for JSON.
+
+        `state` has tensors by name, instead of parameters of which this process has only a part.
+        """
+        law = laws_module.to_dict(self._present(dict(self.named_parameters()) | state))
         return {"law": law, "count": self.count} | ({"trainable": True} if self.trainable else {})
+
+    def _present(self, tensors: Mapping[str, torch.Tensor]) -> Law:
+        """The law with the values of tensors: the initial ones where those are unknown or invalid."""
+        values = {}
+        for name, x in tensors.items():
+            initial = torch.from_numpy(attrgetter(name)(self.initial))
+            is_part = x.shape != initial.shape or hasattr(x, "full_tensor")  # by sharding
+            if not (is_part or x.is_meta or torch.equal(x.detach().cpu(), initial.to(x.dtype))):
+                values[name] = x.detach().double().cpu().numpy()
+        try:
+            return _with_values(self.initial, values)
+        except ValueError:  # the state dict is saved nevertheless
+            return self.initial
 
 
 def layer_law(
@@ -108,6 +124,16 @@ def _with_arrays_to_train(law: Law, heads: int | None) -> Law:
             # Fully sharded data parallelism refuses parameters without axes.
             shape = np.broadcast_shapes(shape, (1,) if heads is None else (heads,))
             changes[name] = np.broadcast_to(value, (*shape, *knots)).copy()
+    return replace(law, **changes)
+
+
+def _with_values(law: Law, values: Mapping[str, Any], prefix: str = "") -> Law:
+    changes: dict[str, Any] = {}
+    for name, x in vars(law).items():
+        if isinstance(x, Law):
+            changes[name] = _with_values(x, values, f"{prefix}{name}.")
+        else:
+            changes[name] = values.get(prefix + name, x)
     return replace(law, **changes)
 
 

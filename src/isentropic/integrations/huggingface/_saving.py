@@ -1,25 +1,29 @@
 """Laws in the configuration of a model, so that `save_pretrained` and `from_pretrained` keep them.
 
-The configuration says which laws a model has, and with which values they start. What training makes of
-them is in the state dict, under the names of the modules. `extend_transformers` is the one place that
-changes transformers.
+The configuration says which laws a model has, and the values that they have when it is written. The
+trained ones are in the state dict too, under the names of the modules. `extend_transformers` is the one
+place that changes transformers.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedModel, Trainer, initialization
+from transformers.utils import CONFIG_NAME
 
 from isentropic import laws as laws_module
 from isentropic._checks import check_flag, type_error, value_error
 from isentropic.integrations.huggingface._hooks import hooks
-from isentropic.integrations.huggingface._interface import LAW, NAME
+from isentropic.integrations.huggingface._interface import LAW, NAME, set_law
 from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
 
 ENTRY, _VERSION = "isentropic_laws", 1
@@ -32,15 +36,15 @@ _IMPLEMENTATION = "attn_implementation"
 def extend_transformers() -> None:
     """Let the models of transformers keep their laws.
 
-    Four methods of PreTrainedModel get a step before or after. It does nothing for models without laws.
-    Calling this again has no effect.
+    Four methods of PreTrainedModel, and one of Trainer, get a step before or after. It does nothing for
+    models without laws. Calling this again has no effect.
     """
-    for name, extend in _EXTENSIONS.items():
-        original = getattr(PreTrainedModel, name)
+    for (owner, name), extend in _EXTENSIONS.items():
+        original = getattr(owner, name)
         if not hasattr(original, "keeps_laws"):
             method = functools.wraps(original)(extend(original))
             method.keeps_laws = True  # type: ignore[attr-defined]
-            setattr(PreTrainedModel, name, method)
+            setattr(owner, name, method)
 
 
 def _check_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +83,8 @@ def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, kind in write_entry(self).items():
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        for name, kind in write_entry(self, given.get("state_dict")).items():
             warnings.warn(
                 f"The law of {name} cannot be saved: only those of isentropic.laws can, got {kind}.",
                 stacklevel=2,
@@ -89,11 +94,20 @@ def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
+def _load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_from_checkpoint(self: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_checkpoint(self.model, Path(resume_from_checkpoint))
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+
+    return load_from_checkpoint
+
+
 _EXTENSIONS = {
-    "_check_and_adjust_attn_implementation": _check_implementation,
-    "post_init": _post_init,
-    "_initialize_weights": _initialize_weights,
-    "save_pretrained": _save_pretrained,
+    (PreTrainedModel, "_check_and_adjust_attn_implementation"): _check_implementation,
+    (PreTrainedModel, "post_init"): _post_init,
+    (PreTrainedModel, "_initialize_weights"): _initialize_weights,
+    (PreTrainedModel, "save_pretrained"): _save_pretrained,
+    (Trainer, "_load_from_checkpoint"): _load_from_checkpoint,
 }
 
 
@@ -132,8 +146,16 @@ def _held_laws(module: Any, name: str = "", models: tuple[Any, ...] = ()) -> Ite
         yield from _held_laws(child, f"{name}.{key}" if name else key, models)
 
 
-def write_entry(model: torch.nn.Module) -> dict[str, str]:
+def write_entry(
+    model: torch.nn.Module, state: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, str]:
     """Write the present laws of a model into its configurations.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    state : mapping, optional
+        A state dict of the model, which is saved in place of its own.
 
     Returns
     -------
@@ -150,7 +172,9 @@ def write_entry(model: torch.nn.Module) -> dict[str, str]:
             config, name = held.config_and_name()
             empty = {"version": _VERSION, "base": NAME, "layers": {}}
             entry = vars(config).setdefault(ENTRY, empty)
-            entry["layers"][name] = description = _description(held.law)
+            prefix = f"{held.name}.{LAW}."
+            own = {k.removeprefix(prefix): x for k, x in (state or {}).items() if k.startswith(prefix)}
+            entry["layers"][name] = description = _description(held.law, own)
             if description is not None:
                 entry["base"] = held.implementation
                 if "unsaved" in description:
@@ -181,11 +205,11 @@ def _require_implementation(config: Any) -> Any:
     return asked
 
 
-def _description(law: Any) -> dict[str, Any] | None:
+def _description(law: Any, state: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
     if law is None:
         return None
     try:
-        return law.to_dict()
+        return law.to_dict(state)
     except TypeError:
         return {"unsaved": law._kind.__name__}
 
@@ -203,6 +227,40 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(inner)
 
 
+def _check_checkpoint(model: Any, folder: Path) -> None:
+    """Refuse to train on from a checkpoint with trained laws without them."""
+    path, config = folder / CONFIG_NAME, getattr(model, "config", None)
+    if config is None or not path.is_file():
+        return
+    own = _layers(config.to_dict())
+    saved = _layers(json.loads(path.read_text(encoding="utf-8")))
+    lost = [name for name, is_trained in saved.items() if is_trained and not own.get(name)]
+    if lost:
+        must = (
+            f"have the trained laws of the checkpoint {folder}: make it by `from_pretrained`, or apply "
+            "them by `huggingface.use` before the training"
+        )
+        raise value_error("model", must, f"no trained law in {', '.join(lost)}")
+    if saved and not own:
+        warnings.warn(
+            f"The checkpoint {folder} has laws, and the model that is trained on has none. Apply them "
+            "by `huggingface.use`.",
+            stacklevel=4,
+        )
+
+
+def _layers(config: dict[str, Any], prefix: str = "") -> dict[str, bool]:
+    """The layers with laws in a configuration and those within it, and whether these are trained."""
+    entry = config.get(ENTRY, {"layers": {}})
+    layers = {
+        f"{prefix}{name}": "trainable" in x for name, x in entry["layers"].items() if x is not None
+    }
+    for key, inner in config.items():
+        if isinstance(inner, dict) and key != ENTRY:
+            layers |= _layers(inner, f"{prefix}{key}.")
+    return layers
+
+
 def make_laws(model: Any) -> bool:
     """Give a new model the laws that its configuration describes. Say whether there were any."""
     entry = vars(model.config).get(ENTRY)
@@ -214,7 +272,7 @@ def make_laws(model: Any) -> bool:
         module = _find(model, name)
         # An inner model may have made the law already.
         if module is not None and not hasattr(module, LAW):
-            setattr(module, LAW, _from_description(description, module, model, name))
+            set_law(module, _from_description(description, module, model, name))
             made.append(module)
     if made:
         hooks(made)
