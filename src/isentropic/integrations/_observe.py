@@ -201,7 +201,7 @@ class Observer:
         As in `observe`.
     """
 
-    _model: torch.nn.Module | None = None
+    _model: Any = None
 
     def __init__(
         self,
@@ -222,8 +222,8 @@ class Observer:
         original: torch.nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self._names = {module: name for name, module in original.named_modules()}
         self._layers = set(layers.values())
-        self._passes, self._step = 0, 0
-        self._is_requested, self._requested_step = False, None
+        self._passes, self._step, self._is_requested = 0, 0, False
+        self._requested_step: int | None = None
         self._sums: dict[torch.nn.Module, Tensor] = {}
         self._failures: dict[torch.nn.Module, str] = {}  # of this pass
         self._warned: set[str] = set()  # the layers of which a warning was given

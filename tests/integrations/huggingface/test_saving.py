@@ -24,6 +24,7 @@ from tiny_models import SIZES, batch, close, decoder, encoder_decoder, outputs  
 from isentropic.integrations import huggingface  # noqa: E402
 from isentropic.integrations.huggingface import _interface, _saving  # noqa: E402
 from isentropic.integrations.huggingface._layer_law import LayerLaw  # noqa: E402
+from isentropic.integrations.torch import LawModule, MultiheadAttention  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -566,6 +567,93 @@ class TestTrainable:
         for name in (FIRST, SECOND):
             model.get_submodule(name).isentropic_law.reset_parameters()
         assert huggingface.laws_of(model) == before
+
+
+class TestWithoutMemory:
+    """Models that are made without the memory of their tensors, and filled from a checkpoint."""
+
+    LAWS = (laws.AffineLog(PER_HEAD, minimum=PER_HEAD), laws.scaled(laws.Power(0.2, 4), PER_HEAD))
+
+    @pytest.mark.parametrize("law", LAWS, ids=["AffineLog", "scaled"])
+    @pytest.mark.parametrize("trainable", [False, "head"])
+    def test_tensors(self, tmp_path, law, trainable):
+        model = decoder("Llama")
+        huggingface.use(model, law, trainable=trainable)
+        want = huggingface.laws_of(randomized(model))
+        model.save_pretrained(tmp_path)
+
+        def made():
+            return transformers.LlamaForCausalLM(copy.deepcopy(model.config))
+
+        def on_meta():
+            with torch.device("meta"):
+                return made()
+
+        def used_on_meta():
+            other = decoder("Llama").to("meta")
+            huggingface.use(other, law, trainable=trainable)
+            return other
+
+        for other in (made(), on_meta(), used_on_meta(), copy.deepcopy(model).to("meta")):
+            other.to_empty(device="cpu")
+            other.load_state_dict(model.state_dict())
+            assert huggingface.laws_of(other) == want
+        other = on_meta()
+        other.load_state_dict(model.state_dict(), assign=True)
+        assert huggingface.laws_of(other) == want
+        with accelerate.init_empty_weights():
+            other = made()
+        other = accelerate.load_checkpoint_and_dispatch(other, tmp_path, device_map={"": "cpu"})
+        assert torch.equal(outputs(other, batch()), outputs(model, batch()))
+
+    @pytest.mark.parametrize("device", ["cpu", None])
+    @pytest.mark.parametrize("law_is_saved", [True, False])
+    def test_a_model_of_your_own(self, tmp_path, device, law_is_saved):
+        trained = OwnModel(OwnConfig(law_device=device))
+        with torch.no_grad():
+            trained.attention.law.intercept += 1
+        trained.save_pretrained(tmp_path)
+        if not law_is_saved:
+            weights = {name: x for name, x in trained.state_dict().items() if "law" not in name}
+            trained.save_pretrained(tmp_path, state_dict=weights)
+        if device is None:
+            must = (
+                r"`attention.law.[a-z]*` must have values .* \(make it with `device='cpu'`\), got none"
+            )
+            with pytest.raises(ValueError, match=must):
+                OwnModel.from_pretrained(tmp_path)
+            return
+        again = OwnModel.from_pretrained(tmp_path)
+        law = laws.AffineLog(torch.full((4,), 0.25), torch.full((4,), 2.0 if law_is_saved else 1.0))
+        assert again.attention.law() == law
+        assert again.other() == laws.scaled(laws.LogLength(4), torch.full((4,), 0.5))
+        x = torch.ones(1, 5, 16)
+        assert torch.isfinite(again(x)).all()
+
+
+class OwnConfig(transformers.PretrainedConfig):
+    model_type = "isentropic-test"
+
+    def __init__(self, law_device=None, **options):
+        super().__init__(**options)
+        self.law_device = law_device
+
+
+class OwnModel(transformers.PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        slope, intercept, factor = (
+            torch.full((4,), x, device=config.law_device) for x in (0.25, 1.0, 0.5)
+        )
+        law = laws.AffineLog(slope, torch.nn.Parameter(intercept))
+        self.attention = MultiheadAttention(16, 4, batch_first=True, law=law)
+        self.other = LawModule(laws.scaled(laws.LogLength(4), factor))
+        self.post_init()
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Data(torch.utils.data.Dataset):

@@ -14,6 +14,8 @@ from transformers.masking_utils import sdpa_mask
 
 from isentropic._attention.functions import attention, attention_weights, scale_queries
 from isentropic._checks import type_error, value_error
+from isentropic._namespace import namespace
+from isentropic._numerics import grouped_matmul
 from isentropic.integrations._observe import visible_counts
 from isentropic.laws._law import Law
 from isentropic.masks import Mask, causal
@@ -115,8 +117,7 @@ def attend(
     if weights is not None and (is_dropping or weights.requires_grad):
         # The output is made of them, so that they have the gradient of what is made of the output.
         weights = torch.dropout(weights, dropout, module.training)
-        groups = weights.unflatten(1, (value.shape[1], -1))
-        out = (groups @ value[:, :, None]).flatten(1, 2)
+        out = grouped_matmul(namespace(value=value), weights, value)
     elif is_dropping:
         out = _attend_with_dropout(query, key, value, s_aux, law, options, dropout)
     else:

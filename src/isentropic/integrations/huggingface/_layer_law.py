@@ -45,6 +45,17 @@ class LayerLaw(LawModule):
         for name, x in (*self.named_parameters(), *self.named_buffers()):
             yield x, torch.from_numpy(attrgetter(name)(self.initial))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = [(x, x.is_meta) for x, _ in self.values()]
+        super()._apply(fn, recurse)
+        with torch.no_grad():
+            for (old, was_meta), (x, value) in zip(before, self.values(), strict=True):
+                # `to_empty` loses values. Those of buffers never change, and are in no state dict.
+                is_new = was_meta or (x is not old and not isinstance(x, torch.nn.Parameter))
+                if is_new and not x.is_meta:
+                    x.copy_(value)
+        return self
+
     def reset_parameters(self) -> None:
         """Set all tensors to their initial values."""
         with torch.no_grad():
@@ -56,7 +67,7 @@ class LayerLaw(LawModule):
 
         `state` has tensors by name, instead of parameters of which this process has only a part.
         """
-        law = laws_module.to_dict(self._present(dict(self.named_parameters()) | state))
+        law = laws_module.to_dict(self._present({**dict(self.named_parameters()), **state}))
         return {"law": law, "count": self.count} | ({"trainable": True} if self.trainable else {})
 
     def _present(self, tensors: Mapping[str, torch.Tensor]) -> Law:
@@ -151,6 +162,9 @@ def _with_tensors(law: Law, trainable: bool, like: torch.Tensor) -> Law:
         if isinstance(x, Law):
             changes[name] = _with_tensors(x, trainable, like)
         elif is_array(x) and not isinstance(x, torch.Tensor):
-            x = torch.tensor(x, device=like.device, dtype=like.dtype)
-            changes[name] = torch.nn.Parameter(x) if trainable and name not in _FIXED else x
+            is_parameter = trainable and name not in _FIXED
+            # No state dict would give a buffer on the meta device its values.
+            device = like.device if is_parameter or not like.is_meta else "cpu"
+            x = torch.tensor(x, device=device, dtype=like.dtype)
+            changes[name] = torch.nn.Parameter(x) if is_parameter else x
     return replace(law, **changes)

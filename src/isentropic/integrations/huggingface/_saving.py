@@ -25,8 +25,10 @@ from isentropic._checks import check_flag, type_error, value_error
 from isentropic.integrations.huggingface._hooks import hooks
 from isentropic.integrations.huggingface._interface import LAW, NAME, set_law
 from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
+from isentropic.integrations.torch import LawModule
 
 ENTRY, _VERSION = "isentropic_laws", 1
+_VALUES = "_isentropic_values"  # an attribute of LawModules in models: their tensors as they were made
 _KEYS = ("law", "count", "trainable")  # what describes the law of a layer
 # transformers reads this field, but never writes it. With it a model with laws does not load without
 # this package, rather than silently lose its laws.
@@ -60,6 +62,10 @@ def _check_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
 def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: Any) -> None:
         made = make_laws(self)  # before the weights are initialized or loaded
+        for module in _own_laws(self):
+            # Loading replaces the tensors that are not loaded by uninitialized ones.
+            values = {name: x.detach().clone() for name, x in _tensors(module)}
+            vars(module).setdefault(_VALUES, values)
         original(self)
         if made:
             # Loading in half precision would round the laws.
@@ -71,6 +77,8 @@ def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
 def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(module, LayerLaw):
+            if not getattr(module, "_is_hf_initialized", False):
+                _restore_values(self, module)
             return original(self, module, *args, **kwargs)
         if not module._is_hf_initialized:
             for x, value in module.values():
@@ -79,6 +87,33 @@ def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return initialize
+
+
+def _own_laws(model: Any) -> list[Any]:
+    """The LawModules in a model, except the laws that `use` applied."""
+    applied = {
+        x for module in model.modules() if isinstance(module, LayerLaw) for x in module.modules()
+    }
+    return [x for x in model.modules() if isinstance(x, LawModule) and x not in applied]
+
+
+def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _restore_values(model: Any, module: Any) -> None:
+    """Set those tensors of a LawModule that have not been loaded to the values they were made with."""
+    values = vars(module).get(_VALUES, {})
+    for name, x in _tensors(module) if values else ():
+        if values[name].is_meta and not getattr(x, "_is_hf_initialized", False):
+            owner = next(name for name, x in model.named_modules() if x is module)
+            must = (
+                "have values that `from_pretrained` can know: they are not in the checkpoint, and the "
+                "tensor is made on the meta device (make it with `device='cpu'`)"
+            )
+            raise value_error(f"{owner}.{name}", must, "none")
+        initialization.copy_(x, values[name])
 
 
 def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
