@@ -381,6 +381,8 @@ class TestErrors:
             ({"trained_length": 12}, "12 keys, got 11"),
             ({"batches": []}, "batches"),
             ({"batches": [{"input_ids": ids, "position_ids": ids}]}, "position_ids"),
+            ({"batches": [{"input_ids": ids, "past_key_values": ids}]}, "leave `past_key_values`"),
+            ({"batches": [{"input_ids": ids, "cache": ids}]}, "leave `cache` to the model"),
             ({"batches": [{"inputs_embeds": torch.zeros(1, 12, 32)}]}, "labels"),
             (
                 {"batches": [ids[0]]},

@@ -54,6 +54,11 @@ def test_lowers_the_loss_beyond_the_length_alone(name):
         assert loss_beyond(model, data) < before - 1e-3
 
 
+@pytest.mark.filterwarnings("error:.*is deprecated:FutureWarning")
+def test_the_cache_has_its_present_name():
+    tune(decoder("Llama"))
+
+
 def test_constants_act_at_all_lengths():
     model, data = decoder("Llama"), list(texts())
     start = laws.Constant(1.1)

@@ -336,7 +336,7 @@ class _Arms:
     def inputs_labels_counts(self, batch: Any) -> tuple[dict[str, Any], Any, Any]:
         """The arguments of the model, and for its logits the labels and numbers of keys, (B, L)."""
         batch = as_mapping(batch)
-        for name in ("position_ids", "past_key_values"):
+        for name in ("position_ids", "past_key_values", "cache"):
             if batch.get(name) is not None:
                 raise value_error("batches", f"leave `{name}` to the model", f"`{name}`")
         device = self.model.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -266,7 +267,7 @@ def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> _Cache:
     # Other states, such as those of Mamba, are not always continued over chunks.
     kinds = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     for part in () if kinds else ids.split(chunk_size, dim=1):
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=part, use_cache=True, **_with_cache(model.base_model, cache))
         cache.end_step()
     if kinds or cache.get_seq_length() != ids.shape[1]:
         must = "keep the keys and values of all tokens in its cache, and no other states"
@@ -274,12 +275,18 @@ def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> _Cache:
     return cache
 
 
+def _with_cache(model: Any, cache: DynamicCache) -> dict[str, Any]:
+    """The cache as an argument of the model, which transformers renamed in 5.24."""
+    is_new = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if is_new else "past_key_values": cache}
+
+
 def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     """The mean loss of all tokens except the first.
 
     They continue the tokens in the cache, and are added to it.
     """
-    logits = model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True).logits
+    logits = model(input_ids=ids[:, :-1], use_cache=True, **_with_cache(model, cache)).logits
     dtype = torch.promote_types(logits.dtype, torch.float32)
     loss = cross_entropy(logits.to(dtype).transpose(1, 2), ids[:, 1:])
     if not torch.isfinite(loss):
