@@ -60,6 +60,10 @@ def inputs(dtype="float32", n=7):
     }
 
 
+def _lengths_of(a):
+    return a["q"].shape[-2], a["k"].shape[-2]
+
+
 def dense(a):
     return it.jl.DenseProjection(a["weights"], a["weights_scale"])
 
@@ -200,7 +204,7 @@ CASES = {
     "needle_entropy": lambda a: theory.needle_entropy(a["n_keys"], 1, a["target"] * 0.1 + 2.0),
     "Mask": lambda a: (
         masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
-    ).visible_count(7, 7, like=a["q"]),
+    ).visible_count(*_lengths_of(a), like=a["q"]),
 }  # fmt: skip
 
 
@@ -251,10 +255,10 @@ TRIED = {
         {"law": "AffineLog", "slope": [0.25, 0.5]}, like=a["x"]
     ).arrays,
     "to_dict": lambda a: laws.to_dict(laws.AffineLog(a["slope"])),
-    "causal": lambda a: masks.causal(a["n_keys"][2]).visible_count(7, 7, like=a["q"]),
-    "window": lambda a: masks.window(2, offset=a["n_keys"][2]).visible_count(7, 7, like=a["q"]),
-    "padding": lambda a: masks.padding(a["lengths"]).visible_count(7, 7, like=a["q"]),
-    "segments": lambda a: masks.segments(a["ids"]).visible_count(7, 7, like=a["q"]),
+    "causal": lambda a: masks.causal(a["n_keys"][2]).visible_count(*_lengths_of(a), like=a["q"]),
+    "window": lambda a: masks.window(2, offset=a["n_keys"][2]).visible_count(*_lengths_of(a), like=a["q"]),
+    "padding": lambda a: masks.padding(a["lengths"]).visible_count(*_lengths_of(a), like=a["q"]),
+    "segments": lambda a: masks.segments(a["ids"]).visible_count(*_lengths_of(a), like=a["q"]),
     "positive_features": lambda a: it.layers.positive_features(8, 5, rng=0, like=a["q"]),
     "count_sketch": lambda a: it.jl.count_sketch(16, 5, rng=0, like=a["x"]),
     "gaussian_projection": lambda a: it.jl.gaussian_projection(16, 5, rng=0, like=a["x"]),

@@ -68,14 +68,19 @@ def namespace(*groups: Group, **arrays: Any) -> ModuleType:
 
 
 def common_device(*groups: Group, **arrays: Any) -> Any:
-    """The common device of all arrays; None if it is unknown (a JAX tracer)."""
+    """The common device of all arrays; None if it is unknown (a JAX tracer), or left to JAX."""
     common, first = None, ""
     for name, x in _named(groups, arrays):
         # torch.compile supports `x.device`, but not `array_api_compat.device`.
         if type(x).__module__ == "numpy":
             its_device = "cpu"
+        elif is_torch_array(x):
+            its_device = x.device
         else:
-            its_device = x.device if is_torch_array(x) else array_api_compat.device(x)
+            its_device = array_api_compat.device(x)
+            # JAX itself moves arrays that were made without a device to that of the others.
+            if its_device is not None and not getattr(x, "committed", True):
+                continue
         # The `device` of a sharded JAX array is a sharding. Arrays with different layouts over the
         # same set of devices can be used together.
         devices = getattr(its_device, "device_set", its_device)

@@ -48,7 +48,7 @@ from isentropic._loops import (
     take,
 )
 from isentropic._namespace import Array, common_device, default_dtype, has_kind, is_torch, namespace
-from isentropic._numerics import align, clip, lift
+from isentropic._numerics import align, clip, lift, quietly
 from isentropic._pytrees import Node
 from isentropic._records import Record
 
@@ -152,6 +152,7 @@ class Mask(Node, Record, ABC):
         the library of the index.
         """
 
+    @quietly
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:
         """The number of keys that each query sees.
 
@@ -192,6 +193,7 @@ class Mask(Node, Record, ABC):
         frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
         return self.count(frame)
 
+    @quietly
     def rows(self, rows: Iterable[int], n_queries: int, n_keys: int, *, like: Array) -> Array:
         """The boolean array (..., K, S) of K queries, in the library and on the device of `like`.
 

@@ -254,9 +254,10 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
     if isinstance(x, Mask):
         return x.signature(_signature_of)
     # Devices of CuPy have no hash. JAX has other promotion rules for arrays that it has made from
-    # Python numbers (weak types).
+    # Python numbers (weak types), and moves arrays that were made without a device.
     device = x.device.id if module.startswith("cupy") else array_api_compat.device(x)
-    return kind, x.shape, x.dtype, device, getattr(x, "weak_type", None)
+    is_bound = device is not None and getattr(x, "committed", None)
+    return kind, x.shape, x.dtype, device, is_bound, getattr(x, "weak_type", None)
 
 
 @quietly  # NumPy computes the factors of tensors

@@ -35,7 +35,7 @@ from isentropic._namespace import (
     namespace,
     to_numpy,
 )
-from isentropic._numerics import clip, lift
+from isentropic._numerics import clip, lift, quietly
 from isentropic._pytrees import Node
 
 Parameter: TypeAlias = "float | Array | PerQuery"
@@ -92,6 +92,7 @@ class Law(Node, ABC):
     _argument = "law"
     _cached_properties: ClassVar[frozenset[str]] = frozenset()
 
+    @quietly
     def __call__(self, n: Any) -> Any:
         """The factor for n visible keys.
 

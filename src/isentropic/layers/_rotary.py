@@ -22,9 +22,10 @@ from isentropic._namespace import (
     namespace,
     present,
 )
-from isentropic._numerics import align
+from isentropic._numerics import align, quietly
 
 
+@quietly
 def rotary(
     x: ArrayT,
     positions: Array | None = None,
