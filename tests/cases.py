@@ -143,8 +143,8 @@ CASES = {
         a["q"], a["k"], a["v"], a["wa"], a["wa"], a["va"], mask=a["visible"]
     ),
     "merge_states": lambda a: it.merge_states(
-        it.attention_state(a["q"], a["k"], a["v"], n_keys=14),
-        it.attention_state(a["q"], a["v"][..., :1] * a["k"], a["v"], n_keys=14),
+        it.attention_state(a["q"], a["k"], a["v"], n_keys=2 * _lengths_of(a)[1]),
+        it.attention_state(a["q"], a["v"][..., :1] * a["k"], a["v"], n_keys=2 * _lengths_of(a)[1]),
     ),
     "rotary": lambda a: it.layers.rotary(a["q"], a["n_keys"]),
     "rotary-interleaved": lambda a: it.layers.rotary(a["q"], interleaved=True, base=500.0),

@@ -113,6 +113,86 @@ class TestEveryFunction:
         np.testing.assert_allclose(analytic, numerical, rtol=1e-5, atol=1e-7)
 
 
+# The shapes of `cases.inputs` with a symbol for the batch, b, and for the length, n. The batch of `p`
+# is that of a slice of it.
+SYMBOLIC = {
+    "q": "b, 4, n, 8", "k": "b, 4, n, 8", "v": "b, 4, n, 6", "k2": "b, 2, n, 8", "v2": "b, 2, n, 6",
+    "x": "b, n, 16", "bias": "1, 4, n, n", "visible": "b, 1, n, n", "lengths": "b, 1", "ids": "n",
+    "n_keys": "n", "p": "2, n, n", "target": "b, 4, n",
+}  # fmt: skip
+
+
+class TestSymbolicSizes:
+    """One exported program for all batches and lengths."""
+
+    @staticmethod
+    def _program(function, read):
+        texts = {key: SYMBOLIC.get(key, ", ".join(map(str, x.shape))) for key, x in read.items()}
+        bounds = {"n": "n >= 6", "b": "b >= 2"}
+        used = [bound for symbol, bound in bounds.items() if symbol in "".join(texts.values())]
+        scope = jax.export.SymbolicScope(used)
+        shapes = {
+            key: jax.ShapeDtypeStruct(jax.export.symbolic_shape(text, scope=scope), read[key].dtype)
+            for key, text in texts.items()
+        }
+        return jax.export.export(jax.jit(function))(shapes).call
+
+    @_every("jit")
+    def test_values(self, name):
+        case, inputs = cases.CASES[name], cases.inputs(n=9)
+        read = {key: jnp.asarray(inputs[key]) for key in sorted(cases.names_read(case))}
+        if not SYMBOLIC.keys() & read.keys():
+            pytest.skip("its arrays have no batch and no length")
+        program = self._program(lambda read: jax.tree.leaves(case(read)), read)
+        more = {
+            key: x[np.asarray([0, 1, 0])] if SYMBOLIC.get(key, "")[:1] == "b" else x
+            for key, x in read.items()
+        }
+        exact = case({key: np.asarray(x) for key, x in more.items()})
+        for a, b in zip(program(more), jax.tree.leaves(exact), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+    def test_gradient(self, rng):
+        q, k, v = (jnp.asarray(x) for x in rng.normal(size=(3, 2, 4, 9, 8)).astype("float32"))
+
+        def gradient(a):
+            def loss(a):
+                mask = masks.causal() & masks.window(4)
+                return it.attention(a["q"], a["k"], a["v"], mask=mask).sum()
+
+            return jax.grad(loss)(a)
+
+        arrays = {"q": q, "k": k, "v": v[..., :6]}
+        got = self._program(gradient, arrays)(arrays)
+        for key, expected in gradient(arrays).items():
+            np.testing.assert_allclose(got[key], expected, rtol=1e-4, atol=1e-5)
+
+    def test_known_lengths_keep_their_tiles(self):
+        """A symbolic batch alone does not put an L×S array of weights into memory."""
+        scope = jax.export.SymbolicScope()
+        shape = jax.export.symbolic_shape("b, 4, 4096, 8", scope=scope)
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        program = jax.export.export(jax.jit(lambda x: it.attention(x, x, x, is_causal=True)))(x)
+        assert "4096x4096" not in program.mlir_module()
+
+    def test_maps_before_other_axes(self):
+        x = jnp.asarray(cases.inputs(n=9)["x"].swapaxes(1, 2))
+        f = it.jl.hadamard_projection(16, 5, rng=0, like=x)
+        shape = jax.export.symbolic_shape("b, 16, n")
+        call = jax.jit(lambda x: (f(x, axis=1), it.jl.hadamard_transform(x, axis=1)))
+        program = jax.export.export(call)(jax.ShapeDtypeStruct(shape, x.dtype))
+        for a, b in zip(program.call(x), call(x), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_what_needs_a_number(self):
+        points = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 8"), jnp.float32)
+        with pytest.raises(ValueError, match="`x` must have a known number of rows"):
+            jax.eval_shape(lambda x: it.jl.distortion(x, x).distance, points)
+        heads = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4, n, 8"), jnp.float32)
+        with pytest.raises(ValueError, match="xla: some size is symbolic"):
+            jax.eval_shape(lambda x: it.attention(x, x, x, implementation="xla"), heads)
+
+
 class TestTransformations:
     def test_vmap(self, rng, tiny_tiles):
         q, k, v = jnp.asarray(rng.normal(size=(3, 2, 4, 7, 8)).astype("float32"))

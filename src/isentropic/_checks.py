@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from isentropic._namespace import has_kind
+from isentropic._namespace import has_kind, is_symbolic
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,13 +166,13 @@ def plain_float(x: Any) -> float:
 
 def is_integer(x: Any) -> bool:
     # Under torch.compile `isinstance(x, int)` is the one supported test of a symbolic integer.
-    # In torch.export, and in nodes of its graphs, symbolic integers have a class of their own, SymInt.
-    return type(x).__name__ == "SymInt" or (isinstance(x, (int, Integral)) and not isinstance(x, bool))
+    # In torch.export, and in nodes of its graphs, symbolic integers have a class of their own.
+    return is_symbolic(x) or (isinstance(x, (int, Integral)) and not isinstance(x, bool))
 
 
 def plain_integer(x: Any) -> int:
     """A NumPy integer as a Python integer. Symbolic integers are returned unchanged."""
-    return x if isinstance(x, int) or type(x).__name__ == "SymInt" else int(x)
+    return x if isinstance(x, int) or is_symbolic(x) else int(x)
 
 
 def check_given(**arrays: Any) -> None:

@@ -3,7 +3,8 @@
 Eager calls run a Python loop. Under a JAX transformation the loop is ``lax.scan`` over key blocks
 inside ``lax.map`` over query blocks. So the size of the compiled program does not depend on the number
 of tiles, and the backward pass computes each block again instead of storing it. Under
-``torch.compile`` one block covers everything, so that one graph serves all lengths.
+``torch.compile``, and where ``jax.export`` has a symbol for a length, one block covers everything, so
+that one graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
-from isentropic._namespace import Array, common_device, is_cupy, is_jax, is_numpy, is_torch
+from isentropic._namespace import (
+    Array,
+    common_device,
+    is_cupy,
+    is_jax,
+    is_numpy,
+    is_symbolic,
+    is_torch,
+)
 from isentropic._threads import run
 
 
@@ -79,7 +88,7 @@ def fold(
         (first, end), reach = clip_reach((first, end), length), None
     else:
         first, end, reach = 0, length, (first, end)
-    if end - first <= block_size:
+    if is_symbolic(length) or end - first <= block_size:
         return tile((first, end - first))
     head, *tail = blocks(first, end, block_size)
     total = tile(head)
@@ -123,7 +132,7 @@ def map_blocks(
     With NumPy and `in_threads` the blocks run in threads. That helps functions that are not limited by
     memory bandwidth.
     """
-    if length <= block_size:
+    if is_symbolic(length) or length <= block_size:
         return function((0, length))
     parts = blocks(0, length, block_size)
     if is_numpy(xp):
@@ -203,6 +212,8 @@ def scan_blocks(
     The outputs are joined along axis −2. The first step may change the shapes of the carry; later
     steps must keep them.
     """
+    if is_symbolic(length):
+        return step(carry, (0, length))[1]
     first = min(length, length % block_size or block_size)
     carry, output = step(carry, (0, first))
     outputs = [output]
@@ -317,7 +328,7 @@ def map_rows(
     None except with NumPy, and return it. That saves a copy. The caller may give NumPy an array `out`
     for the whole result.
     """
-    if not _blocks_are_faster(xp, x):
+    if is_symbolic(row_size) or not _blocks_are_faster(xp, x):
         return function(x, None)
     rows = x.shape[0]
     numbers = BLOCKS.jax_cache_numbers if is_jax(xp) else BLOCKS.cache_numbers
@@ -376,8 +387,13 @@ def larger(xp: ModuleType, a: Any, b: Any) -> Any:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else xp.maximum(a, b)
 
 
-def is_compiling(xp: ModuleType) -> bool:
-    """Whether torch.compile traces the call. Then lengths may be symbolic, and no loop may use them."""
+def is_compiling(xp: ModuleType, *lengths: Any) -> bool:
+    """Whether lengths may be symbolic, so that no loop may use them.
+
+    They may be if torch.compile traces the call, and in JAX if one of the given lengths is.
+    """
+    if is_jax(xp):
+        return any(map(is_symbolic, lengths))
     if not is_torch(xp):
         return False
     import torch

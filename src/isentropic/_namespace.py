@@ -192,6 +192,11 @@ def is_torch(xp: ModuleType) -> bool:
     return xp.__name__ == "array_api_compat.torch"
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is a symbol, as in ``jax.export`` and in graphs of ``torch.export``."""
+    return type(size).__name__ in ("SymInt", "_DimExpr")
+
+
 def library_of(xp: ModuleType) -> str:
     """The name of the library: numpy, torch, jax, cupy, …"""
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]

@@ -47,7 +47,15 @@ from isentropic._loops import (
     smaller,
     take,
 )
-from isentropic._namespace import Array, common_device, default_dtype, has_kind, is_torch, namespace
+from isentropic._namespace import (
+    Array,
+    common_device,
+    default_dtype,
+    has_kind,
+    is_symbolic,
+    is_torch,
+    namespace,
+)
 from isentropic._numerics import align, clip, lift, quietly
 from isentropic._pytrees import Node
 from isentropic._records import Record
@@ -190,7 +198,9 @@ class Mask(Node, Record, ABC):
         if like is None:
             like = self.arrays[0] if self.arrays else np.empty(0)
         group = ("mask", self.arrays)
-        frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
+        xp, device = namespace(group, like=like), common_device(group, like=like)
+        is_symbol = is_symbolic(n_queries) or is_symbolic(n_keys)
+        frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_symbol)
         return self.count(frame)
 
     @quietly

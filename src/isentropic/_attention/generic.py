@@ -37,6 +37,7 @@ from isentropic._namespace import (
     accumulator,
     common_device,
     equal_by_value,
+    is_symbolic,
     namespace,
     present,
     promoted,
@@ -748,7 +749,7 @@ class Tiles(Record):
 
 def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
     """The numbers of queries and of keys of a tile."""
-    if plan.frame.is_compiling and plan.block_size is None:
+    if plan.frame.is_compiling and (plan.block_size is None or plan.library == "jax"):
         return plan.n_queries, plan.n_keys
     width, size = max(numbers_per_logit, 1), BLOCKS.tile
     if plan.library == "numpy":  # each thread holds several arrays of the size of a tile
@@ -758,7 +759,8 @@ def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
     elif plan.library == "torch":  # a tile and what is computed from it then stay in the cache
         size = BLOCKS.tile // 2
     columns = plain_integer(plan.block_size or max(BLOCKS.columns // width, 1))
-    rows = size // max(math.prod(plan.batch) * min(columns, plan.n_keys) * width, 1)
+    known = math.prod([n for n in plan.batch if not is_symbolic(n)])
+    rows = size // max(known * min(columns, plan.n_keys) * width, 1)
     return max(rows, BLOCKS.rows), columns
 
 

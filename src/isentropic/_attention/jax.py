@@ -19,7 +19,7 @@ from isentropic._attention.generic import (
 from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._entropy import INFINITE_ORDER, shift_moment
 from isentropic._loops import BLOCKS, Block, is_gpu, take
-from isentropic._namespace import Array
+from isentropic._namespace import Array, is_symbolic
 from isentropic._numerics import lift, matmul_precision, row_products
 from isentropic.masks import Mask
 
@@ -80,6 +80,8 @@ def why_not_heads(plan: Plan, order: float | None, is_named: bool) -> str | None
         return "the arrays are not JAX's"
     if plan.block_size is not None:
         return "it does not support `block_size`"
+    if plan.frame.is_compiling or any(map(is_symbolic, plan.batch)):
+        return "some size is symbolic"
     if plan.n_queries == 0 or 0 in plan.batch:
         return "there are no queries"
     if is_named:

@@ -41,6 +41,7 @@ from isentropic._namespace import (
     has_kind,
     imported_torch,
     is_numpy,
+    is_symbolic,
     is_torch,
     is_torch_array,
     library_of,
@@ -373,7 +374,11 @@ def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:
     if a.sinks is not None:
         check_broadcastable("sinks", a.sinks.shape, batch)
     _check_options(a)
-    return mask, Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp)), batch
+    return (
+        mask,
+        Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp, n_queries, n_keys)),
+        batch,
+    )
 
 
 def _arrays_of(part: Mask | Law | None) -> tuple[Array, ...]:
@@ -669,7 +674,7 @@ def _check_length(n_keys: Any) -> int:
         raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
     if n_keys < 0:
         raise value_error("n_keys", "be at least 0", n_keys)
-    if n_keys >= 2**63:
+    if not is_symbolic(n_keys) and n_keys >= 2**63:
         raise value_error("n_keys", "be below 2**63", n_keys)
     return plain_integer(n_keys)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import BLOCKS, Block, map_blocks, take
-from isentropic._namespace import Array, accumulator, common_device, namespace, to_numpy
+from isentropic._namespace import Array, accumulator, common_device, is_symbolic, namespace, to_numpy
 from isentropic._numerics import clip, divide_or_zero, quietly, root_or_zero
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng
@@ -261,6 +261,8 @@ def _check_points(x: Array, y: Array) -> tuple[ModuleType, Any]:
         if array.shape[1] < 1:
             raise value_error(name, "have at least 1 column", array.shape[1])
     n = x.shape[0]
+    if is_symbolic(n):
+        raise value_error("x", "have a known number of rows, whose pairs are chosen on the host", n)
     if n < 2:
         raise value_error("x", "have at least 2 rows", n)
     if y.shape[0] != n:

@@ -394,7 +394,7 @@ def linear_attention(
         return sums, output_of_columns(xp, seen)
 
     # One chunk covers all pairs if lengths may be symbolic.
-    chunk = paired if is_compiling(xp) else BLOCKS.chunk
+    chunk = paired if is_compiling(xp, paired) else BLOCKS.chunk
     out = scan_blocks(xp, step, sums, paired, chunk)
     if n_blind:
         nothing = xp.zeros(
