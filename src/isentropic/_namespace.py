@@ -245,9 +245,11 @@ def accumulator(xp: ModuleType, dtype: Any) -> Any:
 
 def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
     """The dtype of a quantity measured on arrays of `dtype`, such as an entropy: at least float32."""
-    # JAX can be set to refuse promotion. NumPy has other byte orders, which promotion makes native.
-    bits = 8 * dtype.itemsize if is_numpy(xp) else xp.finfo(dtype).bits  # NumPy does not know bfloat16
-    return xp.float32 if bits < 32 else xp.result_type(dtype, xp.float32)
+    if dtype == xp.float64:  # JAX can be set to refuse promotion
+        return dtype
+    # NumPy has other byte orders, which promotion makes native, and does not know bfloat16.
+    bits = 8 * dtype.itemsize if is_numpy(xp) else xp.finfo(dtype).bits
+    return xp.float32 if bits <= 32 else xp.result_type(dtype, xp.float32)
 
 
 def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:

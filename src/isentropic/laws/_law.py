@@ -432,7 +432,9 @@ def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
     """Float32, or float64 if the lengths or a parameter are float64."""
-    return accumulator(xp, xp.result_type(dtype, *(x.dtype for x in parameters)))
+    # Not by promotion, which JAX can be set to refuse.
+    dtypes = [accumulator(xp, x) for x in (dtype, *(x.dtype for x in parameters))]
+    return xp.float64 if xp.float64 in dtypes else xp.float32
 
 
 def over_queries(xp: ModuleType, x: Any, n: Array) -> Any:

@@ -369,6 +369,7 @@ def linear_attention(
         query, key, value, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
     )
     xp, n_queries, total = plan.xp, plan.n_queries, plan.n_keys
+    value = xp.astype(value, plan.compute, copy=False)
     bias = xp.matrix_transpose(_norm_term(xp, keys))
     paired = min(n_queries, total)
     if not is_causal or paired == 0:
@@ -578,7 +579,6 @@ def _attend_chunk(
     """The state of the queries of a chunk over the keys of the same chunk, with the causal mask."""
     # A later key has weight 0, but 0 · NaN is NaN in the products. So nonfinite numbers are replaced by
     # 0 there, and NaN is added to the logits of the queries that see the key.
-    value = xp.astype(value, x.dtype, copy=False)
     finite = (xp.isfinite(y), xp.isfinite(value))
     key_is_finite, value_is_finite = align(*(xp.all(x, axis=-1) for x in finite))
     is_finite = key_is_finite & value_is_finite
