@@ -598,6 +598,45 @@ def test_without_implicit_transfers(rng):
             assert y.shape == x.shape
 
 
+class TestChecksOfResults:
+    """With ``jax_debug_infs`` and ``jax_debug_nans`` JAX checks the result of every operation."""
+
+    @pytest.fixture(autouse=True)
+    def _checked(self):
+        with jax.debug_infs(True), jax.debug_nans(True):
+            yield
+
+    @_every("libraries")
+    def test_finite_results(self, name):
+        expected = [x for x in jax.tree.leaves(cases.CASES[name](cases.inputs())) if x is not None]
+        if not all(np.isfinite(x).all() for x in expected):
+            pytest.skip("its result is not finite")
+        arrays, discrete = _split()
+        for a, b in zip(jax.tree.leaves(cases.CASES[name](arrays | discrete)), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+    def test_gradients(self):
+        arrays, discrete = _split()
+
+        def loss(q):
+            a = arrays | discrete | {"q": q}
+            state = it.attention_state(q, a["k"], a["v"], is_causal=True)
+            weights = it.attention_weights(q, a["k"], mask=a["visible"])
+            return state.output().sum() + state.entropy().sum() + it.entropy(weights).sum()
+
+        assert jnp.isfinite(jax.grad(loss)(arrays["q"])).all()
+
+    def test_other_results(self):
+        arrays, discrete = _split()
+        q, k, mask = arrays["q"], arrays["k"], discrete["visible"]
+        for call in (it.attention_state, jax.jit(it.attention_state)):
+            with pytest.raises(FloatingPointError, match="inf"):  # the maximum over no keys
+                call(q, k, mask=mask)
+        nan = jax.device_put(np.full((4, 8), np.nan, np.float32))
+        with pytest.raises(FloatingPointError, match="nan"):
+            it.attention(nan, k, k)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_without_promotion_of_dtypes(dtype):
     """A user may set JAX to refuse promotions (``jax_numpy_dtype_promotion``)."""

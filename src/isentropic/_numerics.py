@@ -14,7 +14,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from isentropic._checks import refuse_names
-from isentropic._meshes import across_meshes
+from isentropic._jax_modes import in_mode_of_jax
 from isentropic._namespace import Array, imported_torch, is_jax, is_numpy, is_torch
 
 _Parameters = ParamSpec("_Parameters")
@@ -54,7 +54,7 @@ def quietly(
             if silenced is None:
                 import numpy as np
 
-                silenced = across_meshes(np.errstate(all="ignore")(function))
+                silenced = in_mode_of_jax(np.errstate(all="ignore")(function))
             return contextvars.copy_context().run(silenced, *args, **kwargs)
         except TypeError:  # Python refuses unknown names; calls without them cost nothing extra
             refuse_names(function.__name__, kwargs, names)

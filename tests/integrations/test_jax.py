@@ -1,5 +1,6 @@
 """`attention_fn` computes the attention in the modules of Flax, nnx and linen."""
 
+import inspect
 from functools import partial
 
 import numpy as np
@@ -282,6 +283,32 @@ class TestNNX:
 
 
 class TestLinen:
+    def test_no_argument_of_flax_is_dropped(self):
+        """A module of linen drops those that its `attention_fn` does not name."""
+        theirs = inspect.signature(linen.dot_product_attention).parameters
+        assert theirs.keys() <= inspect.signature(attention_fn).parameters.keys()
+
+    @pytest.mark.parametrize("is_forced", [True, False])
+    def test_softmax_in_float32(self, rng, is_forced):
+        x = jnp.asarray(rng.normal(size=(N, L, 12)), "float16")
+        layer = linen.MultiHeadDotProductAttention(
+            num_heads=H, qkv_features=32, attention_fn=standard, dtype="float16",
+            force_fp32_for_softmax=is_forced,
+        )  # fmt: skip
+        assert layer.init_with_output(jax.random.key(0), x)[0].dtype == "float16"
+
+        q, k, v = arrays(rng, "float16", n_keys=2000)
+        exact = standard(*(y.astype("float32") for y in (q, k, v)))
+        got = standard(q, k, v, force_fp32_for_softmax=is_forced)
+        assert got.dtype == "float16"
+        np.testing.assert_allclose(got, exact, rtol=2**-10, atol=2**-24)
+
+    def test_other_products_are_refused(self, rng):
+        q, k, v = arrays(rng)
+        for name in ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"):
+            with pytest.raises(ValueError, match=f"`{name}` must be None: weights are never formed"):
+                attention_fn(q, k, v, **{name: jnp.einsum})
+
     def test_the_module_of_flax(self, rng, dtype):
         x = jnp.asarray(rng.normal(size=(N, L, 12)), dtype)
         mask = linen.make_causal_mask(jnp.ones((N, L)))

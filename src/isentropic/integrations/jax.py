@@ -34,6 +34,10 @@ def attention_fn(
     module: Any = None,
     is_causal: bool = False,
     *,
+    force_fp32_for_softmax: bool = True,
+    einsum_dot_general: None = None,
+    qk_attn_weights_einsum: None = None,
+    attn_weights_value_einsum: None = None,
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     sow: str = "weights",
@@ -73,6 +77,11 @@ def attention_fn(
     is_causal : bool
         Whether to apply ``masks.causal()`` too, aligned bottom-right: the last query sees every key.
         Flax aligns its causal mask top-left, which is the same for L = S.
+    force_fp32_for_softmax
+        Ignored, because the softmax is computed in float32 or better, whatever the dtype.
+    einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum
+        Must be None. They replace products of `flax.linen` with the attention weights, which are never
+        formed.
     law : Law or None, default ``LogLength(512)``
         The factor on the scale as a function of n, the number of keys that each query sees; None for
         standard attention.
@@ -91,7 +100,7 @@ def attention_fn(
     Raises
     ------
     TypeError, ValueError
-        As in `isentropic.attention`; also if dropout is active.
+        As in `isentropic.attention`; also if dropout is active, or an einsum is given.
 
     Notes
     -----
@@ -147,6 +156,15 @@ def attention_fn(
     if dropout_rate > 0 and not deterministic:
         must = "be 0, or `deterministic` true: weights are never formed, so they cannot be dropped"
         raise value_error("dropout_rate", must, dropout_rate)
+    products = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    for name, product in products.items():
+        if product is not None:
+            must = "be None: weights are never formed, so other products cannot form them"
+            raise value_error(name, must, product)
     check_ndim(3, query=query, key=key, value=value)
     if mask is not None and not isinstance(mask, Mask):
         mask = jnp.asarray(mask) != 0
