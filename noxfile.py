@@ -231,7 +231,7 @@ def package(session: nox.Session) -> None:
     session.chdir(away)  # so that the source cannot be imported
     run("python", "-m", "pip", "install", "--quiet", wheel)
     run("python", "-c", SMOKE)
-    if "isentropic[cli]" not in run("isentropic", silent=True, success_codes=[1]):
+    if "pip install 'click" not in run("isentropic", silent=True, success_codes=[1]):
         session.error("without its extra the command must say what is missing")
     run("python", "-m", "pip", "install", "--quiet", f"{wheel}[cli]")
     run("isentropic", "jl", "100")

@@ -76,16 +76,29 @@ def _shortened(x: Any, form: Callable[[Any], str] = repr) -> str:
 
 @contextlib.contextmanager
 def requires_extra(module: str) -> Iterator[None]:
-    """Guard the imports of an optional module: an ImportError names the extra to install.
+    """Guard the imports of an optional module: an ImportError names what to install.
 
-    The extra has the name of the last part of `module`.
+    That are the packages of the extra with the name of the last part of `module`.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         missing, extra = str(error.name).partition(".")[0], module.rpartition(".")[2]
-        message = f"{module} needs {missing}: pip install 'isentropic[{extra}]'"
+        packages = " ".join(f"'{package}'" for package in _packages_of(extra)) or missing
+        message = f"{module} needs {missing} (the extra {extra!r}): pip install {packages}"
         raise ModuleNotFoundError(message, name=error.name) from error
+
+
+def _packages_of(extra: str) -> list[str]:
+    """The requirements of an extra, as the installed package states them."""
+    import importlib.metadata
+
+    try:
+        requirements = importlib.metadata.requires("isentropic") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a folder
+        return []
+    parts = [requirement.partition(";") for requirement in requirements]
+    return [package.strip() for package, _, marker in parts if f"'{extra}'" in marker.replace('"', "'")]
 
 
 def check_floating(xp: ModuleType, **arrays: Any) -> None:

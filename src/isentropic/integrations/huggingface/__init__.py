@@ -13,7 +13,7 @@ from isentropic._checks import requires_extra
 
 with requires_extra(__name__):
     import torch  # noqa: F401
-    import tqdm  # noqa: F401
+    import tqdm  # noqa: F401  # comes with transformers, which an error should name
     import transformers  # noqa: F401
 
 from isentropic.integrations.huggingface._bases import extend_interface

@@ -1,7 +1,11 @@
-"""Attention classes of transformers that do not look up their attention in the AttentionInterface."""
+"""Attention classes of transformers that do not look up their attention in the AttentionInterface.
+
+Some of them do in some versions of transformers. There the interface applies the law.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -234,10 +238,30 @@ def class_name(module: Any) -> str:
     return f"{file}.{forward.__qualname__.rpartition('.')[0]}"
 
 
+@functools.cache
+def looks_up_attention(kind: type) -> bool:
+    """Whether the forward method of a class looks up its attention in the AttentionInterface.
+
+    Methods of the class that it calls are looked into. The code decides, and not the name of the class:
+    a later version of transformers may let a class use the interface.
+    """
+    seen: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        method = getattr(kind, waiting.pop(), None)
+        code = inspect.unwrap(method).__code__ if inspect.isfunction(method) else None
+        names = () if code is None else code.co_names
+        if "ALL_ATTENTION_FUNCTIONS" in names:
+            return True
+        # What every module has, such as `register_buffer`, looks up no attention.
+        new = {name for name in names if not hasattr(torch.nn.Module, name)} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
 def family_of(module: Any) -> Family | None:
     """How a law reaches a module that computes its attention itself; None for other modules."""
-    return (
-        FAMILIES.get(class_name(module))
-        if type(module).__module__.startswith("transformers.")
-        else None
-    )
+    if not type(module).__module__.startswith("transformers.") or looks_up_attention(type(module)):
+        return None
+    return FAMILIES.get(class_name(module))

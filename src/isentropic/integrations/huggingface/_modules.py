@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from isentropic._checks import type_error, value_error
-from isentropic.integrations.huggingface._families import REFUSED, class_name, family_of
+from isentropic.integrations.huggingface._families import (
+    REFUSED,
+    class_name,
+    family_of,
+    looks_up_attention,
+)
 
 
 def attention_modules(model: Any) -> dict[str, Any]:
@@ -33,9 +37,7 @@ def attention_modules(model: Any) -> dict[str, Any]:
 
 def uses_interface(module: Any) -> bool:
     """Whether the module looks up its attention in the AttentionInterface, and laws can act there."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    is_looked_up = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-    return is_looked_up and class_name(module) not in REFUSED
+    return looks_up_attention(type(module)) and class_name(module) not in REFUSED
 
 
 def reasons(model: Any) -> list[str]:
