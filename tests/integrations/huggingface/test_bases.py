@@ -552,16 +552,6 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"`count` must be 'positions' where .* an unknown kind"):
             huggingface.use(decoder("Llama"), LAW, base="own")
 
-    def test_attributes_of_families_with_hooks(self):
-        sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1, "vocab_size": 64}
-        config = transformers.MptConfig(**sizes, attn_config={"clip_qkv": 1.0})
-        model = transformers.MptModel(config)
-        with pytest.raises(
-            ValueError, match="`model` must not have `clip_qkv` while it has a law, got Mpt"
-        ):
-            huggingface.use(model, laws.LogLength(4))
-        assert not any(hasattr(x, "isentropic_law") for x in model.modules())
-
 
 class TestUnknownCounts:
     """An error, and not the wrong number."""
