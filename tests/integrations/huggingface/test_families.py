@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 from typing import ClassVar
 
 import pytest
@@ -143,7 +144,7 @@ def outputs_by_hand(name, inputs, factors):
     """The output if the products of queries and keys are multiplied by a factor for each head."""
     model, acts_on_logits = tiny(name), False
     for module in model.modules():
-        family = _families.family_of(module)
+        family = _families.FAMILIES.get(_families.class_name(module))
         if family is not None and family.query is not None:
             scale_queries_by_hand(module, family, factors)
         acts_on_logits = acts_on_logits or (family is not None and family.query is None)
@@ -685,7 +686,9 @@ class TestRefused:
         for name, family in _families.FAMILIES.items():
             file, _, kind = name.partition(".")
             module = getattr(importlib.import_module(files[file]), kind)
-            accepted = module.forward.__code__.co_varnames
+            if _families.looks_up_attention(module):  # in this version of transformers
+                continue
+            accepted = inspect.unwrap(module.forward).__code__.co_varnames
             has_no_mask = family.masks == ("attention_mask",)
             assert all(mask in accepted or has_no_mask for mask in family.masks)
 

@@ -105,9 +105,8 @@ def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) 
         raise value_error("model", must, f"another `{pending[0]}`")
 
 
-def check_law_can_act(module: Any, arguments: _Arguments) -> None:
+def check_law_can_act(family: Family | None, module: Any, arguments: _Arguments) -> None:
     """Refuse a module of a family whose law would be lost, from its attributes and arguments."""
-    family = family_of(module)
     name = "" if family is None else family.unless
     if name and (getattr(module, name, None) or arguments.get(name) is not None):
         must = f"not have `{name}` while it has a law"
@@ -116,7 +115,7 @@ def check_law_can_act(module: Any, arguments: _Arguments) -> None:
 
 def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
     """Store the law and n on the children, where their hooks read them."""
-    check_law_can_act(module, arguments)
+    check_law_can_act(family, module, arguments)
     for child, n in _counts(family, module, arguments, count).items():
         setattr(module.get_submodule(child), _PENDING, (law, n))
 

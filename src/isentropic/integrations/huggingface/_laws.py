@@ -13,6 +13,7 @@ import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
 from isentropic.integrations.huggingface._bases import check_base, default_base, set_base
+from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import check_law_can_act, hooks
 from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, law_of, set_law
 from isentropic.integrations.huggingface._layer_law import COUNTS, layer_law
@@ -254,7 +255,7 @@ def apply(
         _set_base(model, base, counts)
         check_base(model, counts)
         for module in counts:
-            check_law_can_act(module, {})
+            check_law_can_act(family_of(module), module, {})
         stack.enter_context(hooks(modules))
         for module, law in zip(modules, held, strict=True):
             set_law(module, law)
