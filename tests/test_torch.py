@@ -119,6 +119,111 @@ class TestEveryFunction:
             assert (x.shape, x.dtype) == (want.shape, want.dtype)
 
 
+# A call of each function that computes products.
+WITH_PRODUCTS = [
+    "attention-all", "attention_state-sinks", "attention_entropy", "attention_weights-sinks",
+    "attention_statistics-all", "attention_received", "attention_information", "multi_head_attention",
+    "additive_attention", "DenseProjection-axis", "HadamardProjection", "Rotation-fold_into",
+    "hadamard_transform", "PositiveFeatures", "linear_attention-causal", "linear_attention_error",
+    "factor_for_attention_entropy",
+]  # fmt: skip
+
+
+class TestAutocast:
+    """It rounds the operands of PyTorch's products to half precision, but not those of this package."""
+
+    @staticmethod
+    def _arrays(is_recorded):
+        arrays = _tensors()
+        arrays["p"] = arrays["p"] * 0.9 + 0.01  # the derivative at p = 0 is one-sided
+        for name in arrays.keys() - cases.DISCRETE:
+            arrays[name].requires_grad_(is_recorded)
+        return arrays
+
+    @staticmethod
+    def _tensors_in(result):
+        if isinstance(result, dict):
+            result = tuple(result.values())
+        if isinstance(result, (list, tuple)):
+            return [x for part in result for x in TestAutocast._tensors_in(part)]
+        return [result] if isinstance(result, torch.Tensor) else []
+
+    @classmethod
+    def _gradients(cls, found, arrays):
+        loss = sum(
+            (torch.where(x.isfinite(), x, 0.0).double().sin().sum() for x in found if x.requires_grad),
+            torch.zeros((), requires_grad=True),
+        )
+        leaves = [x for x in arrays.values() if x.requires_grad]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+        return [x for x in found if x is not None]
+
+    @pytest.mark.filterwarnings("ignore:A query sees more keys than the last of the `lengths`")
+    @pytest.mark.parametrize("is_recorded", [False, True])
+    @pytest.mark.parametrize("name", capabilities.that_run("libraries", cases.CASES | cases.TRIED))
+    def test_results(self, name, is_recorded):
+        if is_recorded and capabilities.row_of(name).gradient.runs is False:
+            pytest.skip("reads the numbers on the host")
+        call, arrays = (cases.CASES | cases.TRIED)[name], self._arrays(is_recorded)
+        expected = self._tensors_in(call(arrays))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = self._tensors_in(call(arrays))
+            gradients = self._gradients(found, arrays) if is_recorded else []
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        if is_recorded:
+            want = self._gradients(expected, arrays)
+            # The engine itself may cast what it adds up, if a backward pass runs under autocast.
+            for some in (gradients, self._gradients(found, arrays)):
+                torch.testing.assert_close(some, want, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("name", WITH_PRODUCTS)
+    @pytest.mark.parametrize("is_inside", [False, True])
+    def test_compiled(self, name, is_inside, compile_):
+        """PyTorch compiles the backward pass with the autocast of the forward pass."""
+        call, arrays = cases.CASES[name], self._arrays(True)
+
+        def under_autocast(arrays):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return call(arrays)
+
+        expected = self._tensors_in(call(arrays))
+        backend = "eager" if name.startswith("factor_for") else "aot_eager"
+        if is_inside:
+            found = self._tensors_in(compile_(under_autocast, backend)[0](arrays))
+        else:
+            compiled = compile_(call, backend)[0]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found = self._tensors_in(compiled(arrays))
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+        got, want = self._gradients(found, arrays), self._gradients(expected, arrays)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    @pytest.mark.parametrize("transform", ["jvp", "grad", "jacfwd", "vmap of grad", "second"])
+    def test_transformations(self, transform, is_compiled, compile_):
+        x, w = torch.randn(2, 5, 8), torch.randn(4, 8, 8)
+
+        def call(x):
+            return it.layers.multi_head_attention(x, x, x, *w, num_heads=2, law=None)
+
+        def loss(x):
+            return call(x).sin().sum()
+
+        func = torch.func
+        of = {
+            "jvp": lambda: func.jvp(call, (x,), (x,))[1],
+            "grad": lambda: func.grad(loss)(x),
+            "jacfwd": lambda: func.jacfwd(call)(x),
+            "vmap of grad": lambda: func.vmap(func.grad(loss))(x),
+            "second": lambda: func.grad(lambda x: func.grad(loss)(x).sin().sum())(x),
+        }[transform]
+        want = of()
+        function = compile_(of)[0] if is_compiled else of
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(function(), want, rtol=1e-4, atol=1e-4)
+
+
 VMAPPED = {
     "plain": lambda q, k, v, b, n: _state_and_entropy(q, k, v),
     "window, law of the query": lambda q, k, v, b, n: _state_and_entropy(
@@ -515,15 +620,6 @@ class TestTransformations:
             with forward.dual_level():
                 got = forward.unpack_dual(compiled(forward.make_dual(q, k))).tangent
                 torch.testing.assert_close(got, want)
-
-    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0}])
-    @pytest.mark.parametrize("is_recorded", [True, False])
-    def test_autocast(self, options, is_recorded):
-        q, k, v = (torch.randn(2, 40, 8, requires_grad=is_recorded) for _ in range(3))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = it.attention(q, k, v, **options)
-        assert out.dtype == torch.float32
-        torch.testing.assert_close(out, it.attention(q, k, v, **options), rtol=0.03, atol=0.03)
 
     def test_entropy_on_a_sphere_where_the_panels_reach_their_floor(self):
         """Of the rule of integration, whose ends depend on κ, with a kink at 1/2."""

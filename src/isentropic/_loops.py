@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from isentropic._namespace import (
     Array,
     common_device,
+    imported_torch,
     is_cupy,
     is_jax,
     is_numpy,
@@ -24,6 +25,10 @@ from isentropic._namespace import (
     is_torch,
 )
 from isentropic._threads import run
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class BlockSizes:
@@ -265,6 +270,32 @@ def without_gradient(xp: ModuleType, x: Any) -> Any:
 
         return jax.lax.stop_gradient(x)
     return x
+
+
+def without_autocast(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorate a function of PyTorch's tensors by autocast switched off.
+
+    Autocast rounds the operands of products to half precision. Functions that compute products in other
+    ways than `_numerics.product` need this.
+    """
+
+    @functools.wraps(function)
+    def exact(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        device = autocast_device()
+        if device is None:
+            return function(*args, **kwargs)
+        with imported_torch().autocast(device, enabled=False):
+            return exact(*args, **kwargs)
+
+    return exact
+
+
+def autocast_device() -> str | None:
+    """A kind of devices for which PyTorch's autocast is switched on, or None."""
+    torch = imported_torch()
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return next((kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)), None)
 
 
 def largest(xp: ModuleType, x: Array) -> Array:

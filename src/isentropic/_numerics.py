@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from isentropic._checks import refuse_names
 from isentropic._jax_modes import in_mode_of_jax
+from isentropic._loops import autocast_device
 from isentropic._namespace import Array, imported_torch, is_jax, is_numpy, is_torch
 
 _Parameters = ParamSpec("_Parameters")
@@ -137,8 +138,21 @@ def replace_infinite_minimum(xp: ModuleType, m: Array) -> Array:
 
 
 def product(xp: ModuleType, a: Array, b: Array) -> Any:
-    """``a @ b`` in the full precision of the dtype, also in JAX on a GPU; see `matmul_precision`."""
-    return xp.matmul(a, b, precision=matmul_precision()) if is_jax(xp) else a @ b
+    """``a @ b`` in the full precision of the dtype, for arrays of at least two axes.
+
+    JAX would round float32 on a GPU; see `matmul_precision`. PyTorch's autocast would round it to half
+    precision, in the product and in its gradient.
+    """
+    if is_jax(xp):
+        return xp.matmul(a, b, precision=matmul_precision())
+    if is_torch(xp) and autocast_device() is not None:
+        compiler = imported_torch().compiler
+        if compiler.is_dynamo_compiling() and not compiler.is_exporting():
+            from isentropic._torch_nodes import product as exact_product
+        else:
+            from isentropic._torch_products import product as exact_product
+        return exact_product(a, b)
+    return a @ b
 
 
 def matmul_precision() -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from isentropic import _torch_products
 from isentropic._namespace import Array
 from isentropic._pytrees import Node
 
@@ -87,6 +88,10 @@ def _node(name: str, is_in_forward_mode: bool, *leaves: Any) -> tuple[torch.Tens
     present = [(field, x) for field, x in zip(fields, parts, strict=True) if x is not None]
     _outcomes.setdefault(name, _Outcome(tuple([field for field, _ in present]), None, ""))
     return tuple([x for _, x in present])
+
+
+# A product under autocast, whose derivatives Dynamo cannot trace.
+product = torch.compiler.allow_in_graph(_torch_products.product)
 
 
 # The results of these two are constants for the graph that is being made: a node gets its name and its

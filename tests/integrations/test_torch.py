@@ -547,16 +547,28 @@ class TestLearnableLaw:
         out, weights = module(*(x.bfloat16().to("meta") for x in leaves))
         assert (out.device.type, weights.shape) == ("meta", (N, L, S))
 
-    def test_autocast(self):
-        module = learnable().float()
+    @pytest.mark.parametrize("module", [learnable(), MultiheadAttention(E, H, 0.5, add_bias_kv=True)])
+    def test_autocast(self, module):
+        """The projections follow it, as in PyTorch's module, and the attention does not."""
+        module = module.float()
         leaves = [x.float() for x in inputs(module)]
         call = masks("both")
         for need_weights in (False, True):
+            torch.manual_seed(0)
             want = module(*leaves, need_weights=need_weights, **call)[0]
+            torch.manual_seed(0)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 got = module(*leaves, need_weights=need_weights, **call)[0]
             assert got.dtype == torch.bfloat16
             torch.testing.assert_close(got.float(), want, rtol=0.1, atol=0.05)
+
+    def test_weights_under_autocast(self):
+        module = MultiheadAttention(E, H, add_bias_kv=True)  # keys and values in float32
+        module.out_proj = torch.nn.Identity()
+        leaves = [x.float() for x in inputs(module)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with_weights, without = (module(*leaves, need_weights=flag)[0] for flag in (True, False))
+        torch.testing.assert_close(with_weights, without)
 
 
 class TestCompile:

@@ -25,7 +25,7 @@ from isentropic._attention.plan import (
     four_axes,
 )
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
-from isentropic._loops import BLOCKS, Block, map_blocks, take
+from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
 from isentropic._namespace import Array
 
 
@@ -129,6 +129,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
     return out if plan.fits_sdpa or out.shape[-1] == plan.n_values else out[..., : plan.n_values]
 
 
+@without_autocast
 def _sdpa(
     plan: Plan, query: Any, key: Any, value: Any, scale: float, mask: Any = None, *, is_causal: bool
 ) -> Any:
@@ -214,7 +215,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any, scale: float) -> Any:
     if plan.device.type != "cpu":
         return out
     if plan.is_readable:
-        # Under autocast the kernel returns bfloat16, which NumPy does not have.
+        # It may be bfloat16, which NumPy does not have.
         numbers = out if out.dtype == plan.compute else out.to(plan.compute)
         first = numbers.numpy(force=True)[..., 0]
         if count_nonzero(first) == first.size:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
@@ -38,7 +38,15 @@ from isentropic._attention.generic import (
 )
 from isentropic._attention.plan import Plan
 from isentropic._entropy import shift_moment, slope_of_moment, terms_of_moment
-from isentropic._loops import BLOCKS, Block, blocks, is_known_true, keep_freed_memory, take
+from isentropic._loops import (
+    BLOCKS,
+    Block,
+    blocks,
+    is_known_true,
+    keep_freed_memory,
+    take,
+    without_autocast,
+)
 from isentropic._numerics import lift, replace_infinite_minimum
 
 _LOG2_E = 1 / math.log(2)
@@ -49,23 +57,7 @@ _ORDINARY = 1e10
 INPUTS = ("query", "key", "value", "bias")
 
 
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of tiles, whose products have the dtype of the computation."""
-
-    @functools.wraps(function)
-    def wrapped(tiles: Tiles, *args: Any) -> Any:
-        import torch
-
-        kind = tiles.plan.device.type
-        if not torch.amp.is_autocast_available(kind):
-            return function(tiles, *args)
-        with torch.autocast(kind, enabled=False):
-            return function(tiles, *args)
-
-    return wrapped
-
-
-@_without_autocast
+@without_autocast
 def forward(tiles: Tiles, order: float | None) -> AttentionState:
     """The state in columns, relative to the maximum."""
     keep_freed_memory()
@@ -79,7 +71,7 @@ def forward(tiles: Tiles, order: float | None) -> AttentionState:
     return work.state
 
 
-@_without_autocast
+@without_autocast
 def backward(
     tiles: Tiles,
     order: float | None,

@@ -320,8 +320,7 @@ class Observer:
     def _measure(self, module: torch.nn.Module, call: Call) -> None:
         if module in self._failures:
             return
-        with torch.autocast(call.query.device.type, enabled=False):
-            sums = _statistics(_first_sequences(call, self._sequences))
+        sums = _statistics(_first_sequences(call, self._sequences))
         if module in self._sums:  # the layers of some models share a module
             sums = _added(self._sums[module], sums)
         self._sums[module] = sums

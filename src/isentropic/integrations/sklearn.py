@@ -11,6 +11,7 @@ import numpy as np
 from isentropic._checks import check_choice, check_flag, check_real, counts, requires_extra, value_error
 from isentropic._loops import BLOCKS
 from isentropic._namespace import accumulator, common_device, has_kind, namespace
+from isentropic._numerics import product
 from isentropic.jl._dimensions import min_dim
 from isentropic.jl._draws import draw_rows
 from isentropic.jl._maps import CountSketch, HadamardProjection, Projection
@@ -300,7 +301,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             inverse = self._pseudo_inverse()
         xp = namespace(X=X)
         dtype = accumulator(xp, X.dtype)
-        y = xp.astype(X, dtype, copy=False) @ xp.astype(inverse, dtype, copy=False).T
+        y = product(xp, xp.astype(X, dtype, copy=False), xp.astype(inverse, dtype, copy=False).T)
         return xp.astype(y, X.dtype, copy=False)
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:

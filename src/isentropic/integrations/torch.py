@@ -13,7 +13,8 @@ from typing import Any
 
 from isentropic._attention.functions import attention, attention_entropy, attention_weights
 from isentropic._checks import check_flag, is_array, requires_extra, type_error, value_error
-from isentropic._namespace import present
+from isentropic._namespace import namespace, present
+from isentropic._numerics import product
 from isentropic.integrations._flex import to_block_mask, to_mask_mod
 from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
@@ -189,6 +190,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     are not requested and there is no `key_padding_mask`. This module does the same. But PyTorch's
     causal mask also hides appended keys; if there are any, this module uses `attn_mask`.
 
+    Under `torch.autocast` the projections are in half precision, like those of PyTorch's module. The
+    attention of the projected heads is computed as outside of it.
+
     Dropout acts on the weights, as in PyTorch. While it is active (in training, with ``dropout > 0``),
     or with `need_weights`, the weights are formed as an L×S array. Otherwise they never are.
 
@@ -305,7 +309,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         weights = None
         if need_weights or (self.training and self.dropout > 0):
             weights = drop(attention_weights(q, k, **options), self.dropout, self.training)
-            out = weights @ v
+            out = product(namespace(value=v), weights, v)
         else:
             out = attention(q, k, v, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))
