@@ -29,7 +29,7 @@ def _plain_product(a: Any, b: Any) -> Any:
     return a @ b
 
 
-class _Product(torch.autograd.Function):
+class _Product(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
 
     @staticmethod

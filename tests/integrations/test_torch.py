@@ -744,6 +744,103 @@ def test_half_precision_does_not_round_buffers(dtype):
     assert torch.device("meta") == module.to("meta")().factor.device
 
 
+class TestNumbersAreKept:
+    """A law never has uninitialized numbers, though `to_empty` gives uninitialized memory."""
+
+    @staticmethod
+    def law(device="cpu"):
+        slope = torch.nn.Parameter(torch.full((H,), 0.3, device=device))
+        return laws.scaled(laws.AffineLog(slope, torch.full((H,), 0.5, device=device)), 2.0)
+
+    @pytest.fixture(autouse=True)
+    def _filled(self, monkeypatch):
+        """Make uninitialized memory hold NaN."""
+        original = torch.empty_like
+        monkeypatch.setattr(
+            torch, "empty_like", lambda *args, **kwargs: original(*args, **kwargs).fill_(torch.nan)
+        )
+
+    def assert_is_kept(self, law, slope=0.3):
+        law = law().law
+        assert bool((law.slope == slope).all())
+        assert bool((law.intercept == 0.5).all())
+
+    def test_skip_init(self):
+        reference = make(MultiheadAttention, law=self.law(), dtype=torch.float32)
+        with torch.no_grad():
+            reference.law.law.slope += 1.0
+        state = reference.state_dict()
+        module = torch.nn.utils.skip_init(MultiheadAttention, E, H, law=self.law())
+        self.assert_is_kept(module.law)
+        module.load_state_dict(state)
+        leaves = [x.float() for x in inputs(module)]
+        torch.testing.assert_close(module(*leaves), reference(*leaves))
+        module = torch.nn.utils.skip_init(MultiheadAttention, E, H, law=self.law())
+        module.load_state_dict({name: x for name, x in state.items() if "law" not in name})
+        self.assert_is_kept(module.law)
+
+    @pytest.mark.parametrize("recurse", [False, True])
+    def test_empty_memory(self, recurse):
+        law = LawModule(self.law())
+        copy_ = copy.deepcopy(law)
+        self.assert_is_kept(law.to_empty(device="cpu", recurse=recurse))
+        law = copy_.to("meta")
+        self.assert_is_kept(copy.deepcopy(law).to_empty(device="cpu"))
+        assert law.double().to_empty(device="cpu")().law.slope.dtype == torch.float64
+        self.assert_is_kept(law, torch.tensor(0.3).double())
+        module = MultiheadAttention(E, H, law=self.law()).half().to("meta").to_empty(device="cpu")
+        self.assert_is_kept(module.law, torch.tensor(0.3).half())
+
+    @pytest.mark.parametrize("has_law", [True, False])
+    def test_assigned_to_the_meta_device(self, has_law):
+        module = MultiheadAttention(E, H, law=self.law())
+        state = copy.deepcopy(module).state_dict()
+        state["law.law.slope"] += 1.0
+        if not has_law:
+            del state["law.law.slope"]
+        module.to("meta").load_state_dict(state, assign=True)
+        self.assert_is_kept(module.law, 1.3 if has_law else 0.3)
+        assert torch.isfinite(module(*(x.float() for x in inputs(module)))[0]).all()
+
+    def test_without_values(self):
+        with torch.device("meta"):
+            module = MultiheadAttention(E, H, law=self.law(None))
+        message = (
+            "`law` must have a `intercept` with values .*, got one that was made on the meta device"
+        )
+        with pytest.raises(ValueError, match=message):
+            module.to_empty(device="cpu")
+
+    @pytest.mark.parametrize("assign", [True, False])
+    def test_parameters_without_values(self, assign):
+        with torch.device("meta"):
+            slope = torch.nn.Parameter(torch.full((H,), 0.3))
+            module = MultiheadAttention(E, H, law=laws.AffineLog(slope, 0.5))
+        if not assign:
+            module.to_empty(device="cpu")
+        state = MultiheadAttention(E, H).state_dict()
+        with pytest.raises(RuntimeError, match=r"Missing key.*law\.slope"):
+            module.load_state_dict(state, assign=assign)
+        module.load_state_dict(state | {"law.slope": torch.ones(H)}, assign=assign)
+        module.load_state_dict(state)
+        assert bool((module.law().slope == 1.0).all())
+
+    def test_fully_sharded(self, tmp_path):
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+        try:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+            module = MultiheadAttention(E, H, law=self.law()).to("meta")
+            fully_shard(module, mesh=mesh)
+            module.to_empty(device="cpu")
+            assert bool((module.law.law.slope.full_tensor() == 0.3).all())
+            assert bool((module.law.law.intercept == 0.5).all())
+        finally:
+            dist.destroy_process_group()
+
+
 def test_borrowed_tensors():
     slope, factor = torch.nn.Parameter(torch.ones(H)), torch.ones(H, requires_grad=True)
     module = LawModule(laws.scaled(laws.AffineLog(slope, torch.zeros(H)), factor), borrow=True)

@@ -56,6 +56,7 @@ class LawModule(torch.nn.Module):
         Each `torch.nn.Parameter` of the law becomes a parameter of the module, with the name of its
         field. Other tensors are configuration, like numbers: they become buffers, which move with the
         module but are not in its state dict. Casts to half precision leave buffers as they are. A law
+        keeps its numbers through `to_empty`, and through the meta device if it was not made there. A law
         inside the law (of `isentropic.laws.scaled` and ``shifted``) becomes a submodule with the name
         ``law``.
     borrow : bool
@@ -66,6 +67,8 @@ class LawModule(torch.nn.Module):
     ------
     TypeError
         For a `law` that is not a law, or that has arrays that are not tensors.
+    ValueError
+        By `to_empty`, if a buffer was made on the meta device: nothing could give it values.
 
     Examples
     --------
@@ -88,6 +91,8 @@ class LawModule(torch.nn.Module):
         self._kind, self._numbers, self._names = type(law), {}, []
         self._is_trained = not borrow and any(isinstance(x, torch.nn.Parameter) for x in law.arrays)
         self._law: Law | None = None  # the last one, which is kept unless it is trained
+        self._values: dict[str, Tensor] = {}  # of tensors that were moved to the meta device
+        self._unknown: set[str] = set()  # parameters from the meta device that were not loaded
         for name, x in law._named_values().items():
             # Not setattr: a field may have the name of a method of modules, such as `half`.
             if isinstance(x, Law):
@@ -137,13 +142,51 @@ class LawModule(torch.nn.Module):
         raise AttributeError(f"{type(self).__name__} has lost the tensor {name!r}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, x in before.items():
-            # Buffers are configuration, which half precision would round.
-            if self._buffers[name].dtype.itemsize < min(4, x.dtype.itemsize):
-                self._buffers[name] = x.to(self._buffers[name].device)
-        return self
+        tensors = [*self._parameters.items(), *self._buffers.items()]
+        names = {id(x): name for name, x in tensors}
+
+        def converted(x: Tensor) -> Tensor:
+            new, name = fn(x), names.get(id(x))
+            if new is x or name is None:  # the gradient of a parameter has no name
+                return new
+            if new.is_meta:
+                if not x.is_meta:
+                    self._values[name] = x.detach()
+                return new
+            # The memory of `to_empty` is uninitialized.
+            value = self._values.pop(name, None) if x.is_meta else x
+            if value is not None:
+                # Buffers are configuration, which half precision would round.
+                is_rounded = new.dtype.itemsize < min(4, value.dtype.itemsize)
+                dtype = value.dtype if is_rounded and name in self._buffers else new.dtype
+                return _placed(value.to(new.device, dtype), new)
+            if name in self._buffers:
+                must = f"have a `{name}` with values (make it with `device='cpu'`, or as a number)"
+                raise value_error("law", must, "one that was made on the meta device")
+            self._unknown.add(name)
+            return new
+
+        return super()._apply(converted, recurse)
+
+    def _known_values(self, prefix: str) -> dict[str, Tensor]:
+        """The values of the parameters, except for uninitialized ones, by their names in a state."""
+        known: dict[str, Tensor] = {}
+        for name, module in self._modules.items():
+            known |= module._known_values(f"{prefix}{name}.")
+        for name, x in self.state_dict(keep_vars=True).items():
+            value = self._values.get(name, x) if x.is_meta else x
+            if name in self._names and name not in self._unknown and not value.is_meta:
+                known[prefix + name] = value.detach()
+        return known
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+        self._unknown -= {name for name in self._unknown if prefix + name in state_dict}
+        if metadata.get("assign_to_params_buffers"):  # the parameters leave the meta device
+            for name, x in self._buffers.items():
+                self._buffers[name] = self._values.pop(name, x) if x.is_meta else x
 
     def extra_repr(self) -> str:
         tensors = {name: tuple(self._tensor(name).shape) for name in self._names}
@@ -205,8 +248,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     Use `torch.compile` or `torch.export`.
 
     If a checkpoint contains no parameters of a law, those of this module keep their initial values,
-    even with ``strict=True``. PyTorch's module loads the checkpoints of this one if the law has no
-    parameters, and otherwise with ``strict=False``.
+    even with ``strict=True``. If they have none, because they were made on the meta device, they are
+    missing keys. PyTorch's module loads the checkpoints of this one if the law has no parameters, and
+    otherwise with ``strict=False``.
 
     References
     ----------
@@ -374,7 +418,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         law_prefix = f"{prefix}law."
         if self.law is not None and not any(name.startswith(law_prefix) for name in state_dict):
-            state_dict |= self.law.state_dict(prefix=law_prefix)
+            state_dict |= self.law._known_values(law_prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
@@ -466,6 +510,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if bias is not None:
             bias = pad(bias, (0, self._n_appended))
         return options | {"mask": visible, "bias": bias}
+
+
+def _placed(x: Tensor, like: Any) -> Tensor:
+    """`x`, sharded like a DTensor."""
+    if not hasattr(like, "placements") or hasattr(x, "placements"):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, like.device_mesh, like.placements)
 
 
 def _no_fast_path(module: torch.nn.Module, inputs: Any) -> None:
