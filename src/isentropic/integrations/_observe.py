@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 QUANTITIES = ("entropy", "normalized_entropy", "log_normalizer", "sink_mass", "largest_logit")
 # How many heads or layers a warning names.
 _MOST_NAMED = 5
+# `torch.compiler.disable`, which would import the compiler at once. That takes seconds.
+_outside_graphs = torch._disable_dynamo
 # The width of a column of the table.
 _WIDTH = 16
 
@@ -61,7 +63,7 @@ def listening(listener: Listener) -> Iterator[None]:
         listeners.remove(listener)
 
 
-@torch.compiler.disable(reason="attention is observed outside of the graph")
+@_outside_graphs
 def announce(module: torch.nn.Module, call: Callable[[], Call]) -> None:
     """Tell the listeners that a module computes attention. The training step does not change."""
     if listeners:
@@ -274,7 +276,7 @@ class Observer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @torch.compiler.disable(reason="attention is observed outside of the graph")
+    @_outside_graphs
     def _begin(self, model: torch.nn.Module, inputs: Any) -> None:
         if model is not self._model:
             return
@@ -291,7 +293,7 @@ class Observer:
             self._pass.enter_context(listening(self._on_call))
         self._passes += model.training
 
-    @torch.compiler.disable(reason="attention is observed outside of the graph")
+    @_outside_graphs
     def _end(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         if model is not self._model or self._on_call not in listeners:
             return

@@ -56,9 +56,10 @@ class LawModule(torch.nn.Module):
         Each `torch.nn.Parameter` of the law becomes a parameter of the module, with the name of its
         field. Other tensors are configuration, like numbers: they become buffers, which move with the
         module but are not in its state dict. Casts to half precision leave buffers as they are. A law
-        keeps its numbers through `to_empty`, and through the meta device if it was not made there. A law
-        inside the law (of `isentropic.laws.scaled` and ``shifted``) becomes a submodule with the name
-        ``law``.
+        keeps its numbers through `to_empty`, and through the meta device if it was not made there.
+
+        A law inside the law (of `isentropic.laws.scaled` and ``shifted``) becomes a submodule with the
+        name ``law``.
     borrow : bool
         Whether tensors that require gradients belong to someone else: then they are neither parameters
         nor buffers of the module.
