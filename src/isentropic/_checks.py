@@ -237,13 +237,13 @@ def check_flag(**flags: Any) -> None:
             raise type_error(name, must, type(x).__name__)
 
 
-def check_axis(axis: Any, ndim: int) -> None:
+def check_axis(axis: Any, ndim: int, name: str = "axis") -> None:
     if not is_integer(axis):
-        raise type_error("axis", "be an integer", type(axis).__name__)
+        raise type_error(name, "be an integer", type(axis).__name__)
     if ndim == 0:
-        raise value_error("axis", "be an axis of the array", f"{axis} for a 0-d array, which has none")
+        raise value_error(name, "be an axis of the array", f"{axis} for a 0-d array, which has none")
     if not -ndim <= axis < ndim:
-        raise value_error("axis", f"be in [{-ndim}, {ndim})", axis)
+        raise value_error(name, f"be in [{-ndim}, {ndim})", axis)
 
 
 def common_shape(where: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:

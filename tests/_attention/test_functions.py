@@ -236,6 +236,25 @@ class TestValues:
         expected = it.attention(q, k, v, n_keys=n)
         backend.assert_close(it.attention(scaled, k, v, law=None), expected, rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.parametrize("order", ["bhle", "blhe", "hble", "lbhe"])
+    @pytest.mark.parametrize("tokens", [L, H])
+    def test_head_axis(self, backend, rng, order, tokens):
+        axes, head_axis = ["bhle".index(x) for x in order], order.index("h")
+        q = rng.normal(size=(B, H, tokens, E)).astype("float32")
+        n, slopes = np.arange(5, 5 + tokens), rng.normal(size=H).astype("float32")
+        gate = rng.normal(size=(H, tokens)).astype("float32")
+        with_heads_at_3 = np.moveaxis(np.empty([q.shape[i] for i in axes]), head_axis, -3)
+        is_per_query = with_heads_at_3.shape[-2] == tokens
+        factors = slopes[:, None] * np.log(n) + gate * is_per_query
+        intercept = laws.per_query(backend.array(gate)) if is_per_query else 0.0
+        law = laws.AffineLog(backend.array(slopes), intercept)
+        n = np.broadcast_to(n, (B, H, tokens)).transpose([i for i in axes if i < 3])
+        for axis in (head_axis, head_axis - 4):
+            moved = backend.array(np.transpose(q, axes))
+            scaled = it.scale_queries(moved, backend.array(n), law=law, head_axis=axis)
+            expected = np.transpose(q * factors[..., None], axes)
+            backend.assert_close(scaled, expected, rtol=1e-5, atol=1e-5)
+
 
 @pytest.mark.parametrize(
     "call",
@@ -904,6 +923,32 @@ class TestErrors:
     def test_scale_queries(self, a):
         with pytest.raises(TypeError, match=r"`law` must be a law of isentropic\.laws, got NoneType"):
             it.scale_queries(a(3, 4), 5, law=None)
+
+    def test_axis_of_heads(self, backend, a):
+        law = laws.AffineLog(backend.array(np.arange(1.0, 5.0), "float32"))
+        of_tokens = backend.array([[1], [2], [3], [4]])
+        for it_is in (law, laws.scaled(laws.LogLength(), law.slope)):
+            with pytest.raises(
+                ValueError, match=r"`head_axis` must be given where .* -2 for \(\.\.\., to"
+            ):
+                it.scale_queries(a(4, 4, 8), of_tokens, law=it_is)
+        # One number along axis -2 of the query, several of the law: nothing fits twice.
+        it.scale_queries(a(4, 4, 8), of_tokens)
+        it.scale_queries(a(4, 1, 8), of_tokens, law=law)
+        it.scale_queries(a(4, 4, 8), of_tokens, law=law, head_axis=-3)
+        for n in (of_tokens[:3, ...], 5):
+            with pytest.raises(
+                ValueError, match=r"must .*: pass `head_axis=-2` for a query \(\.\.\., to"
+            ):
+                it.scale_queries(a(3, 4, 8), n, law=law)
+        with pytest.raises(ValueError, match=r"`head_axis` must be in \[-3, 3\), got 3"):
+            it.scale_queries(a(3, 4, 8), 5, law=law, head_axis=3)
+        with pytest.raises(ValueError, match="`head_axis` must not be the last axis, .* got -1"):
+            it.scale_queries(a(3, 4, 8), 5, law=law, head_axis=-1)
+        with pytest.raises(TypeError, match="`head_axis` must be an integer, got float"):
+            it.scale_queries(a(3, 4, 8), 5, law=law, head_axis=1.0)
+        with pytest.raises(ValueError, match="`query` must have at least 3 dimensions, got 2"):
+            it.scale_queries(a(3, 4), 5, head_axis=0)
 
     def test_not_arrays(self, a):
         q, k, v = a(3, 4), a(5, 4), a(5, 2)

@@ -28,12 +28,14 @@ from isentropic._attention.plan import (
     visible_lengths,
 )
 from isentropic._checks import (
+    check_axis,
     check_choice,
     check_flag,
     check_floating,
     check_given,
     check_ndim,
     check_order,
+    value_error,
 )
 from isentropic._entropy import (
     FAMILIES,
@@ -43,7 +45,7 @@ from isentropic._entropy import (
     partition,
 )
 from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
-from isentropic._numerics import clip, divide_or_zero, quietly
+from isentropic._numerics import clip, divide_or_zero, lift, quietly
 from isentropic.laws._law import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
@@ -703,26 +705,38 @@ def attention_backends(
 
 
 @quietly_named
-def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW) -> ArrayT:
+def scale_queries(
+    query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW, head_axis: int | None = None
+) -> ArrayT:
     """Queries multiplied by ``law(n)``, to use a law with any attention kernel.
 
     Parameters
     ----------
     query : array (..., L, E)
+        Or an array with the heads at another axis, which `head_axis` gives.
     n_keys : int or array broadcastable to (..., L)
-        The number of keys that each query sees.
+        The number of keys that each query sees. It broadcasts to `query` without its last axis. For
+        queries (..., L, H, E), one number for each token has the shape (L, 1).
     law : Law
+        Its array parameters fit the query with the heads at axis −3, as in `attention`.
+    head_axis : int, optional
+        The axis of the heads in `query`: −3 for (..., H, L, E), which is the default, −2 for
+        (..., L, H, E). Laws without arrays do not need it.
 
     Returns
     -------
     array (..., L, E)
-        The scaled queries, in the dtype of `query`.
+        The scaled queries, in the shape and dtype of `query`.
 
     Raises
     ------
     TypeError, ValueError
         If `query` is not an array of floats, if shapes do not broadcast, or if the arrays belong to
         different libraries or devices.
+    ValueError
+        If `head_axis` is not an axis of `query` before the last one. If it is not given, although the
+        law has as many numbers as there are heads and tokens, and `n_keys` has one number along axis
+        −2 and several along axis −3.
 
     Notes
     -----
@@ -736,14 +750,52 @@ def scale_queries(query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW)
     >>> from isentropic import scale_queries, laws
     >>> scale_queries(np.ones((1, 2)), 256, law=laws.LogLength(16))
     array([[2., 2.]])
+    >>> tokens_first = np.ones((5, 2, 1))  # 2 heads
+    >>> law = laws.AffineLog(np.asarray([0.0, 1.0]), 1.0)
+    >>> scale_queries(tokens_first, 1, law=law, head_axis=-2).shape
+    (5, 2, 1)
     """
     check_law(law)
     arrays = {"query": query} | present(n_keys=array_or_none(n_keys))
     xp = namespace(("law", law.arrays), **arrays)
     device = common_device(("law", law.arrays), **arrays)
     check_floating(xp, query=query)
-    check_ndim(2, query=query)
+    check_ndim(2 if head_axis is None else 3, query=query)
 
-    dtype = accumulator(xp, query.dtype)
-    n = given_lengths(xp, device, dtype, n_keys, query.shape[:-1])
-    return xp.astype(xp.astype(query, dtype) * factor(xp, law, n, query.shape[:-1]), query.dtype)
+    dtype, shape = accumulator(xp, query.dtype), query.shape[:-1]
+    n = given_lengths(xp, device, dtype, n_keys, shape)
+    if head_axis is not None:
+        order = _heads_before_tokens(head_axis, len(shape))
+        factors = factor(xp, law, xp.permute_dims(n, order), tuple(shape[i] for i in order))
+        back = sorted(range(len(shape)), key=order.__getitem__)
+        factors = xp.permute_dims(lift(factors, query.ndim), (*back, len(shape)))
+    else:
+        _check_heads_are_known(law, n, shape)
+        try:
+            factors = factor(xp, law, n, shape)
+        except ValueError as error:
+            if len(shape) < 2 or not law.arrays:
+                raise
+            hint = "pass `head_axis=-2` for a query (..., tokens, heads, E)"
+            raise ValueError(f"{str(error).removesuffix('.')}: {hint}.") from None
+    return xp.astype(xp.astype(query, dtype) * factors, query.dtype)
+
+
+def _check_heads_are_known(law: Law, n: Array, shape: tuple[int, ...]) -> None:
+    """Refuse lengths (tokens, 1) for as many heads, whose parameters would be those of the tokens."""
+    if len(shape) < 2 or n.shape[-1] != 1 or n.shape[-2] == 1 or shape[-1] != shape[-2]:
+        return
+    if law.has_numbers_for_heads(shape[-1]):
+        must = "be given where the parameters of the law fit axes -3 and -2 of `query`: "
+        must += "-3 for (..., heads, tokens, E), -2 for (..., tokens, heads, E)"
+        raise value_error("head_axis", must, None)
+
+
+def _heads_before_tokens(head_axis: int, ndim: int) -> list[int]:
+    """The order of all axes but E that brings that of the heads to the last place but one."""
+    check_axis(head_axis, ndim + 1, "head_axis")
+    head = int(head_axis) % (ndim + 1)
+    if head == ndim:
+        raise value_error("head_axis", "not be the last axis, which is that of the features", head_axis)
+    order = [i for i in range(ndim) if i != head]
+    return [*order[:-1], head, order[-1]]

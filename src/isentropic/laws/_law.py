@@ -246,6 +246,13 @@ class Law(Node, ABC):
                 shapes.append((name, tuple(x.shape), False))
         return shapes
 
+    def has_numbers_for_heads(self, count: int) -> bool:
+        """Whether some parameter has one number for each of so many heads."""
+        axes = [
+            shape[:-1] if has_query_axis else shape for _, shape, has_query_axis in self._named_shapes()
+        ]
+        return any(shape[-1] == count for shape in axes if shape)
+
     @abstractmethod
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         """The factor for an array of lengths.
