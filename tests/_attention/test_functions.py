@@ -202,6 +202,23 @@ class TestValues:
         one = it.attention_entropy(q, k[:1, ...], **options)
         backend.assert_close(one, np.zeros(3))
 
+    @pytest.mark.parametrize("family", ["renyi", "tsallis"])
+    def test_normalized_with_other_numbers_for_the_law(self, backend, family):
+        q, k = backend.array(np.zeros((3, 4)), "float32"), backend.array(np.zeros((9, 4)), "float32")
+        options = {"order": 2, "family": family, "normalized": True}
+        seen = backend.array(np.asarray([[i < n for i in range(9)] for n in (0, 1, 5)]))
+        sink = backend.array(np.asarray(0.0), "float32")
+        for n_keys in (3, backend.array([3, 9, 0])):
+            h = it.attention_entropy(q, k, n_keys=n_keys, sinks=sink, **options)
+            backend.assert_close(h, np.ones(3), rtol=1e-5)
+            h = it.attention_entropy(q, k, n_keys=n_keys, **options)
+            backend.assert_close(h, np.ones(3), rtol=1e-5)
+        h = it.attention_entropy(q, k, n_keys=5, mask=seen, **options)
+        backend.assert_close(h, np.asarray([0.0, 0.0, 1.0]), rtol=1e-5)
+        h = it.attention_entropy(q, k, n_keys=81, **options)
+        of_9, of_81 = (np.log(n) if family == "renyi" else 1 - 1 / n for n in (9, 81))
+        backend.assert_close(h, np.full(3, of_9 / of_81), rtol=1e-5)
+
     @pytest.mark.float64
     @pytest.mark.usefixtures("tiny_tiles")
     def test_information(self, backend, rng):
@@ -422,6 +439,15 @@ class TestSinks:
             backend.assert_close(statistics.variance, np.zeros((B, H, L)))
             received = it.attention_received(q, keys, mask=mask, sinks=sinks)
             backend.assert_close(received, np.zeros((B, H, keys.shape[-2])))
+
+    @pytest.mark.usefixtures("tiny_tiles")
+    def test_information_ignores_queries_that_see_no_key(self, backend, qkv):
+        q, k, _ = qkv
+        sinks = backend.array(np.asarray([1.0, -2.0, 0.0, 30.0]), "float32")
+        seen = np.broadcast_to(np.arange(L)[:, None] >= 3, (L, S))
+        got = it.attention_information(q, k, mask=backend.array(seen), sinks=sinks)
+        expected = it.attention_information(q[..., 3:, :], k, sinks=sinks)
+        backend.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
     def test_off(self, backend, qkv):
         q, k, v = qkv
@@ -943,7 +969,7 @@ class TestErrors:
                 it.scale_queries(a(3, 4, 8), n, law=law)
         with pytest.raises(ValueError, match=r"`head_axis` must be in \[-3, 3\), got 3"):
             it.scale_queries(a(3, 4, 8), 5, law=law, head_axis=3)
-        with pytest.raises(ValueError, match="`head_axis` must not be the last axis, .* got -1"):
+        with pytest.raises(ValueError, match=r"`head_axis` must not be the last axis, .* got -1"):
             it.scale_queries(a(3, 4, 8), 5, law=law, head_axis=-1)
         with pytest.raises(TypeError, match="`head_axis` must be an integer, got float"):
             it.scale_queries(a(3, 4, 8), 5, law=law, head_axis=1.0)

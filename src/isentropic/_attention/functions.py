@@ -17,6 +17,7 @@ from isentropic._attention.generic import (
     as_rows,
     statistics_of_spread,
     weights_of_logits,
+    with_sinks,
 )
 from isentropic._attention.plan import (
     Arguments,
@@ -45,7 +46,7 @@ from isentropic._entropy import (
     partition,
 )
 from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
-from isentropic._numerics import clip, divide_or_zero, lift, quietly
+from isentropic._numerics import align, clip, divide_or_zero, lift, quietly
 from isentropic.laws._law import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
@@ -291,8 +292,9 @@ def attention_entropy(
     family : {"renyi", "tsallis"}
         Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``; at order 1 both equal Shannon's.
     normalized : bool
-        Divide by the entropy of the uniform distribution over the n keys of the law (log n for
-        Rényi's). The result is 0 where n ≤ 1. A sink counts as one more key here.
+        Divide by the entropy of the uniform distribution over n keys (log n for Rényi's). n is that of
+        the law, or the number of keys that the query sees if it is larger. The result is 0 where n ≤ 1.
+        A sink counts as one more key here.
     mask, bias, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa,
     implementation
         As in `attention`.
@@ -333,7 +335,10 @@ def attention_entropy(
     renyi = entropy_of(plan, operands, implementation, order)
     if not normalized:
         return convert_family(xp, renyi, order, family)
-    n = lengths_of_law(plan, operands, n_keys) + (0.0 if sinks is None else 1.0)
+    n = lengths_of_law(plan, operands, n_keys)
+    if n_keys is not None:
+        n = xp.maximum(*align(n, visible_lengths(plan, operands.mask)))
+    n = n + (0.0 if sinks is None else 1.0)
     return normalized_entropy(xp, renyi, xp.log(clip(xp, n, min=1.0)), order, family)
 
 
@@ -599,14 +604,17 @@ def attention_information(
     if plan.n_keys == 0 or plan.n_queries == 0:
         return plan.zeros((), plan.compute)
 
-    columns = state_of(plan, operands, implementation, relative_to_maximum=True)
+    of_keys = operands._replace(sinks=None)
+    columns = state_of(plan, of_keys, implementation, relative_to_maximum=True)
+    # Only keys count here: a query that sees a sink alone is ignored.
+    sees = xp.astype(columns.normalizer > 0, columns.normalizer.dtype)
+    columns = with_sinks(plan, operands, columns, 1.0)
     received = [Tiles.of(plan, operands).column_sums(columns)]
     if operands.sinks is not None:
         by_sinks = weights_of_logits(xp, operands.sinks, columns.maximum, columns.normalizer)
-        received.append(xp.sum(by_sinks, axis=-2))
+        received.append(xp.sum(by_sinks * sees, axis=-2))
     state = as_rows(columns)
-    sees = xp.astype(state.normalizer > 0, state.normalizer.dtype)
-    n_seeing = xp.sum(sees, axis=-1, keepdims=True)
+    n_seeing = xp.sum(sees[..., 0], axis=-1, keepdims=True)
     mean_entropy = divide_or_zero(xp, xp.sum(state.entropy(), axis=-1, keepdims=True), n_seeing)
     entropy_of_mean = entropy(xp.concat(received, axis=-1))[..., None]
     information = clip(xp, entropy_of_mean - mean_entropy, min=0.0)
