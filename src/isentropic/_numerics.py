@@ -129,7 +129,19 @@ def last_axis(xp: ModuleType, x: Array, axis: int) -> Array:
     # Not `moveaxis` of array_api_compat: `torch.vmap` cannot batch it.
     axis = int(axis) % x.ndim
     order = [i for i in range(x.ndim) if i != axis]
-    return xp.permute_dims(x, (*order, axis))
+    x = xp.permute_dims(x, (*order, axis))
+    # NumPy adds numbers one by one, except along an axis that is contiguous in memory.
+    return xp.asarray(x, order="C") if is_numpy(xp) else x
+
+
+def sum_of_rows(xp: ModuleType, x: Array) -> Any:
+    """The sum over axis −2. With NumPy it is a sum of sums of blocks, as NumPy adds rows one by one."""
+    size, n_rows = 512, x.shape[-2]
+    end = n_rows // size * size
+    if not is_numpy(xp) or end <= size:
+        return xp.sum(x, axis=-2)
+    in_blocks = xp.reshape(x[..., :end, :], (*x.shape[:-2], end // size, size, x.shape[-1]))
+    return xp.sum(xp.sum(in_blocks, axis=-2), axis=-2) + xp.sum(x[..., end:, :], axis=-2)
 
 
 def replace_infinite_minimum(xp: ModuleType, m: Array) -> Array:

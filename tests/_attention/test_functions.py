@@ -273,6 +273,49 @@ class TestValues:
             backend.assert_close(scaled, expected, rtol=1e-5, atol=1e-5)
 
 
+class TestLongSums:
+    """Rounding errors do not add up in sums of many numbers of one sign."""
+
+    @pytest.mark.parametrize("top", [0.0, 0.3567])
+    def test_of_keys(self, backend, top):
+        n = 50_000
+        key = np.zeros((n, 1), "float32")
+        key[0] = top  # so that the other weights, relative to the maximum, are 1 or 0.7
+        q, k = backend.array(np.ones((1, 1), "float32")), backend.array(key)
+        v = backend.array(np.ones((n, 2), "float32"))
+        for options in ({}, {"implementation": "generic"}):
+            if options or backend.library != "torch":  # PyTorch's own kernel has errors of 1e-4 here
+                out = it.attention(q, k, v, law=None, **options)
+                backend.assert_close(out, np.ones((1, 2)), rtol=2e-5)
+            state = it.attention_state(q, k, v, law=None, **options)
+            backend.assert_close(state.output(), np.ones((1, 2)), rtol=2e-5)
+            h = it.attention_entropy(q, k, law=None, **options)
+            backend.assert_close(h, np.asarray([np.log(n)]), rtol=1e-5)
+
+    @pytest.mark.parametrize("heads", [None, (2, 4, 2), (1, 3, 3)])
+    def test_split_over_keys(self, backend, rng, heads):
+        n, rows = 1100, 5
+        batch, groups = ((), ()) if heads is None else (heads[:2], (heads[0], heads[2]))
+        shapes = ((*batch, rows, 3), (*groups, n, 3), (*groups, n, 2))
+        q, k, v = (rng.normal(size=shape).astype("float32") for shape in shapes)
+        expected = oracles.attention(q, k, v, factor=oracles.log_length(n)).output
+        arrays, options = [backend.array(x) for x in (q, k, v)], {"enable_gqa": heads is not None}
+        backend.assert_close(it.attention(*arrays, **options), expected, rtol=1e-4, atol=1e-5)
+        state = it.attention_state(*arrays, **options)
+        backend.assert_close(state.output(), expected, rtol=1e-4, atol=1e-5)
+
+    def test_of_queries(self, backend):
+        if backend.library == "strict":
+            pytest.skip("it adds as NumPy does, but is not known to")
+        n, p = 100_000, np.asarray([1, 2, 3]) / 6
+        q = backend.array(np.ones((n, 1), "float32"))
+        k = backend.array(np.log(p)[:, None].astype("float32"))
+        received = it.attention_received(q, k, law=None, scale=1.0)
+        backend.assert_close(received, n * p, rtol=2e-5)
+        information = it.attention_information(q, k, law=None, scale=1.0)
+        backend.assert_close(information, np.zeros(()), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -51,6 +51,7 @@ from isentropic._numerics import (
     log_or,
     quietly,
     replace_infinite_minimum,
+    sum_of_rows,
 )
 from isentropic._records import Record
 from isentropic.masks import Mask
@@ -726,7 +727,7 @@ class Tiles(Record):
                     return plan.zeros((columns[1], 1), plan.compute)
                 sums = (take(x, rows, -2) for x in (state.maximum, state.normalizer))
                 weight = weights_of_logits(xp, self.logits(rows, columns), *sums)
-                return xp.sum(weight, axis=-2)[..., None]
+                return sum_of_rows(xp, weight)[..., None]
 
             return (fold(xp, tile, lambda a, b: a + b, plan.n_queries, row_size),)
 

@@ -223,14 +223,14 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
         weight = _exp_at_once(s)
         normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
         if np.minimum.reduce(normalizer, axis=None, initial=math.inf) >= _MIN_SUM:
-            return grouped_matmul(np, np.divide(weight, normalizer, out=weight), value)
+            return _sum_over_keys(np.divide(weight, normalizer, out=weight), value)
     # The weights of a row that sees no key are e^{−∞} = 0.
     maximum = np.maximum.reduce(s, axis=-1, keepdims=True, initial=np.finfo(s.dtype).min)
     weight = _exp_at_once(np.subtract(s, maximum, out=s), s)
     normalizer = np.add.reduce(weight, axis=-1, keepdims=True)
     if np.count_nonzero(normalizer) == normalizer.size:
-        return grouped_matmul(np, np.divide(weight, normalizer, out=weight), value)
-    return divide_or_zero(np, grouped_matmul(np, weight, value), normalizer)
+        return _sum_over_keys(np.divide(weight, normalizer, out=weight), value)
+    return divide_or_zero(np, _sum_over_keys(weight, value), normalizer)
 
 
 def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionState:
@@ -241,10 +241,35 @@ def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionSta
         maximum, weight, normalizer, moment = _shannon_partition(s)
     else:
         maximum, weight, normalizer, moment = partition(np, s, order)
-    weighted = None if value is None else grouped_matmul(np, weight, value)
+    weighted = None if value is None else _sum_over_keys(weight, value)
     shape = (*plan.batch, plan.n_queries)
     fields: tuple[Any, ...] = (maximum, normalizer, weighted, moment)
     return AttentionState(*(with_batch_axes(np, x, shape) for x in fields))
+
+
+def _sum_over_keys(weight: Any, value: Any) -> Any:
+    """``weight @ value``; over many keys it is a sum of sums over blocks of keys.
+
+    The BLAS adds the products one by one. In a single sum of 200 000 equal products in float32 the
+    rounding errors are 1e-3.
+    """
+    import numpy as np
+
+    *axes, n_keys = weight.shape
+    size = BLOCKS.numpy_columns
+    n_blocks = n_keys // size
+    if n_blocks < 2:
+        return grouped_matmul(np, weight, value)
+    end = n_blocks * size
+    ndim = weight.ndim
+    # The axis of the blocks comes first, before those of the batch.
+    w = weight[..., :end].reshape(*axes, n_blocks, size).transpose(ndim - 1, *range(ndim - 1), ndim)
+    v = value[..., :end, :].reshape(*value.shape[:-2], n_blocks, size, value.shape[-1])
+    v = v.transpose(ndim - 2, *range(ndim - 2), ndim - 1, ndim)
+    total = np.add.reduce(grouped_matmul(np, w, v), axis=0)
+    if end < n_keys:
+        total += grouped_matmul(np, weight[..., end:], value[..., end:, :])
+    return total
 
 
 def _shannon_partition(s: Any) -> tuple[Any, Any, Any, Any]:
