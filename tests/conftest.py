@@ -304,6 +304,7 @@ def tiny_tiles(set_blocks: Callable[..., None]) -> None:
         cache_numbers=40,
         jax_cache_numbers=40,
         pairs=40,
+        numpy_pairs=40,
     )
 
 

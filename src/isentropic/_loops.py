@@ -42,6 +42,7 @@ class BlockSizes:
     jax_cache_numbers: int = 2**15  # likewise for JAX, which makes more intermediates
     chunk: int = 128  # queries and keys of a chunk of causal linear attention
     pairs: int = 2**19  # numbers in the vectors whose distances are compared
+    numpy_pairs: int = 2**15  # likewise for NumPy, so that all intermediates fit in a cache
     sdpa_mask_logits: int = 2**22  # logits of a block whose mask PyTorch's kernel gets as an array
     torch_masked_rows: int = 256  # the most queries of a tile under a mask, with gradients
     numpy_rows: int = 512  # a tile of 1 MB: threads rarely wait, and it still fits in a core's cache

@@ -82,8 +82,8 @@ def _in_numpy(linear: LinearMap, x: Any, out: Any = None) -> Any:
     import array_api_compat.numpy as np
 
     xp = namespace(x=x)
-    linear = linear._replace(arrays=_in_host_memory(xp, linear.arrays))
-    return apply_to_rows(np, linear, _in_host_memory(xp, x), out)
+    linear = linear._replace(arrays=in_host_memory(xp, linear.arrays))
+    return apply_to_rows(np, linear, in_host_memory(xp, x), out)
 
 
 def _through_numpy_in_jax(linear: LinearMap, x: Any) -> Any:
@@ -98,10 +98,10 @@ def _through_numpy_in_jax(linear: LinearMap, x: Any) -> Any:
     return jax_array(y, x.sharding if x.committed else None)
 
 
-def _in_host_memory(xp: Any, x: Any) -> Any:
+def in_host_memory(xp: Any, x: Any) -> Any:
     """An array, or nested tuples of arrays, as NumPy arrays. Only half precision is copied."""
     if isinstance(x, tuple):
-        parts = [_in_host_memory(xp, part) for part in x]
+        parts = [in_host_memory(xp, part) for part in x]
         return tuple(parts) if type(x) is tuple else type(x)(*parts)
     if has_kind(xp, x.dtype, "real floating"):
         x = xp.astype(x, accumulator(xp, x.dtype), copy=False)

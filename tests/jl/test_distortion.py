@@ -13,6 +13,27 @@ def cosine_angles(x):
     return np.arccos(np.clip(1 - pdist(x, "cosine"), -1, 1))
 
 
+def from_differences(x, y):
+    """The errors of all pairs, from the differences of explicit pairs in longdouble."""
+    i, j = np.tril_indices(len(x), -1)  # in our order
+
+    def numbers(points):
+        a, b = (points.astype("longdouble")[index] for index in (i, j))
+        u, v = (
+            part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-300) for part in (a, b)
+        )
+        norms = [np.linalg.norm(part, axis=1) for part in (u + v, u - v, a, b)]
+        angle = np.where(norms[2] * norms[3] > 0, 2 * np.arctan2(norms[1], norms[0]), 0)
+        return ((a - b) ** 2).sum(axis=1), (a * b).sum(axis=1), angle, norms[2] * norms[3]
+
+    (square_x, inner_x, angle_x, lengths), (square_y, inner_y, angle_y, _) = numbers(x), numbers(y)
+    return {
+        "distance": square_y / np.where(square_x > 0, square_x, 1) - (square_x > 0),
+        "inner_product": (inner_y - inner_x) / np.where(lengths > 0, lengths, 1),
+        "angle": angle_y - angle_x,
+    }
+
+
 def upper(n):
     """The pairs in the order of `pdist`, as positions in ours (i > j, by i)."""
     j, i = np.triu_indices(n, 1)
@@ -43,6 +64,49 @@ class TestValues:
         assert abs(report.worst - np.abs(expected["distance"]).max()) < 1e-4
         share = (np.abs(expected["distance"]) > 0.3).mean()
         assert report.failure_rate(0.3) == pytest.approx((share, share, share))
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_explicit_pairs_of_all_angles(self, backend, rng, tiny_tiles, dtype):
+        if dtype not in backend.dtypes:
+            pytest.skip("no float64 here")
+        # Pairs at angles from 1e-7 to π − 1e-7, equal and opposite points, and points at the origin.
+        turned = 10.0 ** -np.arange(8)
+        a, b = np.linalg.qr(rng.normal(size=(40, 2)))[0].T
+        x = np.concatenate(
+            (np.outer(np.cos(turned), a) + np.outer(np.sin(turned), b), np.zeros((2, 40)))
+        )
+        x = np.concatenate((x, -3 * x, x, x + 1e-6 * b)).astype(dtype)
+        y = (x @ rng.normal(size=(40, 60))).astype(dtype)
+        expected = from_differences(x, y)
+        report = it.jl.distortion(backend.array(x), backend.array(y))
+        rounding = 100 * np.finfo(dtype).eps
+        for name, want in expected.items():
+            got = backend.numpy(getattr(report, name))
+            np.testing.assert_allclose(got, want, rtol=rounding, atol=rounding, err_msg=name)
+
+    @pytest.mark.host
+    @pytest.mark.parametrize("pairs", [None, 300], ids=["all", "a few"])
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+    def test_few_pairs_are_subtracted(self, rng, monkeypatch, library, dtype, pairs):
+        like = pytest.importorskip({"jax": "jax.numpy"}.get(library, library))
+        subtracted = []
+        original = _distortion._from_differences
+
+        def recorded(xp, points, unit, pair, norms):
+            subtracted.append(len(pair[0]))
+            return original(xp, points, unit, pair, norms)
+
+        monkeypatch.setattr(_distortion, "_from_differences", recorded)
+        x = rng.normal(size=(60, 200)).astype(dtype)
+        x[7] = x[3]
+        report = it.jl.distortion(like.asarray(x), like.asarray(x), pairs=pairs, rng=0)
+        assert float(report.worst) == 0
+        assert max(subtracted, default=0) <= 1
+        assert pairs or subtracted == [1, 1]
+        if dtype == "float32":  # float64 is wide enough for points that lie close together
+            it.jl.distortion(like.asarray(x + 9), like.asarray(x + 9), pairs=pairs, rng=0)
+            assert max(subtracted, default=0) <= 1
 
     def test_sampled_pairs(self, backend, rng):
         x = rng.normal(size=(60, 30))
@@ -181,6 +245,11 @@ class TestScale:
         found = it.jl.distortion(backend.array(x * unit), backend.array(y * unit))
         for name in ("distance", "norm", "inner_product", "angle"):
             backend.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+    def test_products_that_underflow(self):
+        y = np.asarray([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
+        x = y * [[1.0], [1e-160], [1e-160]]
+        np.testing.assert_allclose(it.jl.distortion(x, y).angle[1:], 0, atol=1e-9)
 
     def test_points_at_the_origin_and_beyond_numbers(self):
         zeros = np.zeros((3, 4))

@@ -8,9 +8,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isentropic._checks import check_floating, check_real, counts, value_error
-from isentropic._loops import BLOCKS, Block, map_blocks, take
-from isentropic._namespace import Array, accumulator, common_device, is_symbolic, namespace, to_numpy
-from isentropic._numerics import clip, divide_or_zero, quietly, root_or_zero
+from isentropic._loops import BLOCKS, Block, fold, is_differentiable, is_readable, map_blocks, take
+from isentropic._namespace import (
+    Array,
+    accumulator,
+    common_device,
+    from_numpy,
+    is_numpy,
+    is_symbolic,
+    namespace,
+    to_numpy,
+)
+from isentropic._numerics import clip, divide_or_zero, quietly, root_or_zero, row_products
+from isentropic._row_maps import in_host_memory
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng
 from isentropic.jl._tails import binomial_interval
@@ -20,6 +30,9 @@ if TYPE_CHECKING:
 
 # The default for how many pairs are compared: up to 724 points, these are all pairs.
 _DEFAULT_PAIRS = 2**18
+
+# A Gram matrix may have so many times more entries than pairs are compared.
+_GRAM_ENTRIES = 8
 
 _QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 _SHOWN_EPS = (0.05, 0.1, 0.2, 0.5)
@@ -196,11 +209,12 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
 
     Notes
     -----
-    Distances are computed from differences, not from inner products, so they do not lose digits for
-    close points. Pairs are processed in blocks, so that temporary arrays hold only a few million
-    numbers at a time. The error of the distance between two equal points with equal images is 0. The
-    error of an inner product with a point at the origin is also 0. The angle with a zero vector is
-    taken as 0, for points and for images.
+    Distances of close points do not lose digits: they are computed from differences. On a CPU, and if
+    no gradient is recorded, NumPy computes other distances from inner products in float64, which is
+    much faster. Features and pairs are processed in blocks. So temporary arrays hold a few million
+    numbers, or a few numbers per pair if these are more. The error of the distance between two equal
+    points with equal images is 0. The error of an inner product with a point at the origin is also 0.
+    The angle with a zero vector is taken as 0, for points and for images.
 
     Examples
     --------
@@ -225,29 +239,43 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     n, d = x.shape
     (pairs,) = counts(pairs=_DEFAULT_PAIRS if pairs is None else pairs)
     n_pairs = n * (n - 1) // 2
-    first, second = (
-        xp.asarray(index.astype("int32"), device=device)
-        for index in _sample_pairs(n_pairs, min(pairs, n_pairs), rng)
-    )
+    pair: Any = _sample_pairs(n_pairs, min(pairs, n_pairs), rng)
     dtype = accumulator(xp, xp.result_type(x, y))
+    if all(is_readable(xp, points) for points in (x, y)) and not is_differentiable(xp, x, y):
+        errors = [from_numpy(e, x, dtype) for e in _errors_on_host(xp, x, y, pair, dtype)]
+    else:
+        pair = tuple(xp.asarray(index.astype("int32"), device=device) for index in pair)
+        errors = _errors(xp, x, y, pair, dtype, 1.0)
+    distance, norm, inner_product, angle = errors
+    return DistortionReport(
+        distance, norm, inner_product, angle, n, n_features=d, n_components=y.shape[1], n_pairs=n_pairs
+    )
+
+
+@quietly
+def _errors_on_host(xp: Any, x: Array, y: Array, pair: Any, dtype: Any) -> list[Array]:
+    """`_errors`, computed by NumPy in float64."""
+    import array_api_compat.numpy as np
+
+    # The products are as accurate as the dtype of the result requires.
+    precision = float(np.finfo(np.float64).eps) / float(xp.finfo(dtype).eps)
+    x, y = (in_host_memory(xp, points) for points in (x, y))
+    return _errors(np, x, y, pair, np.float64, precision)
+
+
+def _errors(xp: ModuleType, x: Array, y: Array, pair: Any, dtype: Any, precision: float) -> list[Array]:
+    """The four arrays of a `DistortionReport`, computed in `dtype`."""
     unit = _power_of_two_above(xp, xp.astype(xp.max(xp.abs(x)), dtype))
     norm_x, norm_y = (_square_norms(xp, points, unit) for points in (x, y))
-    lengths_x, lengths_y = (
-        [root_or_zero(xp, xp.take(norm, index)) for index in (first, second)]
-        for norm in (norm_x, norm_y)
-    )
-    square_x, *units_x, inner_x = _pair_products(xp, x, unit, (first, second), lengths_x)
-    square_y, *units_y, inner_y = _pair_products(xp, y, unit, (first, second), lengths_y)
-    return DistortionReport(
-        distance=_relative_error(xp, square_y, square_x),
-        norm=_relative_error(xp, norm_y, norm_x),
-        inner_product=divide_or_zero(xp, inner_y - inner_x, lengths_x[0] * lengths_x[1]),
-        angle=_angle(xp, *units_y) - _angle(xp, *units_x),
-        n_points=n,
-        n_features=d,
-        n_components=y.shape[1],
-        n_pairs=n_pairs,
-    )
+    square_x, *units_x, inner_x = _pair_products(xp, x, unit, pair, norm_x, precision)
+    square_y, *units_y, inner_y = _pair_products(xp, y, unit, pair, norm_y, precision)
+    a, b = (root_or_zero(xp, xp.take(norm_x, index)) for index in pair)
+    return [
+        _relative_error(xp, square_y, square_x),
+        _relative_error(xp, norm_y, norm_x),
+        divide_or_zero(xp, inner_y - inner_x, a * b),
+        _angle(xp, *units_y) - _angle(xp, *units_x),
+    ]
 
 
 def _check_points(x: Array, y: Array) -> tuple[ModuleType, Any]:
@@ -282,28 +310,81 @@ def _square_norms(xp: ModuleType, points: Array, unit: Array) -> Array:
 
 
 def _pair_products(
-    xp: ModuleType, points: Array, unit: Array, pair: tuple[Array, Array], lengths: list[Array]
+    xp: ModuleType, points: Array, unit: Array, pair: Any, norms: Array, precision: float
 ) -> tuple[Array, ...]:
     """Four numbers for each pair a, b of points, which are measured in the given unit of length.
 
-    The numbers are ‖a − b‖², ‖a/‖a‖ − b/‖b‖‖², ‖a/‖a‖ + b/‖b‖‖² and ⟨a, b⟩.
+    The numbers are ‖a − b‖², ‖a/‖a‖ − b/‖b‖‖², ‖a/‖a‖ + b/‖b‖‖² and ⟨a, b⟩. `norms` has all ‖a‖². NumPy
+    computes the numbers from inner products, and from differences where inner products cancel.
+
+    With the unit roundoff u, a sum of d products has an error of at most about d·u‖a‖‖b‖. For
+    c = |cos(a, b)|, ‖a − b‖² is at least (1 − c)(‖a‖² + ‖b‖²), and the squares of unit vectors are at
+    least 2(1 − c). So the relative errors of all three squares are at most 4(d + 4)u/(1 − c), which is
+    64(d + 4)u for c ≤ 15/16. If the roundoff of the result is u/`precision` > u, then c may be larger,
+    up to where the bound is that roundoff. Equal points have c = 1, so their distance is computed from
+    differences, and is exactly 0.
     """
+    if not is_numpy(xp):
+        return _from_differences(xp, points, unit, pair, norms)
+    d = points.shape[1]
+    inner = _inner_products(xp, points, unit, pair)
+    a, b = (xp.take(norms, index) for index in pair)
+    cosine: Any = inner / (xp.sqrt(a) * xp.sqrt(b))
+    numbers: Any = (a + b - 2 * inner, 2 - 2 * cosine, 2 + 2 * cosine, inner)
+    # Squares that underflow are not accurate either, and a zero vector has no angle.
+    is_accurate = xp.minimum(a, b) > d * xp.finfo(norms.dtype).smallest_normal
+    is_accurate &= 1 - abs(cosine) >= min(1 / 16, 4 * (d + 4) * precision)  # False for NaN
+    (others,) = xp.nonzero(~is_accurate)
+    if others.size:
+        those = [index[others] for index in pair]
+        exact = _from_differences(xp, points, unit, those, norms)
+        for number, part in zip(numbers, exact, strict=True):
+            number[others] = part
+    return numbers
+
+
+def _inner_products(xp: ModuleType, points: Array, unit: Array, pair: Any) -> Any:
+    """The inner products of pairs of points."""
+    n, d = points.shape
+    if n**2 > _GRAM_ENTRIES * pair[0].size:
+
+        def products(block: Block) -> tuple[Array]:
+            a, b = (
+                xp.astype(xp.take(points, take(index, block, -1), axis=0), unit.dtype) / unit
+                for index in pair
+            )
+            return (row_products(xp, a, b)[:, None],)
+
+        size = max(1, BLOCKS.numpy_pairs // d)
+        return map_blocks(xp, products, pair[0].size, size, in_threads=True)[0][:, 0]
+
+    def gram(block: Block) -> Any:
+        part = xp.astype(take(points, block, -1), unit.dtype) / unit
+        return part @ part.T
+
+    return fold(xp, gram, xp.add, d, max(1, BLOCKS.pairs // n))[pair]
+
+
+def _from_differences(
+    xp: ModuleType, points: Array, unit: Array, pair: Any, norms: Array
+) -> tuple[Array, ...]:
+    """The numbers of `_pair_products`, from sums over the features."""
 
     def sums(block: Block) -> tuple[Array, ...]:
-        a, b = (
-            xp.astype(xp.take(points, take(index, block, -1), axis=0), unit.dtype) / unit
-            for index in pair
-        )
+        rows = [take(index, block, -1) for index in pair]
+        a, b = (xp.astype(xp.take(points, row, axis=0), unit.dtype) / unit for row in rows)
         unit_a, unit_b = (
-            divide_or_zero(xp, part, take(length, block, -1)[:, None])
-            for part, length in zip((a, b), lengths, strict=True)
+            divide_or_zero(xp, part, root_or_zero(xp, xp.take(norms, row))[:, None])
+            for part, row in zip((a, b), rows, strict=True)
         )
         differences = (a - b, unit_a - unit_b, unit_a + unit_b)
-        terms = (*(part * part for part in differences), a * b)
-        return tuple(xp.sum(part, axis=-1, keepdims=True) for part in terms)
+        factors = (*((part, part) for part in differences), (a, b))
+        return tuple(row_products(xp, *both)[:, None] for both in factors)
 
-    size = max(1, BLOCKS.pairs // max(1, points.shape[1]))
-    return tuple(part[:, 0] for part in map_blocks(xp, sums, pair[0].shape[0], size))
+    numbers = BLOCKS.numpy_pairs if is_numpy(xp) else BLOCKS.pairs
+    size = max(1, numbers // points.shape[1])
+    found = map_blocks(xp, sums, pair[0].shape[0], size, in_threads=True)
+    return tuple(part[:, 0] for part in found)
 
 
 def _sample_pairs(n_pairs: int, size: int, rng: Any) -> tuple[np.ndarray, np.ndarray]:
