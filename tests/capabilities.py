@@ -330,8 +330,6 @@ WITHOUT_ROW = {
     "drift.DriftReport": "a result",
     "jl.DistortionReport": "a result",
     "jl.FailureRate": "a result",
-    "jl.from_dict": "as laws.from_dict, on the host",
-    "jl.to_dict": "as laws.to_dict, on the host",
     "layers.LinearAttentionError": "a result",
     "laws.Law": "abstract",
     "laws.ModelRule": "a result",

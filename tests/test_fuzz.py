@@ -453,9 +453,6 @@ _CONFIG = {
 _READERS = {
     "law": (laws.from_dict, _LAW),
     "configuration": (laws.from_config, _CONFIG),
-    "sketch": (it.jl.from_dict, it.jl.to_dict(it.jl.count_sketch(6, 2, rng=1))),
-    "hadamard": (it.jl.from_dict, it.jl.to_dict(it.jl.hadamard_projection(6, 2, rng=1))),
-    "rotation": (it.jl.from_dict, it.jl.to_dict(it.jl.rotation(6, rng=1))),
 }
 
 

@@ -87,7 +87,6 @@ TESTED_IN = {
     "integrations/huggingface/_layer_law.py": "integrations/huggingface/test_saving.py",
     "integrations/huggingface/_measure.py": "integrations/huggingface/test_calibrate.py",
     "integrations/huggingface/_modules.py": "integrations/huggingface/test_names.py",
-    "jl/_dictionaries.py": "jl/test_rotation.py",
     "jl/_flat.py": "jl/test_rotation.py",
     "jl/_maps.py": "jl/test_projections.py",
 }

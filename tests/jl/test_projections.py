@@ -1,6 +1,5 @@
 """Random maps: what they compute, their moments, where they fail, and the same draw everywhere."""
 
-import pickle
 import re
 
 import numpy as np
@@ -125,13 +124,6 @@ class TestEveryMap:
         expected = MAPS[name](100, 12, rng=1).matrix()
         for kind in (np.int8, np.uint8, np.uint64, np.int64):
             np.testing.assert_array_equal(MAPS[name](kind(100), kind(12), rng=1).matrix(), expected)
-
-    @pytest.mark.host
-    def test_pickles(self, name):
-        f = MAPS[name](30, 8, rng=1)
-        again = pickle.loads(pickle.dumps(f))
-        assert type(again) is type(f)
-        np.testing.assert_array_equal(again.matrix(), f.matrix())
 
     def test_equality_is_by_value(self, backend, name):
         like = backend.array(np.zeros(1, "float32"))

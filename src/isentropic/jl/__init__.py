@@ -12,7 +12,6 @@ distances.
 True
 """
 
-from isentropic.jl._dictionaries import from_dict, to_dict
 from isentropic.jl._dimensions import eps, failure_probability, lower_bound, min_dim
 from isentropic.jl._distortion import DistortionReport, FailureRate, distortion
 from isentropic.jl._hadamard import hadamard_transform
@@ -38,7 +37,6 @@ __all__ = [
     "distortion",
     "eps",
     "failure_probability",
-    "from_dict",
     "gaussian_projection",
     "hadamard_projection",
     "hadamard_transform",
@@ -48,5 +46,4 @@ __all__ = [
     "rademacher_projection",
     "rotation",
     "sparse_projection",
-    "to_dict",
 ]
