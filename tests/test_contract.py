@@ -6,6 +6,7 @@ import oracles
 import pytest
 
 import isentropic as it
+from isentropic import laws
 
 
 def _arrays(backend, dtype="float32"):
@@ -21,6 +22,27 @@ IN_FLOAT32 = {
     "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error",
     "linear_attention_error-variance", "merge_states",
 }  # fmt: skip
+
+
+# The cases that compute with some of the arrays themselves.
+COMPUTE_THEMSELVES = {
+    "PositiveFeatures": {"q"}, "PositiveFeatures-variance": {"q"}, "needle_entropy": {"target"},
+    "factor_for_attention_entropy": {"target"}, "factor_for_entropy-target": {"target"},
+    "cross_entropy": {"p"}, "kl_divergence": {"p"},
+}  # fmt: skip
+
+
+def bfloat16(backend):
+    """The dtype: for NumPy that of ml_dtypes, in which JAX's arrays become arrays of NumPy."""
+    if backend.library == "numpy":
+        return pytest.importorskip("ml_dtypes").bfloat16
+    if not hasattr(backend.xp, "bfloat16"):
+        pytest.skip("no bfloat16 here")
+    return backend.xp.bfloat16
+
+
+def in_float64(backend, x):
+    return backend.numpy(backend.xp.astype(x, backend.xp.float32)).astype("float64")
 
 
 @pytest.mark.parametrize("name", sorted(cases.CASES))
@@ -63,6 +85,42 @@ class TestEveryFunction:
                     backend.xp.float32 if name in IN_FLOAT32 else backend.array(0, backend.half).dtype
                 )
             backend.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+    def test_bfloat16(self, backend, name):
+        if name in COMPUTE_THEMSELVES or name in ("PowerLog", "Mask"):
+            pytest.skip("its result is not in bfloat16")
+        dtype, case = bfloat16(backend), cases.CASES[name]
+        rounded = {
+            key: backend.xp.astype(x, dtype) if key not in cases.DISCRETE else x
+            for key, x in _arrays(backend).items()
+        }
+        exact = {
+            key: in_float64(backend, x) if key not in cases.DISCRETE else backend.numpy(x)
+            for key, x in rounded.items()
+        }
+        got, expected = cases.leaves(case(rounded)), cases.leaves(case(exact))
+        for x, y in zip(got, expected, strict=True):
+            assert x.dtype == (backend.xp.float32 if name in IN_FLOAT32 else dtype)
+            atol = 2e-2 * np.abs(y[np.isfinite(y)]).max(initial=1.0)
+            np.testing.assert_allclose(in_float64(backend, x), y, rtol=2e-2, atol=atol)
+
+    def test_narrow_dtypes_are_refused(self, backend, name):
+        if backend.library not in ("numpy", "torch", "jax"):
+            pytest.skip("it has no such dtypes")
+        library, kinds = backend.xp, ["float8_e4m3fn", "float8_e5m2"]
+        if backend.library == "numpy":
+            library, kinds = pytest.importorskip("ml_dtypes"), [*kinds, "float4_e2m1fn", "int4"]
+        # Parts of maps may be stored in any dtype, and masks ignore the dtype of `like`.
+        names = cases.names_read(cases.CASES[name]) - cases.DISCRETE - cases.PARTS
+        names -= COMPUTE_THEMSELVES.get(name, {"q"} if name == "Mask" else set())
+        for key in names:
+            for kind in kinds:
+                arrays = _arrays(backend)
+                arrays[key] = backend.xp.astype(arrays[key], getattr(library, kind))
+                with pytest.raises(
+                    TypeError, match=f"`.*` must have .*, got .*{kind}: convert it to a"
+                ):
+                    cases.CASES[name](arrays)
 
     def test_inputs_are_not_changed(self, backend, name):
         arrays = _arrays(backend)
@@ -133,17 +191,27 @@ class TestErrorsOfFloatingPoint:
 
 
 def test_bfloat16(backend, rng):
-    if backend.library not in ("torch", "jax"):
-        pytest.skip("no bfloat16 here")
+    dtype = bfloat16(backend)
     q, k, v = rng.normal(size=(3, 9, 4))
-    arrays = [backend.xp.astype(backend.array(x), backend.xp.bfloat16) for x in (q, k, v)]
+    arrays = [backend.xp.astype(backend.array(x), dtype) for x in (q, k, v)]
     state, out = it.attention_state(*arrays, law=None), it.attention(*arrays, law=None)
     h = it.attention_entropy(*arrays[:2], law=None)
-    assert out.dtype == backend.xp.bfloat16
+    assert out.dtype == dtype
     assert state.normalizer.dtype == h.dtype == backend.xp.float32
     expected = oracles.attention(q, k, v)
     backend.assert_close(state.output(), expected.output, atol=3e-2)
     backend.assert_close(h, expected.entropy(), rtol=1e-2)
+
+
+def test_bfloat16_with_other_dtypes(backend, rng):
+    dtype = bfloat16(backend)
+    q, k, v = (backend.array(x, "float32") for x in rng.normal(size=(3, 9, 4)))
+    rounded, half = backend.xp.astype(k, dtype), backend.xp.astype(k, backend.xp.float16)
+    assert it.attention(q, rounded, v).dtype == backend.xp.float32
+    assert it.attention(half, rounded, rounded).dtype == backend.xp.float32
+    assert it.kl_divergence(abs(half), abs(rounded)).dtype == backend.xp.float32
+    law = laws.AffineLog(rounded[0, ...], half[0, ...])
+    assert law(backend.array([[1.0, 5.0]], "float32")).dtype == backend.xp.float32
 
 
 def test_log_of_the_length_is_not_rounded_to_half(backend):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from isentropic._namespace import has_kind, is_symbolic
+from isentropic._namespace import is_symbolic, isdtype
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,11 +109,21 @@ def check_floating(xp: ModuleType, **arrays: Any) -> None:
         if x.dtype == floating:
             continue
         floating = x.dtype
-        if not has_kind(xp, floating, "real floating"):
-            must = "have a real floating-point dtype"
-            if "float" in str(x.dtype):  # such as float8_e4m3fn
-                must += " of at least 16 bits (convert it)"
-            raise type_error(name, must, x.dtype)
+        if not isdtype(xp, floating, "real floating"):
+            raise type_error(name, "have a real floating-point dtype", described_dtype(floating))
+
+
+def check_numeric(xp: ModuleType, **arrays: Any) -> None:
+    """Refuse boolean and complex arrays."""
+    for name, x in arrays.items():
+        if not isdtype(xp, x.dtype, ("integral", "real floating")):
+            raise type_error(name, "have an integer or floating-point dtype", described_dtype(x.dtype))
+
+
+def described_dtype(dtype: Any) -> str:
+    """A dtype that is refused, and for those of fewer bits than others of their kind what to do."""
+    is_narrow = getattr(dtype, "itemsize", 2) == 1 and re.search(r"float|int[1-7]$", str(dtype))
+    return f"{dtype}" + ": convert it to a wider dtype" * bool(is_narrow)
 
 
 def check_ndim(minimum: int, **arrays: Any) -> None:

@@ -35,13 +35,14 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
-    has_kind,
     is_cupy,
     is_jax,
     is_numpy,
+    isdtype,
     measure_dtype,
     namespace,
     present,
+    promoted,
 )
 from isentropic._numerics import (
     clip,
@@ -264,7 +265,7 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
     check_axis(axis, logits.ndim)
     s = xp.astype(logits, accumulator(xp, logits.dtype))
     if mask is not None:
-        if not has_kind(xp, mask.dtype, "bool"):
+        if not isdtype(xp, mask.dtype, "bool"):
             raise type_error("mask", "be boolean (True takes part)", mask.dtype)
         check_broadcastable("mask", mask.shape, logits.shape)
         s = xp.where(lift(mask, s.ndim), s, -math.inf)
@@ -447,7 +448,7 @@ def _checked_pair(p: Array, q: Array, axis: int) -> tuple[ModuleType, Any, Any, 
     common_device(p=p, q=q)
     check_floating(xp, p=p, q=q)
     check_axis(axis, len(common_shape(p=p.shape, q=q.shape)))
-    dtype = xp.result_type(p, q)
+    dtype = promoted(xp, p, q)
     p, q = (_weights(xp, x, axis, dtype) for x in xp.broadcast_arrays(p, q))
     return xp, p, q, measure_dtype(xp, dtype)
 

@@ -34,7 +34,7 @@ from isentropic._loops import (
     iterate,
     without_gradient,
 )
-from isentropic._namespace import Array, common_device, largest_finite, namespace, present
+from isentropic._namespace import Array, common_device, largest_number, namespace, present
 from isentropic._numerics import (
     clip,
     divide_or_zero,
@@ -312,7 +312,7 @@ def _entropy_and_variance(xp: ModuleType, x: Array, u: Array) -> tuple[Array, Ar
 
 def _rounded(xp: ModuleType, factor: Array, dtype: Any) -> Any:
     """The factor without its last axis, in a dtype that may have a smaller range."""
-    return xp.astype(clip(xp, factor, max=largest_finite(xp, dtype)), dtype)[..., 0]
+    return xp.astype(clip(xp, factor, max=largest_number(xp, dtype)), dtype)[..., 0]
 
 
 def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:

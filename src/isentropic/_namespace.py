@@ -202,31 +202,35 @@ def library_of(xp: ModuleType) -> str:
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
 
 
-def has_kind(xp: ModuleType, dtype: Any, kind: str | tuple[str, ...]) -> bool:
-    """``xp.isdtype``, where floats narrower than 16 bits are of no kind.
+def isdtype(xp: ModuleType, dtype: Any, kind: str | tuple[str, ...]) -> bool:
+    """``xp.isdtype``, also for the dtypes that the package ml_dtypes adds to NumPy.
 
-    They are for storage: nothing here computes with so few digits. NumPy knows neither them nor
-    bfloat16, which the package ml_dtypes adds, and has no `isdtype` for them.
+    Of these only bfloat16 is of a kind, "real floating". Floats of fewer than 16 bits are of no kind,
+    whatever the library: they are made for storage, and promote to no other dtype.
     """
-    if is_numpy(xp) and dtype.isbuiltin == 2:  # added by another package
+    if _is_added(xp, dtype):
         return dtype.name == "bfloat16" and "real floating" in kind
-    return bool(xp.isdtype(dtype, kind)) and "float8" not in str(dtype) and "float4" not in str(dtype)
+    is_narrow = getattr(dtype, "itemsize", 2) == 1 and xp.isdtype(dtype, "real floating")
+    return not is_narrow and xp.isdtype(dtype, kind)
 
 
-def largest_finite(xp: ModuleType, dtype: Any) -> float:
-    """The largest finite number of a dtype that has the kind of floats."""
-    if is_numpy(xp) and dtype.isbuiltin == 2:  # bfloat16, for which NumPy has no `finfo`
-        return (2 - 2**-7) * 2.0**127
-    return float(xp.finfo(dtype).max)
+def largest_number(xp: ModuleType, dtype: Any) -> float:
+    """The largest finite number of a floating dtype, also of NumPy's bfloat16."""
+    return (2 - 2**-7) * 2.0**127 if _is_added(xp, dtype) else float(xp.finfo(dtype).max)
 
 
-def promoted(xp: ModuleType, *arrays: Array) -> Any:
-    """The dtype to which the arrays promote."""
-    first, *others = arrays
-    if all(x.dtype == first.dtype for x in others):
-        return first.dtype
-    if is_numpy(xp) and {x.dtype.name for x in arrays} == {"bfloat16", "float16"}:
-        return xp.dtype("float32")  # as in PyTorch and JAX; NumPy refuses
+def _is_added(xp: ModuleType, dtype: Any) -> bool:
+    """Whether the dtype is not NumPy's own, but registered by another package."""
+    return is_numpy(xp) and dtype.isbuiltin == 2
+
+
+def promoted(xp: ModuleType, *arrays: Any) -> Any:
+    """The dtype to which arrays or dtypes promote."""
+    dtypes = [getattr(x, "dtype", x) for x in arrays]
+    if all(dtype == dtypes[0] for dtype in dtypes):
+        return dtypes[0]
+    if is_numpy(xp):  # where bfloat16 and float16 do not promote
+        arrays = tuple(xp.float32 if _is_added(xp, dtype) else dtype for dtype in dtypes)
     return xp.result_type(*arrays)
 
 
@@ -247,9 +251,8 @@ def measure_dtype(xp: ModuleType, dtype: Any) -> Any:
     """The dtype of a quantity measured on arrays of `dtype`, such as an entropy: at least float32."""
     if dtype == xp.float64:  # JAX can be set to refuse promotion
         return dtype
-    # NumPy has other byte orders, which promotion makes native, and does not know bfloat16.
-    bits = 8 * dtype.itemsize if is_numpy(xp) else xp.finfo(dtype).bits
-    return xp.float32 if bits <= 32 else xp.result_type(dtype, xp.float32)
+    # NumPy has other byte orders, which promotion makes native.
+    return xp.float32 if accumulator(xp, dtype) == xp.float32 else xp.result_type(dtype, xp.float32)
 
 
 def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:
@@ -262,11 +265,11 @@ def to_numpy(x: Array) -> Any:
     """A copy of an array as a NumPy array on the host."""
     import numpy as np
 
-    if isinstance(x, np.ndarray):
-        return np.array(x)
-    if "bfloat16" in str(x.dtype):  # NumPy has no such dtype
+    if "bfloat16" in str(x.dtype):  # NumPy has no such dtype of its own
         xp = array_api_compat.array_namespace(x)
         x = xp.astype(x, xp.float32)
+    if isinstance(x, np.ndarray):
+        return np.array(x)
     if is_torch_array(x):
         # Not a copy of x.numpy(), which would fix the size of the memory of x. FSDP changes it.
         return x.detach().to("cpu", copy=True).numpy()  # type: ignore[attr-defined]

@@ -18,7 +18,6 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
-    has_kind,
     is_jax,
     is_torch,
     leaves_of,
@@ -103,7 +102,7 @@ def in_host_memory(xp: Any, x: Any) -> Any:
     if isinstance(x, tuple):
         parts = [in_host_memory(xp, part) for part in x]
         return tuple(parts) if type(x) is tuple else type(x)(*parts)
-    if has_kind(xp, x.dtype, "real floating"):
+    if xp.isdtype(x.dtype, "real floating"):
         x = xp.astype(x, accumulator(xp, x.dtype), copy=False)
     if is_torch(xp):
         return x.numpy(force=True)

@@ -30,6 +30,7 @@ from isentropic._checks import (
     check_choice,
     check_count,
     check_ndim,
+    described_dtype,
     is_array,
     is_integer,
     plain_integer,
@@ -51,9 +52,9 @@ from isentropic._namespace import (
     Array,
     common_device,
     default_dtype,
-    has_kind,
     is_symbolic,
     is_torch,
+    isdtype,
     namespace,
 )
 from isentropic._numerics import align, clip, lift, quietly
@@ -449,8 +450,8 @@ def segments(ids: Array, query_ids: Array | None = None) -> Mask:
     """
     given = {"ids": ids} if query_ids is None else {"ids": ids, "query_ids": query_ids}
     for name, x in given.items():
-        if not has_kind(namespace(**{name: x}), x.dtype, "integral"):
-            raise type_error(name, "have an integer dtype", x.dtype)
+        if not isdtype(namespace(**{name: x}), x.dtype, "integral"):
+            raise type_error(name, "have an integer dtype", described_dtype(x.dtype))
     check_ndim(1, **given)
     return _Segments(ids, query_ids)
 
@@ -463,9 +464,9 @@ def as_mask(x: Any, name: str = "mask") -> Mask:
         must = "be a boolean array or a mask of isentropic.masks, such as masks.causal()"
         raise type_error(name, must, getattr(x, "__name__", type(x).__name__))
     xp = namespace(**{name: x})
-    if not has_kind(xp, x.dtype, "bool"):
+    if not isdtype(xp, x.dtype, "bool"):
         must = "be boolean (True = attend; numbers to add to the logits are a `bias`) or a Mask"
-        raise type_error(name, must, x.dtype)
+        raise type_error(name, must, described_dtype(x.dtype))
     return _Dense(x)
 
 
@@ -869,8 +870,8 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
             check_count(name, x, least=0)
         # Beyond this a number shows, or hides, every key.
         return plain_integer(max(-_MAX_POSITION, min(x, _MAX_POSITION)))
-    if not hasattr(x, "dtype") or not has_kind(namespace(**{name: x}), x.dtype, "integral"):
-        got = getattr(x, "dtype", type(x).__name__)
+    if not hasattr(x, "dtype") or not isdtype(namespace(**{name: x}), x.dtype, "integral"):
+        got = described_dtype(x.dtype) if hasattr(x, "dtype") else type(x).__name__
         if name == "lengths" and "bool" in str(got):
             got = f"{got}: an array that is True for the keys to attend to is itself a `mask`"
         raise type_error(name, "be an integer or an array of an integer dtype", got)

@@ -26,9 +26,17 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from isentropic._checks import check_choice, check_real, common_shape, is_array, type_error, value_error
+from isentropic._checks import (
+    check_choice,
+    check_numeric,
+    check_real,
+    common_shape,
+    is_array,
+    type_error,
+    value_error,
+)
 from isentropic._loops import scan_blocks
-from isentropic._namespace import common_device, default_dtype, has_kind, namespace
+from isentropic._namespace import common_device, default_dtype, isdtype, namespace, promoted
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly
 from isentropic._quadrature import (
     GaussianScores,
@@ -873,9 +881,7 @@ def _result_kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
 
         return xp, "cpu", xp.float64
     xp, device = namespace(**arrays), common_device(**arrays)
-    for name, x in arrays.items():
-        if not has_kind(xp, x.dtype, ("integral", "real floating")):
-            raise type_error(name, "have an integer or floating-point dtype", x.dtype)
-    floating = [x.dtype for x in arrays.values() if has_kind(xp, x.dtype, "real floating")]
-    dtype = xp.result_type(*floating) if floating else default_dtype(xp, "real floating", device)
+    check_numeric(xp, **arrays)
+    floating = [x.dtype for x in arrays.values() if isdtype(xp, x.dtype, "real floating")]
+    dtype = promoted(xp, *floating) if floating else default_dtype(xp, "real floating", device)
     return xp, device, dtype

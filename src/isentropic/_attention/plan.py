@@ -17,6 +17,7 @@ from isentropic._checks import (
     check_flag,
     check_floating,
     check_ndim,
+    check_numeric,
     check_real,
     common_shape,
     is_array,
@@ -38,7 +39,6 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
-    has_kind,
     imported_torch,
     is_numpy,
     is_symbolic,
@@ -661,8 +661,7 @@ def given_lengths(
     """`n_keys` as floats, with as many axes as `shape` and broadcastable to it."""
     if array_or_none(n_keys) is None:
         return xp.full((1,) * len(shape), _check_length(n_keys), dtype=dtype, device=device)
-    if not has_kind(xp, n_keys.dtype, ("integral", "real floating")):
-        raise type_error("n_keys", "have an integer or floating-point dtype", n_keys.dtype)
+    check_numeric(xp, n_keys=n_keys)
     check_broadcastable("n_keys", n_keys.shape, shape)
     if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n_keys >= 0))):
         raise value_error("n_keys", "be at least 0", "an array with negative numbers or NaN")

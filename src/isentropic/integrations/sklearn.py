@@ -10,7 +10,7 @@ import numpy as np
 
 from isentropic._checks import check_choice, check_flag, check_real, counts, requires_extra, value_error
 from isentropic._loops import BLOCKS
-from isentropic._namespace import accumulator, common_device, has_kind, namespace
+from isentropic._namespace import accumulator, common_device, isdtype, namespace
 from isentropic._numerics import product
 from isentropic.jl._dimensions import min_dim
 from isentropic.jl._draws import draw_rows
@@ -437,6 +437,6 @@ def _floating(X: Any) -> Any:
     if sparse.issparse(X):
         return X if X.dtype in (np.float32, np.float64) else X.astype(np.float64)
     xp: ModuleType = namespace(X=X)
-    if has_kind(xp, X.dtype, "real floating"):
+    if isdtype(xp, X.dtype, "real floating"):
         return X
     return xp.astype(X, getattr(xp, "float64", xp.float32))

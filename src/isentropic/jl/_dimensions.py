@@ -18,6 +18,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from isentropic._checks import check_choice, check_real, type_error, value_error
+from isentropic._namespace import isdtype
 from isentropic.jl._tails import log_beta_tail, log_chi2_tail
 
 if TYPE_CHECKING:
@@ -477,7 +478,7 @@ def _to_float64(name: str, x: Any) -> tuple[np.ndarray, bool]:
             values, scalar = np.asarray(x), False
         except ValueError:
             raise type_error(name, must, "rows of different lengths") from None
-        if not np.isdtype(values.dtype, ("integral", "real floating")):
+        if not isdtype(np, values.dtype, ("integral", "real floating")):
             raise type_error(name, must, f"dtype {values.dtype}")
         values = values.astype(np.float64)
     else:

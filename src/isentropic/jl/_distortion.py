@@ -17,6 +17,7 @@ from isentropic._namespace import (
     is_numpy,
     is_symbolic,
     namespace,
+    promoted,
     to_numpy,
 )
 from isentropic._numerics import clip, divide_or_zero, quietly, root_or_zero, row_products
@@ -240,7 +241,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     (pairs,) = counts(pairs=_DEFAULT_PAIRS if pairs is None else pairs)
     n_pairs = n * (n - 1) // 2
     pair: Any = _sample_pairs(n_pairs, min(pairs, n_pairs), rng)
-    dtype = accumulator(xp, xp.result_type(x, y))
+    dtype = accumulator(xp, promoted(xp, x, y))
     if all(is_readable(xp, points) for points in (x, y)) and not is_differentiable(xp, x, y):
         errors = [from_numpy(e, x, dtype) for e in _errors_on_host(xp, x, y, pair, dtype)]
     else:

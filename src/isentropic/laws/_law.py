@@ -16,7 +16,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from isentropic._checks import (
     bounds_message,
+    check_floating,
     check_ndim,
+    check_numeric,
     check_real,
     common_shape,
     is_array,
@@ -30,8 +32,8 @@ from isentropic._namespace import (
     accumulator,
     common_device,
     default_dtype,
-    has_kind,
     is_numpy,
+    isdtype,
     namespace,
     to_numpy,
 )
@@ -120,9 +122,8 @@ class Law(Node, ABC):
         parameters = self.arrays
         if is_array(n):
             xp, device = namespace(("law", parameters), n=n), common_device(("law", parameters), n=n)
-            if not has_kind(xp, n.dtype, ("integral", "real floating")):
-                raise type_error("n", "have an integer or floating-point dtype", n.dtype)
-            floating = has_kind(xp, n.dtype, "real floating")
+            check_numeric(xp, n=n)
+            floating = isdtype(xp, n.dtype, "real floating")
             dtype = n.dtype if floating else default_dtype(xp, "real floating", device)
             n = self._aligned(xp.astype(n, _compute_dtype(xp, dtype, parameters)))
             factor = self.evaluate(xp, n)
@@ -474,8 +475,7 @@ def check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
         check_parameter(name, x.value, above=above)
     elif is_array(x):
         xp = namespace(**{name: x})
-        if not has_kind(xp, x.dtype, "real floating"):
-            raise type_error(name, "have a real floating-point dtype", x.dtype)
+        check_floating(xp, **{name: x})
         if 0 in x.shape:
             raise value_error(name, "not be empty", f"the shape {tuple(x.shape)}")
         if is_readable(xp, x):

@@ -145,11 +145,10 @@ def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: boo
     dtype = promoted(xp, x, w)
     x = xp.astype(x, dtype)
     finite = xp.isfinite(x) if masked else None
-    x = x if finite is None else xp.where(finite, x, xp.zeros_like(x))
-    # A product of NumPy arrays of bfloat16 is in float32.
-    y = xp.astype(product(xp, x, xp.astype(w, dtype)), dtype, copy=False)
+    y = product(xp, x if finite is None else xp.where(finite, x, 0.0), xp.astype(w, dtype))
     if finite is not None:
-        y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, xp.full_like(y, math.nan))
+        y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, math.nan)
+    y = xp.astype(y, dtype, copy=False)  # NumPy's products of bfloat16 are float32
     return y if b is None else y + lift(b, y.ndim)
 
 

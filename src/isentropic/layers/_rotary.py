@@ -9,8 +9,8 @@ from isentropic._checks import (
     check_flag,
     check_floating,
     check_ndim,
+    check_numeric,
     check_real,
-    type_error,
     value_error,
 )
 from isentropic._namespace import (
@@ -18,7 +18,6 @@ from isentropic._namespace import (
     ArrayT,
     accumulator,
     common_device,
-    has_kind,
     namespace,
     present,
 )
@@ -89,8 +88,7 @@ def rotary(
     if size % 2:
         raise value_error("x", "have an even last dimension", size)
     if positions is not None:
-        if not has_kind(xp, positions.dtype, ("integral", "real floating")):
-            raise type_error("positions", "have an integer or floating-point dtype", positions.dtype)
+        check_numeric(xp, positions=positions)
         check_broadcastable("positions", positions.shape, x.shape[:-1])
 
     dtype = accumulator(xp, x.dtype)
