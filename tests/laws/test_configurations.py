@@ -1,7 +1,6 @@
 """Rules read from configurations are those that models of transformers apply to their attention."""
 
 import copy
-import math
 import re
 from pathlib import Path
 
@@ -41,10 +40,11 @@ INKLING = {
     "log_scaling_n_floor": 4, "log_scaling_alpha": 0.3,
     "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid"],
 }  # fmt: skip
-LOOP = {
-    "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2, "loop_gate_rank": 4,
+LOOPED = INKLING | {
     "n_layers_per_attn_res_block": 1,
-}  # fmt: skip
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+}
 BEAM = {
     "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1,
     "mlp_layer_types": ["dense"] * 4,
@@ -98,8 +98,11 @@ def seen(config, monkeypatch, calls=None, **inputs):
     found = {}
 
     def spy(module, query, key, value, mask, **options):
-        if not hasattr(module, "layer_idx"):  # attention over earlier blocks in place of a residual
-            return transformers.AttentionInterface()["sdpa"](module, query, key, value, mask, **options)
+        if not hasattr(module, "layer_idx"):  # attention over the residuals of blocks of layers
+            y = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, scale=options["scaling"]
+            )
+            return y.transpose(1, 2), None
         found[module.layer_idx] = options | {"query": query, "key": key, "module": module}
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -145,6 +148,7 @@ def assert_scaled(on, off, rule, n, key="query"):
     for layer, expected in off.items():
         has_rule = rule.layers is None or layer in rule.layers
         x = expected[key].double()
+        assert x.any()
         torch.testing.assert_close(on[layer][key].double(), x * factor if has_rule else x, **CLOSE)
     assert factor.max() > 1.02
 
@@ -155,7 +159,7 @@ LENGTH_RULES = [
     ("Mistral4", LATENT | {"rope_parameters": MINISTRAL}, "ministral-3", "positions", None),
     ("InklingText", INKLING, "inkling", "slots", (0, 3)),
     ("Inkling2Text", INKLING, "inkling", "positions", (0, 3)),
-    ("Inkling2LoopText", INKLING | LOOP, "inkling", "positions", (0, 3)),
+    ("Inkling2LoopText", LOOPED, "inkling", "positions", (0, 3)),
 ]
 
 
@@ -195,28 +199,6 @@ class TestRulesOfTheLength:
 
         on, off = last_tokens(config), last_tokens(switched_off(config, rule))
         assert_scaled(on, off, rule, torch.arange(10, 13)[None])
-
-    def test_llama_4_scaling(self):
-        """What vLLM and SGLang do for models of the types of DeepSeek: 1 + β ln(1 + ⌊position/L⌋)."""
-        scaling = {"original_max_position_embeddings": 8192, "beta": 0.1}
-        config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "llama_4_scaling": scaling}
-        (rule,) = laws.from_config(config)
-        assert (rule.name, rule.counts, rule.layers) == ("ministral-3", "positions", None)
-        assert rule.off == ("llama_4_scaling = None",)
-        for position in (0, 8191, 8192, 100_000):
-            expected = 1 + 0.1 * math.log(1 + position // 8192)
-            assert rule.law(position + 1) == pytest.approx(expected)
-        assert laws.from_config(config | {"llama_4_scaling": None}) == ()
-        assert laws.from_config(config | {"llama_4_scaling": scaling | {"beta": 0}}) == ()
-
-    def test_null_and_numbers_are_flags(self):
-        qwen = {"model_type": "qwen", "seq_length": 8192}
-        assert laws.from_config(qwen | {"use_logn_attn": None}) == ()
-        assert laws.from_config(qwen | {"use_logn_attn": 1}) == laws.from_config(qwen)
-        # Llama 4 was published with a 4 there.
-        assert laws.from_config(LLAMA_4_TEXT | {"attn_temperature_tuning": 4}) == laws.from_config(
-            LLAMA_4_TEXT
-        )
 
     @INPUTS
     def test_beam(self, monkeypatch, positions):
@@ -277,6 +259,30 @@ class TestRulesOfTheLength:
         off = ("attn_temperature_len = -1",)
         assert laws.from_config(grok) == (("grok-2", law, "positions", None, "capped logits", off),)
         assert laws.from_config(grok | {"attn_temperature_len": -1}) == ()
+
+    def test_llama_4_scaling_of_engines(self):
+        # vLLM: `MistralAttention` in vllm/model_executor/models/mistral.py, and
+        # `_get_llama_4_scaling` in deepseek_v2.py. The numbers are those of Mistral Large 3.
+        yarn = {
+            "rope_type": "yarn", "factor": 36, "beta_fast": 32, "beta_slow": 1, "mscale_all_dim": 1,
+            "original_max_position_embeddings": 8192, "apply_yarn_scaling": False,
+        }  # fmt: skip
+        config = {
+            "model_type": "transformer", "rope_parameters": yarn,
+            "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8192},
+        }  # fmt: skip
+        (rule,) = laws.from_config(config)
+        assert (rule.counts, rule.scales, rule.off) == (
+            "positions",
+            "products",
+            ("llama_4_scaling = None",),
+        )
+        positions = torch.tensor([0, 8191, 8192, 100_000])
+        expected = 1 + 0.1 * torch.log(1 + torch.floor(positions.double() / 8192))
+        torch.testing.assert_close(rule.law(positions.double() + 1), expected)
+        assert laws.from_config(config | {"llama_4_scaling": None}) == ()
+        on = laws.from_config(config | {"rope_parameters": yarn | {"apply_yarn_scaling": True}})
+        assert [rule.name for rule in on] == ["ministral-3", "yarn"]
 
 
 GLM = {"partial_rotary_factor": 0.5}
@@ -410,7 +416,7 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         "name",
         [
-            "Beam", "Bert", "DeepseekV3", "DeepseekV4", "Gemma3Text", "GptOss", "Inkling2Text", "InklingText", "Llama",
+            "Beam", "Bert", "DeepseekV3", "DeepseekV4", "Gemma3Text", "GptOss", "Inkling2Text", "Inkling2LoopText", "InklingText", "Llama",
             "Llama4Text", "Ministral3", "Mistral4", "MistralLarge4Text", "OpenAIPrivacyFilter", "Phi3", "SmolLM3",
         ],
     )  # fmt: skip
@@ -422,7 +428,7 @@ class TestConfigurations:
         given = {key: x for key, x in config.to_dict().items() if key in least}
         assert laws.from_config(given) == laws.from_config(config) == from_dict(config)
 
-    @pytest.mark.parametrize("name", ["Llama4", "Inkling2", "MistralLarge4"])
+    @pytest.mark.parametrize("name", ["Llama4", "Inkling2", "Inkling2Loop", "MistralLarge4"])
     def test_parts(self, name):
         if not hasattr(transformers, f"{name}Config"):
             pytest.skip(f"this version of transformers has no {name}")
@@ -471,6 +477,15 @@ class TestConfigurations:
                 "log_scaling_alpha": 0.0,
             },
             {"model_type": "a_model_of_another_library"},
+            {"model_type": "other", "attn_temperature_tuning": False, "use_logn_attn": None},
+            {"model_type": "qwen", "use_logn_attn": None},
+            {"model_type": "mistral", "llama_4_scaling": None},
+            # transformers takes the ratio of two lengths, which are equal here.
+            {
+                "model_type": "llama",
+                "rope_scaling": {"type": "yarn", "factor": None},
+                "max_position_embeddings": 8192,
+            },
         ],
     )
     def test_no_rule(self, config):
@@ -491,7 +506,25 @@ class TestConfigurations:
                 {"model_type": "other", "attn_temperature_tuning": True},
                 "`attn_temperature_tuning` must be absent: .* got True for a 'other'",
             ),
-            ({"model_type": "mistral", "llama_4_scaling": {"beta": 0.1}}, "`llama_4_scaling` must be absent"),
+            ({"model_type": "qwen", "use_logn_attn": "no"}, "`use_logn_attn` must be true or false, got str"),
+            (LLAMA_4_TEXT | {"attn_temperature_tuning": "no"}, "`attn_temperature_tuning` must be true or false"),
+            (LLAMA_4_TEXT | {"rope_scaling": YARN, "use_qk_norm": []}, "`use_qk_norm` must be true or false, got list"),
+            (
+                {"model_type": "mistral", "llama_4_scaling": {"beta": 0.1}},
+                r"`llama_4_scaling\[\"original_max_position_embeddings\"\]` must be a real number, got NoneType",
+            ),
+            ({"model_type": "mistral", "llama_4_scaling": 0.1}, "`llama_4_scaling` must be a configuration or a dict"),
+            ({"model_type": "ministral3", "llama_4_scaling": {"beta": 1}}, "`llama_4_scaling` must be absent"),
+            ({"model_type": "llama", "attention_temperature_scale": 0.1}, "`attention_temperature_scale` must be absent"),
+            ({"model_type": "llama", "use_log_n": True}, "`use_log_n` must be absent: it may set a rule"),
+            (
+                {"model_type": "llama", "rope_scaling": YARN | {"attn_factor": 1.5}},
+                r"`rope_scaling\[\"attn_factor\"\]` must be absent: it may set a rule",
+            ),
+            (
+                {"model_type": "llama", "rope_scaling": YARN | {"full_attention": {"rope_type": "default"}}},
+                "`rope_scaling` must be the parameters of one rotation, or .* of a rotation and of 'full_attention'",
+            ),
             (
                 {"model_type": "mistral", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
                 r"`rope_parameters\[\"llama_4_scaling_beta\"\]` must be absent",
@@ -506,25 +539,14 @@ class TestConfigurations:
                 {"model_type": "llama", "rope_scaling": {"type": "su", "factor": 2.0}},
                 r"`rope_scaling\[\"rope_type\"\]` must be a kind of rotation .* got 'su'",
             ),
-            ({"model_type": "llama", "rope_scaling": {"type": "yarn"}}, r"`rope_scaling\[\"factor\"\]` must be a real"),
             (
-                {"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn"}},
-                r"`rope_parameters\[\"factor\"\]` must be a real number, got NoneType",
-            ),
-            ({"model_type": "llama", "rope_scaling": {"type": "longrope"}}, "`max_position_embeddings` must"),
-            (
-                {"model_type": "qwen", "use_logn_attn": "no", "seq_length": 8192},
-                "`use_logn_attn` must be true, false or null, got 'no'",
+                {"model_type": "llama", "rope_scaling": {"type": "yarn"}, "max_position_embeddings": 8192},
+                r"`rope_scaling\[\"factor\"\]` must be the factor by which the context was extended, got none",
             ),
             (
-                LLAMA_4_TEXT | {"attn_temperature_tuning": "false"},
-                "`attn_temperature_tuning` must be true, false or null, got 'false'",
+                {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": None}},
+                "`max_position_embeddings` must",
             ),
-            (
-                {"model_type": "deepseek_v3", "llama_4_scaling": {"beta": 0.1}},
-                r"`llama_4_scaling\[\"original_max_position_embeddings\"\]` must be a real number",
-            ),
-            ({"model_type": "deepseek_v3", "llama_4_scaling": 8192}, "`llama_4_scaling` must be a configuration"),
             ({"model_type": "llama", "rope_parameters": "yarn"}, "`rope_parameters` must be a dictionary"),
             (
                 {"model_type": "olmo3", "rope_scaling": YARN},
@@ -617,10 +639,26 @@ class TestListsAreComplete:
 
         for fields in (_READERS, _ROPE_READERS):
             for field, kinds in fields.items():
-                for path, text in _sources():
+                for path, text in _sources() if kinds else ():
                     if f"config.{field}" in text or f'"{field}"' in text:
                         assert _kinds(path) & set(kinds), (field, path.name)
-        assert {kind for kinds in _READERS.values() for kind in kinds} <= set(_LENGTH_RULES)
+        engines = {*_READERS["llama_4_scaling"]}
+        assert {kind for kinds in _READERS.values() for kind in kinds or ()} - engines <= set(
+            _LENGTH_RULES
+        )
+
+    def test_every_configuration_can_be_read(self):
+        # A field of another meaning would be refused if its name looked like that of a rule.
+        kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        read = 0
+        for kind in kinds:
+            try:
+                config = kinds[kind]()
+            except Exception:  # it needs arguments, or its defaults contradict each other
+                continue
+            laws.from_config(config)
+            read += 1
+        assert read > 0.9 * len(kinds)
 
     def test_normalizations_after_the_rotation(self):
         from isentropic.laws._configurations import _NORMALIZE_LAST

@@ -7,6 +7,7 @@ transformers is imported, so that the ``config.json`` of a model is enough.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -100,8 +101,9 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     Notes
     -----
     Rules of the length are those of Llama 4, Ministral 3, Mistral 4, Mistral Large 4, Inkling, Inkling
-    2 and Beam in transformers, and those of Qwen (1) and Grok, whose code is elsewhere. vLLM and SGLang
-    apply ``llama_4_scaling`` to models of the types of DeepSeek-V2 and V3; transformers ignores it.
+    2, its looped variant and Beam in transformers, and those of Qwen (1) and Grok, whose code is
+    elsewhere. ``llama_4_scaling`` is a rule in the engines that read it, vLLM and SGLang: transformers
+    ignores it.
 
     The rules with a constant factor are YaRN and LongRoPE in all models, and ``mscale_all_dim`` in
     DeepSeek and the models after it. YaRN and LongRoPE multiply cosine and sine by a factor. So the
@@ -112,7 +114,8 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     temperature that does not depend on a length.
 
     A model of another type is assumed to rotate queries and keys as transformers does, and to do
-    nothing else. There, a field that sets one of the rules above is an error.
+    nothing else. There, a field that sets one of the rules above is an error, and so is a field that is
+    not known but whose name says that it may set a rule.
 
     Where queries and keys are normalized after their rotation, as in Llama 4, the normalization cancels
     the factors of YaRN and LongRoPE up to its ε. Then they are not a rule.
@@ -135,7 +138,8 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     fields = _text_fields(config)
     ropes = list(_ropes(fields))
     _refuse_unknown(fields, ropes)
-    rules = [*_LENGTH_RULES.get(fields.kind, _no_rule)(fields, ropes), *_grok(fields)]
+    rules = [*_LENGTH_RULES.get(fields.kind, _no_rule)(fields, ropes)]
+    rules += [*_llama_4_scaling(fields), *_grok(fields)]
     for rope in ropes:
         rules += _mscale(fields, rope)
         rules += _phimoe(fields, rope) if fields.kind == "phimoe" else _rotation(fields, rope)
@@ -163,13 +167,6 @@ class _Fields:
             raise value_error(self.name(key), f"be at most {_MOST:.0e} in size", x)
         return float(x)
 
-    def flag(self, key: str, default: bool) -> bool:
-        """Whether a field is set. Configurations have numbers and null beside true and false."""
-        x = self.get(key, default)
-        if not isinstance(x, (bool, int, type(None))):
-            raise type_error(self.name(key), "be true, false or null", f"{x!r}")
-        return bool(x)
-
     def sequence(self, key: str, kind: type) -> Sequence[Any] | None:
         """A list whose entries are of a type, or None."""
         x = self.get(key)
@@ -181,6 +178,16 @@ class _Fields:
             got = type(x).__name__ + f" of {', '.join(sorted(types))}" * bool(types)
             raise type_error(self.name(key), f"be a list of {name}", got)
         return x
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """A flag that the code of the model reads by its truth value.
+
+        None is false. Numbers are allowed, as files of Llama 4 have a 4. Strings are not: "no" is true.
+        """
+        x = self.get(key, default)
+        if x is not None and not isinstance(x, (bool, int, float)):
+            raise type_error(self.name(key), "be true or false", type(x).__name__)
+        return bool(x)
 
     def n_layers(self) -> int:
         n: int = self.get("num_hidden_layers")
@@ -202,11 +209,13 @@ class _Rope(NamedTuple):
 
 # The parts of configurations in which the text decoder is described.
 _TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config", "decoder")
-# The types of models of several parts with a rule of the length, and those of their text decoders.
+# The types of models of several parts with a rule, and those of their text decoders.
 _TEXT_KINDS = {
+    "hy_v4_vl": "hy_v4_vl_text",
     "inkling": "inkling_text",
     "inkling2": "inkling2_text",
     "inkling2_loop": "inkling2_loop_text",
+    "inkling_mm_model": "inkling_text",
     "llama4": "llama4_text",
     "mistral_large4": "mistral_large4_text",
 }
@@ -237,28 +246,52 @@ def _mapping(name: str, config: Any) -> Mapping[str, Any]:
     return data
 
 
-# Fields that set a rule, and the types of models that read them.
-_READERS = {
+_INKLING = ("inkling_text", "inkling2_text", "inkling2_loop_text")
+# Fields that set a rule, and the types of models that read them; None for all types.
+_READERS: dict[str, tuple[str, ...] | None] = {
+    "attn_temperature_len": None,
     "attn_temperature_tuning": ("llama4_text",),
-    "llama_4_scaling": ("deepseek_v2", "deepseek_v3"),  # read by vLLM and SGLang
-    "log_scaling_n_floor": ("inkling_text", "inkling2_text", "inkling2_loop_text"),
+    # Read by vLLM and SGLang. "transformer" is the type that vLLM gives to files of Mistral.
+    "llama_4_scaling": ("deepseek_v2", "deepseek_v3", "mistral", "transformer"),
+    "log_scaling_alpha": _INKLING,
+    "log_scaling_n_floor": _INKLING,
     "use_logn_attn": ("qwen",),
 }
-_ROPE_READERS = {
+_ROPE_READERS: dict[str, tuple[str, ...] | None] = {
     "llama_4_scaling_beta": ("ministral3", "mistral4"),
     "long_mscale": ("phimoe",),
     "short_mscale": ("phimoe",),
-}
+    # The factors of frequencies, and those that are read for all types.
+    **dict.fromkeys(
+        (
+            "apply_yarn_scaling", "attention_factor", "extrapolation_factor", "factor",
+            "high_freq_factor", "long_factor", "low_freq_factor", "mscale", "mscale_all_dim",
+            "partial_rotary_factor", "short_factor",
+        ),
+    ),
+}  # fmt: skip
+# Names of fields that may set a rule even if they are not known.
+_HINTS = re.compile(
+    r"(attn|attention|softmax).*temp|temperature_(len|tuning)|(^|_)log_?n(_|$)|logn|log_scal|llama_?4"
+    r"|ssmax|scalable_softmax"
+)
+_ROPE_HINTS = re.compile(r"attn|attention|factor|mscale|scal(e|ing)|temp")
 
 
 def _refuse_unknown(fields: _Fields, ropes: list[_Rope]) -> None:
-    parts = [(fields, _READERS), *((rope.fields, _ROPE_READERS) for rope in ropes)]
-    for part, readers in parts:
-        for key, kinds in readers.items():
-            # Such a rule is switched off by false, 0, null or nothing.
-            if part.get(key) not in (None, False, 0) and fields.kind not in kinds:
-                must = "be absent: it sets a rule, and how models of this type apply it is not known"
-                raise value_error(part.name(key), must, f"{part.get(key)!r} for a {fields.kind!r}")
+    _refuse_fields(fields, _READERS, _HINTS, fields.kind)
+    for rope in ropes:
+        _refuse_fields(rope.fields, _ROPE_READERS, _ROPE_HINTS, fields.kind)
+
+
+def _refuse_fields(
+    part: _Fields, readers: dict[str, tuple[str, ...] | None], hints: re.Pattern[str], kind: str
+) -> None:
+    for key, x in part.data.items():
+        kinds = readers.get(key, () if hints.search(str(key)) else None)
+        if kinds is not None and kind not in kinds and x is not None and x is not False and x != 0:
+            must = "be absent: it may set a rule, and how models of this type apply it is not known"
+            raise value_error(part.name(key), must, f"{x!r} for a {kind!r}")
 
 
 # Rules of the length
@@ -289,19 +322,6 @@ def _ministral(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
             yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
 
 
-def _llama_4_scaling(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    name = "llama_4_scaling"
-    if fields.get(name) is None:
-        return
-    part = _Fields(_mapping(fields.name(name), fields.get(name)), fields.name(name) + '["{}"]')
-    coefficient = part.number("beta")
-    if coefficient:
-        length = part.number("original_max_position_embeddings", above=0)
-        law = preset("ministral-3", coefficient=coefficient, length=length)
-        off = fields.off(llama_4_scaling=None)
-        yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
-
-
 def _mistral_large(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
     yield ModelRule("mistral-large-4", None, "positions", None, _PRODUCTS, ())
 
@@ -312,20 +332,18 @@ def _inkling(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
         yield from _inkling_rule(fields, "slots", off)
 
 
-def _inkling_2(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    yield from _inkling_rule(fields, "positions", fields.off(log_scaling_alpha=0.0))
+def _inkling_2(fields: _Fields, ropes: list[_Rope], length: float = 128_000) -> Iterator[ModelRule]:
+    yield from _inkling_rule(fields, "positions", fields.off(log_scaling_alpha=0.0), length)
 
 
 def _inkling_2_loop(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    # Layers that are passed several times have the rule in each pass.
-    off = fields.off(log_scaling_alpha=0.0)
-    yield from _inkling_rule(fields, "positions", off, default_length=8192)
+    yield from _inkling_2(fields, ropes, 8192)
 
 
 def _inkling_rule(
-    fields: _Fields, counts: str, off: tuple[str, ...], default_length: int = 128_000
+    fields: _Fields, counts: str, off: tuple[str, ...], length: float | None = None
 ) -> Iterator[ModelRule]:
-    length = fields.number("log_scaling_n_floor", default_length, above=0)
+    length = fields.number("log_scaling_n_floor", length, above=0)
     coefficient = fields.number("log_scaling_alpha", 0.1, least=0)
     if coefficient:
         law = preset("inkling", length=length, coefficient=coefficient)
@@ -359,6 +377,18 @@ def _qwen(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
         yield ModelRule("qwen", law, "slots", None, _PRODUCTS, off)
 
 
+def _llama_4_scaling(fields: _Fields) -> Iterator[ModelRule]:
+    key = "llama_4_scaling"
+    if fields.get(key) is not None:
+        data = _Fields(_mapping(fields.name(key), fields.get(key)), fields.name(key) + '["{}"]')
+        coefficient = data.number("beta")
+        length = data.number("original_max_position_embeddings", above=0)
+        if coefficient:
+            law = preset("ministral-3", coefficient=coefficient, length=length)
+            off = fields.off(llama_4_scaling=None)
+            yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
+
+
 def _grok(fields: _Fields) -> Iterator[ModelRule]:
     # No model but Grok has the field. Its `model_type` is that of another model, GIT.
     length = fields.number("attn_temperature_len", -1)
@@ -370,8 +400,6 @@ def _grok(fields: _Fields) -> Iterator[ModelRule]:
 
 _LENGTH_RULES: dict[str, Callable[[_Fields, list[_Rope]], Iterator[ModelRule]]] = {
     "beam": _beam,
-    "deepseek_v2": _llama_4_scaling,
-    "deepseek_v3": _llama_4_scaling,
     "inkling2_loop_text": _inkling_2_loop,
     "inkling2_text": _inkling_2,
     "inkling_text": _inkling,
@@ -435,6 +463,9 @@ def _ropes(fields: _Fields) -> Iterator[_Rope]:
         return
     form = fields.name(name)
     nested = {key: x for key, x in data.items() if isinstance(x, Mapping)}
+    if nested and data.get("rope_type", data.get("type", "default")) != "default":
+        must = "be the parameters of one rotation, or of one for each type of layers"
+        raise value_error(form, must, f"both, of a rotation and of {', '.join(map(repr, nested))}")
     for key, x in nested.items():
         yield _Rope(_Fields(x, f'{form}["{key}"]["{{}}"]'), key)
     if not nested:
@@ -468,10 +499,6 @@ def _scale(fields: _Fields, rope: _Rope) -> float:
     """The factor s by which the context was extended."""
     if rope.fields.get("factor") is not None:
         return rope.fields.number("factor", above=0)
-    # Without it transformers divides two lengths, and for YaRN wants it to be null then.
-    is_given = "factor" in rope.fields.data or rope.fields.get("original_max_position_embeddings")
-    if _rope_type(fields, rope.fields) == "yarn" and not is_given:
-        rope.fields.number("factor")
     return fields.number("max_position_embeddings", above=0) / _original_length(fields, rope)
 
 
@@ -486,6 +513,11 @@ def _attention_factor(fields: _Fields, rope: _Rope) -> float:
         return 1.0
     if rope.fields.get("attention_factor") is not None:
         return rope.fields.number("attention_factor", least=0)
+    if kind == "yarn" and not rope.fields.flag("apply_yarn_scaling", True):  # read by vLLM
+        return 1.0
+    if kind == "yarn" and "factor" not in rope.fields.data:
+        must = "be the factor by which the context was extended"
+        raise value_error(rope.fields.name("factor"), must, "none")
     scale = _scale(fields, rope)
     if kind == "longrope":
         return math.sqrt(preset("longrope", scale=scale, length=_original_length(fields, rope))(1))
