@@ -96,7 +96,11 @@ RULES: dict[str, tuple[dict[str, float], str, Formula]] = {
         "1 + ln scale / ln length",
         lambda n, scale, length: 1 + ln(scale) / length.ln(),
     ),
-    "lumina": ({"base": 1024}, "sqrt(ln n / ln base)", lambda n, base: (ln(n) / base.ln()).sqrt()),
+    "lumina": (
+        {"length": 1024},
+        "sqrt(ln n / ln length)",
+        lambda n, length: (ln(n) / length.ln()).sqrt(),
+    ),
     "ministral-3": (
         {"coefficient": 0.1, "length": 16_384},
         "1 + coefficient * ln(1 + floor((n - 1) / length))",
@@ -114,9 +118,9 @@ RULES: dict[str, tuple[dict[str, float], str, Formula]] = {
         lambda n, slope, intercept: slope * ln(n) + intercept,
     ),
     "su": (
-        {"base": 512},
-        "ln max(n, 16) / ln base",
-        lambda n, base: ln(max(n, Decimal(16))) / base.ln(),
+        {"length": 512},
+        "ln max(n, 16) / ln length",
+        lambda n, length: ln(max(n, Decimal(16))) / length.ln(),
     ),
     "su-decoder": ({"length": 512}, "max(1, ln n / ln length)", log_above),
     "yarn": (

@@ -34,6 +34,11 @@ class TestLaws:
         assert out[1].split() == ["su", "0.6667", "1.0000"]
         assert out[2].split() == ["qwen:length=100", "1.0000", f"{np.log(512) / np.log(100):.4f}"]
 
+    def test_the_length_at_which_a_factor_is_1_has_one_name(self, run):
+        for name in ("su", "su-decoder", "qwen", "lumina", "entropy-abf"):
+            table = run("laws", f"{name}:length=100", "--lengths", "100").stdout.splitlines()
+            assert table[1].split() == [f"{name}:length=100", "1.0000"]
+
     def test_json(self, run):
         data = json.loads(run("laws", "--json").stdout)
         assert data["lengths"] == [64, 512, 4096, 32768]
@@ -47,7 +52,7 @@ class TestLaws:
             (["qwen"], "`parameters` must be those of 'qwen' (length), got none"),
             (["qwen:length"], "'length' of 'qwen:length' is not PARAMETER=NUMBER"),
             (["qwen:length=x"], "'length=x' of 'qwen:length=x' is not PARAMETER=NUMBER"),
-            (["su:base=2,base=3"], "'su:base=2,base=3' has base twice"),
+            (["su:length=2,length=3"], "'su:length=2,length=3' has length twice"),
             (["a" * 300], "`name` must be 'asentmax-constant'"),
             ([""], "`name` must be 'asentmax-constant'"),
             (["su", "--lengths", "1,2"], "whole numbers from 2"),
@@ -184,7 +189,7 @@ class TestModel:
         def observed(*options):
             return json.loads(run("observe", model, *texts, "--length", 48, "--json", *options).stdout)
 
-        standard, sharper = observed(), observed("--laws", "su:base=2")
+        standard, sharper = observed(), observed("--laws", "su:length=2")
         assert len(standard["layers"]) == 6
         profiled = json.loads(run("profile", model, *texts, "--lengths", "48", "--json").stdout)
         np.testing.assert_allclose(standard["entropy"], profiled["entropy"][0], rtol=1e-4)
@@ -275,11 +280,11 @@ class TestModel:
     def test_presets(self, run, model, texts, tmp_path):
         from isentropic.integrations import huggingface
 
-        huggingface.save_laws(laws.preset("su", base=128), tmp_path / "laws.json")
+        huggingface.save_laws(laws.preset("su", length=128), tmp_path / "laws.json")
         options = ["--lengths", "32", "--json"]
         outputs = [
             run("profile", model, texts[0], *options, *own).stdout
-            for own in ([], ["--laws", "su:base=128"], ["--laws", tmp_path / "laws.json"])
+            for own in ([], ["--laws", "su:length=128"], ["--laws", tmp_path / "laws.json"])
         ]
         assert outputs[1] == outputs[2] != outputs[0]
 
@@ -382,6 +387,6 @@ class TestModel:
         for wrong, message in (
             ("laws.jsn", "--laws: laws.jsn is not a file; as a preset: `name` must be"),
             ("qwen", "`parameters` must be those of 'qwen' (length), got none"),
-            ("su:base", "'base' of 'su:base' is not PARAMETER=NUMBER"),
+            ("su:length", "'length' of 'su:length' is not PARAMETER=NUMBER"),
         ):
             assert message in refused("profile", model, texts[0], "--laws", wrong)

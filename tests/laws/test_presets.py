@@ -55,7 +55,7 @@ RULES = [
     # arXiv 2402.13753: √(1 + ln s / ln L), on queries and keys
     ("longrope", {"scale": 32, "length": 4096}, lambda p: np.full(p.shape, np.log(32 * 4096) / np.log(4096))),
     # Lumina-T2X, nextdit.py: √(log(seqlen, base_seqlen) / head_dim)
-    ("lumina", {"base": 1024}, lambda p: np.array([math.sqrt(math.log(i + 1, 1024)) for i in p])),
+    ("lumina", {"length": 1024}, lambda p: np.array([math.sqrt(math.log(i + 1, 1024)) for i in p])),
     # Information-Entropy-Invariance, layer.py: (1 − l^(−2/d))^0.5 / (1 − L^(−2/d))^0.5
     (
         "infoscale", {"length": 1024, "head_dim": 64},

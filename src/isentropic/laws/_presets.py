@@ -54,9 +54,9 @@ def _ministral(coefficient: Parameter = 0.1, length: Parameter = 16384) -> Law:
     return shifted(StepLog(coefficient, length), -1)
 
 
-def _su(base: float = 512) -> Law:
-    check_real("base", base, above=1)
-    return LogLength(base, minimum=math.log(16) / math.log(base))
+def _su(length: float = 512) -> Law:
+    check_real("length", length, above=1)
+    return LogLength(length, minimum=math.log(16) / math.log(length))
 
 
 def _inkling(length: float = 128_000, coefficient: float = 0.1) -> Law:
@@ -136,8 +136,8 @@ _RULES = {
         "Ding et al. 2024, arXiv 2402.13753; transformers, ``modeling_rope_utils.py``.",
     ),
     "lumina": _Rule(
-        lambda base: SqrtLogLength(base),
-        "√(ln n / ln base)", "length", "< 1",
+        lambda length: SqrtLogLength(length),
+        "√(ln n / ln L)", "length", "< 1",
         "Jin et al. 2023, arXiv 2306.08645; github.com/Alpha-VLLM/Lumina-T2X, "
         "``lumina_next_t2i_mini/models/nextdit.py``; self-attention.",
     ),
@@ -163,7 +163,7 @@ _RULES = {
     ),
     "su": _Rule(
         _su,
-        "ln max(n, 16) / ln base", "keys", "< 1",
+        "ln max(n, 16) / ln L, L = 512", "keys", "< 1",
         'Su 2021, spaces.ac.cn/archives/8823; github.com/bojone/bert4keras, "softmax_plus" in '
         "``backend.py``.",
     ),
@@ -221,7 +221,7 @@ def preset(name: str, **parameters: Any) -> Law:
     name : str
         One of `presets()`.
     **parameters
-        The letters of the formula: ``length`` (L), ``base``, ``slope``, ``intercept``, ``scale`` (s),
+        The letters of the formula: ``length`` (L), ``slope``, ``intercept``, ``scale`` (s),
         ``coefficient`` (c or β), ``period``, ``offset`` (δ), ``exponent`` (γ), ``head_dim`` (d).
 
     Returns
