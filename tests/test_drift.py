@@ -182,6 +182,11 @@ class TestDriftReport:
         assert lines[4].split() == ["layer", "1", "2.000", "–", "–", "–", "–"]
         assert lines[5].split() == ["log", "n", "2.303", "3.303"]
 
+    def test_a_single_length_has_no_drift(self, rng):
+        report = it.entropy_drift(_pairs(rng, (8, 8)))
+        assert np.isnan(report.slope).all()
+        assert repr(report).splitlines()[2].endswith("   none: a single length")
+
     def test_table_of_many_lengths(self):
         n = np.geomspace(4, 2**17, 31)
         report = it.drift.DriftReport(n, np.ones(31, int), np.log(n)[:, None, None])

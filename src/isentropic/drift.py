@@ -180,8 +180,9 @@ class DriftReport:
         for name, entropy, slope in rows:
             known = slope[slope == slope]
             drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
+            shown_drift = "none: a single length" if groups == 1 else _format_row(drift)
             means = [_mean(h) for h in entropy]
-            lines.append(name.ljust(width) + _format_row(means) + "   " + _format_row(drift))
+            lines.append(name.ljust(width) + _format_row(means) + "   " + shown_drift)
         lines.append("log n".ljust(width) + _format_row(math.log(n) for n in lengths))
         return "\n".join(lines)
 
@@ -556,7 +557,8 @@ def entropy_drift(
         Tuples ``(query, key)`` or ``(query, key, mask)``, with query (..., H, L, E) and key
         (..., H, S, E). The mask is one of those of `attention`, the same for all heads. A sample may
         also be an array (2, ..., H, L, E) of query and key. Samples should have several lengths, and
-        there should be several samples of each length.
+        there should be several samples of each length. A single length has no drift: the slope of the
+        report is NaN, and its table says so.
     law : Law or None
         The law to measure; None for standard attention.
     head_axis : int
