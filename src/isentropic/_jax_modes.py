@@ -9,38 +9,28 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def in_mode_of_jax(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function run under any settings of JAX. Its arguments and results are trees of JAX.
+def call(function: Callable[..., _R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _R:
+    """``function(*args, **kwargs)`` under any settings of JAX, for arguments that are trees of JAX.
 
     Over explicit mesh axes, each array of the result is sharded like the first argument of the most
     axes, along the axes in which their sizes agree.
     """
+    import jax
 
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if "jax" not in sys.modules or (args and type(args[0]).__module__ == "numpy"):
-            return function(*args, **kwargs)
-        import jax
-
-        if jax.config.jax_debug_infs or jax.config.jax_debug_nans:
-            with jax.debug_infs(False), jax.debug_nans(False):
-                result = _across_meshes(function, args, kwargs)
-            return _map_arrays(lambda x: x.copy(), result)  # an operation, whose result JAX checks
+    if not (jax.config.jax_debug_infs or jax.config.jax_debug_nans):
         return _across_meshes(function, args, kwargs)
+    with jax.debug_infs(False), jax.debug_nans(False):
+        result = _across_meshes(function, args, kwargs)
+    return _map_arrays(lambda x: x.copy(), result)  # an operation, whose result JAX checks
 
-    return call
 
-
-def _across_meshes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _across_meshes(function: Callable[..., _R], args: Any, kwargs: Any) -> _R:
     import jax
 
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -74,7 +64,7 @@ def _mesh(x: Any) -> Any:
     return jax.typeof(x).sharding.mesh
 
 
-def _map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
+def _map_arrays(function: Callable[[Any], Any], result: _R) -> _R:
     """``function`` of each array in a result, which may also be a report: a dataclass or words."""
     import jax
 

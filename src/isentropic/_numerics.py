@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from isentropic import _jax_modes
 from isentropic._checks import refuse_names
-from isentropic._jax_modes import in_mode_of_jax
 from isentropic._loops import autocast_device
 from isentropic._namespace import Array, imported_torch, is_jax, is_numpy, is_torch
 
@@ -32,9 +33,10 @@ def quietly(
     Small weights underflow on purpose, and results beyond the dtype are documented to be NaN. The
     function runs in a context of its own, so that the caller's settings stay, even after an interrupt.
     If the first argument is a PyTorch tensor, nothing is switched off: parts that NumPy computes need a
-    decorator of their own. `names` maps argument names of other libraries to the names here. A
-    TypeError for one of them says what it is called here. With `node_of`, a call is a single node in
-    the graphs of torch.compile. It is Array, or the class of the result, a NamedTuple of arrays.
+    decorator of their own. Settings of JAX that would refuse single operations are ruled out too; see
+    `_jax_modes`. `names` maps argument names of other libraries to the names here. A TypeError for one
+    of them says what it is called here. With `node_of`, a call is a single node in the graphs of
+    torch.compile. It is Array, or the class of the result, a NamedTuple of arrays.
     """
     silenced: Callable[_Parameters, _Result] | None = None
 
@@ -55,8 +57,11 @@ def quietly(
             if silenced is None:
                 import numpy as np
 
-                silenced = in_mode_of_jax(np.errstate(all="ignore")(function))
-            return contextvars.copy_context().run(silenced, *args, **kwargs)
+                silenced = np.errstate(all="ignore")(function)
+            context = contextvars.copy_context()
+            if "jax" in sys.modules and not (args and type(args[0]).__module__ == "numpy"):
+                return _jax_modes.call(functools.partial(context.run, silenced), args, kwargs)
+            return context.run(silenced, *args, **kwargs)
         except TypeError:  # Python refuses unknown names; calls without them cost nothing extra
             refuse_names(function.__name__, kwargs, names)
             raise
