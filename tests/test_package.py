@@ -12,8 +12,8 @@ from isentropic import drift, jl, laws, layers, masks, theory
 PUBLIC = [
     "AttentionState", "attention", "attention_backends", "attention_entropy",
     "attention_information", "attention_received", "attention_state", "attention_statistics", "attention_weights", "calibrate", "cross_entropy", "drift", "entropy",
-    "entropy_drift", "entropy_from_logits", "entropy_penalty", "factor_for_attention_entropy", "factor_for_entropy", "jl",
-    "kl_divergence", "laws", "layers", "masks", "merge_states", "scale_queries", "theory",
+    "entropy_drift", "entropy_from_logits", "entropy_penalty", "factor_for_attention_entropy", "factor_for_entropy", "integrations", "jl",
+    "kl_divergence", "laws", "layers", "masks", "merge_states", "plots", "scale_queries", "theory",
 ]  # fmt: skip
 MODULES = (drift, jl, laws, layers, masks, theory)
 
@@ -90,7 +90,9 @@ class TestPackage:
         subprocess.run([sys.executable, "-c", code], check=True)
 
     @pytest.mark.host
-    @pytest.mark.parametrize("name", ["calibrate", "jl", "layers", "factor_for_entropy", "theory"])
+    @pytest.mark.parametrize(
+        "name", ["calibrate", "integrations", "jl", "layers", "factor_for_entropy", "plots", "theory"]
+    )
     def test_what_is_imported_later_can_be_the_first_name(self, name):
         code = (
             "import isentropic as it\n"
@@ -104,6 +106,26 @@ class TestPackage:
     def test_other_names_are_errors(self):
         with pytest.raises(AttributeError, match=r"^module 'isentropic' has no attribute 'nothing'$"):
             it.nothing  # noqa: B018
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_names_of_modules_say_where_they_are(self, module):
+        for name in set(module.__all__) - set(it.__all__):
+            with pytest.raises(
+                AttributeError, match=f"no attribute '{name}'.*{module.__name__}.{name}`"
+            ):
+                getattr(it, name)
+
+    @pytest.mark.host
+    def test_integrations_are_imported_on_first_use(self):
+        code = (
+            "import sys, isentropic as it\n"
+            "it.plots, it.integrations, dir(it)\n"
+            "found = {'matplotlib', 'torch', 'jax', 'sklearn', 'transformers'} & set(sys.modules)\n"
+            "assert not found, found\n"
+            "assert it.integrations.sklearn.JLTransformer\n"
+            "assert not hasattr(it.integrations, 'nothing')\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_a_call_brings_no_other_array_library(self):
         code = (

@@ -30,7 +30,7 @@ from isentropic._entropy import (
 )
 
 if TYPE_CHECKING:
-    from isentropic import drift, jl, layers, theory
+    from isentropic import drift, integrations, jl, layers, plots, theory
     from isentropic._factors import factor_for_attention_entropy, factor_for_entropy
     from isentropic.drift import calibrate, entropy_drift
 else:  # a type checker that sees `__getattr__` accepts every attribute name
@@ -43,11 +43,16 @@ else:  # a type checker that sees `__getattr__` accepts every attribute name
     }
 
     def __getattr__(name: str) -> Any:
-        if name in ("drift", "jl", "layers", "theory"):
+        if name in ("drift", "integrations", "jl", "layers", "plots", "theory"):
             return importlib.import_module(f"{__name__}.{name}")
         if name in _LAZY:
             return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = f"module {__name__!r} has no attribute {name!r}"
+        if not name.startswith("_"):  # Python asks for such names itself
+            for part in ("laws", "masks", "jl", "layers", "theory", "drift"):
+                if name in importlib.import_module(f"{__name__}.{part}").__all__:
+                    message += f": it is `{__name__}.{part}.{name}`"
+        raise AttributeError(message)
 
 
 def __dir__() -> list[str]:
@@ -75,12 +80,14 @@ __all__ = [
     "entropy_penalty",
     "factor_for_attention_entropy",
     "factor_for_entropy",
+    "integrations",
     "jl",
     "kl_divergence",
     "laws",
     "layers",
     "masks",
     "merge_states",
+    "plots",
     "scale_queries",
     "theory",
 ]
