@@ -75,6 +75,7 @@ TESTED_IN = {
     "_attention/triton_kernels.py": "_attention/test_kernels.py",
     "_attention/torch_operator.py": "_attention/test_torch.py",
     "_calibration.py": "test_drift.py",
+    "_torch_products.py": "test_torch.py",
     "_namespace.py": "test_contract.py",
     "_numerics.py": "test_entropy.py",
     "_pytrees.py": "test_jax.py",

@@ -136,7 +136,7 @@ def last_axis(xp: ModuleType, x: Array, axis: int) -> Array:
     order = [i for i in range(x.ndim) if i != axis]
     x = xp.permute_dims(x, (*order, axis))
     # NumPy adds numbers one by one, except along an axis that is contiguous in memory.
-    return xp.asarray(x, order="C") if is_numpy(xp) else x
+    return xp.ascontiguousarray(x) if is_numpy(xp) else x
 
 
 def sum_of_rows(xp: ModuleType, x: Array) -> Any:

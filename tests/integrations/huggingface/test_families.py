@@ -686,7 +686,7 @@ class TestRefused:
         for name, family in _families.FAMILIES.items():
             file, _, kind = name.partition(".")
             module = getattr(importlib.import_module(files[file]), kind)
-            if _families.looks_up_attention(module):  # in this version of transformers
+            if _families._looks_up_attention(module):  # in this version of transformers
                 continue
             accepted = inspect.unwrap(module.forward).__code__.co_varnames
             has_no_mask = family.masks == ("attention_mask",)

@@ -238,13 +238,18 @@ def class_name(module: Any) -> str:
     return f"{file}.{forward.__qualname__.rpartition('.')[0]}"
 
 
-@functools.cache
-def looks_up_attention(kind: type) -> bool:
-    """Whether the forward method of a class looks up its attention in the AttentionInterface.
+def looks_up_attention(module: Any) -> bool:
+    """Whether the forward method of a module looks up its attention in the AttentionInterface.
 
-    Methods of the class that it calls are looked into. The code decides, and not the name of the class:
-    a later version of transformers may let a class use the interface.
+    Methods that it calls are looked into. The code decides, and not the name of the class: a later
+    version of transformers may let a class use the interface.
     """
+    kind: Any = type(module)
+    return _looks_up_attention(kind)
+
+
+@functools.cache
+def _looks_up_attention(kind: Any) -> bool:
     seen: set[str] = set()
     waiting = ["forward"]
     while waiting:
@@ -262,6 +267,6 @@ def looks_up_attention(kind: type) -> bool:
 
 def family_of(module: Any) -> Family | None:
     """How a law reaches a module that computes its attention itself; None for other modules."""
-    if not type(module).__module__.startswith("transformers.") or looks_up_attention(type(module)):
+    if not type(module).__module__.startswith("transformers.") or looks_up_attention(module):
         return None
     return FAMILIES.get(class_name(module))

@@ -37,7 +37,7 @@ def attention_modules(model: Any) -> dict[str, Any]:
 
 def uses_interface(module: Any) -> bool:
     """Whether the module looks up its attention in the AttentionInterface, and laws can act there."""
-    return looks_up_attention(type(module)) and class_name(module) not in REFUSED
+    return looks_up_attention(module) and class_name(module) not in REFUSED
 
 
 def reasons(model: Any) -> list[str]:
