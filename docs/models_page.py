@@ -36,6 +36,7 @@ SIZES = {
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 SMALLER = {name: size for size, names in SIZES.items() for name in names.split()} | TOKENS
 FEWER = ("layer", "vocab")  # for models that do not take other widths, only these get smaller
+NAMES = (tuple(SMALLER), tuple(name for name in SMALLER if any(part in name for part in FEWER)))
 MOST_PARAMETERS = 60_000_000
 ATTENTION = re.compile("Attention|Attn")
 WEIGHTS = re.compile("softmax|scaled_dot_product_attention", re.IGNORECASE)
@@ -72,7 +73,7 @@ def survey(model_type: str) -> dict[str, Any]:
         return {"unknown": cause(problem)}
     entry = structure(model)
     if entry.get("interface") or entry.get("hooks"):
-        for names in (SMALLER, [name for name in SMALLER if any(part in name for part in FEWER)]):
+        for names in NAMES:
             with contextlib.suppress(Exception):
                 entry["difference"] = difference(model_type, names, is_hooked=not entry["interface"])
                 break
@@ -108,19 +109,11 @@ def difference(model_type: str, names: Iterable[str], is_hooked: bool) -> float:
     Without a law, hooks do nothing. So models with hooks get the law that is 1.
     """
     import torch
-    from transformers import CONFIG_MAPPING, AutoModel
 
     from isentropic import laws
     from isentropic.integrations import huggingface
 
-    config = shrunk(CONFIG_MAPPING[model_type](), names)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
-    if size > MOST_PARAMETERS:
-        raise ValueError("no tiny configuration")
-    torch.manual_seed(7)
-    config._attn_implementation = "eager"
-    model = AutoModel.from_config(config).eval()
+    model = made(model_type, names)
     with torch.no_grad():
         inputs, expected = first_that_runs(model)
         with huggingface.use(model, laws.Constant(1.0) if is_hooked else None, base="isentropic"):
@@ -129,6 +122,21 @@ def difference(model_type: str, names: Iterable[str], is_hooked: bool) -> float:
     if not scale > 0:
         raise ValueError("an output without numbers")
     return float(f"{(got - expected).abs().max() / scale:.1e}")
+
+
+def made(model_type: str, names: Iterable[str], most_parameters: int = MOST_PARAMETERS) -> Any:
+    """A model of a type with eager attention, in which these names have small sizes."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    config = shrunk(CONFIG_MAPPING[model_type](), names)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+    if size > most_parameters:
+        raise ValueError("no tiny configuration")
+    torch.manual_seed(7)
+    config._attn_implementation = "eager"
+    return AutoModel.from_config(config).eval()
 
 
 def first_that_runs(model: Any) -> tuple[dict[str, Any], Any]:

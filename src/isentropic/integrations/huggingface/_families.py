@@ -267,6 +267,8 @@ def _looks_up_attention(kind: Any) -> bool:
 
 def family_of(module: Any) -> Family | None:
     """How a law reaches a module that computes its attention itself; None for other modules."""
-    if not type(module).__module__.startswith("transformers.") or looks_up_attention(module):
+    if not type(module).__module__.startswith("transformers."):
         return None
-    return FAMILIES.get(class_name(module))
+    family = FAMILIES.get(class_name(module))
+    # Where attention is looked up, the law acts there. It must not act twice.
+    return None if family is None or any(map(looks_up_attention, module.modules())) else family

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 
 from isentropic._checks import type_error, value_error
 from isentropic.integrations.huggingface._families import (
@@ -16,9 +19,27 @@ from isentropic.integrations.huggingface._families import (
     looks_up_attention,
 )
 
+# The newest version of transformers with which the tests ran.
+TESTED = (5, 24)
+
+
+@functools.cache  # once
+def warn_of_newer_version() -> None:
+    """Warn where transformers is newer than what was tested: its models may compute attention anew."""
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) > TESTED:
+        tested = ".".join(map(str, TESTED))
+        warnings.warn(
+            f"transformers {version} is newer than {tested}, the last version that isentropic was "
+            "tested with. Compare the outputs of your model with `huggingface.use(model, None, "
+            'base="isentropic")` and without it.',
+            stacklevel=4,
+        )
+
 
 def attention_modules(model: Any) -> dict[str, Any]:
     """By name, the modules on whose attention laws can act."""
+    warn_of_newer_version()
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "set_attn_implementation"):
         raise type_error("model", "be a model of transformers", type(model).__name__)
     modules = {
