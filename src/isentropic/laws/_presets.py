@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from isentropic._checks import check_choice, check_real, type_error
+from isentropic._checks import check_choice, check_real, is_real, type_error
 from isentropic.laws._formulas import (
     AffineLog,
     InfoScale,
@@ -30,11 +30,18 @@ class _Rule(NamedTuple):
     source: str
 
 
-def _at_least_1(length: float) -> Law:
-    return LogLength(length, minimum=1)
+def _checked(length: Parameter, above: float = 1) -> Parameter:
+    """A length; a number is checked under this name, as laws have other names for their parameters."""
+    if is_real(length):
+        check_real("length", length, above=above)
+    return length
 
 
-def _grok(length: float) -> Law:
+def _at_least_1(length: Parameter) -> Law:
+    return LogLength(_checked(length), minimum=1)
+
+
+def _grok(length: Parameter) -> Law:
     return shifted(_at_least_1(length), -1)
 
 
@@ -51,7 +58,7 @@ def _beam(period: float = 2048, exponent: Parameter = 0.1) -> Law:
 
 
 def _ministral(coefficient: Parameter = 0.1, length: Parameter = 16384) -> Law:
-    return shifted(StepLog(coefficient, length), -1)
+    return shifted(StepLog(coefficient, _checked(length, 0)), -1)
 
 
 def _su(length: float = 512) -> Law:
@@ -109,7 +116,7 @@ _RULES = {
         "attention.",
     ),
     "infoscale": _Rule(
-        lambda length, head_dim: InfoScale(length, head_dim),
+        lambda length, head_dim: InfoScale(_checked(length), head_dim),
         "√((1 − n^(−2/d)) / (1 − L^(−2/d)))", "keys", "< 1",
         "Li et al. 2025, arXiv 2501.08570; github.com/HT-NEKO/Information-Entropy-Invariance, "
         "``model/my_gau_alpha_eval/layer.py``.",
@@ -136,7 +143,7 @@ _RULES = {
         "Ding et al. 2024, arXiv 2402.13753; transformers, ``modeling_rope_utils.py``.",
     ),
     "lumina": _Rule(
-        lambda length: SqrtLogLength(length),
+        lambda length: SqrtLogLength(_checked(length)),
         "√(ln n / ln L)", "length", "< 1",
         "Jin et al. 2023, arXiv 2306.08645; github.com/Alpha-VLLM/Lumina-T2X, "
         "``lumina_next_t2i_mini/models/nextdit.py``; self-attention.",
