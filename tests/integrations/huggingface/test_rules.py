@@ -72,6 +72,12 @@ class TestWarnings:
         assert "a law whose numbers are weights, where n counts positions" in message
         assert message.endswith("cannot switch the rule off.")
 
+    def test_a_rule_that_transformers_does_not_apply(self):
+        scaling = {"beta": 0.1, "original_max_position_embeddings": 8192}
+        modules = attention_modules("Mistral", llama_4_scaling=scaling)
+        assert len(laws.from_config(modules[0].config)) == 1
+        assert warned(modules, [LAW] * 4) == []
+
     def test_what_cannot_be_read_is_no_error(self):
         module = SimpleNamespace(config={"model_type": "other", "attn_temperature_tuning": True})
         (message,) = warned([module, module], [LAW, LAW])
