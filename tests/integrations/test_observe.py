@@ -211,7 +211,8 @@ class TestAnnounce:
         assert observer.latest is None
         attention = Attention()
         attention(torch.ones(2))  # nobody observes
-        with observe(attention, 1), pytest.raises(ValueError, match="`query` must have 4 dimensions"):
+        match = "observed in the model itself: ValueError: `query` must have 4 dimensions"
+        with observe(attention, 1), pytest.warns(UserWarning, match=match):
             attention(torch.ones(2))
 
     def test_no_graph_is_kept(self):

@@ -368,7 +368,7 @@ def check_options(every: Any, sequences: Any, then: Any, warn_below: Any, patien
 
 def _named(parts: list[str]) -> str:
     more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
-    return ", ".join(parts[:_MOST_NAMED]) + more
+    return ", ".join(part or "the model itself" for part in parts[:_MOST_NAMED]) + more
 
 
 class _Alarm:

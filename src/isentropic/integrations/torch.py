@@ -578,12 +578,12 @@ def observe(
     TypeError
         For a `model` that is not a module, and arguments of the wrong type.
     ValueError
-        For numbers out of range. An observed forward pass raises it if nothing announces attention.
+        For numbers out of range.
 
     Warns
     -----
     UserWarning
-        See `warn_below`.
+        See `warn_below`. Also once for each layer whose attention cannot be observed: its numbers are NaN.
 
     Notes
     -----
@@ -654,14 +654,10 @@ def announce_attention(
         ``mask``, ``bias``, ``is_causal``, ``scale``, ``n_keys`` and ``softcap`` of the attention, as in
         `isentropic.attention`.
 
-    Raises
-    ------
-    ValueError
-        For queries and keys that do not have 4 dimensions.
-
     Notes
     -----
-    Without an observer, this does nothing and costs nothing.
+    Without an observer, this does nothing and costs nothing. Queries and keys that do not have 4
+    dimensions are not observed, with a warning. They do not stop the forward pass.
 
     Examples
     --------
@@ -680,14 +676,18 @@ def announce_attention(
     """
     if not listeners:
         return
-    for name, x in {"query": query, "key": key}.items():
-        if x.ndim != 4:
-            raise value_error(name, "have 4 dimensions, (batch, heads, length, features)", x.ndim)
-    if options.pop("is_causal", False):
-        mask = options.get("mask")
-        options["mask"] = causal() if mask is None else as_mask(mask) & causal()
-    options["enable_gqa"] = True
-    announce(module, lambda: Call(query, key, law, options, counted=counted))
+
+    def call() -> Call:
+        for name, x in {"query": query, "key": key}.items():
+            if x.ndim != 4:
+                raise value_error(name, "have 4 dimensions, (batch, heads, length, features)", x.ndim)
+        others = {name: x for name, x in options.items() if name != "is_causal"}
+        if options.get("is_causal"):
+            mask = options.get("mask")
+            others["mask"] = causal() if mask is None else as_mask(mask) & causal()
+        return Call(query, key, law, others | {"enable_gqa": True}, counted=counted)
+
+    announce(module, call)
 
 
 def _announce_heads(
