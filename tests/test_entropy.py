@@ -289,6 +289,10 @@ class TestDivergences:
         p, q = backend.array([0.0, 0.0], "float32"), backend.array([1.0, 0.0], "float32")
         backend.assert_close(it.kl_divergence(p, q), np.zeros(()))
         backend.assert_close(it.cross_entropy(p, q), np.zeros(()))
+        none = backend.array(np.zeros((3, 0)), "float32")
+        for function in (it.kl_divergence, it.cross_entropy):
+            backend.assert_close(function(none, none), np.zeros(3))
+            assert function(none, none, axis=0).shape == (0,)
 
     def test_of_itself(self, backend, p):
         x = backend.array(p)

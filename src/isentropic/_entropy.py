@@ -460,8 +460,9 @@ def _weights(xp: ModuleType, x: Array, axis: int, dtype: Any) -> Array:
 
 
 def _distribution(xp: ModuleType, weight: Any) -> _Distribution:
-    scale = xp.ones_like(weight[..., :1])
-    if weight.shape[-1] > 0:
+    if weight.shape[-1] == 0:
+        scale = xp.sum(weight, axis=-1, keepdims=True) + 1.0
+    else:
         largest = xp.max(weight, axis=-1, keepdims=True)
         is_ordinary = (largest == 0) | ((largest > 1 / _SAFE_RANGE) & (largest < _SAFE_RANGE))
         # XLA may multiply by the reciprocal, which is subnormal for the largest floats.

@@ -668,6 +668,28 @@ class TestEdges:
         q, k = (backend.array(np.ones((0, n, 4)), "float32") for n in (3, 5))
         assert it.attention(q, k, k, is_causal=True).shape == (0, 3, 4)
 
+    @pytest.mark.parametrize("implementation", [None, "generic"])
+    def test_grouped_heads_without_heads(self, backend, implementation):
+        q, k, v = (backend.array(np.ones((2, 0, n, 4)), "float32") for n in (3, 5, 5))
+        law = laws.AffineLog(backend.array(np.ones(0), "float32"))
+        options = {"law": law, "enable_gqa": True, "is_causal": True}
+        for out in (
+            it.attention(q, k, v, implementation=implementation, **options),
+            it.attention_state(q, k, v, implementation=implementation, **options).output(),
+        ):
+            assert out.shape == (2, 0, 3, 4)
+        h = it.attention_entropy(q, k, implementation=implementation, **options)
+        assert h.shape == (2, 0, 3)
+        assert it.attention_weights(q, k, **options).shape == (2, 0, 3, 5)
+        assert it.attention_statistics(q, k, **options).variance.shape == (2, 0, 3)
+        assert it.attention_received(q, k, **options).shape == (2, 0, 5)
+
+    def test_law_of_no_queries(self, backend):
+        q, k = (backend.array(np.ones((2, n, 4)), "float32") for n in (0, 5))
+        law = laws.AffineLog(0.5, laws.per_query(backend.array(np.ones((2, 0)), "float32")))
+        assert it.attention(q, k, k, law=law).shape == (2, 0, 4)
+        assert it.scale_queries(q, 5, law=law).shape == (2, 0, 4)
+
     def test_more_queries_than_keys(self, backend):
         # Bottom-right alignment: the first L − S queries see nothing.
         q, k = (backend.array(np.ones((n, 4)), "float32") for n in (5, 2))

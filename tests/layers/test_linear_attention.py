@@ -331,6 +331,15 @@ class TestLinearAttention:
                 tracemalloc.stop()
             assert peak < n * n * 4 / 8
 
+    def test_no_features_of_queries(self, backend):
+        q, phi = (backend.array(np.ones((n, 0)), "float32") for n in (3, 9))
+        v = backend.array(np.asarray([[1.0], [2.0], [6.0]]), "float32")
+        phi = it.layers.PositiveFeatures(phi)
+        out = it.layers.linear_attention(q, q, v, phi)
+        backend.assert_close(out, np.full((3, 1), 3.0), rtol=1e-5)
+        for error in it.layers.linear_attention_error(q, q, phi):
+            backend.assert_close(error, np.zeros(3), atol=1e-6)
+
     def test_errors(self, backend, rng):
         q, k, v = (backend.array(x) for x in rng.normal(size=(3, 5, 4)))
         phi = it.layers.positive_features(4, 9, rng=1, like=q)

@@ -442,7 +442,7 @@ def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
     if a.enable_gqa:
         heads = shapes["query"][-1]
         groups = shapes["key"][-1]
-        if groups == 0 or heads % groups or heads < groups:
+        if heads < groups or heads % max(groups, 1) or (heads and not groups):
             must = f"have a number of heads (axis -3) that divides the {heads} of `query`"
             raise value_error("key", must, groups)
         if "value" in shapes and shapes["value"][-1] != groups:

@@ -476,8 +476,6 @@ def check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
     elif is_array(x):
         xp = namespace(**{name: x})
         check_floating(xp, **{name: x})
-        if 0 in x.shape:
-            raise value_error(name, "not be empty", f"the shape {tuple(x.shape)}")
         if is_readable(xp, x):
             check_numbers(name, to_numpy(x), above)
     elif isinstance(x, Real):
@@ -489,7 +487,7 @@ def check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
 def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
     """Apply the checks of `check_real` to a NumPy array."""
     # If any number is NaN, so is the minimum.
-    if numbers.min() > above and numbers.max() < math.inf:
+    if numbers.size == 0 or (numbers.min() > above and numbers.max() < math.inf):
         return
     import numpy as np
 

@@ -510,7 +510,7 @@ def _plan_of_features(
 
     x, dtype = xp.astype(operands.query, plan.compute, copy=False), plan.compute
     # Queries and keys get the root of the scale each, as the error grows with both norms.
-    root = (1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)) ** 0.5
+    root = (1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)) ** 0.5
     x, y = x * root, xp.astype(operands.key, dtype, copy=False) * root
     if law is not None or n_keys is not None:
         mask = causal() if is_causal else None
