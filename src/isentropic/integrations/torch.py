@@ -583,7 +583,7 @@ def observe(
     Warns
     -----
     UserWarning
-        See `warn_below`. Also once for each layer whose attention cannot be observed: its numbers are NaN.
+        See `warn_below`. Also once for each layer whose attention cannot be observed: it is NaN.
 
     Notes
     -----
