@@ -436,3 +436,60 @@ def test_offsets_beyond_every_position_show_or_hide_all(backend, rng, offset):
         backend.assert_close(it.attention(q, k, v, mask=mask), everything, rtol=1e-5, atol=1e-6)
     nothing = it.attention(q, k, v, mask=masks.causal(-offset))
     backend.assert_close(nothing, np.zeros((5, 4), "float32"))
+
+
+class Strided(masks.Mask):
+    """A kind of mask that the package does not have: every few keys."""
+
+    step: int
+
+    @property
+    def arrays(self):
+        return ()
+
+    def check(self, batch, n_queries, n_keys):
+        pass
+
+    def element(self, batch, index):
+        return self
+
+    def block(self, frame, rows, columns):
+        distance = frame.positions(rows)[:, None] - frame.positions(columns)[None, :]
+        return distance % self.step == 0
+
+
+class TestAnotherKind:
+    """A kind of mask is in no table that a new one could miss."""
+
+    MASKS = (Strided(3), ~Strided(2) & masks.causal(), Strided(3) | masks.window(1))
+
+    @pytest.mark.parametrize("mask", MASKS, ids=["alone", "not", "or"])
+    def test_sees_what_its_array_sees(self, backend, rng, tiny_tiles, mask):
+        q, k, v = (backend.array(x, "float32") for x in rng.normal(size=(3, 2, 9, 4)))
+        array = mask.block(Frame(np, None, 9, 9), (0, 9), (0, 9))
+        array = backend.array(np.broadcast_to(array, (9, 9)))
+        for function, arrays in ((it.attention, (q, k, v)), (it.attention_entropy, (q, k))):
+            expected = function(*arrays, mask=array)
+            backend.assert_close(function(*arrays, mask=mask), expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("mask", MASKS, ids=["alone", "not", "or"])
+    def test_under_compilers(self, rng, mask):
+        torch = pytest.importorskip("torch")
+        q, k, v = torch.from_numpy(rng.normal(size=(3, 2, 9, 4)).astype("float32"))
+
+        def call(q, k, v):
+            return it.attention(q, k, v, mask=mask), it.attention_entropy(q, k, mask=mask)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for got, expected in zip(compiled(q, k, v), call(q, k, v), strict=True):
+            torch.testing.assert_close(got, expected)
+        assert masks.from_description(masks.describe(mask)) == mask
+
+    def test_of_flex_attention(self):
+        torch = pytest.importorskip("torch")
+        from isentropic.integrations.torch import to_mask_mod
+
+        b, h, q, k = torch.meshgrid(*map(torch.arange, (1, 1, 9, 9)), indexing="ij")
+        expected = Strided(3).block(Frame(np, None, 9, 9), (0, 9), (0, 9))
+        assert (to_mask_mod(Strided(3), 9, 9)(b, h, q, k)[0, 0].numpy() == expected).all()
