@@ -170,6 +170,29 @@ class TestErrorsOfFloatingPoint:
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_array_equal(a, b)
 
+    @pytest.mark.parametrize("name", ["rotary", "rotary-interleaved", "hadamard_transform"])
+    @pytest.mark.parametrize("size", [6e4, 1e-4, 1e-40])
+    def test_rounding_to_half_precision(self, name, size):
+        dtype = "float32" if size < 1e-7 else "float16"
+        with np.errstate(all="ignore"):
+            arrays = {
+                key: np.asarray(size * x).astype(dtype) for key, x in cases.inputs("float64").items()
+            }
+            arrays["n_keys"] = cases.inputs()["n_keys"]
+            expected = cases.CASES[name](arrays)
+        with np.errstate(all="raise"):
+            np.testing.assert_array_equal(cases.CASES[name](arrays), expected)
+
+    def test_states(self):
+        small = np.full((1, 3), 1e-40, "float32")
+        with np.errstate(all="raise"):
+            state = it.AttentionState.from_output(small, small[:, 0], entropy=small[:, 0], base=2)
+            state = it.AttentionState(*state[:1], state.normalizer * 3, *state[2:])
+            out, h, normalizer = state.output(), state.entropy(), state.log_normalizer(base=1e30)
+        np.testing.assert_allclose(out, small / 3, atol=1e-44)
+        np.testing.assert_allclose(h, np.log([3]), rtol=1e-6)
+        np.testing.assert_allclose(normalizer, np.log([3]) / np.log(1e30), rtol=1e-6)
+
     @pytest.mark.parametrize("implementation", ["native", "generic"])
     def test_kernels(self, rng, implementation):
         q, k, v = rng.normal(size=(3, 2, 600, 8)).astype("float32") * 20

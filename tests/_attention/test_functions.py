@@ -869,7 +869,12 @@ class TestErrors:
             (
                 {"scale": np.ones(3)},
                 TypeError,
-                r"`scale` .* got ndarray: .* `scale=1.0, law=laws.Constant\(scale\)`",
+                r"`scale` .* got ndarray: .* `scale=1\.0, law=laws\.scaled\(law, scale\)`",
+            ),
+            (
+                {"scale": np.ones(3), "law": None},
+                TypeError,
+                r"`scale` .* got ndarray: .* `scale=1\.0, law=laws\.Constant\(scale\)`",
             ),
             ({"softcap": 0.0}, ValueError, r"`softcap` must be above 0, got 0\.0\."),
             ({"law": 512}, TypeError, r"`law` must be a law of isentropic\.laws or None, got int\."),
@@ -894,6 +899,19 @@ class TestErrors:
     def test_options(self, a, options, error, message):
         with pytest.raises(error, match=message):
             it.attention(a(3, 4), a(5, 4), a(5, 2), **options)
+
+    @pytest.mark.parametrize("law", [None, laws.LogLength(8)])
+    def test_recommended_in_place_of_an_array_as_scale(self, backend, rng, law):
+        q, k, v = (x[0] for x in _data(rng, "float32"))
+        numbers = rng.uniform(0.2, 0.5, size=H).astype("float32")
+        scale = backend.array(numbers)
+        by_law = laws.Constant(scale) if law is None else laws.scaled(law, scale)
+        arrays = [backend.array(x) for x in (q, k, v)]
+        got = it.attention(*arrays, scale=1.0, law=by_law)
+        for head in range(H):
+            of_head = [x[head, ...] for x in arrays]
+            expected = it.attention(*of_head, scale=float(numbers[head]), law=law)
+            backend.assert_close(got[head, ...], expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize(
         ("shapes", "options", "message"),
@@ -1128,8 +1146,10 @@ class TestErrors:
 def test_a_scale_for_each_head_is_what_the_error_recommends(backend, rng):
     q, k, v = (backend.array(x) for x in rng.normal(size=(3, 2, 5, 4)))
     scale = backend.array([0.3, 0.7])
-    with pytest.raises(TypeError, match=r"`scale` must be a real number, got .* an array is a law"):
-        it.attention(q, k, v, scale=scale)
+    with pytest.raises(
+        TypeError, match=r"`scale` must be a real number, got .* laws\.Constant\(scale\)"
+    ):
+        it.attention(q, k, v, scale=scale, law=None)
     out = it.attention(q, k, v, scale=1.0, law=it.laws.Constant(scale))
     for i, x in enumerate((0.3, 0.7)):
         expected = it.attention(q[i, ...], k[i, ...], v[i, ...], scale=x, law=None)

@@ -110,6 +110,7 @@ class AttentionState(NamedTuple):
     n_keys: Any = None
 
     @classmethod
+    @quietly
     def from_output(
         cls,
         output: Array,
@@ -192,6 +193,7 @@ class AttentionState(NamedTuple):
         """The merged state, not a longer tuple."""
         return merge_states(self, other)
 
+    @quietly
     def output(self) -> Any:
         """The attention output Σ p v, (..., L, Ev); 0 for a query that sees no key.
 
@@ -213,6 +215,7 @@ class AttentionState(NamedTuple):
         state = _with_empty_zeroed(self)
         return divide_or_zero(xp, state.weighted_value, state.normalizer[..., None])
 
+    @quietly
     def log_normalizer(self, *, base: float = math.e) -> Any:
         """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ for a query that sees no key.
 
@@ -234,6 +237,7 @@ class AttentionState(NamedTuple):
         finite = replace_infinite_minimum(xp, self.maximum) + log_or(xp, self.normalizer, 0.0)
         return xp.where(_sees_nothing(self), -math.inf, finite / unit)
 
+    @quietly
     def entropy(self) -> Any:
         """The Shannon entropy of the attention weights in nats, (..., L); 0 if a query sees no key.
 

@@ -466,7 +466,8 @@ def _check_options(a: Arguments) -> None:
         if x is None:
             continue
         if name == "scale" and is_array(x):
-            kind = f"{type(x).__name__}: an array is a law, `scale=1.0, law=laws.Constant(scale)`"
+            law = "Constant(scale)" if a.law is None else "scaled(law, scale)"
+            kind = f"{type(x).__name__}: an array is part of a law, `scale=1.0, law=laws.{law}`"
             raise type_error(name, "be a real number", kind)
         check_real(name, x, above=0 if name == "softcap" else -math.inf)
     check_choice("implementation", a.implementation, IMPLEMENTATIONS)

@@ -13,14 +13,7 @@ from isentropic._checks import (
     check_real,
     value_error,
 )
-from isentropic._namespace import (
-    Array,
-    ArrayT,
-    accumulator,
-    common_device,
-    namespace,
-    present,
-)
+from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
 from isentropic._numerics import align, quietly
 
 
