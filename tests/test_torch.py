@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import subprocess
+import sys
 
 import capabilities
 import cases
@@ -13,7 +15,7 @@ from isentropic import laws, masks
 
 torch = pytest.importorskip("torch")
 
-from isentropic.integrations.torch import LawModule  # noqa: E402
+from isentropic.integrations.torch import LawModule, MultiheadAttention  # noqa: E402
 
 ARRAYS = cases.inputs()
 
@@ -255,6 +257,26 @@ def _inductor(test):
     return pytest.mark.skipif(not has_compiler, reason="inductor needs a C++ compiler")(test)
 
 
+EXPORTED = {
+    "window": lambda q, k, v: it.attention(q, k, v, mask=masks.window(3) | masks.padding(2)),
+    "hidden rows": lambda q, k, v: it.attention(q[:, -4:], k, v, mask=masks.causal(-2)),
+    "entropy": lambda q, k, v: it.attention_entropy(q, k, is_causal=True, normalized=True),
+    "soft cap": lambda q, k, v: it.attention(q, k, v, softcap=3.0, is_causal=True),
+    "state": lambda q, k, v: it.attention_state(q, k, v, is_causal=True).output(),
+    "information": lambda q, k, v: it.attention_information(q, k),
+    "sinks": lambda q, k, v: it.attention(q, k, v, sinks=torch.zeros(2)),
+}
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, q, k, v):
+        return self.call(q, k, v)
+
+
 LENGTHS = (2, 7, 16, 33, 64, 100, 300, 777, 1500, 2100)
 
 
@@ -363,6 +385,80 @@ class TestGraphs:
         arrays = torch.randn(3, 2, 13, 8)
         for got, want in zip(exported.module()(*arrays), Module()(*arrays), strict=True):
             torch.testing.assert_close(got, want)
+
+    @pytest.mark.parametrize("name", list(EXPORTED))
+    def test_exported_programs_have_operators_of_pytorch_alone(self, name, tmp_path):
+        """So a program that does not import this package runs them."""
+        q, k, v = torch.randn(3, 2, 9, 8)
+        longer = torch.randn(3, 2, 13, 8)
+        module = _Module(EXPORTED[name])
+        n = torch.export.Dim("n", min=5, max=4096)
+        exported = torch.export.export(module, (q, k, v), dynamic_shapes=({1: n},) * 3)
+        torch.export.save(exported, tmp_path / "call.pt2")
+        torch.save((longer, module(*longer)), tmp_path / "arrays.pt")
+        code = (
+            "import sys, torch\n"
+            f"program = torch.export.load({str(tmp_path / 'call.pt2')!r})\n"
+            f"arrays, expected = torch.load({str(tmp_path / 'arrays.pt')!r})\n"
+            "torch.testing.assert_close(program.module()(*arrays), expected)\n"
+            "assert 'isentropic' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    @pytest.mark.parametrize("name", list(EXPORTED))
+    def test_onnx(self, name):
+        pytest.importorskip("onnxscript")
+        reference = pytest.importorskip("onnx.reference")
+        module, longer = _Module(EXPORTED[name]), torch.randn(3, 2, 13, 8)
+        program = torch.onnx.export(
+            module.eval(), tuple(torch.randn(3, 2, 9, 8)), dynamo=True, verbose=False,
+            dynamic_shapes=({1: torch.export.Dim.DYNAMIC},) * 3,
+        )  # fmt: skip
+        evaluator = reference.ReferenceEvaluator(program.model_proto)
+        inputs = dict(zip(evaluator.input_names, longer.numpy(), strict=True))
+        (got,) = evaluator.run(None, inputs)
+        torch.testing.assert_close(torch.asarray(got), module(*longer), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("name", [*EXPORTED, "output"])
+    def test_traced_with_symbolic_lengths(self, name):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        call = EXPORTED.get(name, lambda q, k, v: it.attention(q, k, v))
+        traced = make_fx(call, tracing_mode="symbolic")(*torch.randn(3, 2, 9, 8))
+        longer = torch.randn(3, 2, 13, 8)
+        torch.testing.assert_close(traced(*longer), call(*longer))
+
+    def test_symbolic_trace(self):
+        """The calls are nodes, and `MultiheadAttention` is a leaf, as PyTorch's module is."""
+
+        class Module(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = MultiheadAttention(8, 2, batch_first=True)
+                self.law = LawModule(laws.AffineLog(torch.nn.Parameter(torch.ones(2)), 0.5))
+                self.mask = masks.window(2) & masks.padding(torch.tensor([[3], [5]]))
+                self.projection = it.jl.gaussian_projection(8, 3, rng=0, like=torch.empty(0))
+
+            def forward(self, x):
+                state = it.attention_state(x, x, value=x, law=self.law(), mask=self.mask)
+                y, _ = self.layer(x[:, 0], x[:, 0], x[:, 0], need_weights=False)
+                return state.output(), it.attention_entropy(x, key=x), self.projection(x), y
+
+        module, x = Module(), torch.randn(2, 2, 5, 8)
+        traced = torch.fx.symbolic_trace(module)
+        for a, b in zip(traced(x), module(x), strict=True):
+            torch.testing.assert_close(a, b)
+        targets = [node.target for node in traced.graph.nodes]
+        assert {it.attention_state, it.attention_entropy, "layer", laws.AffineLog} <= {*targets}
+        assert "law.slope" in targets
+        assert len(targets) < 30  # nothing is left of what the calls ask their arguments
+        with torch.no_grad():
+            module.law.slope += 1.0
+        torch.testing.assert_close(traced(x)[0], module(x)[0])
+        with pytest.raises(torch.fx.proxy.TraceError, match="control flow"):  # as PyTorch's alone
+            torch.fx.symbolic_trace(MultiheadAttention(8, 2))
+        with pytest.raises(TypeError, match=r"`x` must be .*, got a proxy of `torch\.fx`"):
+            torch.fx.symbolic_trace(lambda x: it.jl.hadamard_transform(x))
 
     @_inductor
     def test_inductor(self):

@@ -419,18 +419,18 @@ def larger(xp: ModuleType, a: Any, b: Any) -> Any:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else xp.maximum(a, b)
 
 
-def is_compiling(xp: ModuleType, *lengths: Any) -> bool:
-    """Whether lengths may be symbolic, so that no loop may use them.
+def is_compiling(xp: ModuleType, *sizes: Any) -> bool:
+    """Whether a graph of the call is made for several lengths. Then no loop may depend on them.
 
-    They may be if torch.compile traces the call, and in JAX if one of the given lengths is.
+    torch.compile makes one. So do other tracers of PyTorch, and JAX, if one of the `sizes` is symbolic.
     """
     if is_jax(xp):
-        return any(map(is_symbolic, lengths))
+        return any(map(is_symbolic, sizes))
     if not is_torch(xp):
         return False
     import torch
 
-    return torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 def is_readable(xp: ModuleType, x: Any) -> bool:

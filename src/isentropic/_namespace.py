@@ -132,8 +132,8 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
             f"projections and hadamard_transform take Dask arrays."
         )
     try:
-        # These subclasses of ndarray redefine the operators.
-        if type(x).__name__ in ("matrix", "MaskedArray"):
+        # These subclasses of ndarray redefine the operators. Proxies of `torch.fx` have all attributes.
+        if type(x).__name__ in ("matrix", "MaskedArray") or type(x).__module__ == "torch.fx.proxy":
             raise TypeError
         xp = array_api_compat.array_namespace(x)
         # MLX has a namespace, which is not that of the standard.
@@ -153,6 +153,8 @@ def _described_type(x: Any) -> str:
     if kind.__module__ == "builtins":
         is_sequence = isinstance(x, (list, tuple))
         return kind.__name__ + ": convert it with `asarray` of your library" * is_sequence
+    if kind.__module__ == "torch.fx.proxy":
+        return "a proxy of `torch.fx`, which records a function only if `torch.fx.wrap` names it"
     is_numpy = kind.__module__.partition(".")[0] == "numpy"  # of a masked array it would drop the mask
     mend = "" if is_numpy or not hasattr(x, "__array__") else ": convert it with `np.asarray`"
     return f"{kind.__module__}.{kind.__qualname__}{mend}"

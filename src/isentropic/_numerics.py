@@ -34,9 +34,10 @@ def quietly(
     function runs in a context of its own, so that the caller's settings stay, even after an interrupt.
     If the first argument is a PyTorch tensor, nothing is switched off: parts that NumPy computes need a
     decorator of their own. Settings of JAX that would refuse single operations are ruled out too; see
-    `_jax_modes`. `names` maps argument names of other libraries to the names here. A TypeError for one
-    of them says what it is called here. With `node_of`, a call is a single node in the graphs of
-    torch.compile. It is Array, or the class of the result, a NamedTuple of arrays.
+    `_jax_modes`. `torch.fx.symbolic_trace` records the call. `names` maps argument names of other
+    libraries to the names here. A TypeError for one of them says what it is called here. With
+    `node_of`, a call is a single node in the graphs of torch.compile. It is Array, or the class of the
+    result, a NamedTuple of arrays.
     """
     silenced: Callable[_Parameters, _Result] | None = None
 
@@ -63,10 +64,19 @@ def quietly(
                 return _jax_modes.call(functools.partial(context.run, silenced), args, kwargs)
             return context.run(silenced, *args, **kwargs)
         except TypeError:  # Python refuses unknown names; calls without them cost nothing extra
+            if (tracer := _tracer_of(args, kwargs)) is not None:
+                return tracer.create_proxy("call_function", quiet, args, kwargs)
             refuse_names(function.__name__, kwargs, names)
             raise
 
     return quiet
+
+
+def _tracer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tracer of `torch.fx` for which an argument stands in for a tensor; None if none does."""
+    torch = imported_torch()
+    proxy = () if torch is None else torch.fx.Proxy
+    return next((x.tracer for x in (*args, *kwargs.values()) if isinstance(x, proxy)), None)
 
 
 def quiet_node(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

@@ -49,6 +49,11 @@ class Node:
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
         return hash((type(self), *values))
 
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        """The node of a graph of `torch.fx` that makes this value."""
+        fields = {name: tracer.create_arg(x) for name, x in self._named_values().items()}
+        return tracer.create_node("call_function", type(self), (), fields)
+
     def __getstate__(self) -> dict[str, Any]:
         # Without the slots, which a copy could not set, as it is immutable.
         return dict(self._named_values())

@@ -4,6 +4,8 @@ import copy
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -571,6 +573,26 @@ class TestLearnableLaw:
         torch.testing.assert_close(with_weights, without)
 
 
+def test_needs_no_compiler():
+    """PyTorch's compiler takes seconds to load."""
+    code = (
+        "import sys, torch\n"
+        "import isentropic as it\n"
+        "from isentropic import laws\n"
+        "from isentropic.integrations.torch import MultiheadAttention\n"
+        "law = laws.AffineLog(torch.nn.Parameter(torch.ones(2)))\n"
+        "module, x = MultiheadAttention(8, 2, 0.5, law=law), torch.randn(40, 2, 8)\n"
+        "for training in (True, False):\n"
+        "    module.train(training)(x, x, x)[0].sum().backward()\n"
+        "with torch.autocast('cpu'):\n"
+        "    it.attention_entropy(x, x, is_causal=True)\n"
+        "    module.entropy(x, x).sum().backward()\n"
+        "    module.double().to('meta').to_empty(device='cpu')\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 class TestCompile:
     @pytest.fixture
     def compile_(self):
@@ -906,6 +928,18 @@ class TestErrors:
         ):
             with pytest.raises(TypeError, match=r"`query` must be dense, .* got a nested one"):
                 call()
+        with pytest.raises(ValueError, match="`attn_mask` must be given with `is_causal`"):
+            batch_first(x, x, x, is_causal=True)
+
+    @pytest.mark.parametrize("need_weights", [False, True])
+    def test_causal_without_a_mask(self, module, leaves, need_weights):
+        """PyTorch's module raises an error too, except in its fast path, which ignores the flag."""
+        theirs = make(torch.nn.MultiheadAttention)
+        with pytest.raises(RuntimeError, match="Need attn_mask"):
+            theirs(*leaves, need_weights=need_weights, is_causal=True)
+        for training in (True, False):
+            with torch.no_grad(), pytest.raises(ValueError, match="generate_square_subsequent_mask"):
+                module.train(training)(*leaves, need_weights=need_weights, is_causal=True)
 
     @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
     def test_scripting(self):

@@ -40,6 +40,7 @@ from isentropic._namespace import (
     accumulator,
     common_device,
     imported_torch,
+    is_jax,
     is_numpy,
     is_symbolic,
     is_torch,
@@ -374,11 +375,9 @@ def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:
     if a.sinks is not None:
         check_broadcastable("sinks", a.sinks.shape, batch)
     _check_options(a)
-    return (
-        mask,
-        Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp, n_queries, n_keys)),
-        batch,
-    )
+    # JAX maps over symbolic batches. Only lengths decide about loops there.
+    sizes = (n_queries, n_keys) if is_jax(xp) else (*batch, n_queries, n_keys)
+    return mask, Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp, *sizes)), batch
 
 
 def _arrays_of(part: Mask | Law | None) -> tuple[Array, ...]:

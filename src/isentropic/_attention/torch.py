@@ -42,7 +42,10 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
     if plan.frame.is_compiling:
         if _transformations() not in ((), ("Grad",)):
             return TRANSFORMED
-        forms_mask = plan.has_mask and not plan.is_plain_causal and plan.device.type == "cpu"
+        forms_mask = plan.has_mask and not plan.is_plain_causal
+        if forms_mask and _is_exporting():
+            return "other runtimes return NaN for queries that see no key"
+        forms_mask = forms_mask and plan.device.type == "cpu"
         return "it would form the mask as an L×S array" if forms_mask else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
     if plan.is_transformed:
@@ -73,6 +76,12 @@ def _keeps_masks(plan: Plan) -> bool:
     forms_mask = plan.has_bias or (plan.has_mask and not plan.is_plain_causal)
     is_large = plan.n_queries * plan.n_keys > BLOCKS.sdpa_mask_logits
     return plan.is_differentiated and forms_mask and is_large and plan.device.type == "cpu"
+
+
+def _is_exporting() -> bool:
+    import torch
+
+    return torch.compiler.is_exporting()
 
 
 def _transformations() -> tuple[str, ...]:
@@ -243,6 +252,8 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
     if plan.library != "torch":
         return "the arrays are not PyTorch's"
     if plan.frame.is_compiling:
+        if _is_exporting():
+            return "other programs do not have the operators of this package"
         # PyTorch does not differentiate operators inside torch.func.grad or jvp.
         return None if set(_transformations()) <= {"Vmap"} else TRANSFORMED
     if not plan.is_differentiated:

@@ -97,9 +97,8 @@ def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
         # The operator can read their values. So copies are made only of those that are not finite.
         (key, value), (query_nan, _) = operands.unreplaced, operands.nonfinite
     inputs = (query, key, value, operands.bias, query_nan)
-    # Arrays inside of `vmap` do not know it. Nobody knows what becomes of an exported program.
-    is_unknown = bool(transformations()) or torch.compiler.is_exporting()
-    may_be_differentiated = plan.is_differentiated or is_unknown
+    # Arrays inside of `vmap` do not know it.
+    may_be_differentiated = plan.is_differentiated or bool(transformations())
     options = (order, plan.softcap, plan.block_size, may_be_differentiated)
     return Call._make((*inputs, *describe(operands.mask), *options))
 

@@ -345,6 +345,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         ValueError
             For shapes that do not fit, and for `is_causal` without `attn_mask`.
         """
+        if isinstance(query, torch.fx.Proxy) and (path := query.tracer.path_of_module(self)):
+            # To the tracer the module is a leaf, like PyTorch's.
+            masks = {
+                "key_padding_mask": key_padding_mask,
+                "attn_mask": attn_mask,
+                "is_causal": is_causal,
+            }
+            flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+            return query.tracer.create_proxy("call_module", path, (query, key, value), masks | flags)
+        _check_hint(is_causal, attn_mask)
         unmasked_self = query is key is value and key_padding_mask is None and attn_mask is None
         if unmasked_self and self.batch_first and getattr(query, "is_nested", False):
             return self._attend_nested(query, need_weights, average_attn_weights)
@@ -483,8 +493,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         need_weights: bool = False,
     ) -> dict[str, Any]:
         """The keyword arguments `mask`, `bias` and `law` of the attention functions."""
-        if is_causal and attn_mask is None:
-            raise value_error("attn_mask", "be given with `is_causal`, which is a hint about it", None)
+        _check_hint(is_causal, attn_mask)
         _check_tensors(**present(key_padding_mask=key_padding_mask, attn_mask=attn_mask))
         options: dict[str, Any] = {"law": None if self.law is None else self.law()}
         if is_causal and key_padding_mask is None and not need_weights and not self._n_appended:
@@ -524,6 +533,15 @@ def _placed(x: Tensor, like: Any) -> Tensor:
 
 def _no_fast_path(module: torch.nn.Module, inputs: Any) -> None:
     """A hook that does nothing: its presence disables PyTorch's fast path."""
+
+
+def _check_hint(is_causal: bool, attn_mask: Any) -> None:
+    if is_causal and attn_mask is None:
+        must = (
+            "be given with `is_causal`, as in PyTorch's module: `is_causal` only says that it is the "
+            "causal mask, `torch.nn.Transformer.generate_square_subsequent_mask(length)`"
+        )
+        raise value_error("attn_mask", must, None)
 
 
 def _check_tensors(**inputs: Any) -> None:
