@@ -3,6 +3,7 @@
 `asv` runs these benchmarks, and `device.py` those of a GPU that is at hand for minutes only.
 """
 
+import importlib.util
 import math
 
 import numpy as np
@@ -75,6 +76,11 @@ def drawn(backend, head_dim=128):
     return arrays(backend, 4096, heads, head_dim, dtype=dtype, device=gpu(backend))
 
 
+def require_kernels(backend):
+    if backend == "torch" and importlib.util.find_spec("triton") is None:
+        raise NotImplementedError("Triton is not installed")
+
+
 class Attention:
     """What a call without `implementation` takes, relative to the library's kernel for the output."""
 
@@ -121,6 +127,7 @@ class Kernels(Gradient):
     param_names = ("backend", "result", "is_causal", "head_dim")
 
     def setup(self, backend, result, is_causal, head_dim):
+        require_kernels(backend)
         self.arrays = drawn(backend, head_dim)
         self.peer = peer(backend, is_causal)
         self.call = call(result, is_causal=is_causal, implementation=KERNELS[backend])
@@ -156,6 +163,8 @@ class Errors:
             raise NotImplementedError("a CPU has no such products")
         if backend == "jax" and dtype == "float32" and who == "peer" and not REHEARSAL:
             raise NotImplementedError("cuDNN computes in half precision only")
+        if who == "ours":
+            require_kernels(backend)
         self.arrays = arrays(backend, 1111, 3, 128, dtype=dtype, device=gpu(backend))
 
     def track_error(self, backend, dtype, quantity, who):
