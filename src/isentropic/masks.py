@@ -69,10 +69,6 @@ _Interval = tuple[Array, Array]
 Span = tuple[Any, Any]
 
 
-# All kinds of masks, by the names in a description. A class that derives from `Mask` enters itself.
-_KINDS: dict[str, type[Mask]] = {}
-
-
 class Mask(Node, Record, ABC):
     """The keys, of S, that each of L queries sees. The functions of this module make masks.
 
@@ -81,8 +77,6 @@ class Mask(Node, Record, ABC):
     ``torch.func``. Masks are equal if they are made of the same parts with equal numbers and arrays.
     Masks without arrays are hashable, and can be static arguments. A mask has no truth value:
     ``bool(mask)`` raises a `TypeError`.
-
-    A mask of your own is a boolean array (..., L, S), which `&`, `|` and `~` combine with these.
 
     Examples
     --------
@@ -96,11 +90,6 @@ class Mask(Node, Record, ABC):
     """
 
     _argument = "mask"
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        _KINDS[cls.__qualname__] = cls
-
     __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
 
     @property
@@ -771,6 +760,10 @@ class _Not(Mask):
         return frame.n_keys - self.hidden.count(frame)
 
 
+# The combinations and the masks that they combine, by the names in a description.
+_KINDS = {kind.__name__: kind for kind in (_And, _Or, _Not, _Band, _Padding, _Segments, _Dense)}
+
+
 class Description(NamedTuple):
     """A mask in prefix notation, with placeholders for its numbers and arrays."""
 
@@ -787,7 +780,7 @@ def describe(mask: Mask | None) -> Description:
     def words(x: Any) -> list[str]:
         if isinstance(x, Mask):
             parts = [words(getattr(x, name)) for name in x._fields]
-            return [type(x).__qualname__, *(word for part in parts for word in part)]
+            return [type(x).__name__, *(word for part in parts for word in part)]
         if x is None or isinstance(x, str):
             return [str(x)]
         is_number = not is_array(x)

@@ -205,10 +205,10 @@ def _mask_mod(mask: Mask, frame: Frame) -> MaskMod:
             return _padding(mask, frame.n_keys)
         case _Segments():
             return _segments(mask, shift)
-    # Also for a kind of mask that another module defines.
-    everything = (0, frame.n_queries), (0, frame.n_keys)
-    visible = _elements(mask.visible if isinstance(mask, _Dense) else mask.block(frame, *everything))
-    return lambda b, h, q_idx, kv_idx: visible(b, h, q_idx, kv_idx)
+        case _Dense():
+            visible = _elements(mask.visible)
+            return lambda b, h, q_idx, kv_idx: visible(b, h, q_idx, kv_idx)
+    raise AssertionError(f"{type(mask)} has no mask_mod")
 
 
 def _band(mask: _Band, shift: int) -> MaskMod:
