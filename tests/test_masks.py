@@ -254,10 +254,50 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"`n_keys` must be at least 0, got -4"):
             masks.causal().visible_count(3, -4)
 
-    def test_unlimited_windows(self, backend):
+    @pytest.mark.every_mode
+    def test_unlimited_integers(self, backend):
         like = backend.array(0.0)
-        count = masks.window(2**63 - 1, 2**31).visible_count(3, 5, like=like)
-        np.testing.assert_array_equal(backend.numpy(count), [5, 5, 5])
+        for mask, expected in (
+            (masks.window(2**63 - 1, 2**31), [5, 5, 5]),
+            (masks.causal(2**31), [5, 5, 5]),
+            (masks.causal(-(2**31)), [0, 0, 0]),
+            (masks.causal(10**400), [5, 5, 5]),
+            (masks.window(2, offset=2**31), [0, 0, 0]),
+            (masks.window(2**40, offset=2**40 + 1), [4, 3, 2]),
+            (masks.window(None, 2**40, offset=-(2**40)), [1, 2, 3]),
+            (masks.window(2**40, 2**40, offset=0), [5, 5, 5]),
+            (masks.padding(2**31, side="left"), [5, 5, 5]),
+            (masks.padding(2**70), [5, 5, 5]),
+        ):
+            count = mask.visible_count(3, 5, like=like)
+            np.testing.assert_array_equal(backend.numpy(count), expected)
+            visible = backend.numpy(mask.rows(range(3), 3, 5, like=like))
+            np.testing.assert_array_equal(visible.sum(-1), expected)
+            q, k = (backend.array(np.ones((n, 2)), "float32") for n in (3, 5))
+            h = backend.numpy(it.attention_entropy(q, k, mask=mask))
+            np.testing.assert_allclose(h, np.log(np.maximum(expected, 1)), atol=1e-6)
+
+    @pytest.mark.every_mode
+    def test_numbers_beyond_the_integers_of_the_library(self, backend):
+        like = backend.array(0.0)
+        for sizes, name in (((2**63, 3), "n_queries"), ((3, 2**70), "n_keys")):
+            with pytest.raises(ValueError, match=f"`{name}` must be within the range of .*int"):
+                masks.causal().visible_count(*sizes, like=like)
+        with pytest.raises(ValueError, match=r"`n_keys` must be within the range of .*int"):
+            masks.causal().rows([0], 3, 2**70, like=like)
+
+    @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+    def test_unsigned_integers(self, backend, dtype):
+        if backend.library == "jax" and dtype == "uint64" and not backend.float64:
+            pytest.skip("JAX has 32 bits")
+        for numbers in ([0, 2, 3], [np.iinfo(dtype).max, 0, 1]):
+            x = backend.array(np.asarray(numbers, dtype))
+            for mask in (masks.padding(x), masks.causal(x), masks.padding(x, side="left")):
+                count = backend.numpy(mask.visible_count(1, 4))[:, 0]
+                seen = np.minimum(np.asarray(numbers, float) + ("causal" in repr(mask)), 4)
+                np.testing.assert_array_equal(count, seen)
+            q, k = (backend.array(np.ones((n, 2)), "float32") for n in (3, 5))
+            assert it.attention(q, k, k, n_keys=x).shape == (3, 2)
 
     def test_more_queries_than_keys(self, backend):
         mask = masks.segments(backend.array([1, 2]))

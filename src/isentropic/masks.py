@@ -65,6 +65,8 @@ __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
 # More than any number of keys. The sum of offset, window and position stays within int32.
 _MAX_POSITION = 2**29
+# Larger integers have the effect of this one, which fits in int64.
+_MAX_INTEGER = 2**62
 _Interval = tuple[Array, Array]
 Span = tuple[Any, Any]
 
@@ -183,7 +185,8 @@ class Mask(Node, Record, ABC):
         TypeError
             If a size is not an integer, or if `like` is of another library than the arrays of the mask.
         ValueError
-            If a size is negative, or if an array of the mask does not fit the sizes.
+            If a size is negative or beyond the integers of the library, or if an array of the mask does
+            not fit the sizes.
 
         Examples
         --------
@@ -193,16 +196,24 @@ class Mask(Node, Record, ABC):
         """
         import numpy as np
 
+        if like is None:
+            like = self.arrays[0] if self.arrays else np.empty(0)
+        return self.count(self._frame(n_queries, n_keys, like))
+
+    def _frame(self, n_queries: int, n_keys: int, like: Array) -> Frame:
+        """The frame of given numbers, which are checked."""
         check_count("n_queries", n_queries, least=0)
         check_count("n_keys", n_keys, least=0)
         self.check(None, n_queries, n_keys)
-        if like is None:
-            like = self.arrays[0] if self.arrays else np.empty(0)
         group = ("mask", self.arrays)
         xp, device = namespace(group, like=like), common_device(group, like=like)
         is_symbol = is_symbolic(n_queries) or is_symbolic(n_keys)
         frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_symbol)
-        return self.count(frame)
+        largest = 0 if is_symbol else xp.iinfo(frame.index_dtype).max
+        for name, x in (("n_queries", n_queries), ("n_keys", n_keys)):
+            if not is_symbol and x > largest:
+                raise value_error(name, f"be within the range of {frame.index_dtype}", x)
+        return frame
 
     @quietly
     def rows(self, rows: Iterable[int], n_queries: int, n_keys: int, *, like: Array) -> Array:
@@ -213,15 +224,11 @@ class Mask(Node, Record, ABC):
         ValueError
             If a row is not in [0, L).
         """
-        check_count("n_queries", n_queries, least=0)
-        check_count("n_keys", n_keys, least=0)
+        frame = self._frame(n_queries, n_keys, like)
         rows = [int(row) for row in rows]
         for row in rows:
             if not 0 <= row < n_queries:
                 raise value_error("rows", f"be in [0, {n_queries})", row)
-        self.check(None, n_queries, n_keys)
-        group = ("mask", self.arrays)
-        frame = Frame(namespace(group, like=like), common_device(group, like=like), n_queries, n_keys)
         if not rows:
             return frame.xp.zeros((0, n_keys), dtype=frame.xp.bool, device=frame.device)
         blocks = [self.block(frame, (row, 1), (0, n_keys)) for row in rows]
@@ -292,6 +299,10 @@ class Frame(Record):
         start, size = block
         return self.xp.arange(size, dtype=self.index_dtype, device=self.device) + start
 
+    def limited(self, shift: int) -> int:
+        """A shift of positions that sees the same keys, and whose sum with a position fits in int32."""
+        return max(-self.n_queries, min(shift, self.n_keys))
+
     def index(self, x: Any) -> Any:
         """Integers per batch and head, (...), with a new last axis for the queries.
 
@@ -299,7 +310,9 @@ class Frame(Record):
         """
         xp, lowest, highest = self.xp, -_MAX_POSITION, _MAX_POSITION
         if is_torch(xp):  # which does not clip unsigned integers
+            is_wrapped = xp.uint64 == x.dtype
             x = xp.astype(x, self.index_dtype)
+            x = xp.where(x < 0, highest, x) if is_wrapped else x
         else:
             bounds = xp.iinfo(x.dtype)
             lowest, highest = max(bounds.min, lowest), min(bounds.max, highest)
@@ -331,7 +344,7 @@ def causal(offset: int | Array | None = None) -> Mask:
     Raises
     ------
     TypeError, ValueError
-        If `offset` is not an integer or an array of integers, or is out of range.
+        If `offset` is not an integer or an array of integers.
 
     Examples
     --------
@@ -380,9 +393,7 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Array | Non
     for name, x in (("left", left), ("right", right)):
         if x is not None:
             check_count(name, x, least=0)
-    left, right = (
-        None if x is None else min(plain_integer(x), 2 * _MAX_POSITION) for x in (left, right)
-    )
+    left, right = (None if x is None else min(plain_integer(x), _MAX_INTEGER) for x in (left, right))
     return _Band(left, right, _integers("offset", offset, optional=True))
 
 
@@ -528,16 +539,24 @@ class _Band(_Contiguous):
         """The range from the first key of one row to the end of another; `unknown` if arrays decide."""
         if self.arrays:
             return unknown
-        position = rows[0] + (frame.n_keys - frame.n_queries if self.offset is None else self.offset)
-        first = 0 if self.left is None else position + (left_row - self.left)
-        end = frame.n_keys if self.right is None else position + (right_row + self.right + 1)
+        first_shift, end_shift = self._shifts(frame)
+        first = 0 if self.left is None else rows[0] + (left_row + first_shift)
+        end = frame.n_keys if self.right is None else rows[0] + (right_row + end_shift)
         return first, end
+
+    def _shifts(self, frame: Frame) -> tuple[int, int]:
+        """The first key that query 0 sees, and the end of its keys, without regard to the ends."""
+        offset = frame.n_keys - frame.n_queries if self.offset is None else self.offset
+        first, end = offset - (self.left or 0), offset + (self.right or 0) + 1
+        # Lengths may be symbolic. So they are compared only if a number requires it.
+        if all(abs(x or 0) <= _MAX_POSITION for x in (self.left, self.right, self.offset)):
+            return first, end
+        return frame.limited(first), frame.limited(end)
 
     def counts(self, frame: Frame) -> range | None:
         if self.arrays or frame.is_compiling or self.left is not None or self.right is None:
             return None
-        offset = frame.n_keys - frame.n_queries if self.offset is None else self.offset
-        first = offset + self.right + 1
+        _, first = self._shifts(frame)
         last = first + frame.n_queries - 1
         return range(first, last + 1) if first >= 0 and last <= frame.n_keys else None
 
@@ -545,12 +564,12 @@ class _Band(_Contiguous):
         position = frame.positions(rows)
         if self.arrays:
             position = sum(align(position, frame.index(self.offset)))
+            left, right = (min(x or 0, 2 * _MAX_POSITION) for x in (self.left, self.right))
+            first_shift, end_shift = -left, right + 1
         else:
-            position = position + (
-                frame.n_keys - frame.n_queries if self.offset is None else self.offset
-            )
-        first = position * 0 if self.left is None else position - self.left
-        end = position * 0 + frame.n_keys if self.right is None else position + (self.right + 1)
+            first_shift, end_shift = self._shifts(frame)
+        first = position * 0 if self.left is None else position + first_shift
+        end = position * 0 + frame.n_keys if self.right is None else position + end_shift
         return first, end
 
 
@@ -577,17 +596,24 @@ class _Padding(_Contiguous):
     def reach(self, frame: Frame, rows: Block) -> Span:
         if not isinstance(self.lengths, int):
             return super().reach(frame, rows)
+        lengths = self._limited(frame)
         if self.side == "left":
-            return frame.n_keys - self.lengths, frame.n_keys
-        return 0, self.lengths
+            return frame.n_keys - lengths, frame.n_keys
+        return 0, lengths
+
+    def _limited(self, frame: Frame) -> int:
+        assert isinstance(self.lengths, int)
+        return self.lengths if self.lengths <= _MAX_POSITION else min(self.lengths, frame.n_keys)
 
     def fully_visible(self, frame: Frame, rows: Block) -> Span:
         return super().fully_visible(frame, rows) if self.arrays else self.reach(frame, rows)
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
-        zero, lengths = frame.positions(rows) * 0, self.lengths
+        zero: Any = frame.positions(rows) * 0
         if self.arrays:
-            zero, lengths = align(zero, frame.index(lengths))
+            zero, lengths = align(zero, frame.index(self.lengths))
+        else:
+            lengths = self._limited(frame)
         lengths = zero + lengths
         if self.side == "left":
             return frame.n_keys - lengths, zero + frame.n_keys
@@ -868,14 +894,14 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
     if is_integer(x):
         if name == "lengths":
             check_count(name, x, least=0)
-        # Beyond this a number shows, or hides, every key.
-        return plain_integer(max(-_MAX_POSITION, min(x, _MAX_POSITION)))
+        return max(-_MAX_INTEGER, min(plain_integer(x), _MAX_INTEGER))
     if not hasattr(x, "dtype") or not isdtype(namespace(**{name: x}), x.dtype, "integral"):
         got = described_dtype(x.dtype) if hasattr(x, "dtype") else type(x).__name__
         if name == "lengths" and "bool" in str(got):
             got = f"{got}: an array that is True for the keys to attend to is itself a `mask`"
         raise type_error(name, "be an integer or an array of an integer dtype", got)
     xp = namespace(**{name: x})
-    if name == "lengths" and is_readable(xp, x) and is_known_true(xp, xp.any(x < 0)):
+    is_signed = isdtype(xp, x.dtype, "signed integer")
+    if name == "lengths" and is_signed and is_readable(xp, x) and is_known_true(xp, xp.any(x < 0)):
         raise value_error(name, "be at least 0", "an array with negative numbers")
     return x

@@ -663,9 +663,10 @@ def given_lengths(
         return xp.full((1,) * len(shape), _check_length(n_keys), dtype=dtype, device=device)
     check_numeric(xp, n_keys=n_keys)
     check_broadcastable("n_keys", n_keys.shape, shape)
-    if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n_keys >= 0))):
+    n = lift(xp.astype(n_keys, dtype), len(shape))
+    if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n >= 0))):
         raise value_error("n_keys", "be at least 0", "an array with negative numbers or NaN")
-    return lift(xp.astype(n_keys, dtype), len(shape))
+    return n
 
 
 def _check_length(n_keys: Any) -> int:
