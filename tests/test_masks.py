@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import numpy as np
 import oracles
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import isentropic as it
-from isentropic import masks
+from isentropic import laws, masks
 from isentropic.masks import Frame
 
 
@@ -69,14 +70,29 @@ def _examples(backend):
             (masks.segments(f(ids)) | masks.padding(f(lengths), side="left")) & masks.causal(),
             ((ids[3:, None] == ids) | (keys >= 9 - lengths[..., None, None])) & (keys <= rows + 3),
         ),
+        "own": (
+            masks.causal() & Strided(f(lengths + 1), 1),
+            (keys <= rows + 3) & ((rows + 1 - keys) % (lengths + 1)[..., None, None] == 0),
+        ),
     }
 
 
 NAMES = [
     "array", "array-or", "before", "both", "causal", "causal-0", "causal-offsets", "either", "nested",
-    "not-array", "not-both", "others", "padding", "padding-left", "padding-lengths", "segments",
+    "not-array", "not-both", "others", "own", "padding", "padding-left", "padding-lengths", "segments",
     "segments-query", "window", "window-far", "window-left", "window-right",
 ]  # fmt: skip
+
+
+class Strided(masks.Mask):
+    """A mask of a user: every so-manieth key, counted from the query plus a shift."""
+
+    step: Any
+    shift: int
+
+    def block(self, frame, rows, columns):
+        query = frame.positions(rows)[:, None] + self.shift
+        return (query - frame.positions(columns)) % self.step[..., None, None] == 0
 
 
 class TestMasks:
@@ -308,6 +324,81 @@ class TestErrors:
 
 
 @pytest.mark.host
+def _leaves(kind):
+    below = kind.__subclasses__()
+    return [x for child in below for x in _leaves(child)] if below else [kind]
+
+
+@pytest.mark.host
+def test_every_kind_can_be_described():
+    """What torch.compile needs, and nothing else."""
+    assert set(_leaves(masks.Mask)) <= set(masks._KINDS.values())
+    for kind in _leaves(masks.Mask):
+        mask = kind(*[masks.causal()] * len(kind._fields))
+        again = masks.from_description(masks.describe(mask))
+        assert type(again) is kind
+        assert vars(again).keys() == vars(mask).keys()
+
+
+class TestOwn:
+    """A subclass with one method is a mask everywhere."""
+
+    def _call(self, q, k, v, mask):
+        state = it.attention_state(q, k, v, mask=mask, law=laws.LogLength(4), softcap=5.0)
+        out = it.attention(q, k, v, mask=mask, law=laws.LogLength(4))
+        return out, state.output(), it.attention_entropy(q, k, mask=mask, normalized=True)
+
+    def _masks(self, backend):
+        lengths = np.asarray([[2, 3, 1], [4, 1, 5]])
+        gap = np.arange(6)[:, None] + 1 - np.arange(9)
+        visible = np.stack([gap % n == 0 for n in lengths.ravel()])
+        dense = backend.array(visible.reshape(2, 3, 6, 9))
+        return Strided(backend.array(lengths), 1) & masks.causal(), masks.as_mask(
+            dense
+        ) & masks.causal()
+
+    @pytest.mark.parametrize("has_threads", [False, True])
+    def test_attention(self, backend, rng, set_blocks, has_threads):
+        if has_threads:
+            set_blocks(numpy_min_head_logits=0, numpy_min_logits=0, numpy_rows=2, numpy_columns=4)
+        q, k, v = (backend.array(rng.normal(size=(2, 3, n, 4))) for n in (6, 9, 9))
+        mask, dense = self._masks(backend)
+        for got, want in zip(self._call(q, k, v, mask), self._call(q, k, v, dense), strict=True):
+            backend.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+    def test_compiled(self, backend, rng):
+        arrays = [backend.array(rng.normal(size=(2, 3, n, 4))) for n in (6, 9, 9)]
+        mask, dense = self._masks(backend)
+        if backend.library == "jax":
+            import jax
+
+            jitted = jax.jit(self._call)
+            for got, want in zip(jitted(*arrays, mask), jitted(*arrays, dense), strict=True):
+                backend.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        elif backend.library == "torch":
+            import torch
+
+            torch.compiler.reset()
+            compiled = torch.compile(self._call, fullgraph=True, backend="aot_eager")
+            arrays = [x.requires_grad_() for x in arrays]
+            found = [compiled(*arrays, mask), self._call(*arrays, dense)]
+            for got, want in zip(*found, strict=True):
+                torch.testing.assert_close(got, want)
+            gradients = [torch.autograd.grad(sum(x.sin().sum() for x in y), arrays) for y in found]
+            torch.testing.assert_close(*gradients)
+            torch.compiler.reset()
+        else:
+            pytest.skip("does not compile")
+
+    @pytest.mark.host
+    def test_text_and_shapes(self):
+        mask = Strided(np.asarray([2]), 1)
+        assert repr(~mask) == "~Strided(step=<array (1,)>, shift=1)"
+        assert mask == Strided(np.asarray([2]), 1)
+        with pytest.raises(ValueError, match="`step` must have an axis for each batch and head axis"):
+            mask.check((2, 3), 6, 9)
+
+
 class TestLargeIntegers:
     """A number beyond all positions stands for the largest position."""
 

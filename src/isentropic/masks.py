@@ -63,6 +63,8 @@ from isentropic._records import Record
 
 __all__ = ["Mask", "causal", "padding", "segments", "window"]
 
+# All kinds of masks, by the words of a description.
+_KINDS: dict[str, type[Mask]] = {}
 # More than any number of keys. The sum of offset, window and position stays within int32.
 _MAX_POSITION = 2**29
 # Larger integers have the effect of this one, which fits in int64.
@@ -73,6 +75,12 @@ Span = tuple[Any, Any]
 
 class Mask(Node, Record, ABC):
     """The keys, of S, that each of L queries sees. The functions of this module make masks.
+
+    A mask of your own is a subclass with annotated fields and one method,
+    ``block(self, frame, rows, columns)``. It returns the boolean array of a tile, broadcastable to
+    (..., rows, columns), with functions of ``frame.xp``. ``frame.positions(rows)`` are the indices of
+    the queries of the tile, ``frame.positions(columns)`` those of its keys, and ``frame.n_queries`` and
+    ``frame.n_keys`` are L and S. Arrays in fields have the batch and head axes.
 
     In JAX and PyTorch a mask is a *pytree*. Its leaves are its arrays; numbers and the kinds of masks
     belong to its structure. So a mask can be an argument of `jax.jit`, `jax.vmap` and functions of
@@ -89,15 +97,34 @@ class Mask(Node, Record, ABC):
     >>> others = mask & ~masks.window(0)  # no query sees its own position
     >>> others.visible_count(5, 5)
     array([0, 1, 2, 3, 3])
+
+    Every second key before the query:
+
+    >>> class Strided(masks.Mask):
+    ...     step: int
+    ...     def block(self, frame, rows, columns):
+    ...         query = frame.positions(rows)[:, None] + (frame.n_keys - frame.n_queries)
+    ...         return (query - frame.positions(columns)) % self.step == 0
+    >>> (masks.causal() & Strided(2)).visible_count(5, 5)
+    array([1, 1, 2, 2, 3])
     """
 
     _argument = "mask"
+    _word = ""  # of the class, in descriptions
     __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._word = f"{cls.__module__}.{cls.__qualname__}"
+        _KINDS[cls._word] = cls
+
+    def __repr__(self) -> str:
+        return _call(type(self).__name__, **vars(self))
+
     @property
-    @abstractmethod
     def arrays(self) -> tuple[Array, ...]:
         """The arrays that the mask holds."""
+        return tuple(x for x in vars(self).values() if is_array(x))
 
     @property
     def is_shift_invariant(self) -> bool:
@@ -112,12 +139,14 @@ class Mask(Node, Record, ABC):
         """`visible_count` if numbers alone determine it and it grows by 1 from query to query."""
         return None
 
-    @abstractmethod
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         """Refuse arrays that do not fit attention of the shape ``batch + (n_queries, n_keys)``.
 
         A `batch` of None stands for any shape.
         """
+        for name, x in vars(self).items():
+            if is_array(x):
+                _check_per_sequence(name, x.shape, batch)
 
     @abstractmethod
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
@@ -155,13 +184,14 @@ class Mask(Node, Record, ABC):
         }
         return self.replaced(**changes)
 
-    @abstractmethod
     def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         """The mask of one element of the batch and head axes.
 
         Its parameters are integers or NumPy arrays. If the index consists of arrays, they are arrays of
         the library of the index.
         """
+        fields = vars(self).items()
+        return self.replaced(**{name: _element(x, batch, index) for name, x in fields if is_array(x)})
 
     @quietly
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:
@@ -522,13 +552,6 @@ class _Band(_Contiguous):
     def is_shift_invariant(self) -> bool:
         return not self.arrays
 
-    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
-        for x in self.arrays:
-            _check_per_sequence("offset", x.shape, batch)
-
-    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
-        return self.replaced(offset=_element(self.offset, batch, index))
-
     def reach(self, frame: Frame, rows: Block) -> Span:
         return self._between(frame, rows, 0, rows[1] - 1, super().reach(frame, rows))
 
@@ -585,13 +608,6 @@ class _Padding(_Contiguous):
     @property
     def arrays(self) -> tuple[Array, ...]:
         return () if isinstance(self.lengths, int) else (self.lengths,)
-
-    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
-        for x in self.arrays:
-            _check_per_sequence("lengths", x.shape, batch)
-
-    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
-        return self.replaced(lengths=_element(self.lengths, batch, index))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
         if not isinstance(self.lengths, int):
@@ -786,10 +802,6 @@ class _Not(Mask):
         return frame.n_keys - self.hidden.count(frame)
 
 
-# The combinations and the masks that they combine, by the names in a description.
-_KINDS = {kind.__name__: kind for kind in (_And, _Or, _Not, _Band, _Padding, _Segments, _Dense)}
-
-
 class Description(NamedTuple):
     """A mask in prefix notation, with placeholders for its numbers and arrays."""
 
@@ -806,7 +818,7 @@ def describe(mask: Mask | None) -> Description:
     def words(x: Any) -> list[str]:
         if isinstance(x, Mask):
             parts = [words(getattr(x, name)) for name in x._fields]
-            return [type(x).__name__, *(word for part in parts for word in part)]
+            return [x._word, *(word for part in parts for word in part)]
         if x is None or isinstance(x, str):
             return [str(x)]
         is_number = not is_array(x)

@@ -13,7 +13,6 @@ from isentropic.masks import (
     Mask,
     _And,
     _Band,
-    _Dense,
     _Not,
     _Or,
     _Padding,
@@ -205,10 +204,10 @@ def _mask_mod(mask: Mask, frame: Frame) -> MaskMod:
             return _padding(mask, frame.n_keys)
         case _Segments():
             return _segments(mask, shift)
-        case _Dense():
-            visible = _elements(mask.visible)
-            return lambda b, h, q_idx, kv_idx: visible(b, h, q_idx, kv_idx)
-    raise AssertionError(f"{type(mask)} has no mask_mod")
+    # A boolean array, or a mask of the user's own, of which one is made.
+    visible = mask.block(frame, (0, frame.n_queries), (0, frame.n_keys))
+    element = _elements(visible)
+    return lambda b, h, q_idx, kv_idx: element(b, h, q_idx, kv_idx)
 
 
 def _band(mask: _Band, shift: int) -> MaskMod:
