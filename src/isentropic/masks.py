@@ -569,10 +569,11 @@ class _Band(_Contiguous):
 
     def _shifts(self, frame: Frame) -> tuple[int, int]:
         """The first key that query 0 sees, and the end of its keys, without regard to the ends."""
-        offset = frame.n_keys - frame.n_queries if self.offset is None else self.offset
+        offset: Any = frame.n_keys - frame.n_queries if self.offset is None else self.offset
         first, end = offset - (self.left or 0), offset + (self.right or 0) + 1
+        numbers: tuple[Any, ...] = (self.left, self.right, self.offset)
         # Lengths may be symbolic. So they are compared only if a number requires it.
-        if all(abs(x or 0) <= _MAX_POSITION for x in (self.left, self.right, self.offset)):
+        if all(abs(x or 0) <= _MAX_POSITION for x in numbers):
             return first, end
         return frame.limited(first), frame.limited(end)
 
