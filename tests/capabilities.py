@@ -98,7 +98,7 @@ DRAWN = Row(
 _READ = Cell(
     False,
     "The function reads the numbers on the host. So its arrays must hold values, and it has no derivative.",
-    "numpy.ndarray conversion method|Data-dependent branching|Cannot access data pointer"
+    "numpy.ndarray conversion method|ndarray attribute access|Data-dependent branching|Cannot access data pointer"
     "|does not require grad",
 )
 _COPIED = Cell(True, "The numbers are copied to the host, and the result is computed there.")

@@ -228,7 +228,7 @@ def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
 
 def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
     """`smollm2.losses`, in mixed precision, and with all tokens at a time in the layers."""
-    options = {"past_key_values": cache, "use_cache": True}
+    options = {"cache": cache, "use_cache": True}
     with torch.autocast("cpu", PRODUCTS, enabled=PRODUCTS is not torch.float32):
         states = model.model(ids[None, :-1], **options).last_hidden_state[0]
         return smollm2.losses_of(model, states, ids[1:])

@@ -86,7 +86,7 @@ def measure(model: Any, texts: Sequence[Tensor]) -> dict[str, dict[str, float]]:
     for ids in tqdm(texts, unit=" texts"):
         cache = DynamicCache(config=model.config)
         with smollm2.queries(model) as queries:
-            model(ids[None, :-1], past_key_values=cache, use_cache=True)
+            model(ids[None, :-1], cache=cache, use_cache=True)
         for query, layer in zip(queries, cache.layers, strict=True):
             found.append(errors(query, layer.keys, layer.values))
     return {

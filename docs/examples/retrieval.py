@@ -150,7 +150,7 @@ def ask(
 ) -> dict[str, float]:
     """The loss per digit, and the share of codes that are right. The cache grows."""
     ids = torch.tensor([last.item(), *(i for x in questions for i in x.ids)])
-    logits = model(ids[None, :-1], past_key_values=cache, use_cache=True).logits[0]
+    logits = model(ids[None, :-1], cache=cache, use_cache=True).logits[0]
     is_digit = torch.tensor([digit for x in questions for digit in x.is_digit])
     logits, answers = logits[is_digit], ids[1:][is_digit]
     right = (logits.argmax(-1) == answers).reshape(-1, DIGITS).all(-1)
@@ -161,7 +161,7 @@ def ask(
 def read(model: Any, ids: Tensor, cache: DynamicCache) -> None:
     """Let the model read, so that the cache grows."""
     for part in ids.split(CHUNK):
-        model(part[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(part[None], cache=cache, use_cache=True, logits_to_keep=1)
 
 
 @torch.no_grad()

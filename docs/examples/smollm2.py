@@ -464,7 +464,7 @@ def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
     """−log p of all tokens but the first, which follow those in the cache. The cache grows."""
     found = []
     for inputs, answers in zip(ids[:-1].split(CHUNK), ids[1:].split(CHUNK), strict=True):
-        logits = model(inputs[None], past_key_values=cache, use_cache=True).logits[0]
+        logits = model(inputs[None], cache=cache, use_cache=True).logits[0]
         found.append(nn.functional.cross_entropy(logits, answers, reduction="none"))
     return torch.cat(found)
 

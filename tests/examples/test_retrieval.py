@@ -123,7 +123,7 @@ class TestMeasure:
         def expected(ids, questions):
             with torch.no_grad(), smollm2.using(model, arm, numbers):
                 cache = DynamicCache(config=model.config)
-                model(ids[None, :-1], past_key_values=cache)
+                model(ids[None, :-1], cache=cache)
                 return retrieval.ask(model, ids[-1], questions, cache)
 
         for when, n, questions in (

@@ -100,7 +100,9 @@ def attention(
     query : array (..., L, E)
     key : array (..., S, E)
     value : array (..., S, Ev)
-        Floating-point arrays of one library and device; the axes ``...`` broadcast.
+        Floating-point arrays of one library and device; the axes ``...`` broadcast. Heads are among
+        them: the layout is (B, H, L, E). Arrays (B, L, H, E), as FlashAttention and JAX have them,
+        raise no error. In them the heads of a token attend to each other. Swap the axes −3 and −2.
     mask : boolean array or Mask, optional
         The keys that each query sees: a boolean array broadcastable to (..., L, S), where True means
         attend, or a mask of `isentropic.masks`, which never becomes an L×S array.
