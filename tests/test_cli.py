@@ -355,7 +355,9 @@ class TestModel:
         assert "must end in one of" in result.stderr
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         result = run("profile", model, *texts, "--plot", tmp_path / "a.png")
-        assert "Error: isentropic.plots needs matplotlib (the extra 'plots'): pip install" in result.stderr
+        assert (
+            "Error: isentropic.plots needs matplotlib (the extra 'plots'): pip install" in result.stderr
+        )
 
     def test_errors(self, run, model, texts, tmp_path, monkeypatch):
         def refused(*arguments):

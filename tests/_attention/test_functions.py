@@ -1146,9 +1146,7 @@ class TestErrors:
 def test_a_scale_for_each_head_is_what_the_error_recommends(backend, rng):
     q, k, v = (backend.array(x) for x in rng.normal(size=(3, 2, 5, 4)))
     scale = backend.array([0.3, 0.7])
-    with pytest.raises(
-        TypeError, match=r"`scale` must be .*`scale=1\.0, law=laws\.Constant\(scale\)`"
-    ):
+    with pytest.raises(TypeError, match=r"`scale` must be .*`scale=1\.0, law=laws\.Constant\(scale\)`"):
         it.attention(q, k, v, scale=scale, law=None)
     out = it.attention(q, k, v, scale=1.0, law=it.laws.Constant(scale))
     for i, x in enumerate((0.3, 0.7)):
