@@ -145,6 +145,20 @@ def kernels(session: nox.Session) -> None:
 
 
 @nox.session
+def sweeps(session: nox.Session) -> None:
+    """Laws in all models of transformers, and all functions over all meshes of JAX.
+
+    The test suite takes samples of both. Arguments go to pytest.
+    """
+    install(session, "test", "torch", "jax", "transformers", model=True)
+    session.run(
+        "pytest", *PROCESSES, "--dist", "load", "tests/test_jax_modes.py",
+        "tests/integrations/huggingface/test_every_model.py", *session.posargs,
+        env={"ISENTROPIC_ALL_MODELS": "1", "ISENTROPIC_ALL_MESHES": "1"},
+    )  # fmt: skip
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """The test suite on all backends without a GPU, and which lines of the package it runs.
 
