@@ -92,7 +92,8 @@ class Strided(masks.Mask):
 
     def block(self, frame, rows, columns):
         query = frame.positions(rows)[:, None] + self.shift
-        return (query - frame.positions(columns)) % self.step[..., None, None] == 0
+        distance = query - frame.positions(columns)[None, :]
+        return distance[(None,) * self.step.ndim + (...,)] % self.step[..., None, None] == 0
 
 
 class TestMasks:

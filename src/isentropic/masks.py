@@ -104,7 +104,7 @@ class Mask(Node, Record, ABC):
     ...     step: int
     ...     def block(self, frame, rows, columns):
     ...         query = frame.positions(rows)[:, None] + (frame.n_keys - frame.n_queries)
-    ...         return (query - frame.positions(columns)) % self.step == 0
+    ...         return (query - frame.positions(columns)[None, :]) % self.step == 0
     >>> (masks.causal() & Strided(2)).visible_count(5, 5)
     array([1, 1, 2, 2, 3])
     """

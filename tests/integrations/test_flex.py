@@ -34,7 +34,7 @@ class Strided(masks.Mask):
     step: int
 
     def block(self, frame, rows, columns):
-        return (frame.positions(rows)[:, None] - frame.positions(columns)) % self.step == 0
+        return (frame.positions(rows)[:, None] - frame.positions(columns)[None, :]) % self.step == 0
 
 
 MASKS = {

@@ -127,12 +127,12 @@ def test_a_version_that_is_newer_than_tested_warns_once(monkeypatch):
     pins = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     assert f"transformers=={tested}.0" in pins["dependency-groups"]["transformers"]
     _modules.warn_of_newer_version.cache_clear()
-    monkeypatch.setattr(transformers, "__version__", f"{tested}.3")
+    monkeypatch.setattr(_modules.transformers, "__version__", f"{tested}.3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         huggingface.use(model, LAW)
     _modules.warn_of_newer_version.cache_clear()
-    monkeypatch.setattr(transformers, "__version__", "6.0.0.dev0")
+    monkeypatch.setattr(_modules.transformers, "__version__", "6.0.0.dev0")
     try:
         with pytest.warns(
             UserWarning, match=rf"transformers 6\.0\.0\.dev0 is newer than {tested}"
