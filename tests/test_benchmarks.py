@@ -134,6 +134,7 @@ class TestDevice:
         assert again["figures"] != second["figures"]
 
     def test_of_a_failure_the_rest_is_kept(self, device, monkeypatch, capsys):
+        pytest.importorskip("torch", reason="PyTorch, the reference of errors, is not installed")
         gpu = importlib.import_module("benchmarks.gpu")
         monkeypatch.setattr(gpu.it, "attention_entropy", lambda *a, **k: 1 / 0)
         code, record = device("errors", "--only", "float32")
@@ -142,6 +143,7 @@ class TestDevice:
         assert list(record["errors"]) == ["Errors.error(cupy, float32, output, ours)"]
 
     def test_a_large_error_is_a_failure(self, device, monkeypatch, capsys):
+        pytest.importorskip("torch", reason="PyTorch, the reference of errors, is not installed")
         gpu = importlib.import_module("benchmarks.gpu")
         attention = gpu.it.attention
 

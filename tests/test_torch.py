@@ -457,8 +457,8 @@ class TestGraphs:
         torch.testing.assert_close(traced(x)[0], module(x)[0])
         with pytest.raises(torch.fx.proxy.TraceError, match="control flow"):  # as PyTorch's alone
             torch.fx.symbolic_trace(MultiheadAttention(8, 2))
-        with pytest.raises(TypeError, match=r"`x` must be .*, got a proxy of `torch\.fx`"):
-            torch.fx.symbolic_trace(lambda x: it.jl.hadamard_transform(x))
+        with pytest.raises(TypeError, match=r"`like` must be .*, got a proxy of `torch\.fx`"):
+            torch.fx.symbolic_trace(lambda x: it.jl.gaussian_projection(8, 3, rng=0, like=x))
 
     @_inductor
     def test_inductor(self):
