@@ -207,7 +207,7 @@ class TestErrorsOfFloatingPoint:
             raise KeyboardInterrupt
 
         before = np.geterr()
-        monkeypatch.setattr("isentropic._attention.generic.tile_state", interrupted)
+        monkeypatch.setattr("isentropic._attention.generic.absorb", interrupted)
         with pytest.raises(KeyboardInterrupt):
             it.attention(*rng.normal(size=(3, 4, 2)), implementation="generic")
         assert np.geterr() == before

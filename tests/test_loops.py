@@ -7,7 +7,7 @@ from isentropic import _loops
 class TestLoops:
     @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
     def test_every_index_once_and_in_order(self, length):
-        seen = _loops.fold(np, lambda block: [block], lambda a, b: a + b, length, 4)
+        seen = _loops.fold(np, lambda seen, block: [*(seen or []), block], length, 4)
         covered = [i for start, size in seen for i in range(start, start + size)]
         assert covered == list(range(length))
         assert all(size <= 4 for _, size in seen)

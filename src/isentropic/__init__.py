@@ -20,7 +20,7 @@ from isentropic._attention.functions import (
     attention_weights,
     scale_queries,
 )
-from isentropic._attention.generic import AttentionState, merge_states
+from isentropic._attention.state import AttentionState, merge_states
 from isentropic._entropy import (
     cross_entropy,
     entropy,

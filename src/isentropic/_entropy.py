@@ -30,14 +30,11 @@ from isentropic._checks import (
     is_array,
     type_error,
 )
-from isentropic._loops import largest
 from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
-    is_cupy,
     is_jax,
-    is_numpy,
     isdtype,
     measure_dtype,
     namespace,
@@ -52,8 +49,8 @@ from isentropic._numerics import (
     lift,
     log_or,
     quiet_node,
-    replace_infinite_minimum,
 )
+from isentropic._ops import Ops
 
 FAMILIES = ("renyi", "tsallis")
 
@@ -74,34 +71,31 @@ _LARGE_LOG_RATIO = 20.0
 
 
 def partition(
-    xp: ModuleType, s: Array, order: float | None, maximum: Array | None = None
-) -> tuple[Array, Array, Array, Array | None]:
-    """Return (maximum, e^{s − max}, its sum, moment) of the logits along the last axis, which is kept.
+    ops: Ops, s: Array, order: float | None, maximum: Array | None = None
+) -> tuple[Any, Any, Any, Any]:
+    """Return (m, e^{s − m}, its sum, moment) of the logits along the last axis, which is kept.
 
-    Logits of −∞ are ignored. A row of nothing but −∞ has the maximum −∞, and its sums are 0.
-    The moment is None if `order` is None. A given `maximum` replaces that of the logits.
+    m is the maximum of the logits, or the given one. Logits of −∞ are ignored: a row of nothing but −∞
+    has the maximum −∞, and its sums are 0. The moment is None if `order` is None. The logits may be
+    overwritten.
     """
-    is_constant = is_numpy(xp) or is_cupy(xp) or maximum is not None
-    if maximum is None:
-        maximum = largest(xp, s)
-    if is_constant:
-        # Hidden keys need no guard here: s − max is −∞, its derivative is finite, and e^{−∞} is 0.
-        x = s - xp.maximum(maximum, xp.finfo(s.dtype).min)
-        weight = xp.exp(x)
-    else:
-        hidden = s == -math.inf
-        x = xp.where(hidden, 0.0, s - replace_infinite_minimum(xp, maximum))
-        weight = xp.where(hidden, 0.0, xp.exp(x))
-    normalizer = xp.sum(weight, axis=-1, keepdims=True)
-    if is_jax(xp):
+    m = ops.row_max(s) if maximum is None else maximum
+    x, weight = ops.exp(s, m, order)
+    normalizer = ops.row_sum(weight)
+    if is_jax(ops.xp):
         # XLA's maximum of a row may ignore NaN. The sum does not.
-        maximum = xp.where(normalizer == normalizer, maximum, normalizer)
-    if order is None:
-        return maximum, weight, normalizer, None
-    terms = terms_of_moment(xp, x, weight, order)
-    if order != 1 or not is_numpy(xp):  # else terms of weight 0 are 0, without a gradient
-        terms = xp.where(s == -math.inf, 0.0, terms)
-    return maximum, weight, normalizer, xp.sum(terms, axis=-1, keepdims=True)
+        m = ops.xp.where(normalizer == normalizer, m, normalizer)
+    return m, weight, normalizer, None if order is None else _moment(ops, x, weight, order)
+
+
+def _moment(ops: Ops, x: Any, weight: Any, order: float) -> Any:
+    """The sum of the terms of the moment. The scores may be overwritten."""
+    if order == 1:  # terms of weight 0 are 0
+        return ops.row_dot(_clipped_scores(ops.xp, x, order), weight)
+    if order == 2:
+        return ops.row_dot(weight, weight)
+    terms = terms_of_moment(ops.xp, x, weight, order)
+    return ops.row_sum(ops.xp.where(x == -math.inf, 0.0, terms))
 
 
 def _clipped_scores(xp: ModuleType, x: Array, order: float) -> Array:
@@ -331,7 +325,7 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
 def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
     if s.shape[-1] == 0:
         return xp.sum(s, axis=-1)
-    _, _, normalizer, moment = partition(xp, s, order)
+    _, _, normalizer, moment = partition(Ops(xp), s, order)
     assert moment is not None
     return entropy_of_moments(xp, normalizer, moment, order, family)[..., 0]
 

@@ -79,15 +79,15 @@ def blocks(first: int, end: int, size: int) -> list[Block]:
 
 def fold(
     xp: ModuleType,
-    tile: Callable[[Block], Any],
-    merge: Callable[[Any, Any], Any],
+    step: Callable[[Any, Block], Any],
     length: int,
     block_size: int,
     reach: tuple[Any, Any] | None = None,
 ) -> Any:
-    """``merge`` of ``tile(block)`` over the blocks of an axis of `length` > 0.
+    """The last ``total = step(total, block)`` over the blocks of an axis of `length` > 0.
 
-    Blocks outside of the `reach` (first, end) may be skipped. At least one block is computed.
+    The first total is None. Blocks outside of the `reach` (first, end) may be skipped. At least one
+    block is computed.
     """
     first, end = (0, length) if reach is None else reach
     if isinstance(first, int) and isinstance(end, int):
@@ -95,27 +95,27 @@ def fold(
     else:
         first, end, reach = 0, length, (first, end)
     if is_symbolic(length) or end - first <= block_size:
-        return tile((first, end - first))
+        return step(None, (first, end - first))
     head, *tail = blocks(first, end, block_size)
-    total = tile(head)
+    total = step(None, head)
 
     if _is_traced(xp, total) and len(tail) > 1:
         import jax
 
         @jax.checkpoint
-        def step(carry: Any, start: Any) -> tuple[Any, None]:
-            def merged() -> Any:
-                return merge(carry, tile((start, block_size)))
+        def scan_step(carry: Any, start: Any) -> tuple[Any, None]:
+            def stepped() -> Any:
+                return step(carry, (start, block_size))
 
             if reach is None:
-                return merged(), None
+                return stepped(), None
             overlaps = (start < reach[1]) & (start + block_size > reach[0])
-            return jax.lax.cond(overlaps, merged, lambda: carry), None
+            return jax.lax.cond(overlaps, stepped, lambda: carry), None
 
-        return jax.lax.scan(step, total, xp.arange(sum(head), end, block_size))[0]
+        return jax.lax.scan(scan_step, total, xp.arange(sum(head), end, block_size))[0]
 
     for block in tail:
-        total = merge(total, tile(block))
+        total = step(total, block)
     return total
 
 

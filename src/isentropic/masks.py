@@ -281,12 +281,13 @@ class Mask(Node, Record, ABC):
         row_size = n_queries if frame.is_compiling else BLOCKS.count_tile
 
         def count_rows(rows: Block) -> tuple[Array]:
-            def count_tile(columns: Block) -> Array:
+            def with_tile(count: Array | None, columns: Block) -> Array:
                 seen = self.block(frame, rows, columns)
                 seen = xp.broadcast_to(seen, (*seen.shape[:-2], rows[1], columns[1]))
-                return xp.sum(xp.astype(seen, frame.index_dtype), axis=-1, keepdims=True)
+                here = xp.sum(xp.astype(seen, frame.index_dtype), axis=-1, keepdims=True)
+                return here if count is None else count + here
 
-            return (fold(xp, count_tile, lambda a, b: a + b, n_keys, block_size),)
+            return (fold(xp, with_tile, n_keys, block_size),)
 
         (counts,) = map_blocks(xp, count_rows, n_queries, row_size)
         return counts[..., 0]

@@ -11,7 +11,8 @@ import scipy.special
 
 import isentropic as it
 from isentropic import laws, masks
-from isentropic._attention import generic
+from isentropic._attention import tile
+from isentropic._ops import Ops
 
 N = 12
 
@@ -106,8 +107,9 @@ class TestMerge:
         s = rng.normal(size=(3, N)) * 10
         s[0, 2], s[1] = -np.inf, -np.inf
         parts = [backend.array(s[:, a:b]) for a, b in ((0, 2), (2, 3), (3, 9), (9, N))]
-        states = [generic.tile_state(xp, part, None, order) for part in parts]
-        whole = reduce(lambda a, b: generic.merge_columns(xp, a, b, order), states)
+        ops = Ops(xp)
+        states = [tile.absorb(ops, None, part, None, order) for part in parts]
+        whole = reduce(lambda a, b: tile.merge_columns(ops, a, b, order), states)
         h = entropy_of_moments(xp, whole.normalizer, whole.weighted_score, order, "renyi")[..., 0]
         expected = oracles.entropy(oracles.softmax(s), order)
         close = {"rtol": 1e-10, "atol": 1e-12} if backend.float64 else {"rtol": 3e-5, "atol": 1e-5}

@@ -9,8 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from isentropic._attention.generic import AttentionState, Tiles, as_rows, output_of_columns, with_sinks
+from isentropic._attention.generic import Tiles, with_sinks
 from isentropic._attention.plan import Operands, Plan
+from isentropic._attention.state import AttentionState, as_rows
+from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._checks import value_error
 from isentropic._entropy import entropy_of_moments
 from isentropic._loops import is_readable
@@ -30,7 +32,7 @@ class Backend(NamedTuple):
     output: Callable[[Plan, Operands], Array]
     # The state in columns. If the flag is true, its sums must be relative to the maximum, and otherwise
     # they may be relative to any number.
-    state: Callable[[Plan, Operands, float, bool], AttentionState] | None = None
+    state: Callable[[Plan, Operands, float, bool], Sums] | None = None
     # A faster way to the state of order 1 in rows, relative to the maximum. Without it, the state in
     # columns is converted.
     state_in_rows: Callable[[Plan, Operands], AttentionState] | None = None
@@ -44,9 +46,7 @@ def _generic_output(plan: Plan, operands: Operands) -> Array:
     return output_of_columns(plan.xp, Tiles.of(plan, operands).state(None))
 
 
-def _generic_state(
-    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
-) -> AttentionState:
+def _generic_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     return Tiles.of(plan, operands).state(order)
 
 
@@ -93,7 +93,7 @@ def state_of(
     order: float = 1.0,
     *,
     relative_to_maximum: bool = False,
-) -> AttentionState:
+) -> Sums:
     """The state in columns, with the moment of an order, computed by the first suitable backend.
 
     The sums are relative to the maximum if `relative_to_maximum`, and otherwise to any reference.
@@ -136,7 +136,7 @@ def map_logits(
 
 def _state_by(
     backend: Backend, plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
-) -> AttentionState:
+) -> Sums:
     assert backend.state is not None
     state = backend.state(plan, operands, order, relative_to_maximum)
     return with_sinks(plan, operands, state, order)

@@ -10,15 +10,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from isentropic._attention.backends import entropy_of, output_of, reasons, state_in_rows, state_of
-from isentropic._attention.generic import (
-    AttentionState,
-    AttentionStatistics,
-    Tiles,
-    as_rows,
-    statistics_of_spread,
-    weights_of_logits,
-    with_sinks,
-)
+from isentropic._attention.generic import Tiles, weights_of_logits, with_sinks
 from isentropic._attention.plan import (
     Arguments,
     array_or_none,
@@ -28,6 +20,8 @@ from isentropic._attention.plan import (
     prepare,
     visible_lengths,
 )
+from isentropic._attention.state import AttentionState, as_rows
+from isentropic._attention.statistics import AttentionStatistics, statistics_of_spread
 from isentropic._checks import (
     check_axis,
     check_choice,
@@ -47,6 +41,7 @@ from isentropic._entropy import (
 )
 from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
 from isentropic._numerics import align, clip, divide_or_zero, lift, quietly
+from isentropic._ops import Ops
 from isentropic.laws._law import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
@@ -398,7 +393,7 @@ def attention_weights(
     if operands.sinks is not None:
         shape = (*plan.batch, plan.n_queries, 1)
         logits = xp.concat((logits, xp.broadcast_to(operands.sinks, shape)), axis=-1)
-    _, weight, normalizer, _ = partition(xp, logits, None)
+    _, weight, normalizer, _ = partition(Ops(xp), logits, None)
     weight = divide_or_zero(xp, weight, normalizer)[..., : plan.n_keys]
     return xp.astype(weight, plan.dtype)
 

@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from isentropic._attention.generic import (
-    AttentionState,
-    Tiles,
-    causal_nan,
-    empty_state,
-    merge_columns,
-    output_of_columns,
-)
+from isentropic._attention.generic import Tiles, causal_nan
 from isentropic._attention.plan import Operands, Plan, four_axes
-from isentropic._entropy import INFINITE_ORDER, shift_moment
+from isentropic._attention.tile import Sums, absorb, empty_state, moved, output_of_columns
+from isentropic._entropy import INFINITE_ORDER
 from isentropic._loops import BLOCKS, Block, is_gpu, take
 from isentropic._namespace import Array, is_symbolic
 from isentropic._numerics import lift, matmul_precision, row_products
+from isentropic._ops import Ops
 from isentropic.masks import Mask
 
 
@@ -98,13 +93,18 @@ def heads_output(plan: Plan, operands: Operands) -> Array:
     return output_of_columns(plan.xp, _state(plan, operands, None, with_largest=False))
 
 
-def heads_state(
-    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
-) -> AttentionState:
+def heads_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     """The state in columns, one head at a time."""
     # The entropy of infinite order is relative to the maximum too.
     with_largest = relative_to_maximum or order >= INFINITE_ORDER
     return _state(plan, operands, order, with_largest=with_largest)
+
+
+class _Ops(Ops):
+    """The standard, without a derivative of the maximum: JAX does not differentiate the first pass."""
+
+    def row_max(self, s: Any) -> Any:
+        return self.xp.max(s, axis=-1, keepdims=True)
 
 
 # Named arrays with the batch and head axes ``...``.
@@ -114,9 +114,7 @@ _ROW_AXES = {"query": -2, "query_nan": -2, "bias": -2, "maximum": -2}
 _COLUMN_AXES = {"key": -2, "key_nan": -1, "bias": -1, "value": -2}
 
 
-def _state(
-    plan: Plan, operands: Operands, order: float | None, *, with_largest: bool
-) -> AttentionState:
+def _state(plan: Plan, operands: Operands, order: float | None, *, with_largest: bool) -> Sums:
     """The state in columns. Its derivative takes a second pass over the tiles.
 
     The sums of the second pass are relative to the maximum that the first pass found. The second pass
@@ -137,7 +135,7 @@ def _state(
         )
 
     @jax.custom_jvp
-    def state_and_keys(*call: Any) -> tuple[AttentionState, Any]:
+    def state_and_keys(*call: Any) -> tuple[Sums, Any]:
         return heads(*call).state(with_largest)
 
     @state_and_keys.defjvp
@@ -177,16 +175,9 @@ def _arrays_of(plan: Plan, operands: Operands) -> _Arrays:
     }
 
 
-def _shifted(plan: Plan, state: AttentionState, order: float | None, shift: Array) -> AttentionState:
+def _shifted(plan: Plan, state: Sums, order: float | None, shift: Array) -> Sums:
     """The same state relative to a maximum that is higher by `shift`."""
-    xp, (maximum, normalizer, value, moment, *_) = plan.xp, state
-    factor = xp.exp(-shift)
-    if moment is not None:
-        assert order is not None
-        moment = shift_moment(xp, moment, normalizer, -shift, order)
-    return AttentionState(
-        maximum + shift, factor * normalizer, None if value is None else factor * value, moment
-    )
+    return moved(_Ops(plan.xp), state, state.maximum + shift, order)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -198,47 +189,39 @@ class _Heads:
     mask: Mask | None
     order: float | None
 
-    def state(self, with_largest: bool) -> tuple[AttentionState, Any]:
+    def state(self, with_largest: bool) -> tuple[Sums, Any]:
         """The state, and for each query the key of the largest logit."""
-        xp, order = self.plan.xp, self.order
+        xp, order, ops = self.plan.xp, self.order, _Ops(self.plan.xp)
 
-        def tile(tiles: Tiles, logits: Array, columns: Block) -> Any:
-            maximum = xp.max(logits, axis=-1, keepdims=True)
-            state = tiles.tile_state(logits, columns, order, maximum)
+        def with_tile(total: Any, tiles: Tiles, logits: Array, columns: Block, _: _Arrays) -> Any:
+            state, keys = total
+            new = absorb(ops, state, logits, tiles.values(columns), order)
             if not with_largest:
-                return state, None
-            keys = xp.where(logits == state.maximum, xp.arange(columns[1]) + columns[0], 0)
-            return state, xp.max(keys, axis=-1, keepdims=True)
-
-        def merge(a: Any, b: Any) -> Any:
-            is_higher = b[0].maximum > a[0].maximum
-            keys = xp.where(is_higher, b[1], a[1]) if with_largest else None
-            return merge_columns(xp, a[0], b[0], order), keys
+                return new, None
+            here = xp.where(logits == new.maximum, xp.arange(columns[1]) + columns[0], 0)
+            is_higher = new.maximum > state.maximum
+            return new, xp.where(is_higher, xp.max(here, axis=-1, keepdims=True), keys)
 
         def empty(n_rows: int) -> Any:
             keys = xp.zeros((n_rows, 1), dtype=int) if with_largest else None
             return self._empty(n_rows), keys
 
-        return self._over_heads(
-            lambda head: head._over_tiles(
-                lambda tiles, s, columns, _: tile(tiles, s, columns), merge, empty
-            )
-        )
+        return self._over_heads(lambda head: head._over_tiles(with_tile, empty))
 
-    def sums(self) -> AttentionState:
+    def sums(self) -> Sums:
         """The state whose sums are relative to the given `maximum`."""
+        ops = _Ops(self.plan.xp)
 
-        def tile(tiles: Tiles, logits: Array, columns: Block, arrays: _Arrays) -> Any:
-            state = tiles.tile_state(logits, columns, self.order, arrays["maximum"])
+        def with_tile(sums: Sums, tiles: Tiles, logits: Array, columns: Block, arrays: _Arrays) -> Any:
+            # The maximum does not change, so the loop does not carry it.
+            state = sums._replace(maximum=arrays["maximum"])
+            state = absorb(ops, state, logits, tiles.values(columns), self.order, "given")
             return state._replace(maximum=None)
-
-        def add(a: Any, b: Any) -> Any:
-            return AttentionState(*(x if x is None else x + y for x, y in zip(a, b, strict=True)))
 
         def empty(n_rows: int) -> Any:
             return self._empty(n_rows)._replace(maximum=None)
 
-        sums = self._over_heads(lambda head: head._over_tiles(tile, add, empty))
+        sums = self._over_heads(lambda head: head._over_tiles(with_tile, empty))
         return sums._replace(maximum=self.arrays["maximum"])
 
     def logits_of_largest(self) -> Array:
@@ -248,8 +231,8 @@ class _Heads:
         def logits_of_head(head: _Heads) -> Array:
             query, key, keys = (head.arrays[name] for name in ("query", "key", "largest"))
             s = row_products(xp, query, key[keys[:, 0]])[:, None]
-            if softcap is not None:
-                s = xp.tanh(s / softcap) * softcap
+            if softcap is not None:  # the queries are divided by it
+                s = xp.tanh(s) * softcap
             if "bias" in head.arrays:
                 shape = (self.plan.n_queries, self.plan.n_keys)
                 bias = xp.broadcast_to(head.arrays["bias"], shape)
@@ -279,21 +262,20 @@ class _Heads:
 
     def _over_tiles(
         self,
-        tile: Callable[[Tiles, Array, Block, _Arrays], Any],
-        merge: Callable[[Any, Any], Any],
+        with_tile: Callable[[Any, Tiles, Array, Block, _Arrays], Any],
         empty: Callable[[int], Any],
     ) -> Any:
-        """``merge`` of ``tile(tiles, logits, columns, arrays)`` over the tiles of one head."""
+        """The last ``total = with_tile(total, tiles, logits, columns, arrays)`` over the tiles."""
         plan, mask = self.plan, self.mask
 
         def apply_to_rows(rows: Block, arrays: _Arrays) -> Any:
-            def apply_to_tile(columns: Block, arrays: _Arrays) -> Any:
+            def step(total: Any, columns: Block, arrays: _Arrays) -> Any:
                 tiles = _tiles(plan, arrays, mask)
-                return tile(tiles, tiles.logits(rows, columns), columns, arrays)
+                return with_tile(total, tiles, tiles.logits(rows, columns), columns, arrays)
 
             reach = None if mask is None else mask.reach(plan.frame, rows)
             blocks = shared.joined(_Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size))
-            return _fold(plan.xp, apply_to_tile, merge, empty(rows[1]), blocks, reach)
+            return _fold(plan.xp, step, empty(rows[1]), blocks, reach)
 
         # The keys and values are split once for all rows, and transposed. So XLA need not transpose
         # tiles of weights for their gradients, which would take three times as long.
@@ -306,13 +288,13 @@ class _Heads:
             plan.xp, apply_to_rows, _Blocks.of(plan.xp, arrays, _ROW_AXES, plan.n_queries, row_size)
         )
 
-    def _empty(self, n_rows: int) -> AttentionState:
+    def _empty(self, n_rows: int) -> Sums:
         """The state of no keys. As `jax.shard_map` requires, it varies with all arrays."""
         xp, dtype = self.plan.xp, self.plan.compute
         arrays = [*self.arrays.values(), *(() if self.mask is None else self.mask.arrays)]
         zero = sum(xp.zeros_like(x, shape=(1, 1), dtype=dtype) for x in arrays)
         state = empty_state(xp, (n_rows,), self.plan.n_values, self.order, dtype=dtype)
-        return AttentionState(*(x if x is None else x + zero for x in state))
+        return Sums(*(x if x is None else x + zero for x in state))
 
 
 def _tiles(plan: Plan, arrays: _Arrays, mask: Mask | None) -> Tiles:
@@ -427,13 +409,12 @@ def _map(xp: Any, function: Callable[[Block, _Arrays], Any], blocks: _Blocks) ->
 
 def _fold(
     xp: Any,
-    function: Callable[[Block, _Arrays], Any],
-    merge: Callable[[Any, Any], Any],
+    step: Callable[[Any, Block, _Arrays], Any],
     empty: Any,
     blocks: _Blocks,
     reach: tuple[Any, Any] | None,
 ) -> Any:
-    """``merge`` of ``function(columns, arrays of the columns)`` over the blocks of keys in `reach`.
+    """The last ``total = step(total, columns, their arrays)`` over the blocks of keys in `reach`.
 
     A reverse derivative computes the tiles again instead of storing them.
     """
@@ -442,17 +423,17 @@ def _fold(
     # Within a scan XLA cannot merge the recomputed operations with the original ones, so nothing has to
     # prevent common subexpression elimination.
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
-    def step(total: Any, start: Any, arrays: _Arrays, size: int) -> Any:
-        def merged(total: Any) -> Any:
-            return merge(total, function((start, size), blocks.same | arrays))
+    def scan_step(total: Any, start: Any, arrays: _Arrays, size: int) -> Any:
+        def stepped(total: Any) -> Any:
+            return step(total, (start, size), blocks.same | arrays)
 
         if reach is None:
-            return merged(total)
+            return stepped(total)
         overlaps = (start < reach[1]) & (start + size > reach[0])
-        return jax.lax.cond(overlaps, merged, lambda total: total, total)
+        return jax.lax.cond(overlaps, stepped, lambda total: total, total)
 
-    total = step(empty, 0, blocks.first, blocks.ragged) if blocks.ragged else empty
+    total = scan_step(empty, 0, blocks.first, blocks.ragged) if blocks.ragged else empty
     if blocks.ragged == blocks.length:
         return total
     items = (blocks.starts(xp), blocks.stacked)
-    return jax.lax.scan(lambda total, x: (step(total, *x, blocks.size), None), total, items)[0]
+    return jax.lax.scan(lambda total, x: (scan_step(total, *x, blocks.size), None), total, items)[0]

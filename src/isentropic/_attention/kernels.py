@@ -10,8 +10,9 @@ import math
 from types import ModuleType
 from typing import Any
 
-from isentropic._attention.generic import AttentionState, interval_nan
+from isentropic._attention.generic import interval_nan
 from isentropic._attention.plan import Operands, Plan, four_axes
+from isentropic._attention.tile import Sums
 from isentropic._namespace import Array
 from isentropic._numerics import lift
 
@@ -74,12 +75,12 @@ def finished_output(plan: Plan, operands: Operands, out: Array) -> Array:
 
 def finished_state(
     plan: Plan, operands: Operands, out: Any, maximum: Array, normalizer: Array, moment: Array
-) -> AttentionState:
+) -> Sums:
     """The state in columns. `out` is None without values."""
     nan = _nan_of_rows(plan, operands, plan.compute)
     columns = [_with_batch(plan, x) + nan for x in (maximum, normalizer, moment)]
     value = None if out is None else _with_batch(plan, out) * columns[1]
-    return AttentionState(columns[0], columns[1], value, columns[2])
+    return Sums(columns[0], columns[1], value, columns[2])
 
 
 def _with_batch(plan: Plan, x: Any) -> Any:

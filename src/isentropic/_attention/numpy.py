@@ -21,15 +21,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple, TypeVar, cast
 
-from isentropic._attention.generic import (
-    AttentionState,
-    as_rows,
-    merge_columns,
-    output_of_columns,
-    reach,
-    with_batch_axes,
-)
+from isentropic._attention.generic import reach, with_batch_axes
 from isentropic._attention.plan import Operands, Plan, numpy_dtype
+from isentropic._attention.state import AttentionState, as_rows
+from isentropic._attention.tile import Sums, merge_columns, output_of_columns
 from isentropic._entropy import (
     INFINITE_ORDER,
     LOWEST_SCORE,
@@ -42,6 +37,7 @@ from isentropic._entropy import (
 from isentropic._loops import BLOCKS, Block, blocks, jax_array, keep_freed_memory, take
 from isentropic._namespace import Array
 from isentropic._numerics import divide_or_zero, grouped_matmul, quietly
+from isentropic._ops import Ops
 from isentropic._threads import n_threads, run
 
 # Sums relative to a constant are accurate between these limits: for up to 10^8 keys they lose less to
@@ -131,7 +127,7 @@ def output(plan: Plan, operands: Operands) -> Array:
 
 
 @_quietly_on_tensors
-def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
+def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     """The state in columns, with the moment of an order.
 
     Unless `relative_to_maximum`, the sums of large calls are relative to any reference.
@@ -143,7 +139,8 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
 def state_in_rows(plan: Plan, operands: Operands) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows."""
     # PyTorch takes 1 µs to make a row of a column, and NumPy 0.1 µs.
-    return _state_to_library(plan, as_rows(_numpy_state(plan, operands, 1.0, True)))
+    state = as_rows(_numpy_state(plan, operands, 1.0, True))
+    return AttentionState(*(_to_library(plan, x) for x in state))
 
 
 @_quietly_on_tensors
@@ -185,9 +182,7 @@ def map_logits(
     return _to_library(plan, results[0]), _to_library(plan, results[1])
 
 
-def _numpy_state(
-    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
-) -> AttentionState:
+def _numpy_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     if _is_small(plan):
         return _state_at_once(plan, operands, order)
     return _Pass(*_as_numpy(plan, operands), order, relative_to_maximum).state()
@@ -233,18 +228,18 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
     return divide_or_zero(np, _sum_over_keys(weight, value), normalizer)
 
 
-def _state_at_once(plan: Plan, operands: Operands, order: float) -> AttentionState:
+def _state_at_once(plan: Plan, operands: Operands, order: float) -> Sums:
     import numpy as np
 
     s, value = _logits_at_once(plan, operands)
     if order == 1:
         maximum, weight, normalizer, moment = _shannon_partition(s)
     else:
-        maximum, weight, normalizer, moment = partition(np, s, order)
+        maximum, weight, normalizer, moment = partition(Ops(np), s, order)
     weighted = None if value is None else _sum_over_keys(weight, value)
     shape = (*plan.batch, plan.n_queries)
     fields: tuple[Any, ...] = (maximum, normalizer, weighted, moment)
-    return AttentionState(*(with_batch_axes(np, x, shape) for x in fields))
+    return Sums(*(with_batch_axes(np, x, shape) for x in fields))
 
 
 def _sum_over_keys(weight: Any, value: Any) -> Any:
@@ -325,8 +320,8 @@ def _to_library(plan: Plan, x: Any) -> Any:
     return jax_array(x, plan.device)
 
 
-def _state_to_library(plan: Plan, state: AttentionState) -> AttentionState:
-    return AttentionState(*(_to_library(plan, x) for x in state))
+def _state_to_library(plan: Plan, state: Sums) -> Sums:
+    return Sums(*(_to_library(plan, x) for x in state))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -468,7 +463,7 @@ class _Pass:
         self.has_common_tiles = mask is not None and mask.is_shift_invariant
         self.visible_tiles: dict[Any, Any] = {}
 
-    def state(self) -> AttentionState:
+    def state(self) -> Sums:
         """The state in columns. Without an order the weighted values are divided by the normalizer."""
         import numpy as np
 
@@ -490,7 +485,7 @@ class _Pass:
         run(compute, [(index, r, i) for index in elements for r in rows for i in range(len(parts))])
         if len(states) == 1:
             return states[0]
-        merged = reduce(lambda a, b: merge_columns(np, a, b, self.order), states)
+        merged = reduce(lambda a, b: merge_columns(Ops(np), a, b, self.order), states)
         if self.order is None:
             return merged._replace(weighted_value=output_of_columns(np, merged))
         return merged
@@ -526,20 +521,20 @@ class _Pass:
         n = min(-(-n_threads() // n_items), n_keys // BLOCKS.numpy_min_part)
         return blocks(0, n_keys, -(-n_keys // n)) if n > 1 else [(0, n_keys)]
 
-    def empty_state(self) -> AttentionState:
+    def empty_state(self) -> Sums:
         import numpy as np
 
         plan, value = self.plan, self.operands.value
         shape, dtype = (*plan.batch, plan.n_queries), plan.compute
         value_dtype = plan.dtype if self.order is None else dtype
-        return AttentionState(
+        return Sums(
             np.empty((*shape, 1), dtype),
             np.empty((*shape, 1), dtype),
             None if value is None else np.empty((*shape, value.shape[-1]), value_dtype),
             None if self.order is None else np.empty((*shape, 1), dtype),
         )
 
-    def block(self, item: _Item) -> AttentionState:
+    def block(self, item: _Item) -> Sums:
         """The state of an item."""
         for from_first_tile in self.constants:
             state = self.relative_to_constant(item, from_first_tile=from_first_tile)
@@ -560,7 +555,7 @@ class _Pass:
             multiplier = self.part_of(multiplier, item)
         return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
-    def relative_to_constant(self, item: _Item, *, from_first_tile: bool) -> AttentionState | None:
+    def relative_to_constant(self, item: _Item, *, from_first_tile: bool) -> Sums | None:
         """The state from sums relative to one constant per row; None if it fails in the first tile.
 
         The constant is 0, or the largest logit of the first tile in which the row sees a key. If it
@@ -615,7 +610,7 @@ class _Pass:
         sums.moment *= unit
         return self.state_of(sums, reference, peak if self.relative_to_maximum else sums.normalizer)
 
-    def relative_to_largest(self, item: _Item) -> AttentionState:
+    def relative_to_largest(self, item: _Item) -> Sums:
         """The state from sums relative to the maximum so far, for logits of every kind."""
         import numpy as np
 
@@ -640,7 +635,7 @@ class _Pass:
                 sums.add_moment(rows, s, p, order)
         return self.state_of(sums, maximum, sums.normalizer if order is None else None)
 
-    def state_of(self, sums: _Sums, reference: Any, factor: Any) -> AttentionState:
+    def state_of(self, sums: _Sums, reference: Any, factor: Any) -> Sums:
         """The state in columns, for sums relative to `reference`.
 
         If there is a `factor`, the sums are divided by it, which makes them relative to
@@ -666,7 +661,7 @@ class _Pass:
         if self.order == 1:
             moment = np.minimum(moment, 0.0)
         fields = (reference[:, None], normalizer[:, None], value)
-        return AttentionState(*fields, None if self.order is None else moment[:, None])
+        return Sums(*fields, None if self.order is None else moment[:, None])
 
     def logits(self, item: _Item) -> Any:
         """The logits of all keys that some query of an item sees, −∞ where one is hidden."""

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from isentropic._attention import kernels
-from isentropic._attention.generic import AttentionState
 from isentropic._attention.plan import Operands, Plan
+from isentropic._attention.tile import Sums
 from isentropic._namespace import Array
 
 _FIELDS = ("out", "maximum", "normalizer", "moment")
@@ -33,7 +33,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     return kernels.finished_output(plan, operands, _results(plan, operands, False)["out"])
 
 
-def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
+def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     """The state in columns."""
     results = _results(plan, operands, True)
     fields: Any = [results.get(name) for name in _FIELDS]

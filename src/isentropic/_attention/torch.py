@@ -7,15 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from isentropic._attention.generic import (
-    AttentionState,
-    Tiles,
-    add_bias_and_mask,
-    causal_nan,
-    output_of_columns,
-    reach,
-    tile_shape,
-)
+from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, reach, tile_shape
 from isentropic._attention.numpy import takes_mask
 from isentropic._attention.plan import (
     TRANSFORMED,
@@ -24,6 +16,7 @@ from isentropic._attention.plan import (
     count_nonzero,
     four_axes,
 )
+from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
 from isentropic._namespace import Array
@@ -272,14 +265,12 @@ def tiles_output(plan: Plan, operands: Operands) -> Array:
     return output_of_columns(plan.xp, _state(plan, operands, None))
 
 
-def tiles_state(
-    plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
-) -> AttentionState:
+def tiles_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     """The state in columns. Its gradient computes the tiles again instead of storing them."""
     return _state(plan, operands, order)
 
 
-def _state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
+def _state(plan: Plan, operands: Operands, order: float | None) -> Sums:
     if plan.frame.is_compiling:
         from isentropic._attention import torch_operator
 
@@ -304,7 +295,7 @@ class _Call:
     def with_inputs(self, inputs: Any) -> Tiles:
         return _replace_inputs(self.tiles, dict(zip(self.names, inputs, strict=True)))
 
-    def state(self, fields: Any) -> AttentionState:
+    def state(self, fields: Any) -> Sums:
         return state_of_fields(fields, "value" in self.names, self.order)
 
 
@@ -359,7 +350,7 @@ def _is_batched(gradient: Any) -> bool:
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
-def _fields(state: AttentionState) -> list[Any]:
+def _fields(state: Sums) -> list[Any]:
     return [x for x in state if x is not None]
 
 

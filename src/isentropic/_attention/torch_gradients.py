@@ -28,15 +28,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
-from isentropic._attention.generic import (
-    AttentionState,
-    Tiles,
-    added_logits,
-    empty_state,
-    reach,
-    tile_shape,
-)
+from isentropic._attention.generic import Tiles, added_logits, reach, tile_shape
 from isentropic._attention.plan import Plan
+from isentropic._attention.tile import Sums, empty_state
 from isentropic._entropy import shift_moment, slope_of_moment, terms_of_moment
 from isentropic._loops import (
     BLOCKS,
@@ -58,7 +52,7 @@ INPUTS = ("query", "key", "value", "bias")
 
 
 @without_autocast
-def forward(tiles: Tiles, order: float | None) -> AttentionState:
+def forward(tiles: Tiles, order: float | None) -> Sums:
     """The state in columns, relative to the maximum."""
     keep_freed_memory()
     plan, shape = tiles.plan, (*tiles.plan.batch, tiles.plan.n_queries)
@@ -75,8 +69,8 @@ def forward(tiles: Tiles, order: float | None) -> AttentionState:
 def backward(
     tiles: Tiles,
     order: float | None,
-    state: AttentionState,
-    upstream: AttentionState,
+    state: Sums,
+    upstream: Sums,
     wanted: Collection[str],
 ) -> dict[str, Any]:
     """The gradients of the wanted inputs: query, key, value, bias.
@@ -93,16 +87,16 @@ def backward(
     return {name: work.gradient(name, tiles) for name in wanted}
 
 
-def state_of_fields(fields: Any, has_value: bool, order: float | None) -> AttentionState:
+def state_of_fields(fields: Any, has_value: bool, order: float | None) -> Sums:
     """The state of the fields that there are: maximum, normalizer, values and moment."""
     rest = iter(fields)
     maximum, normalizer = next(rest), next(rest)
     value = next(rest) if has_value else None
-    return AttentionState(maximum, normalizer, value, None if order is None else next(rest))
+    return Sums(maximum, normalizer, value, None if order is None else next(rest))
 
 
-def _state_of_rows(state: AttentionState, rows: Block) -> AttentionState:
-    return AttentionState(*(None if x is None else _rows_of(x, rows) for x in state))
+def _state_of_rows(state: Sums, rows: Block) -> Sums:
+    return Sums(*(None if x is None else _rows_of(x, rows) for x in state))
 
 
 def _fill_hidden(s: Any, visible: Any) -> Any:
@@ -172,9 +166,7 @@ def _or_zero(gradient: Any, like: Any) -> Any:
     return like.new_zeros(1).expand(like.shape) if gradient is None else gradient
 
 
-def _excess_at_maximum(
-    plan: Plan, state: AttentionState, upstream: AttentionState, order: float | None
-) -> Any:
+def _excess_at_maximum(plan: Plan, state: Sums, upstream: Sums, order: float | None) -> Any:
     """g_m − Σ ds, which the largest logit gets besides its ds; None if it is known to be 0.
 
     It is 0 if the loss does not depend on the number that the fields are relative to. Outputs,
@@ -206,7 +198,7 @@ class _Rows(NamedTuple):
 
     may_be_nan: bool
     query: Any
-    capped_query: Any  # divided by the soft cap, if there is one
+    raw_query: Any  # with its NaN
     reference: Any
     normalizer_grad: Any
     value_grad: Any
@@ -282,11 +274,6 @@ class _Pass:
         heads = math.prod(self.tiles.plan.batch) // groups
         return x.reshape(groups, heads * x.shape[-2], x.shape[-1])
 
-    def query_of(self, rows: Block) -> Any:
-        """The queries of a block, divided by the soft cap if there is one, (..., rows, E)."""
-        query, softcap = _rows_of(self.tiles.query, rows), self.tiles.plan.softcap
-        return query if softcap is None else query / softcap
-
     def columns_of(self, rows: Block) -> list[_Columns]:
         """The blocks of keys that a block of queries may see."""
         first, size = reach(self.tiles.plan, self.tiles.operands.mask, rows)
@@ -296,7 +283,7 @@ class _Pass:
     def logits_and_tanh(self, rows: Block, columns: _Columns, query: Any) -> tuple[Any, Any]:
         """The logits of a tile, and tanh(products / soft cap); None without a soft cap.
 
-        The arguments are those of `query_of`. Both results are in memory that the next tile overwrites.
+        Both results are in memory that the next tile overwrites.
         """
         import torch
 
@@ -355,16 +342,16 @@ class _Pass:
 @dataclass(frozen=True)
 class _Forward(_Pass):
     @functools.cached_property
-    def state(self) -> AttentionState:
+    def state(self) -> Sums:
         """The state of all queries, which `add_rows` fills."""
         plan, query = self.tiles.plan, cast(Any, self.tiles.query)
         widths = (1, 1, plan.n_values, None if self.order is None else 1)
         shape = query.shape[:-1]
-        return AttentionState(*(None if n is None else query.new_empty((*shape, n)) for n in widths))
+        return Sums(*(None if n is None else query.new_empty((*shape, n)) for n in widths))
 
     def add_rows(self, rows: Block) -> None:
         """Compute the state of a block of queries."""
-        query, state = self.grouped(self.query_of(rows)), self.state_of_nothing(rows)
+        query, state = self.grouped(_rows_of(self.tiles.query, rows)), self.state_of_nothing(rows)
         for columns in self.columns_of(rows):
             state = self.with_tile(state, rows, columns, query)
         # The weights of keys whose logits are all −∞ may be the lowest ones in place of 0.
@@ -376,15 +363,13 @@ class _Forward(_Pass):
             if total is not None:
                 total.copy_(part.view(total.shape))
 
-    def state_of_nothing(self, rows: Block) -> AttentionState:
+    def state_of_nothing(self, rows: Block) -> Sums:
         """The state without keys, of a block of queries."""
         parts = (None if x is None else self.grouped(x) for x in _state_of_rows(self.state, rows))
-        state = AttentionState(*(None if x is None else x.new_zeros(x.shape) for x in parts))
+        state = Sums(*(None if x is None else x.new_zeros(x.shape) for x in parts))
         return state._replace(maximum=state.maximum - math.inf)
 
-    def with_tile(
-        self, state: AttentionState, rows: Block, columns: _Columns, query: Any
-    ) -> AttentionState:
+    def with_tile(self, state: Sums, rows: Block, columns: _Columns, query: Any) -> Sums:
         """The state with the keys of a tile. Its sums of values are changed in place."""
         xp, order = self.tiles.plan.xp, self.order
         logits, _ = self.logits_and_tanh(rows, columns, query)
@@ -400,7 +385,7 @@ class _Forward(_Pass):
         if order is not None:
             moment = shift_moment(xp, state.weighted_score, state.normalizer, shift, order)
             moment = moment + _terms(xp, x, p, order).sum(-1, keepdim=True)
-        return AttentionState(maximum, normalizer, state.weighted_value, moment)
+        return Sums(maximum, normalizer, state.weighted_value, moment)
 
 
 @dataclass(frozen=True)
@@ -415,7 +400,7 @@ class _Backward(_Pass):
             if name in self.wanted
         }
 
-    def rows_of(self, rows: Block, state: AttentionState, upstream: AttentionState) -> _Rows:
+    def rows_of(self, rows: Block, state: Sums, upstream: Sums) -> _Rows:
         """The arrays of a block of queries, for a state and its gradient of these queries."""
         plan = self.tiles.plan
         is_number = state.maximum == state.maximum
@@ -426,7 +411,7 @@ class _Backward(_Pass):
 
         arrays = (
             cleaned(_rows_of(self.tiles.query, rows)),
-            self.query_of(rows),
+            _rows_of(self.tiles.query, rows),
             replace_infinite_minimum(plan.xp, state.maximum),
             _or_zero(upstream.normalizer, state.normalizer),
             cleaned(upstream.weighted_value),
@@ -435,7 +420,7 @@ class _Backward(_Pass):
         )
         return _Rows(may_be_nan, *(None if x is None else self.grouped(x) for x in arrays))
 
-    def add_rows(self, rows: Block, state: AttentionState, upstream: AttentionState) -> None:
+    def add_rows(self, rows: Block, state: Sums, upstream: Sums) -> None:
         """Add the gradients of a block of queries to the totals."""
         import torch
 
@@ -456,7 +441,7 @@ class _Backward(_Pass):
         """The key of the largest logit of each query."""
         best, index = row.reference - math.inf, 0
         for columns in parts:
-            logits, _ = self.logits_and_tanh(rows, columns, row.capped_query)
+            logits, _ = self.logits_and_tanh(rows, columns, row.raw_query)
             top, position = logits.max(-1, keepdim=True)
             index = self.tiles.plan.xp.where(top > best, position + columns.block[0], index)
             best = best.maximum(top)
@@ -465,7 +450,7 @@ class _Backward(_Pass):
     def tile_gradient(self, rows: Block, columns: _Columns, row: _Rows, largest: Any) -> Any:
         """The gradient of the products of a tile. Those of its values and bias join the totals."""
         plan = self.tiles.plan
-        logits, tanh = self.logits_and_tanh(rows, columns, row.capped_query)
+        logits, tanh = self.logits_and_tanh(rows, columns, row.raw_query)
         x = logits.sub_(row.reference)
         p = self.weights(x, rows, columns.block, has_moment=row.moment_grad is not None)
         visible = self.visible(rows, columns.block) if row.may_be_nan else None
@@ -483,7 +468,10 @@ class _Backward(_Pass):
         if "bias" in self.totals:
             part: Any = take(_rows_of(self.totals["bias"], rows), columns.block, -1)
             part.add_(gradient.view(shape).sum_to_size(part.shape))
-        return _times_slope_of_cap(gradient, tanh)
+        if tanh is None:
+            return gradient
+        # That of the products of queries which are divided by the soft cap.
+        return _times_slope_of_cap(gradient, tanh).mul_(plan.softcap)
 
     def logit_gradient(self, x: Any, p: Any, columns: _Columns, row: _Rows) -> Any:
         """The gradient of the logits of a tile except for the excess at the maximum.

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from isentropic._attention import numpy
-from isentropic._attention.generic import AttentionState, Tiles
+from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, prepare
+from isentropic._attention.tile import Sums
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._numerics import lift
 from isentropic.masks import Description, describe, from_description
@@ -68,7 +69,7 @@ class Call(NamedTuple):
         query_nan, key_nan = operands.nonfinite
         return operands._replace(nonfinite=(self.query_nan + query_nan, key_nan))
 
-    def state(self, fields: Sequence[Any]) -> AttentionState:
+    def state(self, fields: Sequence[Any]) -> Sums:
         return state_of_fields(fields, self.value is not None, self.order)
 
 
@@ -82,7 +83,7 @@ def transformations() -> tuple[str, ...]:
     return tuple(level.key().name for level in levels)
 
 
-def state(plan: Plan, operands: Operands, order: float | None) -> AttentionState:
+def state(plan: Plan, operands: Operands, order: float | None) -> Sums:
     """The state in columns, as one node of the graph that is compiled."""
     call = call_of(plan, operands, order)
     return call.state(torch.ops.isentropic.attention_state(*call))
@@ -119,7 +120,7 @@ def _state(*arguments: Any) -> list[Tensor]:
     return [x.contiguous() for x in _forward(call, call.tiles()) if x is not None]
 
 
-def _forward(call: Call, tiles: Tiles) -> AttentionState:
+def _forward(call: Call, tiles: Tiles) -> Sums:
     """The state in columns, relative to the maximum."""
     plan, order = tiles.plan, call.order
     # The backward pass needs the weights of PyTorch's forward pass, with the same rounding errors.

@@ -9,8 +9,8 @@ import os
 from typing import Any
 
 from isentropic._attention import kernels
-from isentropic._attention.generic import AttentionState
 from isentropic._attention.plan import TRANSFORMED, Operands, Plan
+from isentropic._attention.tile import Sums
 from isentropic._namespace import Array
 from isentropic._numerics import quietly
 
@@ -89,7 +89,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     return kernels.finished_output(plan, operands, out)
 
 
-def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> AttentionState:
+def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     """The state in columns."""
     return kernels.finished_state(plan, operands, *_results(plan, operands, has_moment=True))
 

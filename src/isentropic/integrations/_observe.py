@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isentropic._attention.functions import attention_state
-from isentropic._attention.generic import AttentionState, merge_states
+from isentropic._attention.state import AttentionState, merge_states
 from isentropic._checks import check_count, check_real, type_error
 from isentropic.laws._law import Law
 from isentropic.masks import Mask, as_mask

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from isentropic._attention.functions import attention_state, scale_queries
-from isentropic._attention.generic import AttentionState, merge_states
+from isentropic._attention.state import AttentionState, merge_states
 from isentropic._checks import check_floating, check_given, check_ndim, type_error, value_error
 from isentropic._entropy import shift_moment
 from isentropic._namespace import Array, ArrayT, accumulator, is_jax, is_torch, namespace, present

@@ -359,11 +359,11 @@ def _inner_products(xp: ModuleType, points: Array, unit: Array, pair: Any) -> An
         size = max(1, BLOCKS.numpy_pairs // d)
         return map_blocks(xp, products, pair[0].size, size, in_threads=True)[0][:, 0]
 
-    def gram(block: Block) -> Any:
+    def with_products(total: Any, block: Block) -> Any:
         part = xp.astype(take(points, block, -1), unit.dtype) / unit
-        return part @ part.T
+        return part @ part.T if total is None else total + part @ part.T
 
-    return fold(xp, gram, xp.add, d, max(1, BLOCKS.pairs // n))[pair]
+    return fold(xp, with_products, d, max(1, BLOCKS.pairs // n))[pair]
 
 
 def _from_differences(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from isentropic._attention.functions import quietly_named
-from isentropic._attention.generic import Tiles, add_bias_and_mask, output_of_columns
+from isentropic._attention.generic import Tiles, add_bias_and_mask
 from isentropic._attention.plan import Arguments, prepare
+from isentropic._attention.tile import output_of_columns
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
 from isentropic._namespace import Array, ArrayT, common_device, namespace

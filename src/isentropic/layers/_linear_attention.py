@@ -21,13 +21,7 @@ import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isentropic._attention.generic import (
-    AttentionState,
-    Tiles,
-    merge_columns,
-    output_of_columns,
-    tile_state,
-)
+from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import (
     Arguments,
     Plan,
@@ -36,6 +30,7 @@ from isentropic._attention.plan import (
     prepare,
     visible_lengths,
 )
+from isentropic._attention.tile import Sums, absorb, log_normalizer, merge_columns, output_of_columns
 from isentropic._checks import (
     check_flag,
     check_floating,
@@ -58,6 +53,7 @@ from isentropic._namespace import (
     present,
 )
 from isentropic._numerics import align, clip, lift, log_or, product, quietly
+from isentropic._ops import Ops
 from isentropic.jl._draws import (
     convert_draw,
     draw_matrix,
@@ -384,14 +380,16 @@ def linear_attention(
         directions.weights, keys[..., :before, :], value[..., :before, :], bias[..., :before]
     )
 
-    def step(sums: AttentionState, rows: Block) -> tuple[AttentionState, Array]:
+    ops = Ops(xp)
+
+    def step(sums: Sums, rows: Block) -> tuple[Sums, Array]:
         start, size = rows
         x, columns = take(queries[..., n_blind:, :], rows, -2), (start + before, size)
         y, v, b = take(keys, columns, -2), take(value, columns, -2), take(bias, columns, -1)
         seen = merge_columns(
-            xp, _attend_features(x, directions, sums), _attend_chunk(xp, x, y, v, b, directions), None
+            ops, _attend_features(x, directions, sums), _attend_chunk(xp, x, y, v, b, directions), None
         )
-        sums = merge_columns(xp, sums, _attend(directions.weights, y, v, b), None)
+        sums = merge_columns(ops, sums, _attend(directions.weights, y, v, b), None)
         return sums, output_of_columns(xp, seen)
 
     # One chunk covers all pairs if lengths may be symbolic.
@@ -561,21 +559,21 @@ def _norm_term(xp: ModuleType, x: Array) -> Array:
     return xp.sum(x * x, axis=-1, keepdims=True) * -0.5
 
 
-def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> AttentionState:
+def _attend(queries: Array, keys: Array, value: Array, bias: Array) -> Sums:
     """The state in columns of plain attention with the logits ``queries · keys + bias``."""
     return Tiles.of(*prepare(Arguments(queries, keys, value, bias=bias, scale=1.0))).state(None)
 
 
-def _attend_features(queries: Array, directions: _Directions, sums: AttentionState) -> AttentionState:
+def _attend_features(queries: Array, directions: _Directions, sums: Sums) -> Sums:
     """The state of the queries over all keys that `sums`, the state of the features, contains."""
     xp = namespace(queries=queries)
-    bias, log_ratio = align(xp.matrix_transpose(sums.log_normalizer()), directions.log_ratio)
+    bias, log_ratio = align(xp.matrix_transpose(log_normalizer(xp, sums)), directions.log_ratio)
     return _attend(queries, directions.weights, output_of_columns(xp, sums), bias + log_ratio)
 
 
 def _attend_chunk(
     xp: ModuleType, x: Array, y: Array, value: Array, bias: Array, directions: _Directions
-) -> AttentionState:
+) -> Sums:
     """The state of the queries of a chunk over the keys of the same chunk, with the causal mask."""
     # A later key has weight 0, but 0 · NaN is NaN in the products. So nonfinite numbers are replaced by
     # 0 there, and NaN is added to the logits of the queries that see the key.
@@ -591,7 +589,7 @@ def _attend_chunk(
     s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), directions) + key_nan
     index = xp.arange(x.shape[-2], device=common_device(x=x))
     s = xp.where(lift(index[:, None] >= index[None, :], s.ndim), s, -math.inf)
-    return tile_state(xp, s, lambda weight: product(xp, weight, value), None)
+    return absorb(Ops(xp), None, s, value, None)
 
 
 def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, directions: _Directions) -> Array:
@@ -608,9 +606,9 @@ def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:
     """√ of the mean of eˣ over the visible entries of the last axis, (..., 1)."""
     if visible is not None:
         x = xp.where(lift(visible, x.ndim), x, -math.inf)
-    state = tile_state(xp, x, None, None)
+    state = absorb(Ops(xp), None, x, None, None)
     ones = xp.ones_like(x) if visible is None else lift(xp.astype(visible, x.dtype), x.ndim)
     count = clip(xp, xp.sum(ones, axis=-1, keepdims=True), min=1)
-    log_root = (state.log_normalizer() - xp.log(count)) / 2
+    log_root = (log_normalizer(xp, state) - xp.log(count)) / 2
     largest = 0.999 * math.log(float(xp.finfo(x.dtype).max))
     return xp.where(log_root > largest, math.inf, xp.exp(clip(xp, log_root, max=largest)))

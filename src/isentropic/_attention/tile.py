@@ -1,0 +1,134 @@
+"""The program of a tile: each formula of attention, written once.
+
+The state of a query is a reference m and sums over keys with logits s (see `AttentionState`),
+
+    x = s − m,   z = Σ eˣ,   W = Σ eˣ v,   w = Σ f(x),
+
+with the terms f of the moment of an order (see `isentropic._entropy`). The functions compute by a table
+of operations (see `isentropic._ops`), so they serve every library. The kernels in other languages
+restate these formulas.
+
+The reference of a row follows a *policy*:
+
+- ``"largest"``: the largest logit so far. So the sums move when a tile has a larger one.
+- ``"first"``: the largest logit of the first tile in which the row sees a key.
+- ``"given"``: what the state holds before the first tile: a constant, or the maximum of another pass.
+
+Sums relative to a reference that does not move take fewer operations, but may overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from isentropic._entropy import partition, shift_moment
+from isentropic._namespace import Array
+from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
+from isentropic._ops import Ops
+
+
+class Sums(NamedTuple):
+    """The sums of a state as columns (..., L, 1). `weighted_score` is the moment of any order."""
+
+    maximum: Any  # m, which is the maximum unless the policy is another; −∞ if no key was seen
+    normalizer: Any  # z
+    weighted_value: Any  # W, (..., L, Ev), or None
+    weighted_score: Any  # w, or None
+
+
+def empty_state(
+    xp: ModuleType, shape: tuple[int, ...], n_values: int | None, order: float | None, **kind: Any
+) -> Sums:
+    """The sums over no keys, for queries of the given shape (..., L)."""
+    zero = xp.zeros((*shape, 1), **kind)
+    value = None if n_values is None else xp.zeros((*shape, n_values), **kind)
+    return Sums(zero - math.inf, zero, value, None if order is None else zero)
+
+
+def logits(
+    ops: Ops, query: Any, key: Any, softcap: float | None = None, added: Any = None, visible: Any = None
+) -> tuple[Any, Any]:
+    """The logits of a tile, −∞ where a key is hidden; and tanh(s / softcap), None without a soft cap.
+
+    The queries are scaled, and divided by the soft cap. `added` is the bias, plus NaN for rows that are
+    not finite. A `visible` of None means that all queries see all keys.
+    """
+    s, tanh = ops.products(query, key), None
+    if softcap is not None:
+        s, tanh = ops.cap(s, softcap)
+    if added is not None:
+        s = ops.add(s, added)
+    return s if visible is None else ops.hide(s, visible), tanh
+
+
+def absorb(
+    ops: Ops,
+    state: Sums | None,
+    s: Any,
+    value: Any,
+    order: float | None,
+    policy: str = "largest",
+) -> Sums:
+    """The state with the keys of a tile, which have logits `s` and values. None is that of no keys."""
+    if state is None:
+        m = ops.row_max(s)
+    elif policy == "given":
+        m = state.maximum
+    elif policy == "first":
+        m = ops.xp.where(state.maximum == -math.inf, ops.row_max(s), state.maximum)
+    else:
+        m = ops.xp.maximum(state.maximum, ops.row_max(s))
+    m, p, z, w = partition(ops, s, order, m)
+    if state is None:
+        return Sums(m, z, None if value is None else ops.weighted(p, value), w)
+    if policy == "largest":
+        state = moved(ops, state, m, order)
+    return Sums(
+        m,
+        ops.add(z, state.normalizer),
+        None if value is None else ops.add_weighted(state.weighted_value, p, value),
+        None if order is None else ops.add(w, state.weighted_score),
+    )
+
+
+def shift_of(xp: ModuleType, old: Any, new: Any) -> Any:
+    """The difference of two references. A state of no keys has the reference −∞ and needs no shift."""
+    return xp.where(old == -math.inf, 0.0, old - replace_infinite_minimum(xp, new))
+
+
+def moved(ops: Ops, state: Sums, m: Any, order: float | None) -> Sums:
+    """The state in columns with its sums relative to the reference `m`."""
+    xp, shift = ops.xp, shift_of(ops.xp, state.maximum, m)
+    factor, value, moment = xp.exp(shift), state.weighted_value, state.weighted_score
+    if moment is not None:
+        assert order is not None
+        moment = shift_moment(xp, moment, state.normalizer, shift, order)
+    value = None if value is None else ops.multiply(value, factor)
+    return Sums(m, state.normalizer * factor, value, moment)
+
+
+def merge_columns(ops: Ops, a: Sums, b: Sums, order: float | None) -> Sums:
+    """The state in columns of the keys of both."""
+    m = ops.xp.maximum(a.maximum, b.maximum)
+    a, b = moved(ops, a, m, order), moved(ops, b, m, order)
+    sums = (None if x is None else x + y for x, y in zip(a[1:4], b[1:4], strict=True))
+    return Sums(m, *sums)
+
+
+def output_of_columns(xp: ModuleType, state: Sums) -> Array:
+    """The attention output; 0 for a query that sees no key."""
+    assert state.weighted_value is not None
+    return divide_or_zero(xp, state.weighted_value, state.normalizer)
+
+
+def sees_nothing(sums: Any) -> Any:
+    """Whether a query has no weight in sums or in a state."""
+    return (sums.normalizer == 0) | (sums.maximum == -math.inf)
+
+
+def log_normalizer(xp: ModuleType, sums: Any) -> Any:
+    """Log Σ eˢ of sums or of a state; −∞ for a query that sees no key."""
+    finite = replace_infinite_minimum(xp, sums.maximum) + log_or(xp, sums.normalizer, 0.0)
+    return xp.where(sees_nothing(sums), -math.inf, finite)
