@@ -6,7 +6,7 @@ The rest of the time of the pass is what better code could gain.
 import numpy as np
 
 import isentropic as it
-from isentropic._attention.numpy import _exponential, _has_fast_exponential, _row_maxima_of_weights
+from isentropic._attention.numpy_ops import exponential, has_fast_exponential, maxima_of_weights
 from isentropic._loops import BLOCKS
 from isentropic._threads import n_threads, run
 
@@ -54,8 +54,8 @@ def _numpy_attention(name):
     own, others = arrays("numpy", N), arrays("torch", N)
     sdpa = torch_sdpa(name, N)
     q, k, v = own
-    exp, _ = _exponential()
-    most_rows = BLOCKS.numpy_large_rows if _has_fast_exponential() else BLOCKS.numpy_rows
+    exp, _ = exponential()
+    most_rows = BLOCKS.numpy_large_rows if has_fast_exponential() else BLOCKS.numpy_rows
     n_rows, n_columns = min(most_rows, N), min(BLOCKS.numpy_columns, N)
 
     def compute(item):
@@ -71,7 +71,7 @@ def _numpy_attention(name):
             np.matmul(p, ones, out=sums[rows, 0])
             if name == "output and entropy":
                 np.vecdot(p, s, out=sums[rows, 0])
-                _row_maxima_of_weights(p)
+                maxima_of_weights(p)
             np.matmul(p, v[head, start : start + n_columns], out=values[rows])
 
     blocks = [(head, first) for head in range(HEADS) for first in range(0, N, n_rows)]

@@ -50,7 +50,7 @@ from isentropic._numerics import (
     log_or,
     quiet_node,
 )
-from isentropic._ops import Ops
+from isentropic._ops import LOWEST_SCORE, Ops
 
 FAMILIES = ("renyi", "tsallis")
 
@@ -62,24 +62,19 @@ _SAME_AS_ORDER_1 = 1e-20
 # From this order on, entropies equal the min-entropy to double precision, and order · score could
 # overflow. So these orders count as infinite.
 INFINITE_ORDER = 1e16
-# Centered scores are clipped here. Their weight is 0, and products with them do not overflow.
-LOWEST_SCORE = -1e30
 # Weights between 1/_SAFE_RANGE and _SAFE_RANGE can be added and divided in float32.
 _SAFE_RANGE = 2.0**32
 # Log-ratios above this count as large: eˣ dominates x, and is still far from an overflow.
 _LARGE_LOG_RATIO = 20.0
 
 
-def partition(
-    ops: Ops, s: Array, order: float | None, maximum: Array | None = None
-) -> tuple[Any, Any, Any, Any]:
+def partition(ops: Ops, s: Array, order: float | None, m: Any) -> tuple[Any, Any, Any, Any]:
     """Return (m, e^{s − m}, its sum, moment) of the logits along the last axis, which is kept.
 
-    m is the maximum of the logits, or the given one. Logits of −∞ are ignored: a row of nothing but −∞
-    has the maximum −∞, and its sums are 0. The moment is None if `order` is None. The logits may be
-    overwritten.
+    The reference m is usually the maximum; None stands for 0. Logits of −∞ are ignored: a row of
+    nothing but −∞ has the maximum −∞, and its sums are 0. The moment is None if `order` is None. The
+    logits may be overwritten.
     """
-    m = ops.row_max(s) if maximum is None else maximum
     x, weight = ops.exp(s, m, order)
     normalizer = ops.row_sum(weight)
     if is_jax(ops.xp):
@@ -89,11 +84,15 @@ def partition(
 
 
 def _moment(ops: Ops, x: Any, weight: Any, order: float) -> Any:
-    """The sum of the terms of the moment. The scores may be overwritten."""
-    if order == 1:  # terms of weight 0 are 0
-        return ops.row_dot(_clipped_scores(ops.xp, x, order), weight)
+    """The sum of the terms of the moment. The scores, as `ops.exp` returns them, may be overwritten."""
+    if order == 1:
+        return ops.row_dot(x, weight)
     if order == 2:
         return ops.row_dot(weight, weight)
+    if order >= INFINITE_ORDER:
+        return ops.row_sum(weight)
+    if order > 0 and is_far_from_1(order):
+        return ops.row_sum(ops.power(x, order))
     terms = terms_of_moment(ops.xp, x, weight, order)
     return ops.row_sum(ops.xp.where(x == -math.inf, 0.0, terms))
 
@@ -325,7 +324,8 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
 def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
     if s.shape[-1] == 0:
         return xp.sum(s, axis=-1)
-    _, _, normalizer, moment = partition(Ops(xp), s, order)
+    ops = Ops(xp)
+    _, _, normalizer, moment = partition(ops, s, order, ops.row_max(s))
     assert moment is not None
     return entropy_of_moments(xp, normalizer, moment, order, family)[..., 0]
 

@@ -125,7 +125,8 @@ def factor_for_entropy(
 
             def entropy_at(factor: Array) -> Array:
                 scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
-                _, _, normalizer, moment = partition(Ops(xp), scaled, 1.0)
+                ops = Ops(xp)
+                _, _, normalizer, moment = partition(ops, scaled, 1.0, ops.row_max(scaled))
                 assert moment is not None  # as the order is 1
                 return entropy_of_moments(xp, normalizer, moment, 1.0, "renyi")
 

@@ -7,7 +7,11 @@ from types import ModuleType
 from typing import Any
 
 from isentropic._loops import largest
-from isentropic._numerics import grouped_matmul
+from isentropic._namespace import is_cupy, is_numpy
+from isentropic._numerics import clip, grouped_matmul
+
+# Scores are clipped here if they are multiplied. Their weight is 0, and the products do not overflow.
+LOWEST_SCORE = -1e30
 
 
 class Ops:
@@ -52,10 +56,17 @@ class Ops:
         return self.xp.sum(p * x, axis=-1, keepdims=True)
 
     def exp(self, s: Any, m: Any, order: float | None) -> tuple[Any, Any]:
-        """``x = s − m`` and ``eˣ``, for a reference that may be −∞. `order` is that of the moment."""
+        """``x = s − m`` and ``eˣ``, for a reference that may be −∞, or None for 0.
+
+        `order` is that of the moment. If it is 1, x is finite, so that x eˣ is 0 for hidden keys.
+        """
         # Hidden keys need no guard: x is −∞, its derivative is finite, and e^{−∞} is 0.
-        x = s - self.xp.maximum(m, self.xp.finfo(s.dtype).min)
-        return x, self.xp.exp(x)
+        x = s if m is None else s - self.xp.maximum(m, self.xp.finfo(s.dtype).min)
+        return x if order != 1 else clip(self.xp, x, min=LOWEST_SCORE), self.xp.exp(x)
+
+    def power(self, x: Any, order: float) -> Any:
+        """``e^{order · x}``, for a positive order."""
+        return self.xp.exp(x * order)
 
     def weighted(self, p: Any, value: Any) -> Any:
         """``Σ p v`` over the keys."""
@@ -63,3 +74,49 @@ class Ops:
 
     def add_weighted(self, total: Any, p: Any, value: Any) -> Any:
         return total + self.weighted(p, value)
+
+
+class InPlaceOps(Ops):
+    """The operations of NumPy and CuPy, in the memory of the logits."""
+
+    def add(self, s: Any, x: Any) -> Any:
+        return self.xp.add(s, x, out=s) if _fits(x, s) else s + x
+
+    def multiply(self, s: Any, x: Any) -> Any:
+        return self.xp.multiply(s, x, out=s) if _fits(x, s) else s * x
+
+    def cap(self, s: Any, softcap: float) -> tuple[Any, Any]:
+        return self.xp.multiply(self.xp.tanh(s, out=s), softcap, out=s), None
+
+    def hide(self, s: Any, visible: Any) -> Any:
+        if not _fits(visible, s):
+            return super().hide(s, visible)
+        self.xp.copyto(s, s.dtype.type(-math.inf), where=self.xp.logical_not(visible))
+        return s
+
+    def row_max(self, s: Any) -> Any:
+        return self.xp.max(s, axis=-1, keepdims=True)
+
+    def exp(self, s: Any, m: Any, order: float | None) -> tuple[Any, Any]:
+        xp = self.xp
+        if m is not None:
+            m = xp.maximum(m, xp.finfo(s.dtype).min)
+            s = xp.subtract(s, m, out=s) if _fits(m, s) else s - m
+        if order == 1:
+            xp.maximum(s, LOWEST_SCORE, out=s)
+        return s, xp.exp(s, out=s if order is None else None)
+
+    def power(self, x: Any, order: float) -> Any:
+        return self.xp.exp(self.xp.multiply(x, order, out=x), out=x)
+
+
+def _fits(x: Any, s: Any) -> bool:
+    """Whether `x` broadcasts to the shape of `s`."""
+    return x.ndim <= s.ndim and all(
+        n in (1, size) for n, size in zip(x.shape[::-1], s.shape[::-1], strict=False)
+    )
+
+
+def ops_of(xp: ModuleType) -> Ops:
+    """The table of a library for logits that nothing else reads."""
+    return InPlaceOps(xp) if is_numpy(xp) or is_cupy(xp) else Ops(xp)

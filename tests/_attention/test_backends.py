@@ -342,9 +342,9 @@ class TestSkippedTiles:
 
         def counted_tiles(self, *args):
             nonlocal size
-            for tile in tiles(self, *args):
-                size += tile[-1].size
-                yield tile
+            for rows, columns, hidden in tiles(self, *args):
+                size += (rows.stop - rows.start) * columns[1]
+                yield rows, columns, hidden
 
         monkeypatch.setattr(Tiles, "logits", counted_logits)
         monkeypatch.setattr(_Pass, "tiles", counted_tiles)

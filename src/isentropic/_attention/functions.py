@@ -393,7 +393,8 @@ def attention_weights(
     if operands.sinks is not None:
         shape = (*plan.batch, plan.n_queries, 1)
         logits = xp.concat((logits, xp.broadcast_to(operands.sinks, shape)), axis=-1)
-    _, weight, normalizer, _ = partition(Ops(xp), logits, None)
+    ops = Ops(xp)
+    _, weight, normalizer, _ = partition(ops, logits, None, ops.row_max(logits))
     weight = divide_or_zero(xp, weight, normalizer)[..., : plan.n_keys]
     return xp.astype(weight, plan.dtype)
 

@@ -34,7 +34,7 @@ from isentropic._numerics import (
     replace_infinite_minimum,
     sum_of_rows,
 )
-from isentropic._ops import Ops
+from isentropic._ops import Ops, ops_of
 from isentropic._records import Record
 from isentropic.masks import Mask
 
@@ -43,7 +43,7 @@ def with_sinks(plan: Plan, operands: Operands, state: Sums, order: float | None)
     """The state in columns with the sinks, each a key whose value is 0."""
     if operands.sinks is None:
         return state
-    ops = Ops(plan.xp)
+    ops = Ops(plan.xp)  # not in place: the sinks belong to the caller
     sink = absorb(ops, None, operands.sinks, None, order)
     if state.weighted_value is not None:
         sink = sink._replace(weighted_value=plan.xp.zeros_like(sink.normalizer))
@@ -84,7 +84,7 @@ class Tiles(Record):
         plan, tile_logits = self.plan, self.logits if logits is None else logits
         if plan.n_keys == 0:
             return self._empty(plan.n_values, order)
-        ops = Ops(plan.xp)
+        ops = ops_of(plan.xp)
 
         def with_tile(state: Sums | None, rows: Block, columns: Block) -> Sums:
             return absorb(ops, state, tile_logits(rows, columns), self.values(columns), order)
@@ -154,7 +154,7 @@ class Tiles(Record):
         added = added_logits(plan, operands, rows, columns)
         visible = visible_keys(plan, operands, rows, columns)
         key = plan.xp.astype(key, plan.compute, copy=False)
-        return logits(Ops(plan.xp), query, key, plan.softcap, added, visible)[0]
+        return logits(ops_of(plan.xp), query, key, plan.softcap, added, visible)[0]
 
     def values(self, columns: Block) -> Any:
         """The values of the keys of a tile, or None."""

@@ -23,7 +23,8 @@ _MAX_DEVIATION = 1e15
 
 def spread_of_logits(xp: ModuleType, s: Array) -> Sums:
     """The state of logits (..., L, S), with their squared deviations from the mean as the value."""
-    maximum, weight, normalizer, score = partition(Ops(xp), s, 1.0)
+    ops = Ops(xp)
+    maximum, weight, normalizer, score = partition(ops, s, 1.0, ops.row_max(s))
     assert score is not None
     x = xp.where(s == -math.inf, 0.0, s - replace_infinite_minimum(xp, maximum))
     deviation = clip(xp, x - divide_or_zero(xp, score, normalizer), min=-_MAX_DEVIATION)

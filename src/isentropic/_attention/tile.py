@@ -71,15 +71,15 @@ def absorb(
     order: float | None,
     policy: str = "largest",
 ) -> Sums:
-    """The state with the keys of a tile, which have logits `s` and values. None is that of no keys."""
-    if state is None:
-        m = ops.row_max(s)
-    elif policy == "given":
-        m = state.maximum
-    elif policy == "first":
-        m = ops.xp.where(state.maximum == -math.inf, ops.row_max(s), state.maximum)
-    else:
-        m = ops.xp.maximum(state.maximum, ops.row_max(s))
+    """The state with the keys of a tile, which have logits `s` and values. None is that of no keys.
+
+    With the policy "given", the state None has the reference 0, and so has one whose maximum is None.
+    """
+    m = None if state is None else state.maximum
+    if policy == "largest":
+        m = ops.row_max(s) if state is None else ops.xp.maximum(m, ops.row_max(s))
+    elif policy == "first" and ops.xp.any(m == -math.inf):
+        m = ops.xp.where(m == -math.inf, ops.row_max(s), m)
     m, p, z, w = partition(ops, s, order, m)
     if state is None:
         return Sums(m, z, None if value is None else ops.weighted(p, value), w)
@@ -87,9 +87,9 @@ def absorb(
         state = moved(ops, state, m, order)
     return Sums(
         m,
-        ops.add(z, state.normalizer),
+        ops.add(state.normalizer, z),
         None if value is None else ops.add_weighted(state.weighted_value, p, value),
-        None if order is None else ops.add(w, state.weighted_score),
+        None if order is None else ops.add(state.weighted_score, w),
     )
 
 
