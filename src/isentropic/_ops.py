@@ -112,9 +112,10 @@ class InPlaceOps(Ops):
 
 def _fits(x: Any, s: Any) -> bool:
     """Whether `x` broadcasts to the shape of `s`."""
-    return x.ndim <= s.ndim and all(
-        n in (1, size) for n, size in zip(x.shape[::-1], s.shape[::-1], strict=False)
-    )
+    shape, missing = s.shape, s.ndim - x.ndim
+    if x.shape == shape:
+        return True
+    return missing >= 0 and all(n in (1, size) for n, size in zip(x.shape, shape[missing:], strict=True))
 
 
 def ops_of(xp: ModuleType) -> Ops:

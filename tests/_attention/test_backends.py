@@ -199,11 +199,11 @@ class TestBackends:
             assert "runs" not in unable.values()
         few = x[:1, :20, :]
         capped = it.attention_backends(few, few, few, softcap=3.0)
-        assert capped["generic"] == "runs"
-        if backend.library == "numpy":
-            assert capped["numpy"] == "for so few logits it supports no bias and no soft cap"
-        elif backend.library == "strict":
+        if backend.library == "strict":
+            assert capped["generic"] == "runs"
             assert capped["numpy"] == "some array is on another device, traced or differentiated"
+        elif backend.name in ("numpy", "torch", "jax"):
+            assert capped["numpy"] == "runs"
 
     def test_settings_of_pytorch_belong_to_the_choice(self, monkeypatch):
         """On a GPU `sdpa_kernel` changes what PyTorch's kernel is, also for a plan that is known."""

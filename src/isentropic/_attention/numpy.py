@@ -71,11 +71,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "torch.compile traces the call"
     if not plan.are_all_readable or plan.is_differentiated:
         return "some array is on another device, traced or differentiated"
-    if _is_small(plan):
-        if plan.has_bias or plan.softcap is not None:
-            return "for so few logits it supports no bias and no soft cap"
-        return None
-    if not is_named and not _is_large(plan):
+    if not is_named and not _is_small(plan) and not _is_large(plan):
         return "each head has too few logits for it to be faster"
     return None
 
@@ -179,17 +175,20 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
     """Return all logits, −∞ where a key is hidden, and the values."""
     views = (operands.query, operands.key, operands.value, operands.multiplier)
     query, key, value, multiplier = (_numpy_view(plan, x) for x in views)
-    added = visible = None
+    added, visible, softcap = _numpy_view(plan, operands.bias), None, plan.softcap
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
-        added = np.asarray(query_nan) + np.asarray(key_nan)
+        nan = np.asarray(query_nan) + np.asarray(key_nan)
+        added = nan if added is None else added + nan
+    if softcap is not None:
+        multiplier = multiplier / softcap
     if plan.is_plain_causal:
         positions = np.arange(plan.n_keys)
         visible = positions <= positions[:, None]
     elif operands.mask is not None:
         everything = (0, plan.n_queries), (0, plan.n_keys)
         visible = np.asarray(operands.mask.block(plan.frame, *everything))
-    return logits(_WHOLE, query * multiplier, key, None, added, visible)[0], value
+    return logits(_WHOLE, query * multiplier, key, softcap, added, visible)[0], value
 
 
 def _output_at_once(plan: Plan, operands: Operands) -> Any:
@@ -197,9 +196,10 @@ def _output_at_once(plan: Plan, operands: Operands) -> Any:
     # The maxima of rows take as long as a product. They are needed only if sums without a reference
     # might overflow, or be too small to be accurate, or 0 in a row that sees no key.
     if np.maximum.reduce(s, axis=None, initial=-math.inf) <= _MAX_EXPONENT:
-        state = absorb(_WHOLE, None, s.copy(), value, None, "given")
+        state = absorb(_WHOLE, None, s, value, None, "given")
         if np.minimum.reduce(state.normalizer, axis=None, initial=math.inf) >= _MIN_SUM:
             return np.divide(state.weighted_value, state.normalizer, out=state.weighted_value)
+        s, value = _logits_at_once(plan, operands)  # rarely; the others were overwritten
     return output_of_columns(cast(Any, np), absorb(_WHOLE, None, s, value, None))
 
 
@@ -395,8 +395,10 @@ class _Pass:
         peak, is_unseen = np.zeros_like(sums.normalizer), np.full(sums.normalizer.shape, True)
         is_first = are_some_unseen = True
         for rows, columns, hidden in self.tiles(item):
-            added = self.added(item, rows, columns, unit)
-            s, _ = logits(ops, query[rows], take(key, columns, -2), cap, added, hidden or None)
+            # No variable holds what is added, so that the next tile gets its memory.
+            added = partial(self.added, item, rows, columns, unit)
+            k = take(key, columns, -2)
+            s, _ = logits(ops, query[rows], k, cap, added(), hidden or None)
             v = None if value is None else take(value, columns, -2)
             state = Sums(*(None if x is None else x[rows] for x in sums))
             for old, x in zip(state, absorb(ops, state, s, v, self.order, policy), strict=True):
