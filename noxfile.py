@@ -53,6 +53,7 @@ BACKENDS = ["numpy", "strict", "torch", "jax", "cupy"]
 # The dependency groups that the tests of a backend need, in addition to the group with its name.
 PARTNERS = {
     "numpy": ["sklearn", "dask"],
+    "strict": ["mlx"],  # the other library that has nothing but the generic pass
     "torch": ["sklearn", "transformers", "triton"],
     "jax": ["flax"],
 }

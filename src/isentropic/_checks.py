@@ -106,7 +106,7 @@ def check_floating(xp: ModuleType, **arrays: Any) -> None:
     """Refuse integer, boolean and complex arrays."""
     floating = None
     for name, x in arrays.items():
-        if x.dtype == floating:
+        if floating is not None and x.dtype == floating:  # MLX compares dtypes with dtypes alone
             continue
         floating = x.dtype
         if not isdtype(xp, floating, "real floating"):

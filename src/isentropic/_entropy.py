@@ -34,7 +34,6 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
-    is_jax,
     isdtype,
     measure_dtype,
     namespace,
@@ -77,7 +76,7 @@ def partition(ops: Ops, s: Array, order: float | None, m: Any) -> tuple[Any, Any
     """
     x, weight = ops.exp(s, m, order)
     normalizer = ops.row_sum(weight)
-    if is_jax(ops.xp):
+    if ops.may_lose_nan:
         # XLA's maximum of a row may ignore NaN. The sum does not.
         m = ops.xp.where(normalizer == normalizer, m, normalizer)
     return m, weight, normalizer, None if order is None else _moment(ops, x, weight, order)

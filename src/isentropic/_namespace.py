@@ -77,7 +77,7 @@ def common_device(*groups: Group, **arrays: Any) -> Any:
         elif is_torch_array(x):
             its_device = x.device
         else:
-            its_device = array_api_compat.device(x)
+            its_device = device_of(x)
             # JAX itself moves arrays that were made without a device to that of the others.
             if its_device is not None and not getattr(x, "committed", True):
                 continue
@@ -135,9 +135,12 @@ def _namespace_of(name: str, x: Any) -> ModuleType:
         # These subclasses of ndarray redefine the operators. Proxies of `torch.fx` have all attributes.
         if type(x).__name__ in ("matrix", "MaskedArray") or type(x).__module__ == "torch.fx.proxy":
             raise TypeError
+        if _is_mlx(x):
+            from isentropic._mlx import namespace
+
+            return namespace
         xp = array_api_compat.array_namespace(x)
-        # MLX has a namespace, which is not that of the standard.
-        if not hasattr(xp, "__array_api_version__"):
+        if not hasattr(xp, "__array_api_version__"):  # a namespace that is not that of the standard
             raise TypeError
         return xp
     except TypeError:
@@ -170,6 +173,20 @@ def is_torch_array(x: Any) -> bool:
     # `array_api_compat.is_torch_array` uses functools.lru_cache, for which torch.compile warns.
     torch = imported_torch()
     return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _is_mlx(x: Any) -> bool:
+    mlx = sys.modules.get("mlx.core")
+    return mlx is not None and isinstance(x, mlx.array)
+
+
+def _is_array(x: Any) -> bool:
+    return _is_mlx(x) or array_api_compat.is_array_api_obj(x)
+
+
+def device_of(x: Any) -> Any:
+    """The device of an array. Those of MLX have none."""
+    return None if _is_mlx(x) else array_api_compat.device(x)
 
 
 def is_dask(x: Any) -> bool:
@@ -268,14 +285,15 @@ def to_numpy(x: Array) -> Any:
     import numpy as np
 
     if "bfloat16" in str(x.dtype):  # NumPy has no such dtype of its own
-        xp = array_api_compat.array_namespace(x)
+        xp: Any = _namespace_of("x", x)
         x = xp.astype(x, xp.float32)
     if isinstance(x, np.ndarray):
         return np.array(x)
     if is_torch_array(x):
         # Not a copy of x.numpy(), which would fix the size of the memory of x. FSDP changes it.
         return x.detach().to("cpu", copy=True).numpy()  # type: ignore[attr-defined]
-    if array_api_compat.is_jax_array(x):  # it may be sharded, and DLPack exports one device
+    # JAX's may be sharded, and DLPack exports one device.
+    if array_api_compat.is_jax_array(x) or _is_mlx(x):
         return np.array(x)
     if array_api_compat.is_cupy_array(x):
         return x.get()  # type: ignore[attr-defined]
@@ -304,7 +322,7 @@ def equal_by_value(kind: type[T]) -> type[T]:
 
     def hashed(self: Any) -> int:
         # The hash of a tensor is its identity, so equal tuples would have different hashes.
-        if any(map(array_api_compat.is_array_api_obj, leaves_of(self))):
+        if any(map(_is_array, leaves_of(self))):
             raise TypeError(f"unhashable: {kind.__name__} with arrays")
         return tuple.__hash__(self)
 
@@ -326,5 +344,5 @@ def _same_leaves(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same_leaves, a, b))
     # JAX transformations replace arrays in a tree by numbers, None and placeholders.
-    arrays = [array_api_compat.is_array_api_obj(x) for x in (a, b)]
+    arrays = [_is_array(x) for x in (a, b)]
     return same_arrays(a, b) if all(arrays) else not any(arrays) and a == b

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from isentropic._loops import largest
-from isentropic._namespace import is_cupy, is_numpy
+from isentropic._namespace import is_cupy, is_jax, is_numpy
 from isentropic._numerics import clip, grouped_matmul
 
 # Scores are clipped here if they are multiplied. Their weight is 0, and the products do not overflow.
@@ -25,7 +25,7 @@ class Ops:
     """
 
     def __init__(self, xp: ModuleType) -> None:
-        self.xp = xp
+        self.xp, self.may_lose_nan = xp, is_jax(xp)
 
     def products(self, query: Any, key: Any) -> Any:
         """The inner products of queries and keys, whose heads may be grouped."""
@@ -115,7 +115,9 @@ def _fits(x: Any, s: Any) -> bool:
     shape, missing = s.shape, s.ndim - x.ndim
     if x.shape == shape:
         return True
-    return missing >= 0 and all(n in (1, size) for n, size in zip(x.shape, shape[missing:], strict=True))
+    return missing >= 0 and all(
+        n in (1, size) for n, size in zip(x.shape, shape[missing:], strict=True)
+    )
 
 
 def ops_of(xp: ModuleType) -> Ops:

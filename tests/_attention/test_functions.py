@@ -1085,12 +1085,14 @@ class TestErrors:
     @pytest.mark.host
     @pytest.mark.parametrize("has_namespace", [False, True])
     def test_arrays_of_libraries_outside_the_standard(self, has_namespace):
-        """As TensorFlow's, and as MLX's, whose namespace is not that of the standard."""
+        """As TensorFlow's, and others whose namespace is not that of the standard."""
         x = np.ones((3, 4))
         members = {name: getattr(x, name) for name in ("ndim", "shape", "dtype", "__array__")}
         if has_namespace:
-            members["__array_namespace__"] = lambda self, api_version=None: types.ModuleType("mlx.core")
-        foreign = type("array", (), {"__module__": "mlx.core"} | members)()
+            members["__array_namespace__"] = lambda self, api_version=None: types.ModuleType(
+                "tensorflow"
+            )
+        foreign = type("array", (), {"__module__": "tensorflow"} | members)()
         for name, call in {
             "query": lambda: it.attention(foreign, foreign, foreign),
             "value": lambda: it.attention(x, x, foreign),
@@ -1105,7 +1107,7 @@ class TestErrors:
         }.items():
             message = (
                 rf"^`{name}` must be an array \(NumPy, CuPy, PyTorch, JAX or another library of the array "
-                r"API standard\), got mlx\.core\.array: convert it with `np\.asarray`\.$"
+                r"API standard\), got tensorflow\.array: convert it with `np\.asarray`\.$"
             )
             with pytest.raises(TypeError, match=message):
                 call()

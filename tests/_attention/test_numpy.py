@@ -40,7 +40,10 @@ class TestReferences:
             (lambda s: s + 100 * (np.arange(13) == 12), ["given", "largest"]),
             (lambda s: s - 100 * (np.arange(13) == 12), ["given"]),
             (lambda s: s - 100 * (np.arange(13) < 12), ["given", "first", "largest"]),
-            (lambda s: s + 1e4, ["given", "first", "largest"]),  # the last one because of rounding in float32
+            (
+                lambda s: s + 1e4,
+                ["given", "first", "largest"],
+            ),  # the last one because of rounding in float32
         ],
     )
     @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -167,15 +167,17 @@ def map_logits(
 
 def _numpy_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     if _is_small(plan):
-        return _state_at_once(plan, operands, order)
+        return _state_at_once(plan, operands, order, relative_to_maximum)
     return _Pass(*_as_numpy(plan, operands), order, relative_to_maximum).state()
 
 
 def _logits_at_once(plan: Plan, operands: Operands) -> Any:
     """Return all logits, −∞ where a key is hidden, and the values."""
-    views = (operands.query, operands.key, operands.value, operands.multiplier)
-    query, key, value, multiplier = (_numpy_view(plan, x) for x in views)
-    added, visible, softcap = _numpy_view(plan, operands.bias), None, plan.softcap
+    query, key, value, added, _, multiplier, *_ = operands
+    given, visible, softcap = (query, key, value, added), None, plan.softcap
+    if plan.library != "numpy" or any(x is not None and x.dtype != plan.compute for x in given):
+        query, key, value, added = (_numpy_view(plan, x) for x in given)
+        multiplier = _numpy_view(plan, multiplier)
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
         nan = np.asarray(query_nan) + np.asarray(key_nan)
@@ -192,21 +194,33 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
 
 
 def _output_at_once(plan: Plan, operands: Operands) -> Any:
+    state = _sums_at_once(plan, operands, None)
+    if state.maximum is None:  # each sum is large
+        return np.divide(state.weighted_value, state.normalizer, out=state.weighted_value)
+    return output_of_columns(cast(Any, np), state)
+
+
+def _state_at_once(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
+    state = _sums_at_once(plan, operands, order, relative_to_maximum)
+    if state.maximum is None:
+        state = state._replace(maximum=np.zeros_like(state.normalizer))
+    return Sums(*(with_batch_axes(cast(Any, np), x, (*plan.batch, plan.n_queries)) for x in state))
+
+
+def _sums_at_once(
+    plan: Plan, operands: Operands, order: float | None, relative_to_maximum: bool = False
+) -> Sums:
+    """The sums over all keys; the maximum is None if they are relative to 0."""
     s, value = _logits_at_once(plan, operands)
     # The maxima of rows take as long as a product. They are needed only if sums without a reference
     # might overflow, or be too small to be accurate, or 0 in a row that sees no key.
-    if np.maximum.reduce(s, axis=None, initial=-math.inf) <= _MAX_EXPONENT:
-        state = absorb(_WHOLE, None, s, value, None, "given")
-        if np.minimum.reduce(state.normalizer, axis=None, initial=math.inf) >= _MIN_SUM:
-            return np.divide(state.weighted_value, state.normalizer, out=state.weighted_value)
+    is_any_fine = not relative_to_maximum and order in (None, 1)
+    if is_any_fine and np.maximum.reduce(s, axis=None, initial=-math.inf) <= _MAX_EXPONENT:
+        sums = absorb(_WHOLE, None, s, value, order, "given")
+        if np.minimum.reduce(sums.normalizer, axis=None, initial=math.inf) >= _MIN_SUM:
+            return sums
         s, value = _logits_at_once(plan, operands)  # rarely; the others were overwritten
-    return output_of_columns(cast(Any, np), absorb(_WHOLE, None, s, value, None))
-
-
-def _state_at_once(plan: Plan, operands: Operands, order: float) -> Sums:
-    s, value = _logits_at_once(plan, operands)
-    state = absorb(_WHOLE, None, s, value, order)
-    return Sums(*(with_batch_axes(cast(Any, np), x, (*plan.batch, plan.n_queries)) for x in state))
+    return absorb(_WHOLE, None, s, value, order)
 
 
 def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:

@@ -106,6 +106,15 @@ class WholeOps(InPlaceOps):
     def __init__(self) -> None:
         super().__init__(np)
 
+    def products(self, query: Any, key: Any) -> Any:
+        return _matmul(query, key.swapaxes(-1, -2))
+
+    def hide(self, s: Any, visible: Any) -> Any:
+        if visible.shape != s.shape[-2:]:
+            return super().hide(s, visible)
+        np.copyto(s, -math.inf, where=~visible)
+        return s
+
     def row_max(self, s: Any) -> Any:
         return np.maximum.reduce(s, axis=-1, keepdims=True)
 
@@ -113,6 +122,9 @@ class WholeOps(InPlaceOps):
         return np.add.reduce(p, axis=-1, keepdims=True)
 
     def row_dot(self, p: Any, x: Any) -> Any:
+        # `vecdot` adds one by one, which is too inexact for long rows. `reduce` adds pairs of sums.
+        if p.shape[-1] > BLOCKS.numpy_columns:
+            return np.add.reduce(p * x, axis=-1, keepdims=True)
         return np.vecdot(p, x)[..., None]
 
     def exp(self, s: Any, m: Any, order: float | None) -> tuple[Any, Any]:
@@ -135,16 +147,20 @@ class WholeOps(InPlaceOps):
         size = BLOCKS.numpy_columns
         n_blocks = n_keys // size
         if n_blocks < 2:
-            return grouped_matmul(self.xp, p, value)
+            return _matmul(p, value)
         end, ndim = n_blocks * size, p.ndim
         # The axis of the blocks comes first, before those of the batch.
         w = p[..., :end].reshape(*axes, n_blocks, size).transpose(ndim - 1, *range(ndim - 1), ndim)
         v = value[..., :end, :].reshape(*value.shape[:-2], n_blocks, size, value.shape[-1])
         v = v.transpose(ndim - 2, *range(ndim - 2), ndim - 1, ndim)
-        total = np.add.reduce(grouped_matmul(self.xp, w, v), axis=0)
+        total = np.add.reduce(_matmul(w, v), axis=0)
         if end < n_keys:
-            total += grouped_matmul(self.xp, p[..., end:], value[..., end:, :])
+            total += _matmul(p[..., end:], value[..., end:, :])
         return total
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    return a @ b if a.shape[:-2] == b.shape[:-2] else grouped_matmul(np, a, b)
 
 
 @functools.cache

@@ -8,8 +8,6 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
-import array_api_compat
-
 from isentropic._checks import (
     check_broadcastable,
     check_choice,
@@ -39,6 +37,7 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
+    device_of,
     imported_torch,
     is_jax,
     is_numpy,
@@ -257,7 +256,7 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
         return x.signature(_signature_of)
     # Devices of CuPy have no hash. JAX has other promotion rules for arrays that it has made from
     # Python numbers (weak types), and moves arrays that were made without a device.
-    device = x.device.id if module.startswith("cupy") else array_api_compat.device(x)
+    device = x.device.id if module.startswith("cupy") else device_of(x)
     is_bound = device is not None and getattr(x, "committed", None)
     return kind, x.shape, x.dtype, device, is_bound, getattr(x, "weak_type", None)
 
