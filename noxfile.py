@@ -281,7 +281,7 @@ def examples(session: nox.Session) -> None:
     The docs run the tutorial.
     """
     install(session, "test", "bench", "dask", "flax", "transformers")
-    pages = ("README.md", "docs/index.md", "docs/how-to", "docs/explanation")
+    pages = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/how-to", "docs/explanation")
     kernels = (
         "--ignore=src/isentropic/_attention/triton_kernels.py"  # the only module that needs Triton
     )
