@@ -9,14 +9,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from isentropic.laws._formulas import AffineLog, Knots, Power
 from isentropic.laws._law import Law
 from isentropic.theory import gaussian_entropy, sphere_entropy
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # The penalty, in nats, on doubling a factor. It keeps the factor near 1 for heads whose entropy hardly
 # depends on it.
@@ -56,8 +55,6 @@ def holding_factors(
     They are NaN where no factor reaches it. If an entropy hardly depends on the factor, the factor
     stays near 1. The `factors` are equidistant in their logarithms, and multiply the `current` ones.
     """
-    import numpy as np
-
     log_factor, h = _interpolated(np.log(factors), entropy)
     log_factor = log_factor[:, None, None]
     if current is not None:
@@ -72,8 +69,6 @@ def holding_factors(
 
 def _interpolated(u: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Interpolate y (N, ...) at N ≥ 4 equidistant u, by cubic splines without a knot near the ends."""
-    import numpy as np
-
     slope = _spline_slopes(y)
     t = np.linspace(0, 1, _STEPS, endpoint=False).reshape(-1, *(1,) * y.ndim)
     start, end, rise, fall = y[:-1], y[1:], slope[:-1], slope[1:]
@@ -86,8 +81,6 @@ def _interpolated(u: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 def _spline_slopes(y: np.ndarray) -> np.ndarray:
     """The slopes of a cubic spline at its knots 0, 1, …, N − 1, from its values (N, ...)."""
-    import numpy as np
-
     matrix = 4 * np.eye(len(y)) + np.eye(len(y), k=1) + np.eye(len(y), k=-1)
     right = np.empty_like(y)
     right[1:-1] = 3 * (y[2:] - y[:-2])
@@ -110,28 +103,20 @@ class Held(NamedTuple):
     @property
     def x(self) -> np.ndarray:
         """``log(n/reference)``, (G, 1)."""
-        import numpy as np
-
         return np.asarray(np.log(self.lengths / self.reference)[:, None])
 
     @property
     def weights(self) -> np.ndarray:
         """The weights (G, heads), 0 where no factor holds the entropy."""
-        import numpy as np
-
         return np.where(np.isnan(self.factor), 0.0, self.weight[:, None])
 
     @property
     def smallest(self) -> np.ndarray:
         """The smallest factor of each head, at most 1."""
-        import numpy as np
-
         return np.fmin.reduce(self.factor, axis=0, initial=1.0)
 
     def filled(self) -> np.ndarray:
         """The factors, interpolated where there is none: (G, heads)."""
-        import numpy as np
-
         result = np.ones_like(self.factor)
         for head, factor in enumerate(self.factor.T):
             if (known := factor == factor).any():
@@ -147,8 +132,6 @@ def curve(x: Any, slope: Any, shape: Any) -> np.ndarray:
     ----------
     Box & Cox 1964, Journal of the Royal Statistical Society B 26, 211–252: its inverse.
     """
-    import numpy as np
-
     is_power = shape == 0
     p = np.where(is_power, 1.0, shape)
     return np.where(is_power, np.exp(slope * x), np.maximum(1 + p * slope * x, 1e-9) ** (1 / p))
@@ -156,8 +139,6 @@ def curve(x: Any, slope: Any, shape: Any) -> np.ndarray:
 
 def slope_of(held: Held, weights: np.ndarray, shape: Any) -> np.ndarray:
     """The slopes (heads,) of curves through 1 at the reference, by weighted least squares."""
-    import numpy as np
-
     factor = np.where(weights > 0, held.factor, 1.0)
     is_power = shape == 0
     p = np.where(is_power, 1.0, shape)
@@ -171,8 +152,6 @@ def slope_of(held: Held, weights: np.ndarray, shape: Any) -> np.ndarray:
 
 def _far(held: Held, weights: np.ndarray) -> np.ndarray:
     """The weights, 0 for lengths that are too near to the reference to tell the slope."""
-    import numpy as np
-
     return np.where(np.abs(held.x) > _NEAR, weights, 0.0)
 
 
@@ -181,8 +160,6 @@ def _weights_above(held: Held) -> np.ndarray:
 
     Short lengths tell little about long ones: the entropy is near log n there.
     """
-    import numpy as np
-
     weights = held.weights
     above = np.where(held.x > -1e-6, weights, 0.0)
     return np.where(_far(held, above).sum(axis=0) > 0, above, weights)
@@ -197,8 +174,6 @@ class _Above(NamedTuple):
 
     @classmethod
     def of(cls, held: Held) -> _Above:
-        import numpy as np
-
         weights = _far(held, _weights_above(held))
         used = weights.any(axis=1)
         measured = np.log(np.where(weights > 0, held.factor, 1.0))
@@ -207,8 +182,6 @@ class _Above(NamedTuple):
 
 def chosen_shape(held: Held) -> np.ndarray:
     """The shape (heads,) that fits best from the reference on; 1 unless the factors say otherwise."""
-    import numpy as np
-
     weights = _weights_above(held)
     factor = np.where(weights > 0, held.factor, 1.0)
     cost = []
@@ -221,8 +194,6 @@ def chosen_shape(held: Held) -> np.ndarray:
 
 def extrapolated(held: Held, lengths: Sequence[float], shape: Any) -> np.ndarray:
     """The factors (lengths, heads) of the curves of a shape, never below the smallest of the fit."""
-    import numpy as np
-
     x = np.log(np.asarray(lengths) / held.reference)[:, None]
     slope = slope_of(held, _weights_above(held), shape)
     return np.maximum(curve(x, slope, shape), held.smallest)
@@ -234,8 +205,6 @@ def expected(held: Held, lengths: Sequence[float]) -> np.ndarray:
     One guess is the curve of the shape that fits best, the other the factors of random keys. The mean
     is that of their logarithms.
     """
-    import numpy as np
-
     above = _Above.of(held)
     both, known = (*above.lengths, *lengths), len(above.lengths)
     curved = np.log(extrapolated(held, both, chosen_shape(held)))
@@ -258,8 +227,6 @@ def nearest_random_keys(held: Held, lengths: Sequence[float]) -> tuple[np.ndarra
     more slowly than those of normal scores, it gets a power of the factors of normal scores. If they
     grow faster than in the lowest dimension, it gets a power of the factors in that dimension.
     """
-    import numpy as np
-
     above = _Above.of(held)
     weights, measured, known = above.weights, above.measured, len(above.lengths)
     curves = _curves_of_random_keys(held, (*above.lengths, *lengths))
@@ -294,8 +261,6 @@ def nearest_random_keys(held: Held, lengths: Sequence[float]) -> tuple[np.ndarra
 
 def _curves_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
     """The logarithms of the factors that hold the entropies: (dimensions, lengths, heads)."""
-    import numpy as np
-
     target = np.nan_to_num(held.entropy)  # NaN only where there are no factors to compare with
     octaves = np.minimum(np.log2((held.reference, *lengths)), _MOST_OCTAVES).tolist()
     found = []
@@ -309,8 +274,6 @@ def _curves_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
 
 def _entropies_between(octave: float, d: float) -> np.ndarray:
     """The entropies of `_entropies`, by the cubic polynomial through four whole octaves."""
-    import numpy as np
-
     first = max(math.floor(octave) - 1, 0)
     t = octave - first
     weights = [math.prod((t - j) / (i - j) for j in range(4) if j != i) for i in range(4)]
@@ -320,8 +283,6 @@ def _entropies_between(octave: float, d: float) -> np.ndarray:
 
 def _log_beta(d: float) -> np.ndarray:
     """The logarithms of inverse temperatures, in units of the standard deviation of the scores."""
-    import numpy as np
-
     highest = _HIGHEST_NORMAL if math.isinf(d) else _HIGHEST
     return np.linspace(math.log(_LOWEST), math.log(highest), _TEMPERATURES)
 
@@ -329,8 +290,6 @@ def _log_beta(d: float) -> np.ndarray:
 @functools.lru_cache(maxsize=256)
 def _entropies(octave: int, d: float) -> np.ndarray:
     """The mean entropies of 2^octave random keys in d dimensions, at each inverse temperature."""
-    import numpy as np
-
     n, beta = 2.0**octave, np.exp(_log_beta(d))
     return np.asarray(
         gaussian_entropy(n, beta) if math.isinf(d) else sphere_entropy(n, d, beta * math.sqrt(d))
@@ -338,8 +297,6 @@ def _entropies(octave: int, d: float) -> np.ndarray:
 
 
 def _affine(held: Held) -> AffineLog:
-    import numpy as np
-
     slope = slope_of(held, held.weights, 1)
     # At other lengths the factor must not fall below the smallest one at the lengths of the fit.
     line = 1 + slope * np.where(held.weights > 0, held.x, 0)
@@ -356,8 +313,6 @@ def _knots(held: Held) -> Knots:
 
 
 def _auto(held: Held) -> Knots:
-    import numpy as np
-
     below = held.x[:, 0] < -1e-6
     octaves = math.ceil(math.log2(_REACH * held.lengths[-1] / held.reference))
     beyond = held.reference * 2.0 ** np.arange(octaves + 1)
@@ -367,8 +322,6 @@ def _auto(held: Held) -> Knots:
 
 def _through(held: Held, lengths: np.ndarray, factors: np.ndarray) -> Knots:
     """The law through factors (lengths, heads), constant below the first length."""
-    import numpy as np
-
     factors = np.concatenate((factors[:1], factors))
     minimum = float(held.smallest.min())  # for the lines beyond the last length
     return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T), minimum)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
+import numpy as np
+
 from isentropic._namespace import (
     Array,
     common_device,
@@ -201,8 +203,6 @@ def keep_freed_memory() -> None:
     glibc returns freed memory of the size of a block to the system, and fresh pages cost more than the
     work on them. After a larger array has been freed, glibc keeps memory of this size.
     """
-    import numpy as np
-
     np.empty(2**24, dtype=np.uint8)
 
 

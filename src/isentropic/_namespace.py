@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 import array_api_compat
+import numpy as np
 
 
 class Array(Protocol):
@@ -282,8 +283,6 @@ def from_numpy(values: Any, like: Array, dtype: Any = None) -> Any:
 
 def to_numpy(x: Array) -> Any:
     """A copy of an array as a NumPy array on the host."""
-    import numpy as np
-
     if "bfloat16" in str(x.dtype):  # NumPy has no such dtype of its own
         xp: Any = _namespace_of("x", x)
         x = xp.astype(x, xp.float32)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 from isentropic import _jax_modes
 from isentropic._checks import refuse_names
 from isentropic._loops import autocast_device
@@ -56,8 +58,6 @@ def quietly(
             ):
                 return function(*args, **kwargs)
             if silenced is None:
-                import numpy as np
-
                 silenced = np.errstate(all="ignore")(function)
             context = contextvars.copy_context()
             if "jax" in sys.modules and not (args and type(args[0]).__module__ == "numpy"):

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
+import numpy as np
+
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
 from isentropic._namespace import Array, common_device
 from isentropic._numerics import clip, lift, product, root_or_zero
@@ -336,7 +338,6 @@ def _to_library(xp: ModuleType, device: Any, dtype: Any, arrays: tuple[Any, ...]
 @functools.cache
 def _panel_quadrature() -> tuple[Any, Any, Any]:
     """Nodes and weights on (0, 1), and the matrix from values at nodes to their integrals up to 1."""
-    import numpy as np
     from numpy.polynomial import legendre
 
     x, w = legendre.leggauss(_PANEL_NODES)
@@ -349,8 +350,6 @@ def _panel_quadrature() -> tuple[Any, Any, Any]:
 @functools.cache
 def _score_quadrature() -> tuple[Any, Any]:
     """Nodes and weights on (0, 1), denser at both ends, where the density may behave like a power."""
-    import numpy as np
-
     x, w = np.polynomial.legendre.leggauss(_SCORE_NODES)
     t = (x + 1) / 2
     return t * t * (3 - 2 * t), 3 * w * t * (1 - t)

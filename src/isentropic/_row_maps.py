@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from isentropic._loops import is_differentiable, is_readable, jax_array, map_rows
 from isentropic._namespace import (
     Array,
@@ -86,8 +88,6 @@ def _in_numpy(linear: LinearMap, x: Any, out: Any = None) -> Any:
 
 
 def _through_numpy_in_jax(linear: LinearMap, x: Any) -> Any:
-    import numpy as np
-
     # At an address divisible by 64, so that JAX takes over the memory.
     shape = (x.shape[0], linear.widths[0])
     memory = np.empty(math.prod(shape) * x.dtype.itemsize + 64, dtype=np.uint8)
@@ -106,8 +106,6 @@ def in_host_memory(xp: Any, x: Any) -> Any:
         x = xp.astype(x, accumulator(xp, x.dtype), copy=False)
     if is_torch(xp):
         return x.numpy(force=True)
-    import numpy as np
-
     return np.asarray(x)
 
 

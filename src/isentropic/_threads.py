@@ -100,7 +100,6 @@ def copies_small_operands() -> bool:
 
 @functools.cache
 def _controller() -> Any:
-    import numpy as np  # noqa: F401  (threadpoolctl finds only a BLAS that is loaded)
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
+
+import numpy as np
 
 from isentropic._attention.functions import attention_state
 from isentropic._calibration import (
@@ -40,9 +42,6 @@ from isentropic._namespace import (
 from isentropic.laws._formulas import AffineLog, scaled
 from isentropic.laws._law import Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["CalibrationReport", "DriftReport", "calibrate", "entropy_drift"]
 
@@ -101,8 +100,6 @@ class DriftReport:
         It is 0 if the entropy is constant, and 1 for uniform attention. It is a least-squares fit over
         the lengths of the layer, and NaN for layers with a single length.
         """
-        import numpy as np
-
         _, layers, heads = self.entropy.shape
         slope = np.full((layers, heads), np.nan)
         for layer in range(layers):
@@ -132,8 +129,6 @@ class DriftReport:
         ValueError
             If `length` is not positive.
         """
-        import numpy as np
-
         check_real("length", length, above=0)
         length = float(length)
         result = np.full(self.entropy.shape[1:], np.nan)
@@ -153,8 +148,6 @@ class DriftReport:
             ``lengths``, ``counts``, ``entropy`` and ``slope``, with None in place of NaN, and ``names``
             if there are any.
         """
-        import numpy as np
-
         names = ("lengths", "counts", "entropy", "slope")
         fields = {name: np.asarray(getattr(self, name)).astype(object) for name in names}
         for x in fields.values():
@@ -260,8 +253,6 @@ class CalibrationReport:
         the model MiniLM-L6, fitted up to 256 tokens, the interval contains the factor for 512 tokens in
         two thirds of the heads.
         """
-        import numpy as np
-
         check_real("length", length, least=1)
         length = float(length)
         parts = []
@@ -281,8 +272,6 @@ class CalibrationReport:
         of n, 1 for a line in log n, and 2 for the root of a line. It is 1 unless the factors clearly
         favor another shape.
         """
-        import numpy as np
-
         return np.stack([chosen_shape(self._held(i)) for i in range(self.factors.shape[1])])
 
     @property
@@ -293,8 +282,6 @@ class CalibrationReport:
         ranges from 4, where factors grow about like ``n^(2/3)``, to ∞, where the scores are normal and
         factors grow about like ``√(log n)``. A head beyond one of the ends gets that end.
         """
-        import numpy as np
-
         found = [nearest_random_keys(self._held(i), ())[1] for i in range(self.factors.shape[1])]
         with np.errstate(divide="ignore"):
             return 1 / np.stack(found)
@@ -333,8 +320,6 @@ class CalibrationReport:
 
 def _shown(lengths: np.ndarray) -> np.ndarray:
     """The indices of the lengths that a table has."""
-    import numpy as np
-
     return np.linspace(0, len(lengths) - 1, min(len(lengths), _MOST_COLUMNS)).round().astype(int)
 
 
@@ -359,8 +344,6 @@ def _round_if_near(x: float) -> float:
 
 def _half_octave(n: Any) -> Any:
     """The group of n keys: −i for the half octave around 2^{i/2}, and n itself for n ≤ 4."""
-    import numpy as np
-
     n = np.maximum(n, 1)
     return np.where(n > 4, -np.rint(2 * np.log2(n)), n).astype(np.int64)
 
@@ -390,8 +373,6 @@ class Recorder:
         `n` and `counted` broadcast to (..., L), and so does `weight`, the number of queries that each
         query stands for. Queries that are not `counted`, or that see fewer than two keys, are ignored.
         """
-        import numpy as np
-
         h = np.stack([to_numpy(x).astype(np.float64) for x in entropies])
         h = np.moveaxis(h, -2, 0)  # (heads, factors, ..., L)
         heads = self._heads.setdefault(layer, h.shape[0])
@@ -424,8 +405,6 @@ class Recorder:
 
     def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Lengths (G,), numbers of queries (G,), and mean entropies (factors, G, layers, heads)."""
-        import numpy as np
-
         if not self._sums:
             raise value_error(self.argument, "have queries that see two keys or more", "none")
         groups = {group for group, _ in self._sums}
@@ -487,8 +466,6 @@ class Recorder:
 
         If the entropies were measured with `current` laws, the factors multiply those of these laws.
         """
-        import numpy as np
-
         lengths, counts, entropy = self.means()
         factors = np.full(entropy.shape[1:], np.nan)
         for layer, heads in sorted(self._heads.items()):
@@ -516,8 +493,6 @@ def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
 
     The queries see n (..., L) keys. Return the rows (K,), and how many queries each of them stands for.
     """
-    import numpy as np
-
     n = np.reshape(n, (-1, np.shape(n)[-1])).max(axis=0)
     groups = np.zeros_like(n) if n.min() == n.max() else _half_octave(n)
     weight = np.zeros(n.shape)
@@ -799,8 +774,6 @@ def _query_key_mask(name: str, sample: Any) -> tuple[Array, Array, Array | Mask 
 
 def _visible_count(name: str, mask: Mask | None, query: Array, key: Array) -> np.ndarray:
     """The number of keys that each query sees, (..., L), the same for all heads."""
-    import numpy as np
-
     if mask is None:
         return np.full(query.shape[-2], key.shape[-2])
     n = to_numpy(mask.visible_count(query.shape[-2], key.shape[-2], like=query))

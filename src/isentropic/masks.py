@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from isentropic._checks import (
     check_broadcastable,
     check_choice,
@@ -224,8 +226,6 @@ class Mask(Node, Record, ABC):
         >>> masks.causal().visible_count(2, 5)
         array([4, 5])
         """
-        import numpy as np
-
         if like is None:
             like = self.arrays[0] if self.arrays else np.empty(0)
         return self.count(self._frame(n_queries, n_keys, like))
@@ -872,8 +872,6 @@ def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int
 
     If the index consists of arrays, it is an array of their library.
     """
-    import numpy as np
-
     if x is None or isinstance(x, int):
         return x
     on_host = all(isinstance(i, int) for i in index)

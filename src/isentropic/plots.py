@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isentropic._checks import check_choice, requires_extra, type_error, value_error
 from isentropic._entropy import entropy as entropy_of
 from isentropic._namespace import Array, namespace, to_numpy
@@ -61,8 +63,6 @@ def entropy(
     >>> ax.get_xlabel()
     'number of keys n'
     """
-    import numpy as np
-
     ax = _axes(ax)
     named = {"mean over heads": reports} if isinstance(reports, DriftReport) else reports
     if not isinstance(named, Mapping):
@@ -161,8 +161,6 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     >>> plots.attention(attention_weights(q, k, is_causal=True)).get_ylabel()
     'query'
     """
-    import numpy as np
-
     namespace(weights=weights)  # raises for anything that is not an array
     p = to_numpy(weights).astype(np.float64)
     if p.ndim != 2:
@@ -218,8 +216,6 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     >>> ax.get_ylabel()
     'factor on the scale'
     """
-    import numpy as np
-
     try:
         ends = np.asarray(lengths, dtype=np.float64)
     except (TypeError, ValueError):
@@ -280,8 +276,6 @@ def observations(history: Sequence[Any], quantity: str = "entropy", *, ax: Axes 
     >>> plots.observations(history, "largest_logit").get_xlabel()
     'forward pass'
     """
-    import numpy as np
-
     if not history:
         raise value_error("history", "have one observation or more", "none")
     for x in history:
@@ -335,8 +329,6 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     >>> ax.get_xlabel()
     'relative error of squared distances'
     """
-    import numpy as np
-
     if not isinstance(report, DistortionReport):
         raise type_error("report", "be a DistortionReport", type(report).__name__)
     ax = _axes(ax)

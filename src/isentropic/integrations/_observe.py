@@ -13,8 +13,9 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +24,6 @@ from isentropic._attention.state import AttentionState, merge_states
 from isentropic._checks import check_count, check_real, type_error
 from isentropic.laws._law import Law
 from isentropic.masks import Mask, as_mask
-
-if TYPE_CHECKING:
-    import numpy as np
 
 QUANTITIES = ("entropy", "normalized_entropy", "log_normalizer", "sink_mass", "largest_logit")
 # How many heads or layers a warning names.
@@ -341,8 +339,6 @@ class Observer:
                 warnings.warn(f"Attention could not be observed in {where}: {reason}", stacklevel=2)
 
     def _observation(self) -> Observation:
-        import numpy as np
-
         modules = [module for module in self._names if module in self._layers]
         rows = {module: _means(sums.cpu().numpy()) for module, sums in self._sums.items()}
         table = np.full((len(QUANTITIES), len(modules), max(x.shape[1] for x in rows.values())), np.nan)
@@ -379,8 +375,6 @@ class _Alarm:
         self._counts: Any = 0  # in how many observations in a row each head was below
 
     def __call__(self, observation: Observation) -> None:
-        import numpy as np
-
         low = observation.normalized_entropy < self._threshold
         if np.shape(self._counts) != low.shape:
             self._counts = np.zeros(low.shape, int)
@@ -475,8 +469,6 @@ def _added(a: Tensor, b: Tensor) -> Tensor:
 
 def _means(sums: np.ndarray) -> np.ndarray:
     """The quantities (5, H); NaN without a query."""
-    import numpy as np
-
     counts = np.repeat(sums[_COUNT][None], len(QUANTITIES), axis=0)
     counts[QUANTITIES.index("normalized_entropy")] = sums[_COUNT_OF_MANY]
     counts[QUANTITIES.index("largest_logit")] = sums[_COUNT] > 0

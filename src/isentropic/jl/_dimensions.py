@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from isentropic._checks import check_choice, check_real, type_error, value_error
 from isentropic._namespace import isdtype
 from isentropic.jl._tails import log_beta_tail, log_chi2_tail
-
-if TYPE_CHECKING:
-    import numpy as np
 
 METHODS = ("exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff")
 
@@ -112,8 +111,6 @@ def min_dim(
     >>> min_dim(10_000, eps=0.1, method="haar", n_features=1000)
     930
     """
-    import numpy as np
-
     check_choice("method", method, METHODS)
     (n, e, level, *d), scalar = _broadcast(
         n_samples=n_samples, eps=eps, delta=delta, **_required_features(method, n_features)
@@ -175,8 +172,6 @@ def failure_probability(
     >>> round(failure_probability(10_000, 2206, eps=0.2), 5)
     0.00998
     """
-    import numpy as np
-
     check_choice("method", method, METHODS)
     (n, k, e, *d), scalar = _broadcast(
         n_samples=n_samples,
@@ -231,8 +226,6 @@ def eps(
     >>> round(eps(10_000, 2206), 4)
     0.2
     """
-    import numpy as np
-
     check_choice("method", method, METHODS)
     (n, k, level, *d), scalar = _broadcast(
         n_samples=n_samples,
@@ -289,8 +282,6 @@ def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
     >>> (min_dim(n, eps=0.2) / lower_bound(n, eps=0.2)).round(1)
     array([14.7, 11.2])
     """
-    import numpy as np
-
     (n, e), scalar = _broadcast(n_samples=n_samples, eps=eps)
     growth = np.maximum(2 * np.log(e) + np.log(n), 0.0)
     # eps² underflows only where the growth is 0, so the denominator 1 avoids 0/0 there.
@@ -338,8 +329,6 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
     >>> entropy_criterion_dim(512), entropy_criterion_dim(100_000, coefficient=8)
     (52, 93)
     """
-    import numpy as np
-
     check_real("coefficient", coefficient, above=0)
     (values,), scalar = _broadcast(n=n)
     k = np.ceil(float(coefficient) * np.log(values))
@@ -386,8 +375,6 @@ def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
     >>> round(matched_key_dim(8192, 64), 1)
     92.4
     """
-    import numpy as np
-
     check_real("head_dim", head_dim, above=0)
     check_real("base", base, above=1)
     (values,), scalar = _broadcast(n=n)
@@ -396,8 +383,6 @@ def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
 
 def _log_failure_bound(method: str, n: Any, k: Any, eps: Any, d: Any = None) -> Any:
     """The logarithm of the bound on the failure probability; may be above 0."""
-    import numpy as np
-
     log_n, log_n_minus_1 = np.log(n), np.log(n - 1)
     if method in _CLOSED_FORMS:
         log_count, rate = _CLOSED_FORMS[method]
@@ -437,8 +422,6 @@ def _required_features(method: str, n_features: Any) -> dict[str, Any]:
 
 def _broadcast(**named: Any) -> tuple[Sequence[np.ndarray], bool]:
     """The arguments as float64 arrays of one shape, and whether all were plain numbers."""
-    import numpy as np
-
     arrays, scalars = [], []
     for name, x in named.items():
         values, scalar = _to_float64(name, x)
@@ -465,8 +448,6 @@ def _check_components(n_components: Any, k: np.ndarray, d: np.ndarray | None = N
 
 def _to_float64(name: str, x: Any) -> tuple[np.ndarray, bool]:
     """`x` as a float64 NumPy array, and whether it was a plain number."""
-    import numpy as np
-
     must = "be a number, or a list or NumPy array of numbers"
     if isinstance(x, Real) and not isinstance(x, bool):
         try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import BLOCKS, Block, fold, is_differentiable, is_readable, map_blocks, take
@@ -25,9 +27,6 @@ from isentropic._row_maps import in_host_memory
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng
 from isentropic.jl._tails import binomial_interval
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # The default for how many pairs are compared: up to 724 points, these are all pairs.
 _DEFAULT_PAIRS = 2**18
@@ -390,8 +389,6 @@ def _from_differences(
 
 def _sample_pairs(n_pairs: int, size: int, rng: Any) -> tuple[np.ndarray, np.ndarray]:
     """The indices i > j of `size` different pairs of points, in any order."""
-    import numpy as np
-
     if size == n_pairs:
         index = np.arange(n_pairs)
     else:
@@ -401,8 +398,6 @@ def _sample_pairs(n_pairs: int, size: int, rng: Any) -> tuple[np.ndarray, np.nda
 
 def _pair_of(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pairs i > j whose index i(i − 1)/2 + j is given."""
-    import numpy as np
-
     i = ((1 + np.sqrt(1 + 8.0 * index)) / 2).astype(np.int64)
     i -= i * (i - 1) // 2 > index  # the square root may be rounded up, or down
     i += i * (i + 1) // 2 <= index
@@ -437,8 +432,6 @@ def _angle(xp: Any, square_difference: Array, square_sum: Array) -> Array:
 
 def _summary(errors: Array) -> list[float]:
     """The mean, the standard deviation and the quantiles `_QUANTILES`; NaN and ∞ are possible."""
-    import numpy as np
-
     values = to_numpy(errors)
     if not np.isfinite(values).all():
         worst = float(values.max()) if not np.isnan(values).any() else math.nan

@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isentropic._checks import check_floating, is_integer, type_error, value_error, with_name_hints
 from isentropic._namespace import Array, accumulator, from_numpy, is_dask, namespace
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 # Functions that draw also accept the names that other libraries give to `rng`: `random_state` in
@@ -37,8 +37,6 @@ _BLOCK_SIZE = 2**18
 
 def generator_of(rng: Any) -> np.random.Generator:
     """`rng` if it is a generator, otherwise a new generator of PCG64 with that seed."""
-    import numpy as np
-
     try:
         # The bit generator of `default_rng` may change in later versions of NumPy.
         sources = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
@@ -53,8 +51,6 @@ def generator_of(rng: Any) -> np.random.Generator:
 
 def draw_matrix(rng: Any, columns: int, rows: int, like: Array | None, draw: Draw) -> Array:
     """A matrix (rows, columns) of independent entries, from ``draw(generator, shape)``."""
-    import numpy as np
-
     values = np.empty((rows, columns), _host_dtype(like))
     start = 0
     for part in draw_rows(rng, columns, rows, draw):
@@ -73,8 +69,6 @@ def draw_rows(rng: Any, columns: int, rows: int, draw: Draw) -> Iterator[np.ndar
 
 def random_words(generator: np.random.Generator, count: int) -> np.ndarray:
     """The next raw words of 64 bits of the generator's bit generator."""
-    import numpy as np
-
     if isinstance(generator.bit_generator, np.random.MT19937):  # its words have 32 bits
         halves = generator.bit_generator.random_raw(2 * count)
         return halves[::2] << np.uint64(32) | halves[1::2]
@@ -83,8 +77,6 @@ def random_words(generator: np.random.Generator, count: int) -> np.ndarray:
 
 def random_signs(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Independent signs ±1 with equal probabilities: the bits of the words, the lowest first."""
-    import numpy as np
-
     count = math.prod(shape)
     words = random_words(generator, -(-count // 64)).astype("<u8")
     bits = np.unpackbits(words.view("uint8"), count=count, bitorder="little")
@@ -102,8 +94,6 @@ def random_normals(generator: np.random.Generator, shape: tuple[int, ...]) -> np
     The radius takes the highest bits of a word. The angle takes those of another word, whose two lowest
     bits are the signs.
     """
-    import numpy as np
-
     count = math.prod(shape)
     pairs = -(-count // 2)
     radius = np.sqrt(-2.0 * _log(_uniforms(random_words(generator, pairs))))
@@ -116,21 +106,15 @@ def random_normals(generator: np.random.Generator, shape: tuple[int, ...]) -> np
 
 def random_permutation(generator: np.random.Generator, n: int) -> np.ndarray:
     """A uniformly random permutation: the order that sorts n words. Two words are hardly ever equal."""
-    import numpy as np
-
     return np.argsort(random_words(generator, n), kind="stable")
 
 
 def _uniforms(words: np.ndarray) -> np.ndarray:
-    import numpy as np
-
     return ((words >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
 def _log(x: np.ndarray) -> np.ndarray:
     """The natural logarithm, by its series: libraries round theirs in different ways."""
-    import numpy as np
-
     mantissa, exponent = np.frexp(x)
     is_low = mantissa < 0.5**0.5
     mantissa = np.where(is_low, 2.0 * mantissa, mantissa)
@@ -155,8 +139,6 @@ def _polynomial(coefficients: list[float], x: np.ndarray) -> np.ndarray:
 
 def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     """A matrix (rows, columns) with orthonormal rows, uniformly distributed (Mezzadri 2007)."""
-    import numpy as np
-
     q, r = np.linalg.qr(random_normals(generator, (columns, rows)))
     # QR is unique only with a positive diagonal of r. Without these signs the draw is not uniform.
     return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0)).T

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from isentropic.jl._hadamard import conference, has_field, jacobsthal, paley
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # The largest order of a factor. The second limit is for sizes that cannot be split within the first.
 _LIMITS = (128, 1024)
@@ -48,8 +47,6 @@ def factor_orders(n: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=16)  # a matrix takes up to 8 MB
 def flat_matrix(n: int) -> np.ndarray:
     """The flattest orthogonal matrix of order n that is known here, in float64."""
-    import numpy as np
-
     factors = [_elementary(part) for part in _elements(n).orders]
     return functools.reduce(np.kron, factors, np.ones((1, 1)))
 
@@ -108,8 +105,6 @@ def _log_flatness(n: int) -> float | None:
 @functools.lru_cache(maxsize=4)  # a matrix takes up to 8 MB
 def _elementary(n: int) -> np.ndarray | None:
     """An orthogonal matrix of order n, flatter than a Kronecker product, or None. Odd n have one."""
-    import numpy as np
-
     if n % 2:
         matrices = [_hartley(n), *([_flat_jacobsthal(n)] if has_field(n) else [])]
         return min(matrices, key=lambda matrix: abs(matrix).max())
@@ -123,8 +118,6 @@ def _elementary(n: int) -> np.ndarray | None:
 
 def _hartley(n: int) -> np.ndarray:
     """The matrix of the discrete Hartley transform; its flatness is at most √2."""
-    import numpy as np
-
     i = np.arange(n)
     angle = 2 * math.pi / n * (np.outer(i, i) % n)
     return (np.cos(angle) + np.sin(angle)) * n**-0.5
@@ -136,8 +129,6 @@ def _flat_jacobsthal(q: int) -> np.ndarray:
     S + a·I + b·J is orthogonal up to its scale, with a = 1 where S is skew-symmetric (q = 3 modulo 4),
     else with a = 0: then its product with its transpose is (q + a²)·I + (q·b² + 2ab − 1)·J.
     """
-    import numpy as np
-
     a = 1 if q % 4 == 3 else 0
     b = ((a + q) ** 0.5 - a) / q  # the root of q·b² + 2ab − 1
     return (np.asarray(jacobsthal(q)) + a * np.eye(q) + b) * (q + a) ** -0.5

@@ -13,6 +13,8 @@ import math
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
 from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
@@ -137,8 +139,6 @@ def hadamard_factors(
 def _numpy_factors(
     order: Order, scale: float, dtype: Any, last: int | None, are_large: bool
 ) -> list[Array]:
-    import numpy as np
-
     factors: list[Any] = _factors(np, _factor_orders(order, last, are_large), scale, dtype, None)
     for factor in factors:
         factor.flags.writeable = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isentropic._checks import check_real, counts, value_error
 from isentropic._namespace import Array, accumulator, common_device, namespace
 from isentropic.jl._draws import (
@@ -22,8 +24,6 @@ from isentropic.jl._hadamard import hadamard_order
 from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from isentropic.jl._draws import Draw
 
 
@@ -315,8 +315,6 @@ def hadamard_projection(
     >>> bool(np.allclose((y**2).sum(-1), 1))
     True
     """
-    import numpy as np
-
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     (rounds,) = counts(rounds=rounds)
     base, doublings = hadamard_order(max(n_features, n_components))
@@ -383,8 +381,6 @@ def count_sketch(
     array([[-1.,  0., -1., -1.,  0.,  0.],
            [ 0., -1.,  0.,  0., -1.,  1.]])
     """
-    import numpy as np
-
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     (nonzeros,) = counts(nonzeros=nonzeros)
     if n_components % nonzeros:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from isentropic._checks import check_choice, check_flag, counts, value_error
 from isentropic._namespace import Array
 from isentropic.jl._draws import (
@@ -114,8 +116,6 @@ def rotation(
     >>> f(np.ones((5, 32 * 128))).shape
     (5, 4096)
     """
-    import numpy as np
-
     n_features, blocks = counts(n_features=n_features, blocks=blocks)
     check_choice("kind", kind, ("hadamard", "haar"))
     check_flag(independent=independent)

@@ -14,10 +14,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from isentropic._numerics import expm1_beyond
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import ArrayLike
 
 _NODES = 96
@@ -28,8 +29,6 @@ _LARGEST_TAU = 500.0
 
 def log_chi2_tail(dof: ArrayLike, excess: ArrayLike) -> np.ndarray:
     """Log-probability of χ² above ``dof · (1 + excess)`` for excess > 0, and below it otherwise."""
-    import numpy as np
-
     a, e = np.broadcast_arrays(np.asarray(dof) / 2, np.asarray(excess, np.float64))
     empty = e <= -1
     e = np.where(empty, -0.5, e)
@@ -45,8 +44,6 @@ def log_chi2_tail(dof: ArrayLike, excess: ArrayLike) -> np.ndarray:
 
 def log_beta_tail(a: ArrayLike, b: ArrayLike, excess: ArrayLike) -> np.ndarray:
     """Log-probability of Beta(a, b) above its mean times ``1 + excess`` for excess > 0, else below."""
-    import numpy as np
-
     a, b, e = np.broadcast_arrays(*(np.asarray(v, np.float64) for v in (a, b, excess)))
     empty = (e <= -1) | (a * e >= b)  # beyond 0 or 1
     e = np.where(empty, -0.5, e)
@@ -94,8 +91,6 @@ def binomial_interval(successes: int, trials: int, confidence: float) -> tuple[f
 
 def _log_integral(h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Logarithm of ∫₀^∞ e^{h(τ)} dτ. `h` takes and returns arrays (..., nodes)."""
-    import numpy as np
-
     # Find the τ at which h reaches −_CUTOFF, to within 10 %: first by powers of 64, then by bisection.
     end = np.full(h(np.ones(1)).shape, 1e-18)
     for _ in range(12):
@@ -113,15 +108,11 @@ def _log_integral(h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
 
 @functools.cache
 def _quadrature() -> tuple[np.ndarray, np.ndarray]:
-    import numpy as np
-
     return np.polynomial.legendre.leggauss(_NODES)
 
 
 def _log1p_minus_x(x: np.ndarray) -> np.ndarray:
     """``log(1 + x) − x``, without cancellation for small x."""
-    import numpy as np
-
     small = np.abs(x) < 0.1
     z = np.where(small, x, 0.0)
     series = np.zeros_like(z)
@@ -133,8 +124,6 @@ def _log1p_minus_x(x: np.ndarray) -> np.ndarray:
 
 def _stirling_error(a: np.ndarray) -> np.ndarray:
     """The error of Stirling's formula: log Γ(a) − (a − ½) log a + a − ½ log 2π."""
-    import numpy as np
-
     error = np.zeros_like(a)
     for _ in range(8):  # the recurrence raises a to where the asymptotic series is accurate
         error += (a + 0.5) * np.log1p(1 / a) - 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
+import numpy as np
+
 from isentropic._checks import check_choice, check_floating, is_array, type_error, value_error
 from isentropic._namespace import Array, from_numpy, namespace, to_numpy
 from isentropic.laws._formulas import (
@@ -175,8 +177,6 @@ def _plain_numbers(name: str, x: Array) -> Any:
 
 def _array(name: str, numbers: list[Any]) -> Any:
     """Nested lists of numbers as an array."""
-    import numpy as np
-
     try:
         array = np.asarray(numbers)
     except ValueError:  # ragged, or deeper than NumPy's arrays

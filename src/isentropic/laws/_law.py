@@ -14,6 +14,8 @@ from numbers import Number, Real
 from types import ModuleType
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
+
 from isentropic._checks import (
     bounds_message,
     check_floating,
@@ -144,8 +146,6 @@ class Law(Node, ABC):
             xp, device = namespace(("law", parameters)), common_device(("law", parameters))
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
             return self.evaluate(xp, self._aligned(xp.full((), n, dtype=dtype, device=device)))
-        import numpy as np
-
         return float(self.evaluate(np, np.float64(n)))  # type: ignore[arg-type]
 
     def __init_subclass__(cls) -> None:
@@ -489,8 +489,6 @@ def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
     # If any number is NaN, so is the minimum.
     if numbers.size == 0 or (numbers.min() > above and numbers.max() < math.inf):
         return
-    import numpy as np
-
     index = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
     where = f" at {index}" if index else ""
     raise value_error(name, bounds_message(above), f"{numbers[index]}{where}")

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import (
@@ -64,9 +66,6 @@ from isentropic.jl._draws import (
 )
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import causal
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @equal_by_value
@@ -279,8 +278,6 @@ def _independent_directions(
 def _orthogonal_directions(
     rng: Any, n_features: int, n_components: int, deviation: float, like: Array | None
 ) -> Array:
-    import numpy as np
-
     generator = generator_of(rng)
     blocks = []
     for _ in range(-(-n_components // n_features)):

@@ -7,8 +7,9 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, pad
 from tqdm import tqdm
@@ -21,9 +22,6 @@ from isentropic.integrations.huggingface._measure import as_mapping, check_batch
 from isentropic.integrations.huggingface._modules import attention_modules, evaluation
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._law import Law, LogLength
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # The label of tokens that have no loss, as in PyTorch and transformers.
 _IGNORED = -100
@@ -130,8 +128,6 @@ class Diagnosis:
 
             The last two add up to ``both``: they are its Shapley values.
         """
-        import numpy as np
-
         counts, sums = self.sequence_counts, self._sums
         effects = self._effects(counts.sum(axis=0), sums.sum(axis=0))
         n = len(counts)
@@ -146,16 +142,12 @@ class Diagnosis:
 
     @property
     def _sums(self) -> np.ndarray:
-        import numpy as np
-
         counts = self.sequence_counts[:, None, None]
         sums: np.ndarray = np.where(counts > 0, self.sequence_losses, 0) * counts
         return sums
 
     def _effects(self, counts: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """The differences in the order of `_EFFECTS`, from sums (2, 2, bands) of losses."""
-        import numpy as np
-
         first, last = self.bands.T
         beyond, before = first > self.trained_length, last == self.trained_length
         with np.errstate(invalid="ignore"):  # without one sequence there may be no token
@@ -440,8 +432,6 @@ def _computed_once(module: torch.nn.Module) -> Iterator[None]:
 
 def _band(n: np.ndarray, trained_length: int) -> np.ndarray:
     """The band of n keys: 0 up to half of the trained length, 1 up to all of it, then half octaves."""
-    import numpy as np
-
     octaves = np.log2(n / trained_length)
     bands: np.ndarray = np.where(octaves > -1, 1 + np.maximum(np.ceil(2 * octaves), 0), 0).astype(int)
     return bands
@@ -449,8 +439,6 @@ def _band(n: np.ndarray, trained_length: int) -> np.ndarray:
 
 def _sums_by_band(n: Any, losses: Any, trained_length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Of one sequence: the numbers of tokens (bands,), sums of losses (4, bands), and the largest n."""
-    import numpy as np
-
     n = n.numpy()
     band = _band(n, trained_length)
     sums = [np.bincount(band, x, minlength=2) for x in losses.numpy()]
@@ -458,8 +446,6 @@ def _sums_by_band(n: Any, losses: Any, trained_length: int) -> tuple[np.ndarray,
 
 
 def _diagnosis(rows: Sequence[Any], trained_length: int, window: int) -> Diagnosis:
-    import numpy as np
-
     largest = max((n for _, _, n in rows), default=0)
     if largest <= trained_length:
         must = f"have sequences with more than the trained length, {trained_length} keys"

@@ -8,6 +8,7 @@ from numbers import Real
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from isentropic import laws as laws_module
@@ -122,8 +123,6 @@ def layer_law(
 
 def _with_arrays_to_train(law: Law, heads: int | None) -> Law:
     """The law with NumPy arrays as the parameters to train: of each head, if `heads` are given."""
-    import numpy as np
-
     changes: dict[str, Any] = {}
     for name, x in vars(law).items():
         if isinstance(x, Law):
