@@ -304,20 +304,20 @@ def test_causal_blocks_of_several_parts(
     tiles, set_blocks, monkeypatch, rng, n_keys, bias, softcap, added
 ):
     """Blocks of up to 6 queries, in parts of 2. A tile has the parts that see some of its keys."""
-    from isentropic._attention import numpy, numpy_ops
+    from isentropic._attention import numpy, numpy_ops, schedule
 
     set_blocks(numpy_rows=2, numpy_large_rows=6, numpy_columns=3)
     monkeypatch.setattr(numpy, "has_fast_exponential", lambda: True)
     monkeypatch.setattr(numpy_ops, "has_fast_exponential", lambda: True)
     monkeypatch.setattr(numpy, "n_threads", lambda: 1)
-    shapes, rows_of_a_part = [], numpy._Pass.rows_and_hidden
+    shapes, rows_of_a_range = [], schedule._rows_and_hidden
 
-    def noted(self, item, parts, columns):
-        rows, hidden = rows_of_a_part(self, item, parts, columns)
-        shapes.append((len(parts), rows.stop - rows.start, len(hidden)))
+    def noted(ranges, *args):
+        rows, hidden = rows_of_a_range(ranges, *args)
+        shapes.append((len(ranges), rows.stop - rows.start, len(hidden)))
         return rows, hidden
 
-    monkeypatch.setattr(numpy._Pass, "rows_and_hidden", noted)
+    monkeypatch.setattr(schedule, "_rows_and_hidden", noted)
     q, k, v = (rng.normal(size=(2, n, 4)) for n in (13, n_keys, n_keys))
     q[..., 0] = 1.0
     if added == "a NaN":

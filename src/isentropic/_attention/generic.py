@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
+from isentropic._attention import schedule
 from isentropic._attention.plan import Operands, Plan
 from isentropic._attention.statistics import merge_spreads, spread_of_logits
 from isentropic._attention.tile import Sums, absorb, empty_state, logits, merge_columns
@@ -16,7 +17,6 @@ from isentropic._checks import (
 from isentropic._loops import (
     BLOCKS,
     Block,
-    clip_reach,
     compiled,
     fold,
     is_gpu,
@@ -30,13 +30,11 @@ from isentropic._namespace import (
 from isentropic._numerics import (
     clip,
     divide_or_zero,
-    lift,
     replace_infinite_minimum,
     sum_of_rows,
 )
 from isentropic._ops import Ops, ops_of
 from isentropic._records import Record
-from isentropic.masks import Mask
 
 
 def with_sinks(plan: Plan, operands: Operands, state: Sums, order: float | None) -> Sums:
@@ -114,7 +112,7 @@ class Tiles(Record):
         rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
 
         def over_rows(rows: Block) -> tuple[Array, Array]:
-            logits = self.logits(rows, reach(plan, self.operands.mask, rows))
+            logits = self.logits(rows, schedule.reach(plan.frame, self.operands.mask, rows))
             return compiled(xp, function, logits, take(column, rows, -2))
 
         first, second = map_blocks(xp, over_rows, plan.n_queries, rows_at_once, in_threads=True)
@@ -152,7 +150,7 @@ class Tiles(Record):
         plan, operands = self.plan, self.operands
         query, key = take(self.query, rows, -2), take(operands.key, columns, -2)
         added = added_logits(plan, operands, rows, columns)
-        visible = visible_keys(plan, operands, rows, columns)
+        visible = schedule.visible_keys(plan.frame, operands.mask, rows, columns, plan.ndim)
         key = plan.xp.astype(key, plan.compute, copy=False)
         return logits(ops_of(plan.xp), query, key, plan.softcap, added, visible)[0]
 
@@ -170,7 +168,7 @@ class Tiles(Record):
 
         def over_queries(columns: Block) -> tuple[Array]:
             def with_tile(total: Array | None, rows: Block) -> Array:
-                if self._is_hidden(rows, columns):
+                if schedule.is_hidden(plan.frame, self.operands.mask, rows, columns):
                     return plan.zeros((columns[1], 1), plan.compute) if total is None else total
                 sums = (take(x, rows, -2) for x in (state.maximum, state.normalizer))
                 weight = weights_of_logits(xp, self.logits(rows, columns), *sums)
@@ -181,15 +179,6 @@ class Tiles(Record):
 
         (sums,) = map_blocks(xp, over_queries, plan.n_keys, column_size, in_threads=True)
         return sums[..., 0]
-
-    def _is_hidden(self, rows: Block, columns: Block) -> bool:
-        """Whether it is known that no query of a tile sees a key of it."""
-        plan, mask = self.plan, self.operands.mask
-        # The tiles of a loop in JAX and of a compiled graph are not known.
-        if mask is None or plan.library == "jax" or plan.frame.is_compiling:
-            return False
-        first, size = reach(plan, mask, rows)
-        return bool(first + size <= columns[0] or sum(columns) <= first)
 
     def _reach(self, rows: Block) -> Any:
         mask, frame = self.operands.mask, self.plan.frame
@@ -213,29 +202,12 @@ def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
     return max(rows, BLOCKS.rows), columns
 
 
-def reach(plan: Plan, mask: Mask | None, rows: Block) -> Block:
-    """A block of keys that covers all keys that any query of a block of rows sees.
-
-    It has at least one key. It covers all keys if the rows are traced.
-    """
-    if mask is None or plan.frame.is_compiling or not isinstance(rows[0], int):
-        return 0, plan.n_keys
-    first, end = clip_reach(mask.reach(plan.frame, rows), plan.n_keys)
-    return first, end - first
-
-
 def add_bias_and_mask(plan: Plan, operands: Operands, s: Any, rows: Block, columns: Block) -> Array:
     """`s` plus the bias of a tile; NaN for nonfinite rows of queries and keys; −∞ for hidden keys."""
     added = added_logits(plan, operands, rows, columns)
     s = s if added is None else s + added
-    visible = visible_keys(plan, operands, rows, columns)
+    visible = schedule.visible_keys(plan.frame, operands.mask, rows, columns, plan.ndim)
     return s if visible is None else plan.xp.where(visible, s, -math.inf)
-
-
-def visible_keys(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Any:
-    """Which keys of a tile each query sees; None without a mask."""
-    mask = operands.mask
-    return None if mask is None else lift(mask.block(plan.frame, rows, columns), plan.ndim)
 
 
 def added_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) -> Any:

@@ -19,13 +19,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from isentropic._attention.generic import reach, with_batch_axes
-from isentropic._attention.numpy_ops import Hidden, TileOps, WholeOps, are_wide, has_fast_exponential
+from isentropic._attention import schedule
+from isentropic._attention.generic import with_batch_axes
+from isentropic._attention.numpy_ops import TileOps, WholeOps, are_wide, has_fast_exponential
 from isentropic._attention.plan import Operands, Plan, numpy_dtype
+from isentropic._attention.schedule import Hidden
 from isentropic._attention.state import AttentionState, as_rows
 from isentropic._attention.tile import Sums, absorb, logits, merge_columns, output_of_columns
 from isentropic._entropy import entropy_of_moments
@@ -267,21 +269,13 @@ def _state_to_library(plan: Plan, state: Sums) -> Sums:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Item:
+class Task:
     """A block of rows of one batch element, and the part of the keys over which sums are taken."""
 
     index: Index
     rows: Block
     part: Block
     mask: Any
-
-
-class _Part(NamedTuple):
-    """Some rows of an item, a range outside of which none sees a key, and one of keys that all see."""
-
-    rows: Block
-    reach: tuple[int, int]
-    fully_visible: tuple[int, int]
 
 
 @dataclass(eq=False, repr=False)
@@ -331,10 +325,10 @@ class _Pass:
             return merged._replace(weighted_value=output_of_columns(np, merged))
         return merged
 
-    def item(self, index: Index, rows: Block, part: Block) -> _Item:
+    def item(self, index: Index, rows: Block, part: Block) -> Task:
         mask: Any = self.operands.mask
         element_mask = None if mask is None else mask.element(self.plan.batch, index)
-        return _Item(index, rows, part, element_mask)
+        return Task(index, rows, part, element_mask)
 
     def row_size(self, n_elements: int) -> int:
         """The number of queries of a block: fewer if there would be too few blocks for the threads."""
@@ -373,23 +367,23 @@ class _Pass:
             None if self.order is None else np.empty((*shape, 1), dtype),
         )
 
-    def block(self, item: _Item) -> Sums:
+    def block(self, item: Task) -> Sums:
         """The state of an item by the first policy whose sums are accurate."""
         states = (self.relative_to(policy, item) for policy in self.policies)
         return next(state for state in states if state is not None)
 
-    def part_of(self, x: Any, item: _Item) -> Any:
+    def part_of(self, x: Any, item: Task) -> Any:
         """The rows of an item in `x` (..., L, columns)."""
         return take(x[_element_of(x, self.plan.batch, item.index)], item.rows, -2)
 
-    def scaled_rows(self, item: _Item, unit: float) -> Any:
+    def scaled_rows(self, item: Task, unit: float) -> Any:
         """The queries whose products with the keys are the logits, divided by a unit."""
         query, multiplier = self.part_of(self.operands.query, item), self.operands.multiplier
         if not isinstance(multiplier, float):
             multiplier = self.part_of(multiplier, item)
         return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
-    def relative_to(self, policy: str, item: _Item) -> Sums | None:
+    def relative_to(self, policy: str, item: Task) -> Sums | None:
         """The state of an item by a policy of the reference; None if sums of the first tile are bad.
 
         "given" stands for 0. If sums become inaccurate only in a later tile, another constant would
@@ -444,7 +438,7 @@ class _Pass:
         factor = peak if self.relative_to_maximum else sums.normalizer
         return self.state_of(sums._replace(maximum=reference), factor)
 
-    def nothing(self, item: _Item, policy: str) -> Sums:
+    def nothing(self, item: Task, policy: str) -> Sums:
         """The sums over no keys; the maximum is None if the reference is 0."""
         dtype, (_, value) = self.plan.compute, self.keys_and_values(item)
         column = (item.rows[1], 1)
@@ -482,10 +476,10 @@ class _Pass:
         moment = np.minimum(moment, 0.0) if self.order == 1 else moment
         return Sums(reference, normalizer, value, moment)
 
-    def all_logits(self, item: _Item) -> Any:
+    def all_logits(self, item: Task) -> Any:
         """The logits of all keys that some query of an item sees, −∞ where one is hidden."""
         ops, mask = TileOps(is_moving=True, are_wide=None, has_peaks=False), item.mask
-        columns = reach(self.plan, mask, item.rows)
+        columns = schedule.reach(self.plan.frame, mask, item.rows)
         hidden = None
         if mask is not None:
             hidden = [(slice(None), mask.block(self.plan.frame, item.rows, columns))]
@@ -493,57 +487,11 @@ class _Pass:
         added = self.added(item, slice(None), columns)
         return logits(ops, self.scaled_rows(item, 1.0), key, None, added, hidden)[0]
 
-    def tiles(self, item: _Item) -> Iterator[tuple[slice, Block, Hidden]]:
+    def tiles(self, item: Task) -> Iterator[tuple[slice, Block, Hidden]]:
         """Yield tiles: some rows of the item, a block of keys, and what is hidden."""
-        frame, mask, n_rows = self.plan.frame, item.mask, item.rows[1]
-        first, end = item.part[0], sum(item.part)
-        parts: list[_Part] = []
-        if mask is not None:
-            blocks_of_rows = blocks(item.rows[0], sum(item.rows), BLOCKS.numpy_rows)
-            parts = [
-                _Part(x, mask.reach(frame, x), mask.fully_visible(frame, x)) for x in blocks_of_rows
-            ]
-            first = max(first, min(part.reach[0] for part in parts))
-            end = min(end, max(part.reach[1] for part in parts))
-        column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // n_rows)
-        key_blocks = [(i, min(column_size, end - i)) for i in range(first, end, column_size)]
-        if len(parts) > 1 and key_blocks:
-            # Under a causal mask these blocks end where the keys end that a part sees. The shorter one
-            # comes last, because the first tile shows how far apart the exponents are.
-            shorter, *others = blocks(first, end, column_size)
-            key_blocks = [*others, shorter]
-        for columns in key_blocks:
-            rows, hidden = self.rows_and_hidden(item, parts, columns)
-            if rows.start < rows.stop:
-                yield rows, columns, hidden
-
-    def rows_and_hidden(self, item: _Item, parts: list[_Part], columns: Block) -> tuple[slice, Hidden]:
-        """The rows from the first to the last part that sees a key, and what they do not see."""
-        if item.mask is None:
-            return slice(0, item.rows[1]), []
-        start, end = columns[0], sum(columns)
-        found = []
-        for part in parts:
-            visible = None
-            if not (part.fully_visible[0] <= start and end <= part.fully_visible[1]):
-                visible = np.zeros((1, 1), bool)
-                if part.reach[0] < end and start < part.reach[1]:
-                    visible = self.visible(item.mask, part.rows, columns)
-                if visible.all():  # as in most tiles of a causal mask that is an array
-                    visible = None
-            first = part.rows[0] - item.rows[0]
-            found.append((slice(first, first + part.rows[1]), visible))
-        seeing = [i for i, (_, visible) in enumerate(found) if visible is None or visible.any()]
-        if not seeing:
-            return slice(0, 0), []
-        found = found[seeing[0] : seeing[-1] + 1]
-        rows = slice(found[0][0].start, found[-1][0].stop)
-        hidden = [
-            (slice(part.start - rows.start, part.stop - rows.start), visible)
-            for part, visible in found
-            if visible is not None
-        ]
-        return rows, hidden
+        column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // item.rows[1])
+        sizes, visible = (BLOCKS.numpy_rows, column_size), partial(self.visible, item.mask)
+        return schedule.tiles(self.plan.frame, item.mask, item.rows, item.part, sizes, visible)
 
     def visible(self, mask: Any, rows: Block, columns: Block) -> Any:
         frame = self.plan.frame
@@ -554,7 +502,7 @@ class _Pass:
             self.visible_tiles[tile_key] = mask.block(frame, rows, columns)
         return self.visible_tiles[tile_key]
 
-    def added(self, item: _Item, rows: slice, columns: Block, unit: float = 1.0) -> Any:
+    def added(self, item: Task, rows: slice, columns: Block, unit: float = 1.0) -> Any:
         """The bias of a tile, and NaN for nonfinite rows of queries and keys; None if there is neither.
 
         The bias is in units of so many nats.
@@ -570,11 +518,11 @@ class _Pass:
                 total = part if total is None else total + part
         return total
 
-    def has_wide_bias(self, item: _Item) -> bool:
+    def has_wide_bias(self, item: Task) -> bool:
         bias = self.operands.bias
         return bias is not None and are_wide(self.part_of(bias, item))
 
-    def keys_and_values(self, item: _Item) -> tuple[Any, Any]:
+    def keys_and_values(self, item: Task) -> tuple[Any, Any]:
         """Those of the batch element of an item."""
         key, value = self.operands.key, self.operands.value
         index = partial(_element_of, batch=self.plan.batch, index=item.index)

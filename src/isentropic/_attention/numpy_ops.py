@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from isentropic._attention.schedule import Hidden
 from isentropic._loops import BLOCKS
 from isentropic._numerics import grouped_matmul
 from isentropic._ops import LOWEST_SCORE, InPlaceOps
 
-# Rows of a tile, and which of its keys each of them sees. All other rows see all keys.
-Hidden = Sequence[tuple[slice, Any]]
 # If the first tile, or a bias, has exponents below −20 nats, others may be so low that eˣ underflows.
 _WIDE_EXPONENT = 20.0
 # Calls with fewer logits do not look for low exponents. The search takes longer than slow products.

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, reach, tile_shape
+from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, tile_shape
 from isentropic._attention.numpy import takes_mask
 from isentropic._attention.plan import (
     TRANSFORMED,
@@ -16,6 +16,7 @@ from isentropic._attention.plan import (
     count_nonzero,
     four_axes,
 )
+from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
@@ -150,9 +151,10 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
 
     def attend_rows(rows: Block) -> tuple[Array]:
         # Keys that no query of the block sees are left out.
-        columns = reach(plan, mask, rows)
-        added = add_bias_and_mask(plan, operands, zero, rows, columns)
-        added = four_axes(plan, xp.astype(added, value.dtype))
+        columns = reach(plan.frame, mask, rows)
+        added: Any = add_bias_and_mask(plan, operands, zero, rows, columns)
+        # All queries of the block may see all its keys.
+        added = four_axes(plan, xp.astype(added, value.dtype)) if added.ndim else None
         q, k, v = (take(x, b, -2) for x, b in ((query, rows), (key, columns), (value, columns)))
         out = _sdpa(plan, q, k, v, scale, added, is_causal=False)
         if mask is None:

@@ -28,8 +28,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
-from isentropic._attention.generic import Tiles, added_logits, reach, tile_shape
+from isentropic._attention.generic import Tiles, added_logits, tile_shape
 from isentropic._attention.plan import Plan
+from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, empty_state
 from isentropic._entropy import shift_moment, slope_of_moment, terms_of_moment
 from isentropic._loops import (
@@ -276,7 +277,7 @@ class _Pass:
 
     def columns_of(self, rows: Block) -> list[_Columns]:
         """The blocks of keys that a block of queries may see."""
-        first, size = reach(self.tiles.plan, self.tiles.operands.mask, rows)
+        first, size = reach(self.tiles.plan.frame, self.tiles.operands.mask, rows)
         parts = [x.within(first, first + size) for x in self.columns]
         return [x for x in parts if x.block[1]]
 
