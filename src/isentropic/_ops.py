@@ -61,7 +61,8 @@ class Ops:
         `order` is that of the moment. If it is 1, x is finite, so that x eˣ is 0 for hidden keys.
         """
         # Hidden keys need no guard: x is −∞, its derivative is finite, and e^{−∞} is 0.
-        x = s if m is None else s - self.xp.maximum(m, self.xp.finfo(s.dtype).min)
+        # Not `maximum`: that of array_api_compat makes a tensor of the number, which fails in graphs.
+        x = s if m is None else s - clip(self.xp, m, min=float(self.xp.finfo(s.dtype).min))
         return x if order != 1 else clip(self.xp, x, min=LOWEST_SCORE), self.xp.exp(x)
 
     def power(self, x: Any, order: float) -> Any:
