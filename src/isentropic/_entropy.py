@@ -92,8 +92,7 @@ def _moment(ops: Ops, x: Any, weight: Any, order: float) -> Any:
         return ops.row_sum(weight)
     if order > 0 and is_far_from_1(order):
         return ops.row_sum(ops.power(x, order))
-    terms = terms_of_moment(ops.xp, x, weight, order)
-    return ops.row_sum(ops.xp.where(x == -math.inf, 0.0, terms))
+    return ops.row_sum(visible_terms(ops.xp, x, weight, order))
 
 
 def _clipped_scores(xp: ModuleType, x: Array, order: float) -> Array:
@@ -123,6 +122,13 @@ def terms_of_moment(xp: ModuleType, x: Array, weight: Array, order: float) -> Ar
     is_small = xp.abs(tx) < 1
     expm1_term = weight * xp.expm1(xp.where(is_small, tx, 0.0))
     return xp.where(is_small, expm1_term, _power(xp, x, weight, order) - weight) / t
+
+
+def visible_terms(xp: ModuleType, x: Array, weight: Array, order: float) -> Any:
+    """The terms of the moment, also for scores of −∞, whose terms are 0."""
+    if order == 2:
+        return weight * weight
+    return xp.where(x == -math.inf, 0.0, terms_of_moment(xp, x, weight, order))
 
 
 def slope_of_moment(normalizer: Any, moment: Any, order: float) -> Any:

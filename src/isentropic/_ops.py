@@ -31,6 +31,13 @@ class Ops:
         """The inner products of queries and keys, whose heads may be grouped."""
         return grouped_matmul(self.xp, query, self.xp.matrix_transpose(key))
 
+    def add_products(self, s: Any, query: Any, key: Any) -> Any:
+        return s + self.products(query, key)
+
+    def fill(self, s: Any, x: Any) -> Any:
+        """`x` in the shape of `s`."""
+        return self.xp.zeros_like(s) + x
+
     def add(self, s: Any, x: Any) -> Any:
         return s + x
 
@@ -41,6 +48,10 @@ class Ops:
         """``softcap · tanh(s)``, and the tanh."""
         tanh = self.xp.tanh(s)
         return tanh * softcap, tanh
+
+    def cap_gradient(self, ds: Any, tanh: Any, softcap: float) -> Any:
+        """`ds` times the derivative of `cap`, given its tanh."""
+        return ds * ((1 - tanh * tanh) * softcap)
 
     def hide(self, s: Any, visible: Any) -> Any:
         """The logits, −∞ where a key is not visible, even where they are NaN."""

@@ -4,7 +4,13 @@ The state of a query is a reference m and sums over keys with logits s (see `Att
 
     x = s − m,   z = Σ eˣ,   W = Σ eˣ v,   w = Σ f(x),
 
-with the terms f of the moment of an order (see `isentropic._entropy`). The functions compute by a table
+with the terms f of the moment of an order (see `isentropic._entropy`). Let a loss have the gradients
+g_z, g_W and g_w with respect to the sums. Its gradient with respect to the logits, for a reference that
+does not depend on them, is
+
+    ds = eˣ (g_z + g_W · v) + g_w f′(x).
+
+The functions compute by a table
 of operations (see `isentropic._ops`), so they serve every library. The kernels in other languages
 restate these formulas.
 
@@ -23,7 +29,7 @@ import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._entropy import partition, shift_moment
+from isentropic._entropy import partition, shift_moment, slope_of_moment, visible_terms
 from isentropic._namespace import Array
 from isentropic._numerics import divide_or_zero, log_or, replace_infinite_minimum
 from isentropic._ops import Ops
@@ -91,6 +97,37 @@ def absorb(
         None if value is None else ops.add_weighted(state.weighted_value, p, value),
         None if order is None else ops.add(state.weighted_score, w),
     )
+
+
+def gradient(
+    ops: Ops, s: Any, m: Any, value: Any, order: float | None, upstream: Sums
+) -> tuple[Any, Any]:
+    """The gradient of the logits `s` of a tile, which may be overwritten, and the weights eˣ.
+
+    `upstream` holds the gradients of the sums, relative to the reference `m`. Those of the values and
+    of the moment may be None. The gradient of the reference is not part of the result.
+    """
+    x, p = ops.exp(s, m, order)
+    _, z_grad, value_grad, moment_grad = upstream
+    rest = None
+    if moment_grad is not None and order == 1:  # f′(x) = eˣ (1 + x), so all is a product with eˣ
+        ds = ops.add(ops.multiply(x, moment_grad), z_grad + moment_grad)
+    else:
+        if moment_grad is not None:
+            assert order is not None
+            # No product with eˣ: below order 1 the other factor would overflow for small weights.
+            rest = slope_of_moment(p, visible_terms(ops.xp, x, p, order), order)
+            rest = ops.multiply(rest, moment_grad)
+        ds = ops.fill(x, z_grad)
+    if value_grad is not None:
+        ds = ops.add_products(ds, value_grad, value)
+    ds = ops.multiply(ds, p)
+    return (ds if rest is None else ops.add(ds, rest)), p
+
+
+def gradient_of_products(ops: Ops, ds: Any, tanh: Any, softcap: float | None) -> Any:
+    """The gradient of the products in `logits`, from that of the logits and from tanh."""
+    return ds if softcap is None else ops.cap_gradient(ds, tanh, softcap)
 
 
 def shift_of(xp: ModuleType, old: Any, new: Any) -> Any:
