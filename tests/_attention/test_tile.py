@@ -52,3 +52,53 @@ class TestGradient:
                 step[index] = 1e-6
                 change = loss(**{name: arrays[name] + step}) - loss(**{name: arrays[name] - step})
                 assert gradient[index] == pytest.approx(change / 2e-6, rel=1e-5, abs=rounding)
+
+
+class TestTorchOps:
+    """The operations in place, which may overwrite their first argument and nothing else."""
+
+    @pytest.mark.parametrize("order", [None, 0.5, 0.9, 1.0, 2.0, math.inf])
+    @pytest.mark.parametrize("softcap", [None, 1.5])
+    @pytest.mark.parametrize("is_masked", [False, True])
+    @pytest.mark.parametrize("are_ordinary", [False, True])
+    def test_they_equal_the_standard(self, request, rng, order, softcap, is_masked, are_ordinary):
+        """The state and the gradients of three tiles of grouped heads, of which one hides keys."""
+        if request.config.getoption("--backend") not in (None, "torch"):
+            pytest.skip("belongs to the backend torch")
+        torch = pytest.importorskip("torch")
+        from array_api_compat import torch as xp
+
+        from isentropic._attention.torch_ops import TorchOps
+
+        def random(*shape):
+            return torch.as_tensor(rng.normal(size=shape))
+
+        query, bias, keys = random(2, 4, 3, 5), random(3, 4), random(3, 2, 2, 4, 5)
+        values, visible = random(3, 2, 2, 4, 6), torch.as_tensor(VISIBLE)
+        upstream = tile.Sums(None, random(2, 4, 3, 1), random(2, 4, 3, 6), random(2, 4, 3, 1))
+        if order is None:
+            upstream = upstream._replace(weighted_score=None)
+        found = []
+        for ops in (Ops(xp), TorchOps(xp, 2 * 4 * 3 * 4, are_ordinary=are_ordinary)):
+            parts = keys, values
+            if type(ops) is TorchOps:  # whose keys have one axis for the batch and the groups
+                parts = keys.flatten(1, 2), values.flatten(1, 2)
+            masks = (None, visible if is_masked else None, None)
+            tiles = list(zip(*parts, masks, strict=True))
+            state, gradients = None, []
+            for key, value, mask in tiles:
+                s, _ = tile.logits(ops, query, key, softcap, bias, mask)
+                state = tile.absorb(ops, state, s, value, order)
+            for key, value, mask in tiles:
+                s, tanh = tile.logits(ops, query, key, softcap, bias, mask)
+                ds, p = tile.gradient(ops, s, state.maximum, value, order, upstream)
+                weights = p.clone()
+                gradients += [
+                    ds.clone(),
+                    weights,
+                    tile.gradient_of_products(ops, ds, tanh, softcap).clone(),
+                ]
+            found.append([x for x in (*state, *gradients) if x is not None])
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            assert ((got == 0) == (want == 0)).all()  # where keys are hidden

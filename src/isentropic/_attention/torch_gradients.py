@@ -1,23 +1,15 @@
 """The pass over tiles with PyTorch, and its gradients, on any device.
 
-The fields of a state are sums over keys j of functions of x_j = s_j − m, with the logits s and their
-maximum m:
-
-    z = Σ p_j,    W = Σ p_j v_j,    w = Σ f(x_j),    p_j = e^{x_j},
-
-with the terms f of the moment (see `isentropic._entropy`). Given the gradients g_z, g_W and g_w of a
-loss with respect to the sums, the gradient with respect to the logits is
-
-    ds_j = p_j (g_z + g_W · v_j) + g_w f′(x_j).
-
-The largest logit gets g_m − Σ ds_j in addition. The other gradients are
+The formulas are those of `isentropic._attention.tile`, computed in place. Given the gradients dS of the
+logits and the gradients g_W of the sums of values, the other gradients are
 
     dV = Pᵀ g_W,    dQ = dS K,    dK = dSᵀ Q.
 
-The backward pass computes the logits of each tile again. It takes five products for a tile, or three
-without values (Dao et al. 2022, arXiv 2205.14135). Both passes have the same tiles, and compute the
-logits of a tile in the same way. So the weights of the backward pass are those of which the forward
-pass took the sums, also where the rounding errors of large logits change them.
+The largest logit gets g_m − Σ dS in addition. The backward pass computes the logits of each tile again.
+It takes five products for a tile, or three without values (Dao et al. 2022, arXiv 2205.14135). Both
+passes have the same tiles, and compute the logits and the weights of a tile in the same way. So the
+weights of the backward pass are those of which the forward pass took the sums, also where the rounding
+errors of large logits change them.
 """
 
 from __future__ import annotations
@@ -28,11 +20,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
+from isentropic._attention import tile
 from isentropic._attention.generic import Tiles, added_logits, tile_shape
 from isentropic._attention.plan import Plan
 from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, empty_state
-from isentropic._entropy import shift_moment, slope_of_moment, terms_of_moment
+from isentropic._attention.torch_ops import TorchOps
+from isentropic._entropy import slope_of_moment
 from isentropic._loops import (
     BLOCKS,
     Block,
@@ -42,9 +36,8 @@ from isentropic._loops import (
     take,
     without_autocast,
 )
-from isentropic._numerics import lift, replace_infinite_minimum
+from isentropic._numerics import lift
 
-_LOG2_E = 1 / math.log(2)
 # Products of a weight of 10^−37 with a key and a value of at most this size make no difference to a
 # gradient. A bias of at most this size hides no key.
 _ORDINARY = 1e10
@@ -100,69 +93,6 @@ def _state_of_rows(state: Sums, rows: Block) -> Sums:
     return Sums(*(None if x is None else _rows_of(x, rows) for x in state))
 
 
-def _fill_hidden(s: Any, visible: Any) -> Any:
-    """Set contiguous logits to −∞ in place where a key is not visible.
-
-    PyTorch vectorizes operations on bits, but not `masked_fill_`, which takes up to 20 times as long.
-    """
-    bits, minus_infinity = _bits(s), -(2**52) if s.element_size() == 8 else -(2**23)
-    hidden = (~visible).to(bits.dtype)
-    bits.bitwise_and_(hidden - 1).bitwise_or_(hidden * minus_infinity)
-    return s
-
-
-def _zero_hidden(x: Any, visible: Any) -> None:
-    """Set a contiguous array to 0 in place where a key is not visible, even where it is NaN."""
-    bits = _bits(x)
-    bits.bitwise_and_(-visible.to(bits.dtype))
-
-
-def _bits(x: Any) -> Any:
-    """Contiguous floats as integers with the same bits, in the same memory."""
-    import torch
-
-    return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-
-
-def _exp(x: Any, out: Any = None) -> Any:
-    """``eˣ``. Where it underflows, PyTorch's `exp` takes up to 70 times as long, and `exp2` up to 8."""
-    import torch
-
-    return torch.mul(x, _LOG2_E, out=out).exp2_()
-
-
-def _view(memory: Any, shape: Any) -> Any:
-    """An array of a shape at the start of the memory."""
-    return memory[: math.prod(shape)].view(shape)
-
-
-def _lowest_normal(x: Any) -> float:
-    """A number from which on `exp` does not underflow, with a weight below 10^−37 in float32."""
-    import torch
-
-    return math.log(2 * torch.finfo(x.dtype).tiny)
-
-
-def _lowest(x: Any, order: float | None) -> float:
-    """An exponent so low that it adds nothing to the sums or to the moment.
-
-    Products with exponents that are clipped there do not overflow.
-    """
-    import torch
-
-    info = torch.finfo(x.dtype)
-    return (math.log(info.tiny * info.eps) - 1) / min(max(order or 1.0, 1e-30), 1.0)
-
-
-def _terms(xp: Any, x: Any, p: Any, order: float) -> Any:
-    """The terms of the moment of a tile. The exponents x may be overwritten."""
-    if order == 1:
-        return x.mul_(p)
-    if order == 2:
-        return xp.mul(p, p, out=x)
-    return xp.where(x == -math.inf, 0.0, terms_of_moment(xp, x, p, order))
-
-
 def _or_zero(gradient: Any, like: Any) -> Any:
     return like.new_zeros(1).expand(like.shape) if gradient is None else gradient
 
@@ -178,9 +108,9 @@ def _excess_at_maximum(plan: Plan, state: Sums, upstream: Sums, order: float | N
     slope = None if order is None else slope_of_moment(z, moment, order)
     excess = _or_zero(upstream.maximum, maximum)
     magnitude = xp.abs(excess)
-    for derivative, gradient in zip((z, weighted_value, slope), upstream[1:4], strict=True):
-        if derivative is not None and gradient is not None:
-            product = derivative * gradient
+    for derivative, grad in zip((z, weighted_value, slope), upstream[1:4], strict=True):
+        if derivative is not None and grad is not None:
+            product = derivative * grad
             excess = excess - product.sum(-1, keepdim=True)
             magnitude = magnitude + product.abs().sum(-1, keepdim=True)
     # Up to rounding errors.
@@ -191,19 +121,18 @@ def _excess_at_maximum(plan: Plan, state: Sums, upstream: Sums, order: float | N
 
 
 class _Rows(NamedTuple):
-    """Arrays (groups, heads of a group · rows, width) for a block of queries.
+    """The arrays of a block of queries, contiguous, so that those of a group of heads are views.
 
     A NaN in a row makes all its products NaN, also those with keys that it does not see. So if there
-    may be one, the products are set to 0 for hidden keys, and `query` and `value_grad` to 0 in its row.
+    may be one, the products are set to 0 for hidden keys, and `query` and the gradient of the values to
+    0 in its row.
     """
 
     may_be_nan: bool
     query: Any
     raw_query: Any  # with its NaN
-    reference: Any
-    normalizer_grad: Any
-    value_grad: Any
-    moment_grad: Any
+    maximum: Any
+    upstream: Sums
     excess: Any
 
 
@@ -248,9 +177,7 @@ class _Pass:
     order: float | None
     wanted: Collection[str]  # the inputs whose gradients are wanted
     columns: list[_Columns]
-    are_ordinary: bool  # whether keys, values and biases are known to be at most `_ORDINARY` in size
-    # Memory for arrays of the size of a tile. The system clears the pages of new arrays, which is slow.
-    memory: dict[str, Any]
+    ops: TorchOps
 
     @classmethod
     def of(cls, tiles: Tiles, order: float | None, wanted: Collection[str] = ()) -> Self:
@@ -265,15 +192,8 @@ class _Pass:
         row_size, column_size = _tile_shape(plan)
         columns = _Columns.blocks_of(key, value, column_size, wanted)
         size = math.prod(plan.batch) * min(row_size, plan.n_queries) * min(column_size, plan.n_keys)
-        names = ("logits", "weights", *(() if plan.softcap is None else ("tanh",)))
-        memory = {name: query.new_empty(size) for name in names}
-        return cls(tiles.replaced(query=query), order, wanted, columns, are_ordinary, memory)
-
-    def grouped(self, x: Any) -> Any:
-        """`x` (..., rows, width) as (groups, heads of a group · rows, width)."""
-        groups = self.columns[0].key.shape[0]
-        heads = math.prod(self.tiles.plan.batch) // groups
-        return x.reshape(groups, heads * x.shape[-2], x.shape[-1])
+        ops = TorchOps(plan.xp, size, are_ordinary=are_ordinary)
+        return cls(tiles.replaced(query=query), order, wanted, columns, ops)
 
     def columns_of(self, rows: Block) -> list[_Columns]:
         """The blocks of keys that a block of queries may see."""
@@ -282,62 +202,21 @@ class _Pass:
         return [x for x in parts if x.block[1]]
 
     def logits_and_tanh(self, rows: Block, columns: _Columns, query: Any) -> tuple[Any, Any]:
-        """The logits of a tile, and tanh(products / soft cap); None without a soft cap.
-
-        Both results are in memory that the next tile overwrites.
-        """
-        import torch
-
-        plan, tanh = self.tiles.plan, None
-        shape = (*query.shape[:2], columns.block[1])
-        s = torch.bmm(query, columns.key.mT, out=_view(self.memory["logits"], shape))
-        if plan.softcap is not None:
-            tanh = torch.tanh(s, out=_view(self.memory["tanh"], shape))
-            torch.mul(tanh, plan.softcap, out=s)
-        s = s.view(*plan.batch, rows[1], columns.block[1])
-        return self.grouped(self.add_bias_and_hide(s, rows, columns.block)), tanh
-
-    def add_bias_and_hide(self, s: Any, rows: Block, columns: Block) -> Any:
-        """The logits of a tile for its products, after the soft cap, in place."""
-        added = added_logits(self.tiles.plan, self.tiles.operands, rows, columns)
-        if added is not None:
-            s.add_(added)
-        visible = self.visible(rows, columns)
-        return s if visible is None else _fill_hidden(s, visible)
-
-    def are_all_visible(self, rows: Block, columns: Block) -> bool:
-        """Whether the mask hides no key of a tile."""
-        mask = self.tiles.operands.mask
-        if mask is None:
-            return True
-        first, end = mask.fully_visible(self.tiles.plan.frame, rows)
-        return bool(first <= columns[0] and sum(columns) <= end)
+        """The logits of a tile, and tanh(products / soft cap); None without a soft cap."""
+        plan = self.tiles.plan
+        added = added_logits(plan, self.tiles.operands, rows, columns.block)
+        visible = self.visible(rows, columns.block)
+        return tile.logits(self.ops, query, columns.key, plan.softcap, added, visible)
 
     def visible(self, rows: Block, columns: Block) -> Any:
         """The keys of a tile that each query sees; None if the mask hides none."""
-        mask = self.tiles.operands.mask
-        if mask is None or self.are_all_visible(rows, columns):
+        plan, mask = self.tiles.plan, self.tiles.operands.mask
+        if mask is None:
             return None
-        return lift(mask.block(self.tiles.plan.frame, rows, columns), self.tiles.plan.ndim)
-
-    def weights(self, x: Any, rows: Block, columns: Block, *, has_moment: bool) -> Any:
-        """``eˣ``. Exponents so low that they make no difference are raised in place.
-
-        Exponents above 0 become 0. There are some if another pass has computed the maximum, with other
-        rounding errors.
-        """
-        import torch
-
-        memory = _view(self.memory["weights"], x.shape)
-        # Raised exponents would change the weight of hidden keys, which is 0. They would also change
-        # moments of orders below 1, which contain small powers of the weights.
-        are_visible = self.are_all_visible(rows, columns)
-        if not (are_visible and self.are_ordinary) or (self.order is not None and self.order < 1):
-            p = _exp(x.clamp_(_lowest(x, self.order) if has_moment else None, 0.0), memory)
-            # Some processors take 100 times as long for products with numbers that are not normal.
-            info = torch.finfo(p.dtype)
-            return torch.threshold_(p, info.tiny / info.eps, 0.0)
-        return torch.exp(x.clamp_(_lowest_normal(x), 0.0), out=memory)  # faster, as it never underflows
+        first, end = mask.fully_visible(plan.frame, rows)
+        if first <= columns[0] and sum(columns) <= end:
+            return None
+        return lift(mask.block(plan.frame, rows, columns), plan.ndim)
 
 
 @dataclass(frozen=True)
@@ -352,9 +231,11 @@ class _Forward(_Pass):
 
     def add_rows(self, rows: Block) -> None:
         """Compute the state of a block of queries."""
-        query, state = self.grouped(_rows_of(self.tiles.query, rows)), self.state_of_nothing(rows)
+        query, state = _rows_of(self.tiles.query, rows).contiguous(), None
         for columns in self.columns_of(rows):
-            state = self.with_tile(state, rows, columns, query)
+            s, _ = self.logits_and_tanh(rows, columns, query)
+            state = tile.absorb(self.ops, state, s, columns.value, self.order)
+        assert state is not None
         # The weights of keys whose logits are all −∞ may be the lowest ones in place of 0.
         is_empty = state.maximum == -math.inf
         for x in state[1:]:
@@ -362,31 +243,7 @@ class _Forward(_Pass):
                 x.masked_fill_(is_empty, 0.0)
         for total, part in zip(_state_of_rows(self.state, rows), state, strict=True):
             if total is not None:
-                total.copy_(part.view(total.shape))
-
-    def state_of_nothing(self, rows: Block) -> Sums:
-        """The state without keys, of a block of queries."""
-        parts = (None if x is None else self.grouped(x) for x in _state_of_rows(self.state, rows))
-        state = Sums(*(None if x is None else x.new_zeros(x.shape) for x in parts))
-        return state._replace(maximum=state.maximum - math.inf)
-
-    def with_tile(self, state: Sums, rows: Block, columns: _Columns, query: Any) -> Sums:
-        """The state with the keys of a tile. Its sums of values are changed in place."""
-        xp, order = self.tiles.plan.xp, self.order
-        logits, _ = self.logits_and_tanh(rows, columns, query)
-        maximum = xp.maximum(state.maximum, logits.amax(-1, keepdim=True))
-        reference = replace_infinite_minimum(xp, maximum)
-        # A state of no keys needs no shift.
-        shift = xp.where(state.maximum == -math.inf, 0.0, state.maximum - reference)
-        x, factor, moment = logits.sub_(reference), shift.exp(), None
-        p = self.weights(x, rows, columns.block, has_moment=order == 1)
-        normalizer = p.sum(-1, keepdim=True).addcmul_(state.normalizer, factor)
-        if state.weighted_value is not None:
-            state.weighted_value.mul_(factor).baddbmm_(p, columns.value)
-        if order is not None:
-            moment = shift_moment(xp, state.weighted_score, state.normalizer, shift, order)
-            moment = moment + _terms(xp, x, p, order).sum(-1, keepdim=True)
-        return Sums(maximum, normalizer, state.weighted_value, moment)
+                total.copy_(part)
 
 
 @dataclass(frozen=True)
@@ -408,18 +265,15 @@ class _Backward(_Pass):
         may_be_nan = not is_known_true(plan.xp, is_number.all())
 
         def cleaned(x: Any) -> Any:
-            return x.where(is_number, 0.0) if may_be_nan and x is not None else x
+            return x.where(is_number, 0.0) if may_be_nan else x
 
-        arrays = (
-            cleaned(_rows_of(self.tiles.query, rows)),
-            _rows_of(self.tiles.query, rows),
-            replace_infinite_minimum(plan.xp, state.maximum),
-            _or_zero(upstream.normalizer, state.normalizer),
-            cleaned(upstream.weighted_value),
-            upstream.weighted_score,
-            _excess_at_maximum(plan, state, upstream, self.order),
+        query, value_grad = _rows_of(self.tiles.query, rows).contiguous(), upstream.weighted_value
+        excess = _excess_at_maximum(plan, state, upstream, self.order)
+        upstream = upstream._replace(
+            normalizer=_or_zero(upstream.normalizer, state.normalizer),
+            weighted_value=None if value_grad is None else cleaned(value_grad).contiguous(),
         )
-        return _Rows(may_be_nan, *(None if x is None else self.grouped(x) for x in arrays))
+        return _Rows(may_be_nan, cleaned(query), query, state.maximum, upstream, excess)
 
     def add_rows(self, rows: Block, state: Sums, upstream: Sums) -> None:
         """Add the gradients of a block of queries to the totals."""
@@ -430,70 +284,40 @@ class _Backward(_Pass):
         largest = None if row.excess is None else self.index_of_maximum(rows, row, parts)
         query_grad = torch.zeros_like(row.query)
         for columns in parts:
-            gradient = self.tile_gradient(rows, columns, row, largest)
-            query_grad.baddbmm_(gradient, columns.key)
+            ds = self.gradient_of_tile(rows, columns, row, largest)
+            query_grad = self.ops.add_weighted(query_grad, ds, columns.key)
             if "key" in columns.totals:
-                columns.totals["key"].baddbmm_(gradient.mT, row.query)
+                self.ops.add_weighted_rows(columns.totals["key"], ds, row.query)
         if "query" in self.totals:
-            part = _rows_of(self.totals["query"], rows)
-            part.copy_(query_grad.view(part.shape))
+            _rows_of(self.totals["query"], rows).copy_(query_grad)
 
     def index_of_maximum(self, rows: Block, row: _Rows, parts: list[_Columns]) -> Any:
         """The key of the largest logit of each query."""
-        best, index = row.reference - math.inf, 0
+        best, index = row.maximum - math.inf, 0
         for columns in parts:
-            logits, _ = self.logits_and_tanh(rows, columns, row.raw_query)
-            top, position = logits.max(-1, keepdim=True)
+            s, _ = self.logits_and_tanh(rows, columns, row.raw_query)
+            top, position = s.max(-1, keepdim=True)
             index = self.tiles.plan.xp.where(top > best, position + columns.block[0], index)
             best = best.maximum(top)
         return index
 
-    def tile_gradient(self, rows: Block, columns: _Columns, row: _Rows, largest: Any) -> Any:
+    def gradient_of_tile(self, rows: Block, columns: _Columns, row: _Rows, largest: Any) -> Any:
         """The gradient of the products of a tile. Those of its values and bias join the totals."""
-        plan = self.tiles.plan
-        logits, tanh = self.logits_and_tanh(rows, columns, row.raw_query)
-        x = logits.sub_(row.reference)
-        p = self.weights(x, rows, columns.block, has_moment=row.moment_grad is not None)
+        plan, ops = self.tiles.plan, self.ops
+        s, tanh = self.logits_and_tanh(rows, columns, row.raw_query)
+        ds, p = tile.gradient(ops, s, row.maximum, columns.value, self.order, row.upstream)
         visible = self.visible(rows, columns.block) if row.may_be_nan else None
-        shape = (*plan.batch, rows[1], columns.block[1])
         if visible is not None:
-            visible = self.grouped(visible.expand(shape))
-            _zero_hidden(p, visible)
-        if row.value_grad is not None and "value" in columns.totals:
-            columns.totals["value"].baddbmm_(p.mT, row.value_grad)
-        gradient = self.logit_gradient(x, p, columns, row)
-        if visible is not None:
-            _zero_hidden(gradient, visible)
+            ops.zero_hidden(p, visible)
+            ops.zero_hidden(ds, visible)
+        if row.upstream.weighted_value is not None and "value" in columns.totals:
+            ops.add_weighted_rows(columns.totals["value"], p, row.upstream.weighted_value)
         if largest is not None:
-            _add_at(largest - columns.block[0], row.excess, gradient)
+            _add_at(largest - columns.block[0], row.excess, ds)
         if "bias" in self.totals:
             part: Any = take(_rows_of(self.totals["bias"], rows), columns.block, -1)
-            part.add_(gradient.view(shape).sum_to_size(part.shape))
-        if tanh is None:
-            return gradient
-        # That of the products of queries which are divided by the soft cap.
-        return _times_slope_of_cap(gradient, tanh).mul_(plan.softcap)
-
-    def logit_gradient(self, x: Any, p: Any, columns: _Columns, row: _Rows) -> Any:
-        """The gradient of the logits of a tile except for the excess at the maximum.
-
-        The exponents x may be overwritten.
-        """
-        gradient, moment_grad = row.normalizer_grad, row.moment_grad
-        if self.order == 1 and moment_grad is not None:  # f′(x) = p (1 + x)
-            # Half the time of `addcmul`, which PyTorch does not vectorize for arguments that broadcast.
-            gradient = x.mul_(moment_grad).add_(gradient + moment_grad)
-        elif moment_grad is None:
-            gradient = x.copy_(gradient)
-        else:
-            gradient = gradient.expand(x.shape).clone()
-        if row.value_grad is not None:
-            gradient.baddbmm_(row.value_grad, columns.value.mT)
-        gradient.mul_(p)
-        if moment_grad is None or self.order in (None, 1):
-            return gradient
-        terms = _terms(self.tiles.plan.xp, x, p, self.order)
-        return gradient.addcmul_(moment_grad, slope_of_moment(p, terms, self.order))
+            part.add_(ds.sum_to_size(part.shape))
+        return tile.gradient_of_products(ops, ds, tanh, plan.softcap)
 
     def gradient(self, name: str, tiles: Tiles) -> Any:
         """The total in the shape and dtype of the input."""
@@ -541,13 +365,6 @@ def _with_groups(plan: Plan, *arrays: Any) -> list[Any]:
 
 def _rows_of(x: Any, block: Block) -> Any:
     return take(x, block, -2)
-
-
-def _times_slope_of_cap(x: Any, tanh: Any) -> Any:
-    """`x` times 1 − tanh², in place; `x` without a soft cap."""
-    import torch
-
-    return x if tanh is None else torch.ops.aten.tanh_backward.grad_input(x, tanh, grad_input=x)
 
 
 def _add_at(index: Any, x: Any, total: Any) -> None:
