@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self, cast
 from isentropic._attention import tile
 from isentropic._attention.generic import Tiles, added_logits, tile_shape
 from isentropic._attention.plan import Plan
-from isentropic._attention.schedule import reach
+from isentropic._attention.schedule import reach, visible_keys
 from isentropic._attention.tile import Sums, empty_state
 from isentropic._attention.torch_ops import TorchOps
 from isentropic._entropy import slope_of_moment
@@ -36,7 +36,6 @@ from isentropic._loops import (
     take,
     without_autocast,
 )
-from isentropic._numerics import lift
 
 # Products of a weight of 10^−37 with a key and a value of at most this size make no difference to a
 # gradient. A bias of at most this size hides no key.
@@ -210,13 +209,8 @@ class _Pass:
 
     def visible(self, rows: Block, columns: Block) -> Any:
         """The keys of a tile that each query sees; None if the mask hides none."""
-        plan, mask = self.tiles.plan, self.tiles.operands.mask
-        if mask is None:
-            return None
-        first, end = mask.fully_visible(plan.frame, rows)
-        if first <= columns[0] and sum(columns) <= end:
-            return None
-        return lift(mask.block(plan.frame, rows, columns), plan.ndim)
+        plan = self.tiles.plan
+        return visible_keys(plan.frame, self.tiles.operands.mask, rows, columns, plan.ndim)
 
 
 @dataclass(frozen=True)

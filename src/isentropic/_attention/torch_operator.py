@@ -126,7 +126,9 @@ def _forward(call: Call, tiles: Tiles) -> Sums:
     # The backward pass needs the weights of PyTorch's forward pass, with the same rounding errors.
     if call.may_be_differentiated or numpy.why_not(plan, order, False) is not None:
         return forward(tiles, order)
-    state = numpy.state(plan, tiles.operands, 1.0 if order is None else order, True)
+    # The queries are divided by the soft cap already.
+    operands = tiles.operands._replace(multiplier=1.0 if plan.softcap is None else plan.softcap)
+    state = numpy.state(plan, operands, 1.0 if order is None else order, True)
     return state._replace(weighted_score=None) if order is None else state
 
 

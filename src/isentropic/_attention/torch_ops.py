@@ -85,7 +85,8 @@ class TorchOps(Ops):
         Those that are raised make no difference, except to rows whose logits are all −∞.
         """
         info = self.xp.finfo(s.dtype)
-        x, p = s.sub_(m.clamp(info.min)), self._memory("weights", s, s.shape)
+        x = s if m is None else s.sub_(m.clamp(info.min))
+        p = self._memory("weights", s, s.shape)
         # Raised exponents would change the weight of hidden keys, which is 0. They would also change
         # moments of orders below 1, which contain small powers of the weights.
         if self._are_ordinary and not self._hides and (order is None or order >= 1):
@@ -101,6 +102,9 @@ class TorchOps(Ops):
         p = self.xp.mul(x, _LOG2_E, out=p).exp2_()
         # Some processors take 100 times as long for products with numbers that are not normal.
         return x, self.xp.nn.functional.threshold_(p, info.tiny / info.eps, 0.0)
+
+    def power(self, x: Any, order: float) -> Any:
+        return x.mul_(order).exp_()
 
     def weighted(self, p: Any, value: Any) -> Any:
         out = self.xp.bmm(_grouped(p, value), value)
