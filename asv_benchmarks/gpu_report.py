@@ -16,7 +16,6 @@ PEERS = {
     "cupy": "the plain expression of the output",
 }
 MAPS = {"hadamard": "Hadamard transform", "rotation": "rotation", "fast_jl": "Fast JL to a quarter"}
-KERNELS = {"torch": "Triton kernel", "jax": "Pallas kernel"}
 
 
 def gpu_report() -> str:
@@ -79,7 +78,7 @@ def described(name: str) -> tuple[str, str]:
     if kind == "Copies":
         return f"{NAMES[library]}, {MAPS[others[0]]} of {others[1]}", "a copy"
     parts = [NAMES[library], RESULTS[others[0]]]
-    parts += [KERNELS[library]] if kind == "Kernels" else []
+    parts += ["Triton kernel"] if kind == "Kernels" else []
     parts += ["generic pass"] if kind == "Generic" else []
     parts += ["causal"] if others[1] == "True" else []
     parts += ["with gradients"] if track == "gradient" else []

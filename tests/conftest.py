@@ -177,8 +177,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return False  # to save time: JAX compiles every operation again for the other width
         if not name or name in FULL or item.get_closest_marker("every_mode"):
             return True
-        if name == "jax:cuda" and item.get_closest_marker("every_kernel"):
-            return True
         test = (name, item.nodeid.partition("[")[0])
         is_first = test not in seen
         seen.add(test)

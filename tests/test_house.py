@@ -69,8 +69,6 @@ def test_arrays_are_made_on_a_device_that_is_named():
 
 # Files whose tests are not in the file of the same name.
 TESTED_IN = {
-    "_attention/pallas.py": "_attention/test_kernels.py",
-    "_attention/pallas_kernels.py": "_attention/test_kernels.py",
     "_attention/triton.py": "_attention/test_kernels.py",
     "_attention/triton_kernels.py": "_attention/test_kernels.py",
     "_attention/torch_operator.py": "_attention/test_torch.py",

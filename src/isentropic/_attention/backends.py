@@ -53,7 +53,7 @@ def _generic_state(plan: Plan, operands: Operands, order: float, relative_to_max
 def backends() -> tuple[Backend, ...]:
     """All backends, in the order in which they are tried."""
     # Imported here, because they would make `import isentropic` slower.
-    from isentropic._attention import jax, numpy, pallas, torch, triton
+    from isentropic._attention import jax, numpy, torch, triton
 
     return (
         Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
@@ -67,13 +67,6 @@ def backends() -> tuple[Backend, ...]:
             triton.output,
             triton.state,
             why_not_unnamed=triton.why_not_unnamed,
-        ),
-        Backend(
-            "pallas",
-            pallas.why_not,
-            pallas.output,
-            pallas.state,
-            why_not_unnamed=pallas.why_not_unnamed,
         ),
         Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
     )

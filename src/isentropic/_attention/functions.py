@@ -128,9 +128,9 @@ def attention(
     implementation : str, optional
         The backend that computes the call. None chooses the fastest one that can. "generic" is the pass
         over tiles that is the same for all libraries. "native" is the first of the others that can,
-        even if another one is faster. "triton" and "pallas" are kernels for PyTorch and JAX on a GPU.
-        They run only if they are named, with an exception that `attention_backends` describes, as it
-        does all backends. A backend that cannot compute the call is an error.
+        even if another one is faster. "triton" is a kernel for PyTorch on a GPU. It runs only if it is
+        named, with an exception that `attention_backends` describes, as it does all backends. A backend
+        that cannot compute the call is an error.
 
     Returns
     -------
@@ -676,9 +676,9 @@ def attention_backends(
     - *jax*: `jax.nn.dot_product_attention`.
     - *torch*: the pass over tiles with operations in place, whose gradient computes the tiles again.
     - *xla*: the same tiles for JAX on a CPU, one head at a time.
-    - *triton* and *pallas*: kernels of this library for PyTorch and JAX on a GPU. They run only if
-      `implementation` names them. But Triton's computes Shannon entropies of half precision, without
-      gradients, on GPUs of NVIDIA's Hopper, where it has been timed.
+    - *triton*: the kernels of this library for PyTorch on a GPU. They run only if `implementation`
+      names them. But Shannon entropies of half precision, without gradients, they compute on GPUs of
+      NVIDIA's Hopper, where they have been timed.
     - *generic*: the pass over tiles that is the same for all libraries.
 
     `attention_weights` and `attention_statistics` always take the generic pass. So does the second pass

@@ -1,6 +1,6 @@
-"""What the Triton and the Pallas kernels share: the calls that they compute, and numbers per query.
+"""What is around the Triton kernels: the calls that they compute, and numbers per query.
 
-Both return the output Σ p v with the maximum, the normalizer and the moment of order 1 of each query.
+They return the output Σ p v with the maximum, the normalizer and the moment of order 1 of each query.
 Numbers per query are arrays (batch, heads, L, 1).
 """
 

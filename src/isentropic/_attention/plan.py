@@ -55,9 +55,7 @@ from isentropic.laws._law import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # The accepted values of `implementation`. "native" is any backend but the generic one.
-IMPLEMENTATIONS = (
-    None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla", "triton", "pallas"
-)  # fmt: skip
+IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla", "triton")
 _CAUSAL = causal()
 # Why kernels of PyTorch do not compute a call whose `Plan.is_transformed` is true.
 TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
