@@ -35,7 +35,7 @@ class TestNativeKernel:
             jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), static_argnums=3)(
                 q, k, v, i
             )
-            for i in ("native", "generic")
+            for i in ("jax", "generic")
         ]
         for a, b in zip(*map(jax.tree.leaves, both), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -48,7 +48,7 @@ class TestNativeKernel:
         def call(q, k, v, implementation):
             return it.attention(q, k, v, is_causal=True, enable_gqa=True, implementation=implementation)
 
-        got, expected = (jax.jit(call, static_argnums=3)(q, k, v, i) for i in ("native", "generic"))
+        got, expected = (jax.jit(call, static_argnums=3)(q, k, v, i) for i in ("jax", "generic"))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
         assert np.isnan(got[0, 4:]).all()
         assert np.isfinite(got[0, :4]).all()

@@ -225,11 +225,10 @@ def test_a_query_that_is_not_finite_and_sees_no_key(backend, kernel, rng, poison
 
 
 class TestRefused:
-    def test_by_default_and_by_native(self, backend, kernel, rng):
+    def test_by_default(self, backend, kernel, rng):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
-        for implementation in (None, "native"):
-            why = it.attention_backends(q, k, v, implementation=implementation)[kernel]
-            assert why == f"it runs only if `implementation` is {kernel!r}"
+        why = it.attention_backends(q, k, v)[kernel]
+        assert why == f"it runs only if `implementation` is {kernel!r}"
 
     @pytest.mark.parametrize(
         ("options", "why"),
@@ -267,7 +266,7 @@ class TestRefused:
             pytest.skip("the kernels are for other libraries")
         program = (
             "import sys, torch as xp, isentropic as it; before = set(sys.modules)\n"
-            "x = xp.zeros((3, 2)); it.attention(x, x, x); it.attention_backends(x, x, implementation='native')\n"
+            "x = xp.zeros((3, 2)); it.attention(x, x, x); it.attention_backends(x, x)\n"
             "found = {m for m in set(sys.modules) - before if 'triton' in m}\n"
             "found = {m for m in found if not m.startswith('isentropic.')}\n"
             "assert not found, found\n"

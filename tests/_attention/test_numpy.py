@@ -82,7 +82,7 @@ class TestReferences:
     def test_hidden_logits_that_overflow(self, small_blocks):
         q, k = np.asarray([[0.0, 0.0], [1e20, 1e20]], "float32"), np.full((2, 2), 1e20, "float32")
         mask = np.asarray([[True, False], [False, False]])
-        options = {"mask": mask, "law": None, "implementation": "native"}
+        options = {"mask": mask, "law": None, "implementation": "numpy"}
         out = it.attention(q, k, np.ones((2, 1), "float32"), **options)
         np.testing.assert_array_equal(out, [[1.0], [0.0]])
 
@@ -104,12 +104,12 @@ class TestReferences:
         p = oracles.softmax(s)
         # What a logit may be off by is what its rounding is.
         slack = np.abs(s).max() * np.finfo(dtype).eps * 8 + np.finfo(dtype).eps * 64
-        state = it.attention_state(q, k, v, law=None, implementation="native")
+        state = it.attention_state(q, k, v, law=None, implementation="numpy")
         np.testing.assert_allclose(state.output(), p @ v, atol=slack * np.abs(v).max(), rtol=slack)
         np.testing.assert_allclose(state.maximum, s.max(-1), atol=slack, rtol=1e-6)
         assert (state.normalizer >= 1 - 1e-6).all()
         assert (state.weighted_score <= 0).all()
-        h = it.attention_entropy(q, k, law=None, implementation="native")
+        h = it.attention_entropy(q, k, law=None, implementation="numpy")
         expected = oracles.entropy(p)
         for got in (h, state.entropy()):
             assert (got >= 0).all()
@@ -122,7 +122,7 @@ class TestReferences:
         k = np.zeros((13, 2), "float32")
         k[:12, 0], k[12, 1] = logits, gap
         q, v = np.asarray([[1.0, 0.0]] * 5, "float32"), np.eye(13, dtype="float32")
-        options = {"law": None, "scale": 1.0, "implementation": "native"}
+        options = {"law": None, "scale": 1.0, "implementation": "numpy"}
         expected = oracles.softmax(np.append(logits, 0.0))
         out = it.attention(q, k, v, **options)
         np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=1e-5)
@@ -137,7 +137,7 @@ class TestReferences:
         q = np.ones((9, size), "float32")
         differences = rng.integers(0, 2, (13, size))
         k, v = (2.0**exponent + differences).astype("float32"), np.eye(13, dtype="float32")
-        options = {"law": None, "scale": 1.0, "implementation": "native"}
+        options = {"law": None, "scale": 1.0, "implementation": "numpy"}
         expected = oracles.softmax(differences.sum(-1).astype("float64"))
         out = it.attention(q, k, v, **options)
         np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=3e-3)
@@ -211,7 +211,7 @@ class TestReferences:
         # Nearly all of the weight on one key.
         for _ in range(40):
             q = rng.normal(size=(300, 8)).astype("float32") * rng.uniform(4, 16)
-            h = it.attention_entropy(q, q, law=None, implementation="native")
+            h = it.attention_entropy(q, q, law=None, implementation="numpy")
             assert (h >= 0).all()
             expected = it.attention_entropy(*[q.astype("float64")] * 2, law=None)
             np.testing.assert_allclose(h, expected, atol=1e-3)
@@ -220,18 +220,18 @@ class TestReferences:
         q, k, v = rng.normal(size=(3, 20, 4)).astype("float32")
         q *= 50  # the logit of the only visible key is far below others
         mask = np.eye(20, dtype=bool)
-        out = it.attention(q, k, v, mask=mask, law=None, implementation="native")
+        out = it.attention(q, k, v, mask=mask, law=None, implementation="numpy")
         np.testing.assert_array_equal(out, v)
-        h = it.attention_entropy(q, k, mask=mask, law=None, implementation="native")
+        h = it.attention_entropy(q, k, mask=mask, law=None, implementation="numpy")
         np.testing.assert_array_equal(h, 0)
 
-    @pytest.mark.parametrize("implementation", ["generic", "native"])
+    @pytest.mark.parametrize("implementation", ["generic", "numpy"])
     def test_infinite_value_of_keys_without_weight(self, small_blocks, implementation):
         q, k, v = np.ones((1, 1)), np.full((2, 1), -np.inf), np.full((2, 1), np.inf)
         with np.errstate(all="ignore"):
             assert it.attention(q, k, v, implementation=implementation) == 0
 
-    @pytest.mark.parametrize("implementation", ["generic", "native"])
+    @pytest.mark.parametrize("implementation", ["generic", "numpy"])
     def test_logits_of_minus_infinity(self, small_blocks, implementation):
         q, k = np.ones((1, 1)), np.asarray([[-np.inf], [1.0], [1.0]])
         h = it.attention_entropy(q, k, implementation=implementation)
@@ -242,7 +242,7 @@ class TestReferences:
         k = np.asarray([[1e-30, 0], [0, 1e-30], [1e30, -1e30]], "float32")
         v = np.eye(3, dtype="float32")
         with np.errstate(all="ignore"):
-            got = it.attention(q, k, v, law=None, scale=1.0, implementation="native")
+            got = it.attention(q, k, v, law=None, scale=1.0, implementation="numpy")
             expected = it.attention(q, k, v, law=None, scale=1.0, implementation="generic")
         np.testing.assert_allclose(got, expected)
 

@@ -138,8 +138,8 @@ def _state_by(
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
     """The reason why each backend does not compute the call, in their order; None if it can."""
     return {
-        backend.name: _why_not(backend, plan, order, implementation)
-        if _is_requested(backend, implementation)
+        backend.name: _why_not(backend, plan, order, implementation is not None)
+        if implementation in (None, backend.name)
         else "`implementation` excludes it"
         for backend in backends()
     }
@@ -167,29 +167,20 @@ def choose_backend(
     """
     why = []
     for backend in backends():
-        if _is_requested(backend, implementation):
-            reason = _why_not(backend, plan, order, implementation)
+        if implementation in (None, backend.name):
+            reason = _why_not(backend, plan, order, implementation is not None)
             if reason is None:
                 return backend
             why.append(f"{backend.name}: {reason}")
-    named = [x for x in backends() if _why_not(x, plan, order, "native") is None]
-    able = ["None", *(repr(backend.name) for backend in named)]
+    able = ["None", *(repr(x.name) for x in backends() if _why_not(x, plan, order, True) is None)]
     must = f"be {', '.join(able[:-1])} or {able[-1]} for this call ({'; '.join(why)})"
     raise value_error("implementation", must, repr(implementation))
 
 
-def _is_requested(backend: Backend, implementation: str | None) -> bool:
-    if implementation == "native":
-        return backend.name != "generic"
-    return implementation in (None, backend.name)
-
-
-def _why_not(
-    backend: Backend, plan: Plan, order: float | None, implementation: str | None
-) -> str | None:
+def _why_not(backend: Backend, plan: Plan, order: float | None, is_named: bool) -> str | None:
     if plan.n_keys == 0 and backend.name != "generic":
         return "there are no keys"
-    reason = backend.why_not(plan, order, implementation is not None)
-    if reason is None and implementation != backend.name:
+    reason = backend.why_not(plan, order, is_named)
+    if reason is None and not is_named:
         return backend.why_not_unnamed(plan, order)
     return reason

@@ -127,10 +127,8 @@ def attention(
         Grouped heads: axis −3 of `key` and `value` divides that of `query`.
     implementation : str, optional
         The backend that computes the call. None chooses the fastest one that can. "generic" is the pass
-        over tiles that is the same for all libraries. "native" is the first of the others that can,
-        even if another one is faster. "triton" is a kernel for PyTorch on a GPU. It runs only if it is
-        named, with an exception that `attention_backends` describes, as it does all backends. A backend
-        that cannot compute the call is an error.
+        over tiles that is the same for all libraries. `attention_backends` describes the others. A
+        backend that cannot compute the call is an error.
 
     Returns
     -------

@@ -54,8 +54,8 @@ from isentropic._records import Record
 from isentropic.laws._law import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
-# The accepted values of `implementation`. "native" is any backend but the generic one.
-IMPLEMENTATIONS = (None, "generic", "native", "sdpa", "numpy", "jax", "torch", "xla", "triton")
+# The accepted values of `implementation`.
+IMPLEMENTATIONS = (None, "generic", "sdpa", "numpy", "jax", "torch", "xla", "triton")
 _CAUSAL = causal()
 # Why kernels of PyTorch do not compute a call whose `Plan.is_transformed` is true.
 TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
