@@ -71,6 +71,7 @@ def test_arrays_are_made_on_a_device_that_is_named():
 TESTED_IN = {
     "_attention/triton.py": "_attention/test_kernels.py",
     "_attention/triton_kernels.py": "_attention/test_kernels.py",
+    "_attention/torch_facts.py": "_attention/test_plan.py",
     "_attention/torch_operator.py": "_attention/test_torch.py",
     "_calibration.py": "test_drift.py",
     "_torch_products.py": "test_torch.py",

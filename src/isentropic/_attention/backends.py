@@ -149,11 +149,8 @@ def _backend_for(plan: Plan, implementation: str | None, order: float | None) ->
     # torch.compile does not trace through lru_cache, and its plans are not used again.
     if plan.frame.is_compiling:
         return choose_backend.__wrapped__(plan, implementation, order)
-    if not plan.is_on_torch_gpu:
-        return choose_backend(plan, implementation, order)
-    from isentropic._attention import torch
-
-    return choose_backend(plan, implementation, order, torch.enabled_kernels())
+    settings = None if plan.facts is None else plan.facts.settings()
+    return choose_backend(plan, implementation, order, settings)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,8 +159,8 @@ def choose_backend(
 ) -> Backend:
     """The first backend that can compute the call.
 
-    `settings` are those of PyTorch on which the choice also depends. The function does not read them:
-    they are an argument so that they are part of the key of the cache.
+    `settings` are those of the library on which the choice also depends. The function does not read
+    them: they are an argument so that they are part of the key of the cache.
     """
     why = []
     for backend in backends():

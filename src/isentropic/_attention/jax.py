@@ -246,7 +246,7 @@ class _Heads:
         import jax
 
         xp, plan = self.plan.xp, self.plan
-        plan_of_head = plan.replaced(batch=(), ndim=2, dtype=plan.compute)
+        plan_of_head = plan.replaced(batch=(), dtype=plan.compute)
         shape, arrays = _with_groups(xp, plan.batch, self.arrays)
 
         def apply_to_head(index: tuple[Any, ...], arrays: _Arrays) -> Any:

@@ -238,9 +238,8 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     query, key, value, bias, mask, multiplier, _, nonfinite = operands[:8]
     rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
     views = (view(query), view(key), view(value), view(bias), mask, view(multiplier), None, rows)
-    where: dict[str, Any] = {"xp": np, "device": "cpu"}
-    frame = plan.frame.replaced(**where)
-    numpy_plan = plan.replaced(frame=frame, **where, library="numpy", dtype=dtype, compute=dtype)
+    frame = plan.frame.replaced(xp=np, device="cpu")
+    numpy_plan = plan.replaced(frame=frame, library="numpy", dtype=dtype, compute=dtype)
     return numpy_plan, Operands(*views)
 
 

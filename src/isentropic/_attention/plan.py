@@ -6,8 +6,9 @@ import functools
 import math
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from isentropic._attention.torch_facts import torch_facts
 from isentropic._checks import (
     check_broadcastable,
     check_choice,
@@ -30,7 +31,6 @@ from isentropic._loops import (
     is_differentiated,
     is_known_true,
     is_readable,
-    is_transformed,
     is_watched,
 )
 from isentropic._namespace import (
@@ -57,15 +57,13 @@ from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 # The accepted values of `implementation`.
 IMPLEMENTATIONS = (None, "generic", "sdpa", "numpy", "jax", "torch", "xla", "triton")
 _CAUSAL = causal()
-# Why kernels of PyTorch do not compute a call whose `Plan.is_transformed` is true.
-TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
 _MAX_PLANS = 512
 _plans: dict[Any, Plan] = {}
 # The most factors that a plan keeps. For more queries their computation takes a small part of the time.
 _MAX_FACTORS = 4096
-# For tensors of up to this size `_checksum` takes more time to start than to read the numbers.
-_FEW_NUMBERS = 2**14
+# What the backends of a library have to know about the arrays of a call, beside its plan.
+_FACTS = {"torch": torch_facts}
 
 
 class Arguments(NamedTuple):
@@ -101,13 +99,14 @@ class Plan(Record):
     """
 
     frame: Frame
+    library: str  # "numpy", "torch", "jax", …
     dtype: Any  # the dtype of the result
     compute: Any  # the dtype of the computation
     batch: tuple[int, ...]  # the axes ``...``
     head_dim: int
     n_values: int | None  # the value size; None without values
     scale: float
-    multiplier: float | None  # the factor on the queries; None if it depends on arrays or on the mask
+    multiplier: Any  # the factor on the queries: a float, or an array (L, 1), or None
     softcap: float | None
     has_bias: bool
     has_mask: bool
@@ -116,25 +115,23 @@ class Plan(Record):
     block_size: int | None
     are_all_readable: bool  # whether the values of all arrays can be read
     is_differentiated: bool  # whether PyTorch records the call for a gradient
-    is_bias_differentiated: bool
-    is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
     is_readable: bool  # whether the values of query, key and value can be read
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
-    fits_sdpa: bool  # see `_fits_sdpa`
-    has_few_numbers: bool  # see `_has_few_numbers`
-    counts: range | None  # the numbers of keys that the queries see, if numbers alone determine them
-    factors: Any  # the factors on the queries, (L, 1), if `counts` determines them; see `_MAX_FACTORS`
-    kernel_factors: Any  # `factors` for PyTorch's kernel, (1, 1, L, 1)
-    is_on_torch_gpu: bool  # or another device of PyTorch that is not the CPU
-    has_plain_tensors: bool  # whether all arrays are PyTorch's own tensors, and no mode watches them
-    has_other_operations: bool  # whether PyTorch's operations mean something else for some array
-    # Short names for parts of `frame` and for the number of axes.
-    xp: ModuleType
-    library: str  # "numpy", "torch", "jax", …
-    device: Any
-    n_queries: int
-    n_keys: int
-    ndim: int
+    facts: Any  # what the backends of the library have to know beside; see `_FACTS`
+
+    if TYPE_CHECKING:  # names for parts of `frame`, and the number of axes of the result
+        xp: ModuleType
+        device: Any
+        n_queries: int
+        n_keys: int
+        ndim: int
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        # Properties would be further steps of each small call.
+        parts = ("xp", "device", "n_queries", "n_keys")
+        self.__dict__.update({name: getattr(self.frame, name) for name in parts})
+        self.__dict__["ndim"] = len(self.batch) + 2
 
     def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """Zeros of the shape (*batch, *shape): the result if there is nothing to attend to."""
@@ -272,18 +269,22 @@ def _plan(a: Arguments) -> Plan:
     all_can_be_read = can_be_read and all(is_readable(xp, x) for x in arrays[len(inputs) :])
     dtype = promoted(xp, *inputs)
     compute = accumulator(xp, dtype)
-    counts = None if mask is None else mask.counts(frame)
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else plain_float(a.scale)
-    factors = _factors_of_counts(a, counts, frame, compute, scale) if can_be_read else None
+    multiplier = _multiplier(a, mask, frame, scale)
+    if multiplier is None and can_be_read:
+        multiplier = _factors(a, mask, frame, compute, scale)
+    library = library_of(xp)
+    facts_of = _FACTS.get(library)
     return Plan(
         frame=frame,
+        library=library,
         dtype=dtype,
         compute=compute,
         batch=batch,
         head_dim=a.query.shape[-1],
         n_values=None if a.value is None else a.value.shape[-1],
         scale=scale,
-        multiplier=_common_multiplier(a, mask, frame, scale),
+        multiplier=multiplier,
         softcap=None if a.softcap is None else plain_float(a.softcap),
         has_bias=a.bias is not None,
         has_mask=mask is not None,
@@ -292,62 +293,10 @@ def _plan(a: Arguments) -> Plan:
         block_size=a.block_size,
         are_all_readable=all_can_be_read,
         is_differentiated=any(recorded),
-        is_bias_differentiated=a.bias is not None and is_differentiated(xp, a.bias),
-        is_transformed=any(is_transformed(xp, x) for x in arrays),
         is_readable=can_be_read,
         is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
-        fits_sdpa=_fits_sdpa(frame, batch, compute, inputs),
-        has_plain_tensors=_has_plain_tensors(frame, arrays),
-        has_other_operations=_has_other_operations(frame, arrays),
-        has_few_numbers=_has_few_numbers(frame, inputs) and not any(recorded),
-        counts=counts,
-        factors=factors,
-        kernel_factors=factors[None, None] if factors is not None and is_torch(xp) else None,
-        **_fields_of_frame(frame, batch),
+        facts=facts_of and facts_of(frame, batch, compute, multiplier, inputs, a.bias, arrays),
     )
-
-
-def _fits_sdpa(frame: Frame, batch: tuple[int, ...], compute: Any, inputs: list[Any]) -> bool:
-    """Whether query, key and value fit PyTorch's kernel, up to a missing batch axis."""
-    if not is_torch(frame.xp) or frame.is_compiling or len(batch) not in (1, 2):
-        return False
-    width = inputs[0].shape[-1]
-    return all(x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == width for x in inputs)
-
-
-def _has_plain_tensors(frame: Frame, arrays: list[Any]) -> bool:
-    if not is_torch(frame.xp) or frame.is_compiling or is_watched(imported_torch()):
-        return False
-    torch: Any = frame.xp
-    return all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays)
-
-
-def _has_other_operations(frame: Frame, arrays: list[Any]) -> bool:
-    """Whether the class of some tensor defines PyTorch's operations anew, as that of DTensor does."""
-    if not is_torch(frame.xp) or frame.is_compiling:
-        return False
-    usual = cast(Any, frame.xp).Tensor.__torch_dispatch__
-    return any(type(x).__torch_dispatch__ is not usual for x in arrays)
-
-
-def _has_few_numbers(frame: Frame, inputs: list[Any]) -> bool:
-    """Whether query, key and value are small tensors of one shape."""
-    if not is_torch(frame.xp) or frame.is_compiling or len(inputs) != 3:
-        return False
-    return inputs[0].numel() <= _FEW_NUMBERS and len({x.shape for x in inputs}) == 1
-
-
-def _fields_of_frame(frame: Frame, batch: tuple[int, ...]) -> dict[str, Any]:
-    """The fields of a plan that follow from its frame and its batch axes alone."""
-    return {
-        "is_on_torch_gpu": is_torch(frame.xp) and frame.device.type != "cpu",
-        "xp": frame.xp,
-        "library": library_of(frame.xp),
-        "device": frame.device,
-        "n_queries": frame.n_queries,
-        "n_keys": frame.n_keys,
-        "ndim": len(batch) + 2,
-    }
 
 
 def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:
@@ -381,7 +330,7 @@ def _arrays_of(part: Mask | Law | None) -> tuple[Array, ...]:
     return () if part is None else part.arrays
 
 
-def _common_multiplier(a: Arguments, mask: Mask | None, frame: Frame, scale: float) -> float | None:
+def _multiplier(a: Arguments, mask: Mask | None, frame: Frame, scale: float) -> float | None:
     """The factor on all queries, or None if it depends on arrays or on the mask."""
     n = _common_length(frame, mask, a.n_keys)
     if n is not None and not _arrays_of(a.law):
@@ -389,10 +338,9 @@ def _common_multiplier(a: Arguments, mask: Mask | None, frame: Frame, scale: flo
     return scale if a.law is None and a.n_keys is None else None
 
 
-def _factors_of_counts(
-    a: Arguments, counts: range | None, frame: Frame, compute: Any, scale: float
-) -> Any:
+def _factors(a: Arguments, mask: Mask | None, frame: Frame, compute: Any, scale: float) -> Any:
     """The factors on the queries, (L, 1); None if they depend on arrays, or for JAX."""
+    counts = None if mask is None else mask.counts(frame)
     if counts is None or len(counts) > _MAX_FACTORS or a.law is None or a.n_keys is not None:
         return None
     if a.law.arrays or not (is_numpy(frame.xp) or is_torch(frame.xp)):
@@ -484,9 +432,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
-    if plan.factors is not None:
-        multiplier = plan.factors
-    elif multiplier is None:
+    if multiplier is None:
         lengths = visible_lengths(plan, mask, a.n_keys)
         multiplier = plan.scale
         if a.law is not None:
@@ -545,7 +491,8 @@ def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
         return False
     xp = plan.xp
     # Two operations of PyTorch take less time than views of three tensors as arrays of NumPy.
-    if plan.has_few_numbers and math.isfinite(xp.addcmul(query, key, value).sum().item()):
+    is_tiny = plan.library == "torch" and plan.facts.is_tiny
+    if is_tiny and math.isfinite(xp.addcmul(query, key, value).sum().item()):
         return True
     arrays = (query, key) if value is None else (query, key, value)
     if plan.library == "jax":  # inside a JAX trace no result can be read
@@ -635,7 +582,7 @@ def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
     The array has as many axes as (..., L) and broadcasts to it.
     """
     if n_keys is None and mask is not None:
-        xp, counts = plan.xp, plan.counts
+        xp, counts = plan.xp, mask.counts(plan.frame)
         if counts is None:
             lengths = xp.astype(mask.count(plan.frame), plan.compute)
         else:

@@ -9,15 +9,10 @@ from typing import Any
 
 from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, tile_shape
 from isentropic._attention.numpy import takes_mask
-from isentropic._attention.plan import (
-    TRANSFORMED,
-    Operands,
-    Plan,
-    count_nonzero,
-    four_axes,
-)
+from isentropic._attention.plan import Operands, Plan, count_nonzero, four_axes
 from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, output_of_columns
+from isentropic._attention.torch_facts import TRANSFORMED
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
 from isentropic._namespace import Array
@@ -31,7 +26,7 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "it computes outputs only"
     if plan.softcap is not None:
         return "it has no soft cap"
-    if plan.is_bias_differentiated:
+    if plan.facts.is_bias_differentiated:
         return "it would form the gradient of the bias as an L×S array"
     if plan.frame.is_compiling:
         if _transformations() not in ((), ("Grad",)):
@@ -42,7 +37,7 @@ def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
         forms_mask = forms_mask and plan.device.type == "cpu"
         return "it would form the mask as an L×S array" if forms_mask else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
-    if plan.is_transformed:
+    if plan.facts.is_transformed:
         return TRANSFORMED
     if plan.head_dim == 0 or plan.n_values == 0:
         return "queries or values have no features"
@@ -103,18 +98,6 @@ def _would_form_weights(plan: Plan) -> bool:
     return bool(torch._fused_sdp_choice(query, key, key, None, 0.0, False, scale=1.0) == 0)
 
 
-def enabled_kernels() -> tuple[bool, ...]:
-    """Which kernels PyTorch may choose on a GPU. `torch.nn.attention.sdpa_kernel` changes that."""
-    from torch.backends import cuda
-
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
-
-
 def sdpa_output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev) by PyTorch's own kernel."""
     if operands.bias is not None or (plan.has_mask and not plan.is_plain_causal):
@@ -129,7 +112,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
         out = out[0]
     elif len(plan.batch) != 2:
         out = plan.xp.reshape(out, (*plan.batch, *out.shape[-2:]))
-    return out if plan.fits_sdpa or out.shape[-1] == plan.n_values else out[..., : plan.n_values]
+    return out if plan.facts.fits_sdpa or out.shape[-1] == plan.n_values else out[..., : plan.n_values]
 
 
 @without_autocast
@@ -137,7 +120,7 @@ def _sdpa(
     plan: Plan, query: Any, key: Any, value: Any, scale: float, mask: Any = None, *, is_causal: bool
 ) -> Any:
     # Whether heads are grouped may be symbolic under torch.compile, and the kernel needs a bool.
-    is_grouped = True if not plan.fits_sdpa and query.shape[1] != key.shape[1] else False  # noqa: SIM210
+    is_grouped = True if not plan.facts.fits_sdpa and query.shape[1] != key.shape[1] else False  # noqa: SIM210
     return plan.xp.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
@@ -172,12 +155,12 @@ def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]
     scale = operands.multiplier
     arrays: Any = operands[:3]
     q, k, v = arrays
-    if scale is plan.factors and plan.fits_sdpa:
-        scale = plan.kernel_factors  # has four axes, so that the product has them too
+    if plan.facts.kernel_factors is not None and scale is plan.multiplier:
+        scale = plan.facts.kernel_factors  # has four axes, so that the product has them too
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
         q, scale = _scaled(plan, q, scale), 1.0
-    if not plan.fits_sdpa:
+    if not plan.facts.fits_sdpa:
         q, k, v = (_fitted(plan, x) for x in (q, k, v))
     elif len(plan.batch) == 1:
         q, k, v = (q if q.ndim == 4 else q[None]), k[None], v[None]
@@ -191,7 +174,7 @@ def _scaled(plan: Plan, query: Any, scale: Any) -> Any:
     """The query times the scale, which the compute dtype holds."""
     if query.dtype == plan.compute:
         return query * scale
-    is_plain = not (plan.is_differentiated or plan.is_transformed or plan.frame.is_compiling)
+    is_plain = not (plan.is_differentiated or plan.facts.is_transformed or plan.frame.is_compiling)
     if is_plain and query.dtype == _kernel_dtype(plan) and not isinstance(scale, float):
         # PyTorch multiplies in the wider dtype, and rounds in the same pass over the memory.
         return plan.xp.mul(query, scale, out=query.new_empty(0))
@@ -256,10 +239,11 @@ def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None
     rows, columns = tile_shape(plan)
     if plan.n_queries <= rows and plan.n_keys <= columns:
         return "there is a single tile, which PyTorch differentiates by itself"
-    if plan.is_transformed:
+    if plan.facts.is_transformed:
         return TRANSFORMED
     # The pass writes into plain tensors, for which the operations of such a class mean nothing.
-    return "the class of some tensor has operations of its own" if plan.has_other_operations else None
+    is_foreign = plan.facts.has_other_operations
+    return "the class of some tensor has operations of its own" if is_foreign else None
 
 
 def tiles_output(plan: Plan, operands: Operands) -> Array:

@@ -9,8 +9,9 @@ import os
 from typing import Any
 
 from isentropic._attention import kernels
-from isentropic._attention.plan import TRANSFORMED, Operands, Plan
+from isentropic._attention.plan import Operands, Plan
 from isentropic._attention.tile import Sums
+from isentropic._attention.torch_facts import TRANSFORMED
 from isentropic._namespace import Array
 from isentropic._numerics import quietly
 
@@ -32,7 +33,7 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "Triton is not installed: pip install triton"
     if plan.frame.is_compiling:
         return "torch.compile traces the call"
-    if plan.is_transformed:
+    if plan.facts.is_transformed:
         return TRANSFORMED
     if _is_interpreted():
         if plan.dtype == plan.xp.bfloat16:
@@ -56,7 +57,7 @@ def why_not_unnamed(plan: Plan, order: float | None) -> str | None:
         plan.dtype.itemsize == 2
         and plan.head_dim <= _MAX_TIMED_WIDTH
         and plan.n_queries >= _MIN_TIMED_QUERIES
-        and plan.has_plain_tensors
+        and plan.facts.has_plain_tensors
         and _kind(plan.device) == "hopper"
     )
     if not is_timed:
