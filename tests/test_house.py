@@ -28,7 +28,7 @@ WITHOUT_DEVICE = {
     "_loops.py:write": "NumPy alone",
     "jax.py:_over_axes": "indices of JAX loops, which go where the arrays are",
     "jax.py:starts": "indices of JAX loops, which go where the arrays are",
-    "jax.py:tile": "indices within a JAX loop",
+    "jax.py:with_tile": "indices within a JAX loop",
     "jax.py:empty": "the start of a JAX loop",
     "_sharded.py:with_joint_type": "a constant within a JAX trace",
 }
@@ -69,6 +69,11 @@ def test_arrays_are_made_on_a_device_that_is_named():
 
 # Files whose tests are not in the file of the same name.
 TESTED_IN = {
+    "_attention/numpy_ops.py": "_attention/test_numpy.py",
+    "_attention/schedule.py": "_attention/test_backends.py",
+    "_attention/state.py": "_attention/test_generic.py",
+    "_attention/statistics.py": "_attention/test_generic.py",
+    "_attention/torch_facts.py": "_attention/test_torch.py",
     "_attention/triton.py": "_attention/test_kernels.py",
     "_attention/triton_kernels.py": "_attention/test_kernels.py",
     "_attention/torch_facts.py": "_attention/test_plan.py",
@@ -76,6 +81,7 @@ TESTED_IN = {
     "_calibration.py": "test_drift.py",
     "_torch_products.py": "test_torch.py",
     "_namespace.py": "test_contract.py",
+    "_ops.py": "_attention/test_tile.py",
     "_numerics.py": "test_entropy.py",
     "_pytrees.py": "test_jax.py",
     "_quadrature.py": "test_theory.py",

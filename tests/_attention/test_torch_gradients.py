@@ -370,7 +370,7 @@ class TestRecomputedGradients:
         named = {backend.name: backend for backend in backends()}
         for backend in (named["generic"], named["torch"]):
             plan, operands = prepare(Arguments(**(options | arrays | {"enable_gqa": True})))
-            assert backend.why_not(plan, order, False) is None
+            assert backend.unsupported_reason(plan, order, False) is None
             state = backend.state(plan, operands, order, True)
             results = [torch.where(x.isfinite(), x, 0.0) for x in state if x is not None]
             results.append(results[2] / torch.where(results[1] > 0, results[1], 1.0))

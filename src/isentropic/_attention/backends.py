@@ -22,13 +22,13 @@ from isentropic._namespace import Array
 class Backend(NamedTuple):
     """An implementation of attention.
 
-    ``why_not(plan, order, is_named)`` returns the reason why the backend does not compute a call, or
-    None if it does. `order` is the entropy order, or None if only the output is needed. A backend that
-    the caller names (`is_named`) also accepts calls that another one computes faster.
+    ``unsupported_reason(plan, order, is_named)`` returns the reason why the backend does not compute a
+    call, or None if it does. `order` is the entropy order, or None if only the output is needed. A
+    backend that the caller names (`is_named`) also accepts calls that another one computes faster.
     """
 
     name: str
-    why_not: Callable[[Plan, float | None, bool], str | None]
+    unsupported_reason: Callable[[Plan, float | None, bool], str | None]
     output: Callable[[Plan, Operands], Array]
     # The state in columns. If the flag is true, its sums must be relative to the maximum, and otherwise
     # they may be relative to any number.
@@ -39,7 +39,7 @@ class Backend(NamedTuple):
     # A faster way to the Rényi entropies. Without it, they are computed from the state.
     entropy: Callable[[Plan, Operands, float], Array] | None = None
     # The reason why the backend does not compute a call that does not name it, or None.
-    why_not_unnamed: Callable[[Plan, float | None], str | None] = lambda plan, order: None
+    opt_in_reason: Callable[[Plan, float | None], str | None] = lambda plan, order: None
 
 
 def _generic_output(plan: Plan, operands: Operands) -> Array:
@@ -56,17 +56,24 @@ def backends() -> tuple[Backend, ...]:
     from isentropic._attention import jax, numpy, torch, triton
 
     return (
-        Backend("sdpa", torch.why_not_sdpa, torch.sdpa_output),
-        Backend("numpy", numpy.why_not, numpy.output, numpy.state, numpy.state_in_rows, numpy.entropy),
-        Backend("jax", jax.why_not, jax.output),
-        Backend("torch", torch.why_not_tiles, torch.tiles_output, torch.tiles_state),
-        Backend("xla", jax.why_not_heads, jax.heads_output, jax.heads_state),
+        Backend("sdpa", torch.sdpa_unsupported_reason, torch.sdpa_output),
+        Backend(
+            "numpy",
+            numpy.unsupported_reason,
+            numpy.output,
+            numpy.state,
+            numpy.state_in_rows,
+            numpy.entropy,
+        ),
+        Backend("jax", jax.unsupported_reason, jax.output),
+        Backend("torch", torch.tiles_unsupported_reason, torch.tiles_output, torch.tiles_state),
+        Backend("xla", jax.heads_unsupported_reason, jax.heads_output, jax.heads_state),
         Backend(
             "triton",
-            triton.why_not,
+            triton.unsupported_reason,
             triton.output,
             triton.state,
-            why_not_unnamed=triton.why_not_unnamed,
+            opt_in_reason=triton.opt_in_reason,
         ),
         Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
     )
@@ -138,7 +145,7 @@ def _state_by(
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
     """The reason why each backend does not compute the call, in their order; None if it can."""
     return {
-        backend.name: _why_not(backend, plan, order, implementation is not None)
+        backend.name: _reason(backend, plan, order, implementation is not None)
         if implementation in (None, backend.name)
         else "`implementation` excludes it"
         for backend in backends()
@@ -165,19 +172,19 @@ def choose_backend(
     why = []
     for backend in backends():
         if implementation in (None, backend.name):
-            reason = _why_not(backend, plan, order, implementation is not None)
+            reason = _reason(backend, plan, order, implementation is not None)
             if reason is None:
                 return backend
             why.append(f"{backend.name}: {reason}")
-    able = ["None", *(repr(x.name) for x in backends() if _why_not(x, plan, order, True) is None)]
+    able = ["None", *(repr(x.name) for x in backends() if _reason(x, plan, order, True) is None)]
     must = f"be {', '.join(able[:-1])} or {able[-1]} for this call ({'; '.join(why)})"
     raise value_error("implementation", must, repr(implementation))
 
 
-def _why_not(backend: Backend, plan: Plan, order: float | None, is_named: bool) -> str | None:
+def _reason(backend: Backend, plan: Plan, order: float | None, is_named: bool) -> str | None:
     if plan.n_keys == 0 and backend.name != "generic":
         return "there are no keys"
-    reason = backend.why_not(plan, order, is_named)
+    reason = backend.unsupported_reason(plan, order, is_named)
     if reason is None and not is_named:
-        return backend.why_not_unnamed(plan, order)
+        return backend.opt_in_reason(plan, order)
     return reason

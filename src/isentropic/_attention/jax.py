@@ -19,7 +19,7 @@ from isentropic._ops import Ops
 from isentropic.masks import Mask
 
 
-def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
+def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why ``jax.nn.dot_product_attention`` does not compute a call, or None."""
     if plan.library != "jax":
         return "the arrays are not JAX's"
@@ -69,7 +69,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     return out if operands.nonfinite is None else out + xp.astype(causal_nan(plan, operands), out.dtype)
 
 
-def why_not_heads(plan: Plan, order: float | None, is_named: bool) -> str | None:
+def heads_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the pass over one head at a time does not compute a call, or None."""
     if plan.library != "jax":
         return "the arrays are not JAX's"

@@ -19,7 +19,7 @@ from isentropic._numerics import lift
 _MAX_WIDTH = 256  # a block of wider heads does not fit in the registers
 
 
-def why_not(plan: Plan, order: float | None) -> str | None:
+def unsupported_reason(plan: Plan, order: float | None) -> str | None:
     """The reason why the kernels cannot compute a call, or None."""
     xp = plan.xp
     if order not in (None, 1.0):

@@ -65,7 +65,7 @@ def _quietly_on_tensors(function: _Function) -> _Function:
     return cast(_Function, chosen)
 
 
-def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
+def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the NumPy pass does not compute a call, or None."""
     if plan.block_size is not None:
         return "it does not support `block_size`"

@@ -18,7 +18,7 @@ from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
 from isentropic._namespace import Array
 
 
-def why_not_sdpa(plan: Plan, order: float | None, is_named: bool) -> str | None:
+def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why PyTorch's own kernel does not compute a call, or None."""
     if plan.library != "torch":
         return "the arrays are not PyTorch's"
@@ -225,7 +225,7 @@ def _rows_of_masks(plan: Plan, operands: Operands) -> int:
     return max(16, BLOCKS.sdpa_mask_logits // (elements * plan.n_keys))
 
 
-def why_not_tiles(plan: Plan, order: float | None, is_named: bool) -> str | None:
+def tiles_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the pass with recomputed tiles does not compute a call, or None."""
     if plan.library != "torch":
         return "the arrays are not PyTorch's"

@@ -124,7 +124,7 @@ def _forward(call: Call, tiles: Tiles) -> Sums:
     """The state in columns, relative to the maximum."""
     plan, order = tiles.plan, call.order
     # The backward pass needs the weights of PyTorch's forward pass, with the same rounding errors.
-    if call.may_be_differentiated or numpy.why_not(plan, order, False) is not None:
+    if call.may_be_differentiated or numpy.unsupported_reason(plan, order, False) is not None:
         return forward(tiles, order)
     # The queries are divided by the soft cap already.
     operands = tiles.operands._replace(multiplier=1.0 if plan.softcap is None else plan.softcap)

@@ -25,7 +25,7 @@ _MIN_TIMED_QUERIES = 64
 _MAX_ROW_STRIDE = 2**24
 
 
-def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
+def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the Triton kernels do not compute a call, or None."""
     if plan.library != "torch":
         return "the arrays are not PyTorch's"
@@ -42,10 +42,10 @@ def why_not(plan: Plan, order: float | None, is_named: bool) -> str | None:
         return "the tensors are not on a GPU"
     if plan.dtype.itemsize == 4 and max(plan.head_dim, plan.n_values or 0) > _MAX_FLOAT32_WIDTH:
         return f"heads of float32 have more than {_MAX_FLOAT32_WIDTH} features"
-    return kernels.why_not(plan, order)
+    return kernels.unsupported_reason(plan, order)
 
 
-def why_not_unnamed(plan: Plan, order: float | None) -> str | None:
+def opt_in_reason(plan: Plan, order: float | None) -> str | None:
     """The reason why the Triton kernels do not compute a call that does not name them, or None.
 
     They compute entropies of half precision without gradients on NVIDIA's Hopper, where they have been
