@@ -193,7 +193,7 @@ class TestErrorsOfFloatingPoint:
         np.testing.assert_allclose(h, np.log([3]), rtol=1e-6)
         np.testing.assert_allclose(normalizer, np.log([3]) / np.log(1e30), rtol=1e-6)
 
-    @pytest.mark.parametrize("implementation", ["numpy", "generic"])
+    @pytest.mark.parametrize("implementation", ["numpy_tiles", "generic"])
     def test_kernels(self, rng, implementation):
         q, k, v = rng.normal(size=(3, 2, 600, 8)).astype("float32") * 20
         with np.errstate(all="raise"):

@@ -54,7 +54,7 @@ class TestAgainstGeneric:
         options = MASKS[name](backend.array) | {"enable_gqa": grouped}
         expected = outcomes(backend, "generic", q, k, v, **options)
         # PyTorch has no kernel on GPUs for states.
-        for implementation in (None,) if backend.is_gpu else (None, "numpy"):
+        for implementation in (None,) if backend.is_gpu else (None, "numpy_tiles"):
             got = outcomes(backend, implementation, q, k, v, **options)
             tolerance = 1e-5 if not backend.float64 else 1e-11
             for key, x in got.items():
@@ -129,9 +129,9 @@ class TestAgainstGeneric:
         arrays = [backend.array(x) for x in (q, k, v)]
         options = MASKS[name](backend.array) | {"softcap": softcap, "bias": bias}
         expected = outcomes(backend, "generic", *arrays, **options)
-        got = outcomes(backend, "numpy", *arrays, **options)
+        got = outcomes(backend, "numpy_tiles", *arrays, **options)
         for order in (0, 0.5, 0.9, 1.1, 2, 3, np.inf):
-            for results, implementation in ((expected, "generic"), (got, "numpy")):
+            for results, implementation in ((expected, "generic"), (got, "numpy_tiles")):
                 h = it.attention_entropy(
                     *arrays[:2], order=order, implementation=implementation, **options
                 )
@@ -153,7 +153,7 @@ class TestAgainstGeneric:
         ):  # fmt: skip
             options = {"bias": added, "softcap": softcap, "scale": scale}
             expected = oracles.attention(q, k, v, visible=mask, **options)
-            options |= {"law": None, "mask": mask, "implementation": "numpy"}
+            options |= {"law": None, "mask": mask, "implementation": "numpy_tiles"}
             # The rounding of a logit, ten times over.
             slack = np.finfo(dtype).eps * (10 * scale * 20 + 50)
             out = it.attention(q, k, v, **options)
@@ -175,7 +175,7 @@ class TestAgainstGeneric:
         x = backend.array(rng.normal(size=(5, 4)))
         # Each library has a backend that computes its calls, but none chooses the size of its blocks.
         with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
-            it.attention_state(x, x, x, softcap=3.0, block_size=2, implementation="numpy")
+            it.attention_state(x, x, x, softcap=3.0, block_size=2, implementation="numpy_tiles")
 
 
 class TestBackends:
@@ -185,11 +185,14 @@ class TestBackends:
         x = backend.array(rng.normal(size=(16, 300, 8)), "float32")
         for values in (x, None):
             found = it.attention_backends(x, x, values, is_causal=True)
-            names = ["sdpa", "numpy", "jax", "torch", "xla", "triton", "generic"]
+            names = ["sdpa", "numpy_tiles", "jax_nn", "torch_tiles", "jax_tiles", "triton", "generic"]
             assert list(found) == names
             assert list(found.values()).count("runs") == 1
             (name,) = [name for name, why in found.items() if why == "runs"]
-            expected = {"numpy": "numpy", "torch": "sdpa" if values is not None else "numpy"}
+            expected = {
+                "numpy": "numpy_tiles",
+                "torch": "sdpa" if values is not None else "numpy_tiles",
+            }
             if backend.name == "torch:cuda":
                 expected["torch"] = "sdpa" if values is not None else "generic"
             if backend.library in expected:
@@ -198,16 +201,16 @@ class TestBackends:
                 assert name == "generic"
             sized = it.attention_backends(x, x, values, block_size=64, order=1.0)
             assert sized["generic"] == "runs"
-            unable = "jax" if backend.library == "torch" else "sdpa"
+            unable = "jax_nn" if backend.library == "torch" else "sdpa"
             unable = it.attention_backends(x, x, values, implementation=unable)
             assert "runs" not in unable.values()
         few = x[:1, :20, :]
         capped = it.attention_backends(few, few, few, softcap=3.0)
         if backend.library == "strict":
             assert capped["generic"] == "runs"
-            assert capped["numpy"] == "some array is on another device, traced or differentiated"
+            assert capped["numpy_tiles"] == "some array is on another device, traced or differentiated"
         elif backend.name in ("numpy", "torch", "jax"):
-            assert capped["numpy"] == "runs"
+            assert capped["numpy_tiles"] == "runs"
 
     def test_settings_of_pytorch_belong_to_the_choice(self, monkeypatch):
         """On a GPU `sdpa_kernel` changes what PyTorch's kernel is, also for a plan that is known."""
@@ -260,7 +263,7 @@ class TestBackends:
         names = {"window": masks.window(3), "array": seen}
         for (name, mask), heads in itertools.product(names.items(), (4, 8)):
             x = backend.array(np.zeros((heads, 2**11, 2)), "float32")
-            expected = "numpy" if heads == 8 and x.device.type == "cpu" else "sdpa"
+            expected = "numpy_tiles" if heads == 8 and x.device.type == "cpu" else "sdpa"
             assert it.attention_backends(x, x, x, mask=mask)[expected] == "runs", name
             assert it.attention_backends(x, x, x, mask=mask, bias=x[..., :1])["sdpa"] == "runs"
             assert it.attention_backends(x, x, x, is_causal=True)["sdpa"] == "runs"
@@ -270,12 +273,12 @@ class TestBackends:
     def test_numpy_takes_few_logits_and_many_but_no_few_logits_of_many_heads(self):
         few, many = np.zeros((4, 2)), np.zeros((2**20, 2))
         for order in (None, 1.0, 2.0):
-            assert it.attention_backends(few, few, few, order=order)["numpy"] == "runs"
-            assert it.attention_backends(many, many, order=order)["numpy"] == "runs"
-        assert it.attention_backends(few, many, many)["numpy"] == "runs"
+            assert it.attention_backends(few, few, few, order=order)["numpy_tiles"] == "runs"
+            assert it.attention_backends(many, many, order=order)["numpy_tiles"] == "runs"
+        assert it.attention_backends(few, many, many)["numpy_tiles"] == "runs"
         heads = np.broadcast_to(np.zeros(1), (2**9, 4, 2**10))
         why = it.attention_backends(heads, np.broadcast_to(np.zeros(1), (2**9, 2**10, 2**10)), None)[
-            "numpy"
+            "numpy_tiles"
         ]
         assert why == "each head has too few logits for it to be faster"
 
@@ -326,7 +329,7 @@ class TestSkippedTiles:
     @pytest.mark.parametrize(
         ("mask", "share"), [(masks.causal(), 0.6), (masks.window(15), 0.2), (masks.padding(16), 0.15)]
     )
-    @pytest.mark.parametrize("implementation", ["generic", "numpy"])
+    @pytest.mark.parametrize("implementation", ["generic", "numpy_tiles"])
     def test_how_many_logits_are_computed(
         self, monkeypatch, set_blocks, rng, mask, share, implementation
     ):

@@ -35,7 +35,7 @@ class TestNativeKernel:
             jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), static_argnums=3)(
                 q, k, v, i
             )
-            for i in ("jax", "generic")
+            for i in ("jax_nn", "generic")
         ]
         for a, b in zip(*map(jax.tree.leaves, both), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -48,7 +48,7 @@ class TestNativeKernel:
         def call(q, k, v, implementation):
             return it.attention(q, k, v, is_causal=True, enable_gqa=True, implementation=implementation)
 
-        got, expected = (jax.jit(call, static_argnums=3)(q, k, v, i) for i in ("jax", "generic"))
+        got, expected = (jax.jit(call, static_argnums=3)(q, k, v, i) for i in ("jax_nn", "generic"))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
         assert np.isnan(got[0, 4:]).all()
         assert np.isfinite(got[0, :4]).all()
@@ -127,7 +127,7 @@ class TestOneHeadAtATime:
             return sum(jnp.sin(x * (i + 1)).sum() for i, x in enumerate(results)), results
 
         of = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
-        both = [of(arrays, options.get("bias"), i) for i in ("xla", "generic")]
+        both = [of(arrays, options.get("bias"), i) for i in ("jax_tiles", "generic")]
         for got, expected in zip(*map(jax.tree.leaves, both), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
 
@@ -142,7 +142,7 @@ class TestOneHeadAtATime:
         expected = hessian(q[2:], "generic")
         twice_reverse = jax.jit(jax.jacrev(jax.jacrev(loss)), static_argnums=1)
         for transformed in (hessian, twice_reverse):
-            np.testing.assert_allclose(transformed(q[2:], "xla"), expected, rtol=1e-8, atol=1e-10)
+            np.testing.assert_allclose(transformed(q[2:], "jax_tiles"), expected, rtol=1e-8, atol=1e-10)
 
     def test_hidden_keys_and_empty_rows(self, rng, x64):
         q, k, v = self._arrays(rng)
@@ -159,7 +159,7 @@ class TestOneHeadAtATime:
             k.at[..., 2, :].set(jnp.inf),
             v.at[..., 2, :].set(jnp.nan),
         )
-        for got, expected in zip(of(*poisoned, "xla"), clean, strict=True):
+        for got, expected in zip(of(*poisoned, "jax_tiles"), clean, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
 
     def test_is_chosen_for_long_calls_on_a_cpu(self, set_blocks, monkeypatch):

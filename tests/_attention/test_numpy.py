@@ -10,7 +10,7 @@ import isentropic as it
 def test_numpy_adds_a_bias_of_many_logits():
     x, bias = np.zeros((2**10, 2)), np.zeros((2**10, 1))
     for options in ({"bias": bias}, {"softcap": 3.0}, {"bias": bias, "softcap": 3.0}):
-        assert it.attention_backends(x, x, x, **options)["numpy"] == "runs"
+        assert it.attention_backends(x, x, x, **options)["numpy_tiles"] == "runs"
 
 
 class TestReferences:
@@ -56,7 +56,7 @@ class TestReferences:
         q[:, 0], k[:, 0] = 1.0, logits(np.zeros(13))
         q, k, v = q.astype(dtype)[-3:], k.astype(dtype), rng.normal(size=(13, 3)).astype(dtype)
         s = q.astype("float64") @ k.astype("float64").T
-        options = {"law": None, "scale": 1.0, "implementation": "numpy"}
+        options = {"law": None, "scale": 1.0, "implementation": "numpy_tiles"}
         state = it.attention_state(q, k, v, **options)
         assert tried == passes
         slack = max(np.abs(k).max() * np.finfo(dtype).eps * 8, 1e-6)
@@ -70,7 +70,7 @@ class TestReferences:
         q, k, v = rng.normal(size=(3, 13, 4)).astype("float32")
         q[:, 0], k[:, 0] = 1.0, added
         mask = np.arange(13) >= np.arange(13)[:, None] * 2  # from the eighth row on they see none
-        got = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="numpy")
+        got = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="numpy_tiles")
         assert set(tried) == expected
         wanted = it.attention_state(q, k, v, mask=mask, law=None, scale=1.0, implementation="generic")
         for a, b in zip(
@@ -82,7 +82,7 @@ class TestReferences:
     def test_hidden_logits_that_overflow(self, small_blocks):
         q, k = np.asarray([[0.0, 0.0], [1e20, 1e20]], "float32"), np.full((2, 2), 1e20, "float32")
         mask = np.asarray([[True, False], [False, False]])
-        options = {"mask": mask, "law": None, "implementation": "numpy"}
+        options = {"mask": mask, "law": None, "implementation": "numpy_tiles"}
         out = it.attention(q, k, np.ones((2, 1), "float32"), **options)
         np.testing.assert_array_equal(out, [[1.0], [0.0]])
 
@@ -104,12 +104,12 @@ class TestReferences:
         p = oracles.softmax(s)
         # What a logit may be off by is what its rounding is.
         slack = np.abs(s).max() * np.finfo(dtype).eps * 8 + np.finfo(dtype).eps * 64
-        state = it.attention_state(q, k, v, law=None, implementation="numpy")
+        state = it.attention_state(q, k, v, law=None, implementation="numpy_tiles")
         np.testing.assert_allclose(state.output(), p @ v, atol=slack * np.abs(v).max(), rtol=slack)
         np.testing.assert_allclose(state.maximum, s.max(-1), atol=slack, rtol=1e-6)
         assert (state.normalizer >= 1 - 1e-6).all()
         assert (state.weighted_score <= 0).all()
-        h = it.attention_entropy(q, k, law=None, implementation="numpy")
+        h = it.attention_entropy(q, k, law=None, implementation="numpy_tiles")
         expected = oracles.entropy(p)
         for got in (h, state.entropy()):
             assert (got >= 0).all()
@@ -122,7 +122,7 @@ class TestReferences:
         k = np.zeros((13, 2), "float32")
         k[:12, 0], k[12, 1] = logits, gap
         q, v = np.asarray([[1.0, 0.0]] * 5, "float32"), np.eye(13, dtype="float32")
-        options = {"law": None, "scale": 1.0, "implementation": "numpy"}
+        options = {"law": None, "scale": 1.0, "implementation": "numpy_tiles"}
         expected = oracles.softmax(np.append(logits, 0.0))
         out = it.attention(q, k, v, **options)
         np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=1e-5)
@@ -137,7 +137,7 @@ class TestReferences:
         q = np.ones((9, size), "float32")
         differences = rng.integers(0, 2, (13, size))
         k, v = (2.0**exponent + differences).astype("float32"), np.eye(13, dtype="float32")
-        options = {"law": None, "scale": 1.0, "implementation": "numpy"}
+        options = {"law": None, "scale": 1.0, "implementation": "numpy_tiles"}
         expected = oracles.softmax(differences.sum(-1).astype("float64"))
         out = it.attention(q, k, v, **options)
         np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=3e-3)
@@ -185,7 +185,7 @@ class TestReferences:
         q, k = rng.normal(size=(2, 9, 2)).astype("float32")
         mask = np.ones((9, 9), dtype=bool)
         mask[[0, 5]] = False
-        h = it.attention_entropy(q, k, order=order, mask=mask, implementation="numpy")
+        h = it.attention_entropy(q, k, order=order, mask=mask, implementation="numpy_tiles")
         np.testing.assert_array_equal(h[[0, 5]], 0.0)
         assert np.all(h[[1, 2, 3, 4, 6, 7, 8]] > 0)
 
@@ -211,7 +211,7 @@ class TestReferences:
         # Nearly all of the weight on one key.
         for _ in range(40):
             q = rng.normal(size=(300, 8)).astype("float32") * rng.uniform(4, 16)
-            h = it.attention_entropy(q, q, law=None, implementation="numpy")
+            h = it.attention_entropy(q, q, law=None, implementation="numpy_tiles")
             assert (h >= 0).all()
             expected = it.attention_entropy(*[q.astype("float64")] * 2, law=None)
             np.testing.assert_allclose(h, expected, atol=1e-3)
@@ -220,18 +220,18 @@ class TestReferences:
         q, k, v = rng.normal(size=(3, 20, 4)).astype("float32")
         q *= 50  # the logit of the only visible key is far below others
         mask = np.eye(20, dtype=bool)
-        out = it.attention(q, k, v, mask=mask, law=None, implementation="numpy")
+        out = it.attention(q, k, v, mask=mask, law=None, implementation="numpy_tiles")
         np.testing.assert_array_equal(out, v)
-        h = it.attention_entropy(q, k, mask=mask, law=None, implementation="numpy")
+        h = it.attention_entropy(q, k, mask=mask, law=None, implementation="numpy_tiles")
         np.testing.assert_array_equal(h, 0)
 
-    @pytest.mark.parametrize("implementation", ["generic", "numpy"])
+    @pytest.mark.parametrize("implementation", ["generic", "numpy_tiles"])
     def test_infinite_value_of_keys_without_weight(self, small_blocks, implementation):
         q, k, v = np.ones((1, 1)), np.full((2, 1), -np.inf), np.full((2, 1), np.inf)
         with np.errstate(all="ignore"):
             assert it.attention(q, k, v, implementation=implementation) == 0
 
-    @pytest.mark.parametrize("implementation", ["generic", "numpy"])
+    @pytest.mark.parametrize("implementation", ["generic", "numpy_tiles"])
     def test_logits_of_minus_infinity(self, small_blocks, implementation):
         q, k = np.ones((1, 1)), np.asarray([[-np.inf], [1.0], [1.0]])
         h = it.attention_entropy(q, k, implementation=implementation)
@@ -242,7 +242,7 @@ class TestReferences:
         k = np.asarray([[1e-30, 0], [0, 1e-30], [1e30, -1e30]], "float32")
         v = np.eye(3, dtype="float32")
         with np.errstate(all="ignore"):
-            got = it.attention(q, k, v, law=None, scale=1.0, implementation="numpy")
+            got = it.attention(q, k, v, law=None, scale=1.0, implementation="numpy_tiles")
             expected = it.attention(q, k, v, law=None, scale=1.0, implementation="generic")
         np.testing.assert_allclose(got, expected)
 
@@ -251,7 +251,7 @@ def test_few_logits_whose_exponentials_overflow(rng):
     # All of them are computed at once, and nothing is subtracted from them if none is too high.
     q, k, v = (rng.normal(size=(n, 16)).astype("float32") for n in (5, 700, 700))
     q *= np.float32(100 / (q @ k.T).max())  # e¹⁰⁰ is no float32
-    out = it.attention(q, k, v, scale=1.0, law=None, implementation="numpy")
+    out = it.attention(q, k, v, scale=1.0, law=None, implementation="numpy_tiles")
     expected = oracles.softmax(q.astype("float64") @ k.T.astype("float64")) @ v
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
@@ -261,7 +261,7 @@ def test_one_key_above_many_that_count_together(rng, n_keys, highest, others):
     # Where exponents are far apart, weights below 1e-31 count as 0. So sums near that are made again.
     q, k = np.ones((40, 1), "float32"), np.full((n_keys, 1), others, "float32")
     k[0], v = highest, (1 + rng.normal(size=(n_keys, 3))).astype("float32")
-    options = {"scale": 1.0, "law": None, "implementation": "numpy"}
+    options = {"scale": 1.0, "law": None, "implementation": "numpy_tiles"}
     p = oracles.softmax(q.astype("float64") @ k.T)
     out, h = it.attention(q, k, v, **options), it.attention_entropy(q, k, **options)
     np.testing.assert_allclose(out, p @ v, atol=2e-5)
@@ -329,7 +329,7 @@ def test_causal_blocks_of_several_parts(
         options["bias"] = rng.normal(size=(13, n_keys)) + bias
     for order in (None, 0.5, 1, 2):
         results = []
-        for implementation in ("numpy", "generic"):
+        for implementation in ("numpy_tiles", "generic"):
             if order is None:
                 got = it.attention(q, k, v, implementation=implementation, **options)
             else:

@@ -60,7 +60,7 @@ class TestBfloat16:
         x = torch.zeros(8, 2048, 64, dtype=torch.bfloat16)
         mask = masks.window(256)
         assert it.attention_backends(x, x, x, mask=mask)["sdpa"] == "runs"
-        assert it.attention_backends(x.half(), x.half(), x.half(), mask=mask)["numpy"] == "runs"
+        assert it.attention_backends(x.half(), x.half(), x.half(), mask=mask)["numpy_tiles"] == "runs"
 
     def test_what_is_rounded_more_than_once_is_computed_in_float32(self, dtypes):
         q, k, v = torch.randn(3, 2, 7, 8).bfloat16()

@@ -157,7 +157,7 @@ class TestRecomputedGradients:
             state = it.attention_state(*x)
             assert state.normalizer[7] == state.weighted_score[7] == 0
             found += [
-                it.attention(*x, implementation="torch")[7],
+                it.attention(*x, implementation="torch_tiles")[7],
                 state.output()[7],
                 state.entropy()[7],
             ]
@@ -368,7 +368,7 @@ class TestRecomputedGradients:
         }
         gradients = []
         named = {backend.name: backend for backend in backends()}
-        for backend in (named["generic"], named["torch"]):
+        for backend in (named["generic"], named["torch_tiles"]):
             plan, operands = prepare(Arguments(**(options | arrays | {"enable_gqa": True})))
             assert backend.unsupported_reason(plan, order, False) is None
             state = backend.state(plan, operands, order, True)

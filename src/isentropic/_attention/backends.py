@@ -58,16 +58,16 @@ def backends() -> tuple[Backend, ...]:
     return (
         Backend("sdpa", torch.sdpa_unsupported_reason, torch.sdpa_output),
         Backend(
-            "numpy",
+            "numpy_tiles",
             numpy.unsupported_reason,
             numpy.output,
             numpy.state,
             numpy.state_in_rows,
             numpy.entropy,
         ),
-        Backend("jax", jax.unsupported_reason, jax.output),
-        Backend("torch", torch.tiles_unsupported_reason, torch.tiles_output, torch.tiles_state),
-        Backend("xla", jax.heads_unsupported_reason, jax.heads_output, jax.heads_state),
+        Backend("jax_nn", jax.unsupported_reason, jax.output),
+        Backend("torch_tiles", torch.tiles_unsupported_reason, torch.tiles_output, torch.tiles_state),
+        Backend("jax_tiles", jax.heads_unsupported_reason, jax.heads_output, jax.heads_state),
         Backend(
             "triton",
             triton.unsupported_reason,

@@ -670,13 +670,13 @@ def attention_backends(
     The backends are:
 
     - *sdpa*: `torch.nn.functional.scaled_dot_product_attention`.
-    - *numpy*: a pass for arrays in the memory of the host.
-    - *jax*: `jax.nn.dot_product_attention`.
-    - *torch*: the pass over tiles with operations in place, whose gradient computes the tiles again.
-    - *xla*: the same tiles for JAX on a CPU, one head at a time.
+    - *numpy_tiles*: a pass for arrays in the memory of the host.
+    - *jax_nn*: `jax.nn.dot_product_attention`.
+    - *torch_tiles*: the pass over tiles with operations in place. Its gradient recomputes the tiles.
+    - *jax_tiles*: the same tiles for JAX on a CPU, one head at a time.
     - *triton*: the kernels of this library for PyTorch on a GPU. They run only if `implementation`
-      names them. But Shannon entropies of half precision, without gradients, they compute on GPUs of
-      NVIDIA's Hopper, where they have been timed.
+      names them, except for Shannon entropies of half precision, without gradients, on GPUs of NVIDIA's
+      Hopper, where they have been timed.
     - *generic*: the pass over tiles that is the same for all libraries.
 
     `attention_weights` and `attention_statistics` always take the generic pass. So does the second pass
@@ -688,9 +688,9 @@ def attention_backends(
     >>> import numpy as np
     >>> from isentropic import attention_backends
     >>> x = np.zeros((8, 1024, 64), "float32")
-    >>> attention_backends(x, x, x)["numpy"]
+    >>> attention_backends(x, x, x)["numpy_tiles"]
     'runs'
-    >>> attention_backends(x, x, x, softcap=30.0)["jax"]
+    >>> attention_backends(x, x, x, softcap=30.0)["jax_nn"]
     "the arrays are not JAX's"
     """
     if order is not None:

@@ -55,7 +55,9 @@ from isentropic.laws._law import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
 # The accepted values of `implementation`.
-IMPLEMENTATIONS = (None, "generic", "sdpa", "numpy", "jax", "torch", "xla", "triton")
+IMPLEMENTATIONS = (
+    None, "generic", "sdpa", "numpy_tiles", "jax_nn", "torch_tiles", "jax_tiles", "triton"
+)  # fmt: skip
 _CAUSAL = causal()
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
 _MAX_PLANS = 512
