@@ -26,7 +26,7 @@ def unsupported_reason(plan: Plan, order: float | None) -> str | None:
         return "it computes only Shannon's entropy"
     if plan.softcap is not None or plan.has_bias:
         return "it has no bias and no soft cap"
-    if not plan.is_contiguous:
+    if not plan.has_interval_mask:
         return "a query may see keys with gaps between them"
     if plan.dtype not in (xp.float32, xp.float16, xp.bfloat16):
         return "it has no float64"

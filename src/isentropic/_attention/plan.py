@@ -86,7 +86,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     implementation: str | None = None
     block_size: int | None = None
-    are_products: bool = True  # whether the scores are inner products of queries and keys
+    is_dot_product: bool = True  # whether the scores are inner products of queries and keys
 
 
 _FIRST_OPTION = Arguments._fields.index("is_causal")
@@ -113,7 +113,7 @@ class Plan(Record):
     has_bias: bool
     has_mask: bool
     is_plain_causal: bool  # whether the mask is the causal one, with as many queries as keys
-    is_contiguous: bool  # whether the keys that a query sees have no gaps between them
+    has_interval_mask: bool  # whether the keys that a query sees have no gaps between them
     block_size: int | None
     are_all_readable: bool  # whether the values of all arrays can be read
     is_differentiated: bool  # whether PyTorch records the call for a gradient
@@ -157,7 +157,7 @@ class Operands(NamedTuple):
     nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
     sinks: Array | None = None  # (..., 1, 1). They join the states of the backends; see `with_sinks`
     # Key and value with their nonfinite numbers, for operators of torch.compile.
-    unreplaced: tuple[Array, Array | None] | None = None
+    raw_key_value: tuple[Array, Array | None] | None = None
 
     @property
     def values(self) -> Array:
@@ -291,7 +291,7 @@ def _plan(a: Arguments) -> Plan:
         has_bias=a.bias is not None,
         has_mask=mask is not None,
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
-        is_contiguous=mask is None or mask.is_contiguous,
+        has_interval_mask=mask is None or mask.is_contiguous,
         block_size=a.block_size,
         are_all_readable=all_can_be_read,
         is_differentiated=any(recorded),
@@ -378,7 +378,7 @@ def _mask(a: Arguments) -> Mask | None:
 def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
     """Check the shapes, and return that of the axes ``...``, with the heads of the query."""
     check_ndim(3 if a.enable_gqa else 2, **arrays)
-    if a.are_products and a.key.shape[-1] != a.query.shape[-1]:
+    if a.is_dot_product and a.key.shape[-1] != a.query.shape[-1]:
         must = f"have the last dimension of `query`, {a.query.shape[-1]}"
         raise value_error("key", must, a.key.shape[-1])
     if a.value is not None and a.value.shape[-2] != a.key.shape[-2]:
@@ -428,9 +428,9 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     query, key, value, bias = arrays
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
-    nonfinite, unreplaced = None, None
+    nonfinite, raw_key_value = None, None
     if mask is not None and not _are_known_finite(plan, query, key, value):
-        unreplaced = (key, value) if plan.frame.is_compiling else None
+        raw_key_value = (key, value) if plan.frame.is_compiling else None
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
@@ -444,7 +444,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
     sinks = None if a.sinks is None else _sink_logits(plan, a.sinks)
-    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks, unreplaced)
+    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks, raw_key_value)
 
 
 def _sink_logits(plan: Plan, sinks: Any) -> Array:

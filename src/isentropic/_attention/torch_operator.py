@@ -94,9 +94,9 @@ def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
     query: Any = Tiles.of(plan, operands).query
     query = query.expand(*plan.batch, *query.shape[-2:])
     key, value, query_nan = operands.key, operands.value, None
-    if operands.unreplaced is not None and operands.nonfinite is not None:
+    if operands.raw_key_value is not None and operands.nonfinite is not None:
         # The operator can read their values. So copies are made only of those that are not finite.
-        (key, value), (query_nan, _) = operands.unreplaced, operands.nonfinite
+        (key, value), (query_nan, _) = operands.raw_key_value, operands.nonfinite
     inputs = (query, key, value, operands.bias, query_nan)
     # Arrays inside of `vmap` do not know it.
     may_be_differentiated = plan.is_differentiated or bool(transformations())

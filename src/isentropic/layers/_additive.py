@@ -79,7 +79,7 @@ def additive_attention(
         raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
-    plan, operands = prepare(Arguments(query, key, value, mask, scale=1.0, are_products=False))
+    plan, operands = prepare(Arguments(query, key, value, mask, scale=1.0, is_dot_product=False))
 
     dtype = plan.compute
     queries = product(xp, xp.astype(operands.query, dtype), xp.astype(w_q, dtype))
