@@ -306,7 +306,9 @@ class TestLinen:
     def test_other_products_are_refused(self, rng):
         q, k, v = arrays(rng)
         for name in ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"):
-            with pytest.raises(ValueError, match=f"`{name}` must be None: weights are never formed"):
+            with pytest.raises(
+                ValueError, match=f"`{name}` must be None: weights are never materialized"
+            ):
                 attention_fn(q, k, v, **{name: jnp.einsum})
 
     def test_the_module_of_flax(self, rng, dtype):

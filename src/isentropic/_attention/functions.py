@@ -582,7 +582,7 @@ def attention_information(
     -----
     The formula is ``H(mean of the rows) − mean of H(row)``, the Jensen–Shannon divergence of the rows
     of the attention matrix. It equals the mutual information if the query is drawn uniformly. The
-    computation takes two passes over the tiles and does not form the weights.
+    computation takes two passes over the tiles and does not materialize the weights.
 
     Examples
     --------

@@ -26,7 +26,7 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
     if order is not None:
         return "it computes outputs only"
     if plan.softcap is not None or plan.has_bias:
-        return "it has no soft cap, and a bias only as an L×S array"
+        return "it has no soft cap, and would materialize the L×S bias"
     if plan.dtype == plan.xp.float64:
         return "it has no float64"
     if plan.has_mask and not plan.is_plain_causal:

@@ -27,15 +27,15 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
     if plan.softcap is not None:
         return "it has no soft cap"
     if plan.facts.is_bias_differentiated:
-        return "it would form the gradient of the bias as an L×S array"
+        return "it would materialize the L×S gradient of the bias"
     if plan.frame.is_compiling:
         if _transformations() not in ((), ("Grad",)):
             return TRANSFORMED
-        forms_mask = plan.has_mask and not plan.is_plain_causal
-        if forms_mask and _is_exporting():
+        materializes_mask = plan.has_mask and not plan.is_plain_causal
+        if materializes_mask and _is_exporting():
             return "other runtimes return NaN for queries that see no key"
-        forms_mask = forms_mask and plan.device.type == "cpu"
-        return "it would form the mask as an L×S array" if forms_mask else None
+        materializes_mask = materializes_mask and plan.device.type == "cpu"
+        return "it would materialize the L×S mask" if materializes_mask else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
     if plan.facts.is_transformed:
         return TRANSFORMED
@@ -44,11 +44,11 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
     if not is_named and takes_mask(plan) and _kernel_dtype(plan) == plan.compute:
         return "the NumPy pass is faster under a mask"
     if not is_named and _keeps_masks(plan):
-        return "PyTorch would keep the mask, an L×S array, for the gradient"
+        return "PyTorch would keep the L×S mask for the gradient"
     if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
         return None
-    # PyTorch's "math" kernel forms the weights and is not better than the generic pass.
-    return "PyTorch would form the weights" if _would_form_weights(plan) else None
+    # PyTorch's "math" kernel materializes the weights and is not better than the generic pass.
+    return "PyTorch would materialize the weights" if _would_materialize_weights(plan) else None
 
 
 def _kernel_dtype(plan: Plan) -> Any:
@@ -62,9 +62,9 @@ def _kernel_dtype(plan: Plan) -> Any:
 
 def _keeps_masks(plan: Plan) -> bool:
     """Whether PyTorch on a CPU would keep more than a block of the bias or mask; tiles are as fast."""
-    forms_mask = plan.has_bias or (plan.has_mask and not plan.is_plain_causal)
+    materializes_mask = plan.has_bias or (plan.has_mask and not plan.is_plain_causal)
     is_large = plan.n_queries * plan.n_keys > BLOCKS.sdpa_mask_logits
-    return plan.is_differentiated and forms_mask and is_large and plan.device.type == "cpu"
+    return plan.is_differentiated and materializes_mask and is_large and plan.device.type == "cpu"
 
 
 def _is_exporting() -> bool:
@@ -84,7 +84,7 @@ def _transformations() -> tuple[str, ...]:
     return names if torch.autograd.forward_ad._current_level < 0 else (*names, "forward mode")
 
 
-def _would_form_weights(plan: Plan) -> bool:
+def _would_materialize_weights(plan: Plan) -> bool:
     """Whether PyTorch would choose its "math" kernel for tensors like those of the call."""
     import torch
 

@@ -62,7 +62,7 @@ def attention_fn(
         Ignored, because dropout is not supported.
     dropout_rate : float
         Must be 0 unless `deterministic` is true. Dropout would need the attention weights, which are
-        never formed.
+        never materialized.
     deterministic : bool
         Whether dropout is off.
     dtype : dtype, optional
@@ -154,7 +154,9 @@ def attention_fn(
     """
     check_choice("sow", sow, ("weights", "entropy"))
     if dropout_rate > 0 and not deterministic:
-        must = "be 0, or `deterministic` true: weights are never formed, so they cannot be dropped"
+        must = (
+            "be 0, or `deterministic` true: weights are never materialized, so they cannot be dropped"
+        )
         raise value_error("dropout_rate", must, dropout_rate)
     products = {
         "einsum_dot_general": einsum_dot_general,
@@ -163,7 +165,7 @@ def attention_fn(
     }
     for name, product in products.items():
         if product is not None:
-            must = "be None: weights are never formed, so other products cannot form them"
+            must = "be None: weights are never materialized, so other products cannot form them"
             raise value_error(name, must, product)
     check_ndim(3, query=query, key=key, value=value)
     if mask is not None and not isinstance(mask, Mask):

@@ -228,7 +228,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     see the keys that `add_bias_kv` and `add_zero_attn` append, and n includes them.
 
     For a query that sees no key the weights are 0, and the output is the bias of the output projection.
-    PyTorch's output is NaN in this case, if it forms the weights.
+    PyTorch's output is NaN in this case, if it materializes the weights.
 
     With `is_causal`, PyTorch may ignore `attn_mask` and use a causal mask aligned top-left, if weights
     are not requested and there is no `key_padding_mask`. This module does the same. But PyTorch's
@@ -238,7 +238,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     attention of the projected heads is computed as outside of it.
 
     Dropout acts on the weights, as in PyTorch. While it is active (in training, with ``dropout > 0``),
-    or with `need_weights`, the weights are formed as an L×S array. Otherwise they never are.
+    or with `need_weights`, the L×S weights are materialized. Otherwise they never are.
 
     This module disables PyTorch's fast path, both its own and that of a
     `torch.nn.TransformerEncoderLayer` around it, because the fast path computes attention without the

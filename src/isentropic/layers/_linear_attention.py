@@ -1,7 +1,7 @@
 """Positive random features of the softmax kernel, and attention with them in linear time.
 
 For standard normal ω, E[exp(ω·x − ‖x‖²/2) exp(ω·y − ‖y‖²/2)] = exp(x·y). The average over m features
-replaces attention by two attentions that never form an L×S array: with keys y and queries x,
+replaces attention by two attentions that never materialize an L×S array: with keys y and queries x,
 
     Σ_j e^{x·y_j} v_j ≈ e^{−‖x‖²/2}/m · Σ_r e^{ω_r·x} Σ_j e^{ω_r·y_j − ‖y_j‖²/2} v_j,
 

@@ -88,8 +88,8 @@ def profile(
     as much as computing attention once more. The model runs without gradients, in evaluation mode.
     Queries are grouped as in `isentropic.entropy_drift`.
 
-    Models that do not use the AttentionInterface of transformers form the weights themselves, most of
-    them L×S. Their entropies are computed from these weights. That takes about as much memory as such a
+    Models that do not use the AttentionInterface of transformers materialize the weights, most of them
+    L×S. Their entropies are computed from these weights. That takes about as much memory as such a
     model takes anyway. In Longformer, a query with global attention counts as one query, with all keys.
 
     The queries of cross-attention count as padding where those of the self-attention before it do.
