@@ -73,7 +73,6 @@ TESTED_IN = {
     "_attention/schedule.py": "_attention/test_backends.py",
     "_attention/state.py": "_attention/test_generic.py",
     "_attention/statistics.py": "_attention/test_generic.py",
-    "_attention/torch_facts.py": "_attention/test_torch.py",
     "_attention/triton.py": "_attention/test_kernels.py",
     "_attention/triton_kernels.py": "_attention/test_kernels.py",
     "_attention/torch_facts.py": "_attention/test_plan.py",

@@ -62,6 +62,16 @@ def test_nothing_kept_is_an_array(backend, rng):
             assert isinstance(leaf, type) or not is_array_api_obj(leaf)
 
 
+def test_what_follows_from_the_frame_changes_with_it(backend, rng):
+    q = backend.array(rng.normal(size=(2, 5, 4)), "float32")
+    plan, _ = prepare(Arguments(q, q))
+    assert (plan.n_queries, plan.n_keys, plan.ndim) == (5, 5, 3)
+    other = plan.replaced(frame=plan.frame.replaced(n_keys=7), batch=())
+    assert (other.n_queries, other.n_keys, other.ndim) == (5, 7, 2)
+    assert other.xp is plan.xp
+    assert (plan.facts is None) == (backend.library != "torch")
+
+
 def test_equal_numbers_of_other_types_are_refused(backend, rng):
     q = backend.array(rng.normal(size=(2, 5, 4)), "float32")
     it.attention(q, q, q, is_causal=True, scale=1.0, n_keys=1)

@@ -17,7 +17,7 @@ _TINY = 2**14
 
 
 class TorchFacts(Record):
-    """They follow from the signature of a call, as the plan does, and hold no tensors of the caller."""
+    """What follows from the signature of a call, as its plan does. It holds no tensors of users."""
 
     is_on_accelerator: bool  # whether the device is not the CPU
     is_transformed: bool  # whether torch.func transforms the call, or it has forward-mode derivatives
@@ -26,7 +26,7 @@ class TorchFacts(Record):
     has_other_operations: bool  # whether the class of some tensor defines PyTorch's operations anew
     fits_sdpa: bool  # whether query, key and value fit the kernel, up to a missing batch axis
     is_tiny: bool  # whether query, key and value are small tensors of one shape, without gradients
-    kernel_factors: Any  # those of the plan as (1, 1, L, 1), if it has any and `fits_sdpa`; else None
+    kernel_factors: Any  # the plan's, as (1, 1, L, 1); None if it has none, or not `fits_sdpa`
 
     def settings(self) -> tuple[bool, ...] | None:
         """The settings of PyTorch on which the choice of the backend depends: the kernels of a GPU.
