@@ -111,7 +111,12 @@ def takes_mask(plan: Plan) -> bool:
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output, (..., L, Ev)."""
     if _is_small(plan):
-        return _to_library(plan, _output_at_once(plan, operands))
+        sums = _sums_at_once(plan, operands, None)
+        if sums.maximum is None:  # each sum is large
+            out = np.divide(sums.weighted_value, sums.normalizer, out=sums.weighted_value)
+        else:
+            out = output_of_columns(cast(Any, np), sums)
+        return out if plan.library == "numpy" else _to_library(plan, out)
     return _to_library(plan, _Pass(*_as_numpy(plan, operands)).state().weighted_value)
 
 
@@ -176,9 +181,10 @@ def _numpy_state(plan: Plan, operands: Operands, order: float, relative_to_maxim
 def _logits_at_once(plan: Plan, operands: Operands) -> Any:
     """Return all logits, −∞ where a key is hidden, and the values."""
     query, key, value, added, _, multiplier, *_ = operands
-    given, visible, softcap = (query, key, value, added), None, plan.softcap
-    if plan.library != "numpy" or any(x is not None and x.dtype != plan.compute for x in given):
-        query, key, value, added = (_numpy_view(plan, x) for x in given)
+    visible, softcap, dtypes = None, plan.softcap, {query.dtype, key.dtype}
+    dtypes |= {x.dtype for x in (value, added) if x is not None}
+    if plan.library != "numpy" or dtypes != {plan.compute}:
+        query, key, value, added = (_numpy_view(plan, x) for x in (query, key, value, added))
         multiplier = _numpy_view(plan, multiplier)
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
@@ -193,13 +199,6 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
         everything = (0, plan.n_queries), (0, plan.n_keys)
         visible = np.asarray(operands.mask.block(plan.frame, *everything))
     return logits(_WHOLE, query * multiplier, key, softcap, added, visible)[0], value
-
-
-def _output_at_once(plan: Plan, operands: Operands) -> Any:
-    state = _sums_at_once(plan, operands, None)
-    if state.maximum is None:  # each sum is large
-        return np.divide(state.weighted_value, state.normalizer, out=state.weighted_value)
-    return output_of_columns(cast(Any, np), state)
 
 
 def _state_at_once(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:

@@ -10,7 +10,6 @@ import numpy as np
 
 from isentropic._attention.schedule import Hidden
 from isentropic._loops import BLOCKS
-from isentropic._numerics import grouped_matmul
 from isentropic._ops import LOWEST_SCORE, InPlaceOps
 
 # If the first tile, or a bias, has exponents below −20 nats, others may be so low that eˣ underflows.
@@ -105,7 +104,9 @@ class WholeOps(InPlaceOps):
         super().__init__(np)
 
     def products(self, query: Any, key: Any) -> Any:
-        return _matmul(query, key.swapaxes(-1, -2))
+        if query.shape[:-2] == key.shape[:-2]:
+            return query @ key.swapaxes(-1, -2)
+        return super().products(query, key)
 
     def hide(self, s: Any, visible: Any) -> Any:
         if visible.shape != s.shape[-2:]:
@@ -145,20 +146,16 @@ class WholeOps(InPlaceOps):
         size = BLOCKS.numpy_columns
         n_blocks = n_keys // size
         if n_blocks < 2:
-            return _matmul(p, value)
+            return p @ value if p.shape[:-2] == value.shape[:-2] else super().weighted(p, value)
         end, ndim = n_blocks * size, p.ndim
         # The axis of the blocks comes first, before those of the batch.
         w = p[..., :end].reshape(*axes, n_blocks, size).transpose(ndim - 1, *range(ndim - 1), ndim)
         v = value[..., :end, :].reshape(*value.shape[:-2], n_blocks, size, value.shape[-1])
         v = v.transpose(ndim - 2, *range(ndim - 2), ndim - 1, ndim)
-        total = np.add.reduce(_matmul(w, v), axis=0)
+        total = np.add.reduce(super().weighted(w, v), axis=0)
         if end < n_keys:
-            total += _matmul(p[..., end:], value[..., end:, :])
+            total += super().weighted(p[..., end:], value[..., end:, :])
         return total
-
-
-def _matmul(a: Any, b: Any) -> Any:
-    return a @ b if a.shape[:-2] == b.shape[:-2] else grouped_matmul(np, a, b)
 
 
 @functools.cache
