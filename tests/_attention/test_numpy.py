@@ -342,3 +342,47 @@ def test_causal_blocks_of_several_parts(
     assert 6 in rows
     assert rows & {2, 4}  # some tiles leave out a part
     assert any(0 < hidden < 3 for parts, _, hidden in shapes if parts == 3)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("batch", "changes", "options", "divides"),
+    [
+        ((2, 8), {}, {}, True),
+        ((2, 8), {"q": float("nan")}, {"is_causal": True}, True),
+        ((2, 8), {"key_heads": 4}, {"enable_gqa": True, "softcap": 3.0}, True),
+        ((2, 9), {"key_heads": 3}, {"enable_gqa": True, "is_causal": True}, False),
+        ((2, 8), {"key_heads": 1}, {"mask": it.masks.window(3), "law": it.laws.LogLength(4)}, True),
+        ((2, 8), {}, {"mask": np.tri(6, dtype=bool)[None, None]}, False),
+        ((40, 2), {}, {"bias": np.arange(6.0)[None, :, None] + np.ones((2, 1, 6))}, True),
+        ((2, 8), {"dtype": "float16"}, {"sinks": np.arange(8.0)}, True),
+        ((16,), {"k": 1e3}, {}, True),
+    ],
+)
+def test_parts_of_the_batch(set_blocks, monkeypatch, rng, batch, changes, options, divides):
+    """Many heads of few logits: parts of the batch axes, each of which is computed at once."""
+    from isentropic._attention import numpy
+
+    set_blocks(numpy_untiled_logits=4 * 36)
+    found, original = [], numpy._operands_of_part
+    monkeypatch.setattr(numpy, "_operands_of_part", lambda *a: found.append(original(*a)) or found[-1])
+    heads = changes.get("key_heads", batch[-1])
+    dtype = changes.get("dtype", "float64")
+    q, k, v = (rng.normal(size=(*batch[:-1], n, 6, 5)).astype(dtype) for n in (batch[-1], heads, heads))
+    q[..., -1, 2, 3] = changes.get("q", 1.0)
+    k[..., 0, 4, 3] *= changes.get("k", 1.0)
+    options = {name: x.astype(dtype) if name in ("bias", "sinks") else x for name, x in options.items()}
+    of_entropy, slack = options | {"order": 2}, 2e-3 if dtype == "float16" else 1e-10
+    results = []
+    for implementation in ("generic", None):
+        state = it.attention_state(q, k, v, implementation=implementation, **options)
+        fields = (it.attention(q, k, v, implementation=implementation, **options), *state[:4])
+        h = it.attention_entropy(q, k, implementation=implementation, **of_entropy)
+        results.append(
+            (*fields, h, it.attention_entropy(q, k, implementation=implementation, **options))
+        )
+    for expected, x in zip(*results, strict=True):
+        assert x.dtype == expected.dtype
+        np.testing.assert_allclose(x, expected, rtol=slack, atol=slack)
+    assert found
+    assert (None not in found) == divides

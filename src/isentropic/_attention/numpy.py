@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from isentropic._attention import schedule
-from isentropic._attention.generic import with_batch_axes
+from isentropic._attention.generic import Tiles, with_batch_axes
 from isentropic._attention.numpy_ops import TileOps, WholeOps, are_wide, has_fast_exponential
 from isentropic._attention.plan import Operands, Plan, numpy_dtype
 from isentropic._attention.schedule import Hidden
@@ -73,8 +73,6 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "torch.compile traces the call"
     if not plan.are_all_readable or plan.is_differentiated:
         return "some array is on another device, traced or differentiated"
-    if not is_named and not _is_small(plan) and not _is_large(plan):
-        return "each head has too few logits for it to be faster"
     return None
 
 
@@ -89,6 +87,20 @@ def _is_large(plan: Plan) -> bool:
     return (
         size >= BLOCKS.numpy_min_head_logits and size * math.prod(plan.batch) >= BLOCKS.numpy_min_logits
     )
+
+
+def _parts_of_batch(plan: Plan) -> list[tuple[slice, ...]]:
+    """Parts of the batch axes whose logits are computed at once; none if one head has too many."""
+    axis, inner = len(plan.batch) - 1, plan.n_queries * plan.n_keys
+    while axis > 0 and inner * plan.batch[axis] <= BLOCKS.numpy_untiled_logits:
+        inner *= plan.batch[axis]
+        axis -= 1
+    size = BLOCKS.numpy_untiled_logits // max(inner, 1)
+    if axis < 0 or size == 0:
+        return []
+    outer = [tuple(slice(i, i + 1) for i in index) for index in np.ndindex(*plan.batch[:axis])]
+    parts = [slice(start, start + n) for start, n in blocks(0, plan.batch[axis], size)]
+    return [(*index, part) for index in outer for part in parts]
 
 
 def takes_tiles(plan: Plan) -> bool:
@@ -117,6 +129,9 @@ def output(plan: Plan, operands: Operands) -> Array:
         else:
             out = output_of_columns(cast(Any, np), sums)
         return out if plan.library == "numpy" else _to_library(plan, out)
+    if not _is_large(plan) and (parts := _parts_of_batch(plan)):
+        sums = _sums_of_parts(plan, operands, None, False, parts)
+        return _to_library(plan, output_of_columns(cast(Any, np), sums))
     return _to_library(plan, _Pass(*_as_numpy(plan, operands)).state().weighted_value)
 
 
@@ -175,6 +190,8 @@ def map_logits(
 def _numpy_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     if _is_small(plan):
         return _state_at_once(plan, operands, order, relative_to_maximum)
+    if not _is_large(plan) and (parts := _parts_of_batch(plan)):
+        return _sums_of_parts(plan, operands, order, relative_to_maximum, parts)
     return _Pass(*_as_numpy(plan, operands), order, relative_to_maximum).state()
 
 
@@ -222,6 +239,61 @@ def _sums_at_once(
             return sums
         s, value = _logits_at_once(plan, operands)  # rarely; the others were overwritten
     return absorb(_WHOLE, None, s, value, order)
+
+
+def _sums_of_parts(
+    plan: Plan,
+    operands: Operands,
+    order: float | None,
+    relative_to_maximum: bool,
+    parts: list[tuple[slice, ...]],
+) -> Sums:
+    """The sums over all keys, in parts of the batch axes, which threads compute each at once."""
+    plan, operands = _as_numpy(plan, operands)
+    tasks = [(part, _operands_of_part(plan, operands, part)) for part in parts]
+    if any(x is None for _, x in tasks):  # some arrays cannot be divided so
+        return Tiles.of(plan, operands).state(order)
+    shape, n_values = (*plan.batch, plan.n_queries), plan.n_values
+    widths = (1, 1, n_values, None if order is None else 1)
+    total = Sums(*(None if n is None else np.empty((*shape, n), plan.compute) for n in widths))
+
+    def compute(task: tuple[tuple[slice, ...], Any]) -> None:
+        part, of_part = task
+        sums = _sums_at_once(plan, of_part, order, relative_to_maximum)
+        for x, field in zip(total, sums, strict=True):
+            if x is not None:
+                x[part] = 0.0 if field is None else field  # the reference may be 0
+
+    run(compute, tasks)
+    return total
+
+
+def _operands_of_part(plan: Plan, operands: Operands, part: tuple[slice, ...]) -> Operands | None:
+    """The operands of a part of the batch axes, or None if some array cannot be divided so."""
+    if operands.mask is not None and operands.mask.arrays:
+        return None
+    slices = [*part, *(slice(0, n) for n in plan.batch[len(part) :])]
+
+    def of_part(x: Any) -> Any:
+        if x is None or isinstance(x, float):
+            return x
+        index, missing = [], len(slices) - x.ndim + 2
+        for size, full, s in zip(x.shape[:-2], plan.batch[missing:], slices[missing:], strict=True):
+            heads = full // size  # of a group
+            if size > 1 and (s.start % heads or s.stop % heads):
+                raise IndexError
+            index.append(slice(s.start // heads, s.stop // heads) if size > 1 else slice(None))
+        return x[tuple(index)]
+
+    names = ("query", "key", "value", "bias", "multiplier")
+    nonfinite = operands.nonfinite
+    try:
+        arrays: dict[str, Any] = {name: of_part(getattr(operands, name)) for name in names}
+        if nonfinite is not None:
+            arrays["nonfinite"] = (of_part(nonfinite[0]), of_part(nonfinite[1]))
+    except IndexError:
+        return None
+    return operands._replace(**arrays)
 
 
 def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
