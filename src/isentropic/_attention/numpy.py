@@ -9,6 +9,9 @@ with exponents relative to the maximum of the tiles so far.
 With a bias the second way is left out, and for entropies of orders other than 1 only the last is used.
 
 Threads compute the blocks of rows of all batch elements, or parts of the keys if there are few rows.
+
+Few logits are computed at once, without tiles: Python would take longer than the arithmetic. So are
+parts of the batch axes, in threads, if there are many heads of few logits.
 """
 
 from __future__ import annotations
