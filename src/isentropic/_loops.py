@@ -59,6 +59,7 @@ class BlockSizes:
     numpy_masked_logits: int = 2**25  # from here on most outputs under masks are faster than by PyTorch
     jax_rows: int = 1024  # a tile of one head on a CPU: large, as XLA splits each operation
     jax_columns: int = 1024
+    jax_masked: int = 512  # the most of both under a mask: of smaller tiles more are skipped
     jax_min_length: int = 256  # with fewer queries or keys all heads at once are faster
     numpy_untiled_logits: int = 2**18  # calls with at most this many logits are faster without tiles
     sparse_numbers: int = 2**22  # entries of a sparse matrix that are made dense at a time

@@ -280,6 +280,8 @@ class _Heads:
         # The keys and values are split once for all rows, and transposed. So XLA need not transpose
         # tiles of weights for their gradients, which would take three times as long.
         row_size, column_size = BLOCKS.jax_rows, BLOCKS.jax_columns
+        if mask is not None:
+            row_size, column_size = (min(x, BLOCKS.jax_masked) for x in (row_size, column_size))
         arrays = {name: x for name, x in self.arrays.items() if name not in _ROW_AXES}
         shared = _Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size)
         shared = shared.transposed(plan.xp, "key").transposed(plan.xp, "value")
