@@ -54,7 +54,7 @@ class BlockSizes:
     numpy_columns: int = 512
     numpy_min_part: int = 2**12  # the fewest keys of a part, if threads share the keys
     # Calls with fewer logits are not faster with threads and one batch element at a time.
-    numpy_min_head_logits: int = 2**16
+    numpy_min_head_logits: int = 2**17
     numpy_min_logits: int = 2**20  # of all heads
     numpy_masked_logits: int = 2**25  # from here on most outputs under masks are faster than by PyTorch
     jax_rows: int = 1024  # a tile of one head on a CPU: large, as XLA splits each operation
@@ -436,6 +436,8 @@ def is_compiling(xp: ModuleType, *sizes: Any) -> bool:
 
 def is_readable(xp: ModuleType, x: Any) -> bool:
     """Whether the values of `x` can be read: they are in the host's memory and are not traced."""
+    if is_numpy(xp):
+        return True
     if is_torch(xp):
         import torch
 
@@ -452,7 +454,7 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
         if isinstance(x, jax.core.Tracer):
             return False
         return len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu"
-    return is_numpy(xp)
+    return False
 
 
 def is_known_true(xp: ModuleType, condition: Any) -> bool:
