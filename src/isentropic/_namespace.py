@@ -50,10 +50,11 @@ Group = tuple[str, tuple[Array, ...]]
 
 def namespace(*groups: Group, **arrays: Any) -> ModuleType:
     """The common array namespace of all arrays. Error messages name the arguments."""
-    xp, first, kind = None, "", None
+    xp, first, kind, torch = None, "", None, imported_torch()
     for name, x in _named(groups, arrays):
         # Dense and sparse PyTorch tensors have the same type.
-        its_kind = (type(x), x.layout) if is_torch_array(x) else type(x)
+        is_tensor = torch is not None and isinstance(x, torch.Tensor)
+        its_kind = (type(x), x.layout) if is_tensor else type(x)
         if its_kind == kind:
             continue
         its_xp, kind = _namespace_of(name, x), its_kind
@@ -113,11 +114,8 @@ def present(**arrays: Any) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _named(groups: tuple[Group, ...], arrays: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from arrays.items()
-    for name, members in groups:
-        for x in members:
-            yield name, x
+def _named(groups: tuple[Group, ...], arrays: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [*arrays.items(), *[(name, x) for name, members in groups for x in members]]
 
 
 def _namespace_of(name: str, x: Any) -> ModuleType:
@@ -247,7 +245,7 @@ def _is_added(xp: ModuleType, dtype: Any) -> bool:
 def promoted(xp: ModuleType, *arrays: Any) -> Any:
     """The dtype to which arrays or dtypes promote."""
     dtypes = [getattr(x, "dtype", x) for x in arrays]
-    if all(dtype == dtypes[0] for dtype in dtypes):
+    if dtypes.count(dtypes[0]) == len(dtypes):
         return dtypes[0]
     if is_numpy(xp):  # where bfloat16 and float16 do not promote
         arrays = tuple(xp.float32 if _is_added(xp, dtype) else dtype for dtype in dtypes)

@@ -574,7 +574,7 @@ class _Band(_Contiguous):
         first, end = offset - (self.left or 0), offset + (self.right or 0) + 1
         numbers: tuple[Any, ...] = (self.left, self.right, self.offset)
         # Lengths may be symbolic. So they are compared only if a number requires it.
-        if all(abs(x or 0) <= _MAX_POSITION for x in numbers):
+        if max([abs(x or 0) for x in numbers]) <= _MAX_POSITION:
             return first, end
         return frame.limited(first), frame.limited(end)
 

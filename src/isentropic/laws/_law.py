@@ -179,7 +179,7 @@ class Law(Node, ABC):
     @property
     def arrays(self) -> tuple[Array, ...]:
         """The parameters that are arrays."""
-        return tuple(x for _, x in self._named_arrays())
+        return tuple([x for _, x in self._named_arrays()])
 
     def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
         """The properties of the law, except for the values of its arrays."""
