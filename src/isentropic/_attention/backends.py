@@ -81,7 +81,7 @@ def backends() -> tuple[Backend, ...]:
 
 def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Array:
     """The attention output (..., L, Ev), computed by the first suitable backend."""
-    if operands.sinks is not None:
+    if operands.sinks is not None:  # they join a state, which outputs of kernels are not
         return output_of_columns(plan.xp, state_of(plan, operands, implementation))
     return _backend_for(plan, implementation, None).output(plan, operands)
 
@@ -176,6 +176,7 @@ def choose_backend(
             if reason is None:
                 return backend
             why.append(f"{backend.name}: {reason}")
+    # The caller can choose among those that compute the call, whatever is faster.
     able = ["None", *(repr(x.name) for x in backends() if _reason(x, plan, order, True) is None)]
     must = f"be {', '.join(able[:-1])} or {able[-1]} for this call ({'; '.join(why)})"
     raise value_error("implementation", must, repr(implementation))

@@ -331,6 +331,7 @@ def attention_entropy(
     if not normalized:
         return convert_family(xp, renyi, order, family)
     n = lengths_of_law(plan, operands, n_keys)
+    # A query may see more keys than the law is told. Its entropy then exceeds the logarithm of that n.
     if n_keys is not None:
         n = xp.maximum(*align(n, visible_lengths(plan, operands.mask)))
     n = n + (0.0 if sinks is None else 1.0)
@@ -388,6 +389,7 @@ def attention_weights(
     if plan.n_keys == 0:
         return plan.zeros((plan.n_queries, 0))
     logits = Tiles.of(plan, operands).logits((0, plan.n_queries), (0, plan.n_keys))
+    # A sink is one more key, whose column is dropped after the softmax.
     if operands.sinks is not None:
         shape = (*plan.batch, plan.n_queries, 1)
         logits = xp.concat((logits, xp.broadcast_to(operands.sinks, shape)), axis=-1)

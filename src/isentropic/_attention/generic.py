@@ -80,7 +80,7 @@ class Tiles(Record):
         `numbers_per_logit` numbers in memory.
         """
         plan, tile_logits = self.plan, self.logits if logits is None else logits
-        if plan.n_keys == 0:
+        if plan.n_keys == 0:  # there is no first tile to start from
             return self._empty(plan.n_values, order)
         ops = ops_of(plan.xp)
 
@@ -109,6 +109,7 @@ class Tiles(Record):
         """
         xp, plan = self.plan.xp, self.plan
         row_size, column_size = tile_shape(plan)
+        # A block has all keys of its rows, and so fewer rows than a tile.
         rows_at_once = max(1, row_size * min(column_size, plan.n_keys) // plan.n_keys)
 
         def over_rows(rows: Block) -> tuple[Array, Array]:
@@ -177,11 +178,13 @@ class Tiles(Record):
 
             return (fold(xp, with_tile, plan.n_queries, row_size),)
 
+        # The keys are the outer loop, so that each sum is complete before the next block begins.
         (sums,) = map_blocks(xp, over_queries, plan.n_keys, column_size, in_threads=True)
         return sums[..., 0]
 
     def _reach(self, rows: Block) -> Any:
         mask, frame = self.operands.mask, self.plan.frame
+        # In a graph a range of numbers would be fixed for the lengths of this call.
         return None if mask is None or frame.is_compiling else mask.reach(frame, rows)
 
 

@@ -310,6 +310,7 @@ def _tiles(plan: Plan, arrays: _Arrays, mask: Mask | None) -> Tiles:
 
 def _with_groups(xp: Any, batch: tuple[int, ...], arrays: _Arrays) -> tuple[tuple[int, ...], _Arrays]:
     """Give grouped heads two axes: one for the groups, and one for the heads of a group."""
+    # The loop over the groups then takes their keys and values once, without a copy for each head.
     groups = arrays["key"].shape[-3] if batch else 1
     if not batch or groups in (1, batch[-1]):
         return batch, arrays
@@ -335,6 +336,7 @@ def _over_axes(
 
     if not shape:
         return function(index, arrays)
+    # Not `vmap`: XLA would compute the tiles of all heads at once, which leave the cache.
     size, *rest = shape
     mapped = {name: x for name, x in arrays.items() if x.shape[0] == size}
     same = {name: x[0] for name, x in arrays.items() if name not in mapped}
@@ -342,7 +344,7 @@ def _over_axes(
     def at(i: Any, parts: _Arrays) -> Any:
         return _over_axes(xp, function, tuple(rest), same | parts, (*index, i))
 
-    if size == 1:
+    if size == 1:  # a loop over one element would be one more thing to compile
         only = at(xp.asarray(0), {name: x[0] for name, x in mapped.items()})
         return jax.tree.map(lambda x: x[None], only)
     return jax.lax.map(lambda item: at(*item), (xp.arange(size), mapped))
@@ -431,6 +433,7 @@ def _fold(
 
         if reach is None:
             return stepped(total)
+        # A branch of XLA is taken or not, where `where` would compute the tile in any case.
         overlaps = (start < reach[1]) & (start + size > reach[0])
         return jax.lax.cond(overlaps, stepped, lambda total: total, total)
 

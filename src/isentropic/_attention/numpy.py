@@ -94,6 +94,7 @@ def _is_large(plan: Plan) -> bool:
 
 def _parts_of_batch(plan: Plan) -> list[tuple[slice, ...]]:
     """Parts of the batch axes whose logits are computed at once; none if one head has too many."""
+    # The last axes come first: their heads are neighbours in memory, and groups stay together.
     axis, inner = len(plan.batch) - 1, plan.n_queries * plan.n_keys
     while axis > 0 and inner * plan.batch[axis] <= BLOCKS.numpy_untiled_logits:
         inner *= plan.batch[axis]
@@ -135,6 +136,7 @@ def output(plan: Plan, operands: Operands) -> Array:
     if not _is_large(plan) and (parts := _parts_of_batch(plan)):
         sums = _sums_of_parts(plan, operands, None, False, parts)
         return _to_library(plan, output_of_columns(cast(Any, np), sums))
+    # Without an order the pass divides the values by the normalizer while a block is in the cache.
     return _to_library(plan, _Pass(*_as_numpy(plan, operands)).state().weighted_value)
 
 
@@ -208,6 +210,7 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
         multiplier = _numpy_view(plan, multiplier)
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
+        # There may be a nonfinite row, so the sum has the size of the logits only in rare calls.
         nan = np.asarray(query_nan) + np.asarray(key_nan)
         added = nan if added is None else added + nan
     if softcap is not None:
@@ -232,6 +235,7 @@ def _sums_at_once(
     plan: Plan, operands: Operands, order: float | None, relative_to_maximum: bool = False
 ) -> Sums:
     """The sums over all keys; the maximum is None if they are relative to 0."""
+    keep_freed_memory()
     s, value = _logits_at_once(plan, operands)
     # The maxima of rows take as long as a product. They are needed only if sums without a reference
     # might overflow, or be too small to be accurate, or 0 in a row that sees no key.
@@ -406,6 +410,7 @@ class _Pass:
     def row_size(self, n_elements: int) -> int:
         """The number of queries of a block: fewer if there would be too few blocks for the threads."""
         size = BLOCKS.numpy_large_rows if self.has_large_blocks() else BLOCKS.numpy_rows
+        # Two blocks for each thread, as the blocks under a mask take different times.
         while (
             size >= BLOCKS.numpy_rows and n_elements * -(-self.plan.n_queries // size) < 2 * n_threads()
         ):
@@ -508,6 +513,7 @@ class _Pass:
             return self.relative_to("largest", item)
         if sums.weighted_score is not None:
             np.multiply(sums.weighted_score, unit, out=sums.weighted_score)
+        # The largest weight is e^(maximum − reference), which gives the maximum without a pass for it.
         factor = peak if self.relative_to_maximum else sums.normalizer
         return self.state_of(sums._replace(maximum=reference), factor)
 
@@ -626,5 +632,6 @@ def _in_rows(x: Any, dtype: Any) -> Any:
 def _element_of(x: Any, batch: Index, index: Index) -> Index:
     """The index of a batch element in `x`, whose batch axes may broadcast or be grouped heads."""
     shape = x.shape[:-2]
+    # i · size // full_size is 0 in an axis of length 1, and the number of the group of a head.
     pairs = zip(shape, batch[len(batch) - len(shape) :], index[len(batch) - len(shape) :], strict=True)
     return tuple(i * size // full_size for size, full_size, i in pairs)

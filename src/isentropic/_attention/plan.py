@@ -176,7 +176,8 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     plan = _plan(arguments) if cached is None else cached
     operands = _operands(plan, arguments, is_cached=cached is not None)
     if cached is None and signature is not None:  # and no check has failed
-        # Each step is atomic, so that threads and forked processes need no lock.
+        # Each step is atomic, so that threads and forked processes need no lock. If two threads make
+        # the same plan at once, either one can stay.
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[signature] = plan
@@ -261,14 +262,12 @@ def _signature_of(x: Any) -> tuple[Any, ...]:
 @quietly  # NumPy computes the factors of tensors
 def _plan(a: Arguments) -> Plan:
     """The plan of a call. It is a pure function of the signature."""
-    mask, frame, batch = _checked(a)
+    mask, frame, batch, others = _checked(a)
     xp = frame.xp
     inputs = [x for x in (a.query, a.key, a.value) if x is not None]
-    others = [x for x in (a.bias, array_or_none(a.n_keys)) if x is not None]
-    arrays = [*inputs, *others, *_arrays_of(mask), *_arrays_of(a.law)]
-    recorded = [is_differentiated(xp, x) for x in arrays]
-    can_be_read = all(is_readable(xp, x) for x in inputs)
-    all_can_be_read = can_be_read and all(is_readable(xp, x) for x in arrays[len(inputs) :])
+    arrays = [*inputs, *others]
+    are_readable = [is_readable(xp, x) for x in arrays]
+    can_be_read = all(are_readable[: len(inputs)])
     dtype = promoted(xp, *inputs)
     compute = accumulator(xp, dtype)
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else plain_float(a.scale)
@@ -293,23 +292,29 @@ def _plan(a: Arguments) -> Plan:
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
         has_interval_mask=mask is None or mask.is_contiguous,
         block_size=a.block_size,
-        are_all_readable=all_can_be_read,
-        is_differentiated=any(recorded),
+        are_all_readable=all(are_readable),
+        is_differentiated=is_torch(xp) and any(is_differentiated(xp, x) for x in arrays),
         is_readable=can_be_read,
-        is_aligned=all(x is None or x.ndim == len(batch) + 2 for x in (*inputs, a.bias)),
+        is_aligned={x.ndim for x in (*inputs, *others[: a.bias is not None])} == {len(batch) + 2},
         facts=facts_of and facts_of(frame, batch, compute, multiplier, inputs, a.bias, arrays),
     )
 
 
-def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:
-    """Check the arguments, and return the mask, its frame, and the shape of the axes ``...``."""
+def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...], list[Array]]:
+    """Check the arguments.
+
+    Return the mask, its frame, the shape of the axes ``...``, and the arrays beside query, key and
+    value that decide how the call is computed.
+    """
     check_flag(is_causal=a.is_causal, enable_gqa=a.enable_gqa)
     mask = _mask(a)
     check_law(a.law, optional=True)
     arrays = {"query": a.query, "key": a.key} | present(value=a.value)
     floats = present(bias=a.bias, sinks=a.sinks)
-    optional = floats | present(n_keys=array_or_none(a.n_keys))
-    groups = (("mask", _arrays_of(mask)), ("law", _arrays_of(a.law)))
+    n_keys_array = array_or_none(a.n_keys)
+    optional = floats | present(n_keys=n_keys_array)
+    in_mask, in_law = _arrays_of(mask), _arrays_of(a.law)
+    groups = (("mask", in_mask), ("law", in_law))
     xp = namespace(*groups, **arrays, **optional)
     device = "cpu" if is_numpy(xp) else common_device(*groups, **arrays, **optional)
 
@@ -325,7 +330,9 @@ def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...]]:
     _check_options(a)
     # JAX maps over symbolic batches. Only lengths decide about loops there.
     sizes = (n_queries, n_keys) if is_jax(xp) else (*batch, n_queries, n_keys)
-    return mask, Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp, *sizes)), batch
+    frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_compiling(xp, *sizes))
+    others = [x for x in (a.bias, n_keys_array) if x is not None]
+    return mask, frame, batch, [*others, *in_mask, *in_law]
 
 
 def _arrays_of(part: Mask | Law | None) -> tuple[Array, ...]:
@@ -351,8 +358,9 @@ def _factors(a: Arguments, mask: Mask | None, frame: Frame, compute: Any, scale:
 
     dtype = numpy_dtype(frame.xp, compute)
     factors = a.law(np.arange(counts.start, counts.stop, dtype=dtype)) * scale
-    if factors.shape != (len(counts),):
+    if factors.shape != (len(counts),):  # as a law of somebody else may return them
         return None
+    # Every later call with this plan shares the factors.
     factors, xp = factors.astype(dtype)[:, None], cast(Any, frame.xp)
     if is_numpy(xp):
         factors.flags.writeable = False
@@ -378,6 +386,7 @@ def _mask(a: Arguments) -> Mask | None:
 def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
     """Check the shapes, and return that of the axes ``...``, with the heads of the query."""
     check_ndim(3 if a.enable_gqa else 2, **arrays)
+    # Additive attention has queries and keys of different widths.
     if a.is_dot_product and a.key.shape[-1] != a.query.shape[-1]:
         must = f"have the last dimension of `query`, {a.query.shape[-1]}"
         raise value_error("key", must, a.key.shape[-1])
@@ -396,7 +405,7 @@ def _check_shapes(a: Arguments, arrays: dict[str, Array]) -> tuple[int, ...]:
             raise value_error("value", must, shapes["value"][-1])
         shapes = {name: (*shape[:-1], heads) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        if _has_fewer_heads(shape, shapes["query"]):
+        if shape != shapes["query"] and _has_fewer_heads(shape, shapes["query"]):
             must = f"have the {shapes['query'][-1]} heads (axis -3) of `query`, or `enable_gqa` be true"
             raise value_error(name, must, shape[-1])
     return common_shape(" in its batch axes", **shapes)
@@ -411,6 +420,7 @@ def _check_options(a: Arguments) -> None:
     for name, x in (("scale", a.scale), ("softcap", a.softcap)):
         if x is None:
             continue
+        # A plan is cached, so it holds the scale as a number. A scale for each head is a law.
         if name == "scale" and is_array(x):
             law = "Constant(scale)" if a.law is None else "scaled(law, scale)"
             kind = f"{type(x).__name__}: an array is part of a law, `scale=1.0, law=laws.{law}`"
@@ -429,6 +439,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
     nonfinite, raw_key_value = None, None
+    # Without a mask every query sees every key, and the NaN that the products give is right.
     if mask is not None and not _are_known_finite(plan, query, key, value):
         raw_key_value = (key, value) if plan.frame.is_compiling else None
         query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
@@ -575,6 +586,7 @@ def _common_length(frame: Frame, mask: Mask | None, n_keys: Any) -> int | None:
     if array_or_none(n_keys) is not None or (n_keys is None and mask is not None):
         return None
     n = frame.n_keys if n_keys is None else _check_length(n_keys)
+    # As a number, a symbolic length would be fixed in the graph.
     return None if frame.is_compiling else n
 
 
@@ -584,6 +596,7 @@ def visible_lengths(plan: Plan, mask: Mask | None, n_keys: Any = None) -> Array:
     The array has as many axes as (..., L) and broadcasts to it.
     """
     if n_keys is None and mask is not None:
+        # A causal mask knows its counts as a range, which is faster than counting.
         xp, counts = plan.xp, mask.counts(plan.frame)
         if counts is None:
             lengths = xp.astype(mask.count(plan.frame), plan.compute)
@@ -610,6 +623,7 @@ def given_lengths(
     check_numeric(xp, n_keys=n_keys)
     check_broadcastable("n_keys", n_keys.shape, shape)
     n = lift(xp.astype(n_keys, dtype), len(shape))
+    # Not `n < 0`, which NaN is not.
     if is_readable(xp, n_keys) and is_known_true(xp, xp.any(~(n >= 0))):
         raise value_error("n_keys", "be at least 0", "an array with negative numbers or NaN")
     return n
@@ -620,6 +634,7 @@ def _check_length(n_keys: Any) -> int:
         raise type_error("n_keys", "be an integer or an array", type(n_keys).__name__)
     if n_keys < 0:
         raise value_error("n_keys", "be at least 0", n_keys)
+    # Libraries hold integers of 64 bits, and each would raise an error of its own.
     if not is_symbolic(n_keys) and n_keys >= 2**63:
         raise value_error("n_keys", "be below 2**63", n_keys)
     return plain_integer(n_keys)

@@ -328,6 +328,7 @@ def _merged(xp: ModuleType, states: tuple[AttentionState, ...]) -> AttentionStat
     ndim = max(state.normalizer.ndim for state in states) + 1
     if any(state.weighted_score is None for state in states):  # the entropy of the union is unknown
         states = tuple(state._replace(weighted_score=None) for state in states)
+    # The batch axes of states may differ, and users may set JAX to refuse arrays of different ranks.
     columns = [
         Sums(*(x if x is None else lift(x, ndim) for x in as_columns(_with_empty_zeroed(state))))
         for state in states

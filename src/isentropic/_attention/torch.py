@@ -26,6 +26,7 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
         return "it computes outputs only"
     if plan.softcap is not None:
         return "it has no soft cap"
+    # The tiles add it up in the shape of the bias, which may broadcast.
     if plan.facts.is_bias_differentiated:
         return "it would materialize the L×S gradient of the bias"
     if plan.frame.is_compiling:
@@ -146,6 +147,7 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
             out = xp.where(xp.any(xp.isnan(added), axis=-1, keepdims=True), math.nan, out)
         return (out,)
 
+    # The kernel needs the mask as an array, so it gets that of a block of queries at a time.
     (out,) = map_blocks(xp, attend_rows, plan.n_queries, _rows_of_masks(plan, operands))
     return out
 
@@ -318,6 +320,8 @@ def _recorded_gradients(tiles: Tiles, order: float | None, inputs: Any, upstream
     import torch
 
     is_recorded = torch.is_grad_enabled()
+    # The generic pass is made of differentiable operations. It stores all tiles, unlike the first
+    # derivative.
     with torch.enable_grad():
         pairs = zip(_fields(tiles.state(order)), upstream, strict=True)
     # The maximum and the normalizer do not require a gradient if only the values do.

@@ -276,6 +276,8 @@ class _Backward(_Pass):
         row = self.rows_of(rows, state, upstream)
         parts = self.columns_of(rows)
         largest = None if row.excess is None else self.index_of_maximum(rows, row, parts)
+        # With rows as the outer loop, the gradient of their queries is complete after the loop over the
+        # keys, and those of keys and values grow in place.
         query_grad = torch.zeros_like(row.query)
         for columns in parts:
             ds = self.gradient_of_tile(rows, columns, row, largest)
@@ -287,6 +289,7 @@ class _Backward(_Pass):
 
     def index_of_maximum(self, rows: Block, row: _Rows, parts: list[_Columns]) -> Any:
         """The key of the largest logit of each query."""
+        # By the logits themselves, not by equality with the maximum: another pass may have rounded it.
         best, index = row.maximum - math.inf, 0
         for columns in parts:
             s, _ = self.logits_and_tanh(rows, columns, row.raw_query)
@@ -322,6 +325,7 @@ class _Backward(_Pass):
             total = self.totals[name]
         else:
             total = torch.cat([columns.totals[name] for columns in self.columns], dim=-2)
+        # Keys and values were taken by groups, and their heads may broadcast.
         if name in ("key", "value") and plan.batch:
             heads = total.shape[0] // math.prod(plan.batch[:-1])
             total = total.view(*plan.batch[:-1], heads, *x.shape[-2:])

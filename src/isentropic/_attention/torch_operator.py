@@ -91,7 +91,7 @@ def state(plan: Plan, operands: Operands, order: float | None) -> Sums:
 
 def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
     """The arguments of the operator for a call."""
-    query: Any = Tiles.of(plan, operands).query
+    query: Any = Tiles.of(plan, operands).query  # so that autograd differentiates law and scale
     query = query.expand(*plan.batch, *query.shape[-2:])
     key, value, query_nan = operands.key, operands.value, None
     if operands.raw_key_value is not None and operands.nonfinite is not None:
@@ -190,6 +190,7 @@ def _gradients(
 
 @_gradients.register_fake
 def _(fields: Any, upstream: Any, wanted: list[bool], *arguments: Any) -> list[Tensor]:
+    # PyTorch traces with the shapes alone.
     inputs = Call(*arguments)._asdict()
     return [inputs[name].new_empty(inputs[name].shape) for name in _names(wanted)]
 
