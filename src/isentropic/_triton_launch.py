@@ -1,0 +1,194 @@
+"""Launch Triton kernels on arrays of PyTorch, CuPy and JAX, which share one source of the kernels.
+
+The parameters of a kernel are in the order in which `Call` has them: inputs, outputs, numbers,
+constants. A kernel writes to its outputs alone, so that the launch is a function, as JAX needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from isentropic._namespace import Array, is_jax, is_torch
+
+# Triton's name of each type of numbers.
+_TYPES = {
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int8": "i8",
+}  # fmt: skip
+# The alignment in bytes, and the divisor of strides, that let Triton copy several numbers at once.
+_ALIGNMENT = 16
+# The bytes of shared memory that a block of threads has unless its function asks for more.
+_SHARED_BY_DEFAULT = 48 * 1024
+
+
+class Output(NamedTuple):
+    """An array that a kernel writes."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Call(NamedTuple):
+    """One launch of a kernel.
+
+    An input that the kernel does not read is None. Another array takes its place, so that the kernel
+    has the same parameters in every call.
+    """
+
+    kernel: Any  # a function that is decorated by `triton.jit`
+    grid: int  # the number of its programs
+    inputs: Sequence[Array | None]
+    outputs: Sequence[Output]
+    numbers: Mapping[str, int | float]
+    constants: Mapping[str, Any]
+    warps: int
+    stages: int
+
+
+def launch(xp: Any, call: Call) -> tuple[Any, ...]:
+    """Run a kernel, and return its outputs."""
+    first = next(x for x in call.inputs if x is not None)
+    call = call._replace(inputs=[first if x is None else x for x in call.inputs])
+    return _launcher(xp)(call)
+
+
+def _launcher(xp: Any) -> Callable[[Call], tuple[Any, ...]]:
+    if is_torch(xp):
+        return launch_on_torch
+    return launch_on_jax if is_jax(xp) else launch_on_cupy
+
+
+def launch_on_torch(call: Call) -> tuple[Any, ...]:
+    import torch
+
+    first: Any = call.inputs[0]
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=first.device) for x in call.outputs]
+    with torch.cuda.device_of(first):
+        call.kernel[(call.grid,)](
+            *call.inputs, *outputs, **call.numbers, **call.constants,
+            num_warps=call.warps, num_stages=call.stages, enable_fp_fusion=True,
+        )  # fmt: skip
+    return tuple(outputs)
+
+
+def launch_on_jax(call: Call) -> tuple[Any, ...]:
+    import jax
+    import jax_triton
+
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.outputs]
+    # Sizes are constants of a trace in any case, and as constants of the kernel they take no registers.
+    return tuple(
+        jax_triton.triton_call(
+            *call.inputs, kernel=call.kernel, out_shape=outputs, grid=call.grid,
+            num_warps=call.warps, num_stages=call.stages, enable_fp_fusion=True,
+            **call.numbers, **call.constants,
+        )
+    )  # fmt: skip
+
+
+def launch_on_cupy(call: Call) -> tuple[Any, ...]:
+    import cupy
+    import numpy as np
+
+    first: Any = call.inputs[0]
+    with first.device:
+        outputs = [cupy.empty(x.shape, x.dtype) for x in call.outputs]
+        arrays = [*call.inputs, *outputs]
+        function, shared = _function_on_cupy(signature_of(call, arrays), first.device.id)
+        numbers = [
+            np.float32(x) if isinstance(x, float) else np.int32(x)
+            for x in call.numbers.values()
+            if not _is_fixed(x)
+        ]
+        # Triton adds two pointers: memory for a profiler, and for kernels that need some. Ours do not.
+        scratch = (np.uintp(0), np.uintp(0))
+        # On the current stream of CuPy.
+        function((call.grid,), (32 * call.warps,), (*arrays, *numbers, *scratch), shared_mem=shared)
+    return tuple(outputs)
+
+
+class Signature(NamedTuple):
+    """All that the machine code of a kernel depends on, beside the GPU."""
+
+    kernel: Any
+    arrays: tuple[tuple[str, bool], ...]  # the dtype of each, and whether it is aligned
+    numbers: tuple[tuple[str, str, Any], ...]  # name, type, and the value or whether 16 divides it
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+
+
+def signature_of(call: Call, arrays: Sequence[Any]) -> Signature:
+    """The signature of a call with CuPy arrays, those of the outputs included."""
+    return Signature(
+        call.kernel,
+        tuple([(_TYPES[str(x.dtype)], x.data.ptr % _ALIGNMENT == 0) for x in arrays]),
+        tuple([(name, *_kind_of_number(x)) for name, x in call.numbers.items()]),
+        tuple(call.constants.items()),
+        call.warps,
+        call.stages,
+    )
+
+
+def _is_fixed(x: int | float) -> bool:
+    """Whether a number is a constant of the machine code. A stride of 1 saves instructions."""
+    return isinstance(x, int) and x == 1
+
+
+def _kind_of_number(x: int | float) -> tuple[str, Any]:
+    if isinstance(x, float):
+        return "fp32", False
+    return ("constexpr", x) if _is_fixed(x) else ("i32", x % _ALIGNMENT == 0)
+
+
+def compiled(signature: Signature, target: Any) -> Any:
+    """The machine code of a kernel for a GPU, which need not be there, and what Triton tells about it.
+
+    `target` is a `triton.backends.compiler.GPUTarget`. This needs neither PyTorch nor JAX.
+    """
+    import triton
+
+    names, types, constants = signature.kernel.arg_names, {}, dict(signature.constants)
+    attributes: dict[tuple[int, ...], Any] = {}
+    parameters = [
+        *((f"*{dtype}", is_aligned) for dtype, is_aligned in signature.arrays),
+        *((kind, fact) for _, kind, fact in signature.numbers),
+    ]
+    for i, (name, (kind, fact)) in enumerate(zip(names, parameters, strict=False)):
+        types[name] = kind
+        if kind == "constexpr":
+            constants[name] = fact
+        elif fact:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    types |= dict.fromkeys(names[len(parameters) :], "constexpr")
+    source = triton.compiler.ASTSource(signature.kernel, types, constants, attributes)
+    options = {
+        "num_warps": signature.warps, "num_stages": signature.stages, "enable_fp_fusion": True,
+    }  # fmt: skip
+    return triton.compile(source, target=target, options=options)
+
+
+@functools.lru_cache(maxsize=256)
+def _function_on_cupy(signature: Signature, device: int) -> tuple[Any, int]:
+    """The loaded function of a kernel on a device, and its bytes of shared memory."""
+    import cupy
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", int(cupy.cuda.Device(device).compute_capability), 32)
+    code = compiled(signature, target)
+    # CuPy reads machine code from a file, and again for each device.
+    path = Path(_folder().name) / f"{code.hash}.cubin"
+    path.write_bytes(code.asm["cubin"])
+    function = cupy.RawModule(path=str(path)).get_function(code.metadata.name)
+    if code.metadata.shared > _SHARED_BY_DEFAULT:
+        function.max_dynamic_shared_size_bytes = code.metadata.shared
+    return function, code.metadata.shared
+
+
+@functools.cache
+def _folder() -> Any:
+    import tempfile
+
+    return tempfile.TemporaryDirectory(prefix="isentropic-")
