@@ -1,12 +1,16 @@
 """Compile the Triton kernels to machine code for GPUs that need not be there, and print what came out.
 
 A script and not a part of the tests, whose process interprets kernels. Its arguments are names like
-``state_kernel-bfloat16-128-sm_90``; it prints a line of JSON for each of them. A name may end with what
-the call has, as in ``state_kernel-bfloat16-128-sm_90-value+mask``; without that the call has everything.
+``keys_kernel-bfloat16-128-sm_90``; it prints a line of JSON for each of them. A name may end with what
+the call has, as in ``keys_kernel-bfloat16-128-sm_90-value+mask``; without that the call has values, a
+causal mask, a law and, but for the output alone, a moment.
+
+The signatures are those of launches that the package makes, which are recorded and not carried out.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -14,102 +18,112 @@ import sys
 import tempfile
 from pathlib import Path
 
+import array_api_compat.torch as torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from isentropic._attention import triton_kernels
+from isentropic._attention import triton as backend
+from isentropic._triton_launch import compiled, signature_of
 
-TYPES = {"float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float32": ("fp32", 4)}
-FLOATS = {"FACTOR", "MAXIMUM", "NORMALIZER", "MOMENT", "INVERSE", "CONSTANT", "SLOPE", "REST", "DQ"}
-INTEGERS = {"FIRST", "END", "LOW", "HIGH", "ARGMAX"}
-# What a call may have, and the arrays that it then has.
-ARRAYS = {
-    "value": {"V", "OUT", "G", "DV"},
-    "mask": {"FIRST", "END", "LOW", "HIGH"},
-    "moment": {"MOMENT", "SLOPE", "REST"},
-    "argmax": {"ARGMAX"},
+USUAL = "value+mask+moment+factor"
+# Numbers of a multiprocessor: registers, threads, bytes of shared memory, and blocks of threads.
+MULTIPROCESSORS = {
+    "sm_80": (65536, 2048, 164 * 1024, 32),
+    "sm_90": (65536, 2048, 228 * 1024, 32),
+    "sm_100": (65536, 2048, 228 * 1024, 32),
+    "gfx942": (4 * 512 * 64, 2048, 64 * 1024, 32),
 }
 
 
-def source(kernel, dtype, width, precision, sizes, parts):
-    """A kernel with the types of its arguments, for a call that has the `parts`."""
-    constants = {
-        "WIDTH": width,
-        "VALUE_WIDTH": width,
-        **{f"HAS_{part.upper()}": part in parts for part in ARRAYS},
-        "PRECISION": precision,
-        "ROWS": sizes.rows,
-        "COLUMNS": sizes.columns,
-        **{array: None for part in ARRAYS.keys() - parts for array in ARRAYS[part]},
-    }
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        is_aligned = True
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        if name in FLOATS | INTEGERS:
-            signature[name] = "*fp32" if name in FLOATS else "*i32"
-        elif name in ("heads", "group", "L", "S"):
-            signature[name], is_aligned = "i32", False
-        elif name.endswith(("_batch", "_head", "_row")):
-            signature[name] = "i32"
-        else:
-            signature[name] = "*fp32" if name == "OUT" and "moment" in parts else f"*{dtype}"
-        if is_aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
-    return ASTSource(kernel, signature, constants, attributes)
+@functools.cache
+def launches(dtype, width, kind, parts):
+    """The signatures of the kernels of a call and of its gradient, by their names."""
+    found = {}
+
+    def note(xp, call):
+        first = next(x for x in call.inputs if x is not None)
+        arrays = [(first if x is None else x).dtype for x in call.inputs] + [
+            x.dtype for x in call.outputs
+        ]
+        signature = signature_of(call, [(x, True) for x in arrays])
+        found[call.kernel.__name__] = signature
+        return tuple(torch.zeros(x.shape, dtype=x.dtype) for x in call.outputs)
+
+    backend.launch = note
+    n, dtype = 256, getattr(torch, dtype)
+    x, column = torch.zeros((2, 4, n, width), dtype=dtype), torch.zeros((2, 4, n, 1))
+    interval = torch.zeros((1, 1, n, 1), dtype=torch.int32) if "mask" in parts else None
+    blocks = backend.Blocks(
+        x, x[:, :2].contiguous(), x[:, :2].contiguous() if "value" in parts else None,
+        torch.zeros((1, 4, n, n)) if "bias" in parts else None, column if "factor" in parts else None,
+        interval, interval,
+    )  # fmt: skip
+    order = 1.0 if "moment" in parts else None
+    setting = backend.Setting(
+        torch, kind, 0.125, 30.0 if "softcap" in parts else 0.0, order,
+        dtype if order is None else torch.float32, "rest" in parts,
+    )  # fmt: skip
+    results = backend.forward(setting, blocks)
+    columns = [column] * 3 if order is not None else [None] * 3
+    backend.backward(setting, blocks, results, backend.Results(results.out, *columns))
+    return found
 
 
-def resources_on_nvidia(compiled):
+def resources_on_nvidia(code):
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
+        path.write_bytes(code.asm["cubin"])
         listing = subprocess.run([program, "-res-usage", path], capture_output=True, text=True).stdout
     found = {name: int(x) for name, x in re.findall(r"(REG|STACK|SHARED):(\d+)", listing)}
-    instructions = re.findall(r"\b(wgmma|tcgen05\.mma|mma\.sync)\b", compiled.asm["ptx"])
+    instructions = re.findall(r"\b(wgmma|tcgen05\.mma|mma\.sync)\b", code.asm["ptx"])
     # The stack holds what does not fit in the registers.
     return {
         "registers": found["REG"], "spilled": found["STACK"],
-        "shared": compiled.metadata.shared + found["SHARED"], "products": sorted(set(instructions)),
+        "shared": code.metadata.shared + found["SHARED"], "products": sorted(set(instructions)),
     }  # fmt: skip
 
 
-def resources_on_amd(compiled):
-    text = compiled.asm["amdgcn"]
+def resources_on_amd(code):
+    text = code.asm["amdgcn"]
 
     def number(name):
         return int(re.search(rf"\.{name}:\s*(\d+)", text)[1])
 
     return {
         "registers": number("vgpr_count"), "spilled": number("vgpr_spill_count"),
-        "shared": compiled.metadata.shared, "products": sorted(set(re.findall(r"v_mfma", text))),
+        "shared": code.metadata.shared, "products": sorted(set(re.findall(r"v_mfma", text))),
     }  # fmt: skip
 
 
+def occupancy(architecture, resources, threads):
+    """The part of the threads of a multiprocessor that can run at once."""
+    registers, most, shared, blocks = MULTIPROCESSORS[architecture]
+    limits = [blocks, most // threads, registers // (max(resources["registers"], 1) * threads)]
+    limits += [shared // resources["shared"]] if resources["shared"] else []
+    return round(min(limits) * threads / most, 3)
+
+
+def target_of(architecture):
+    if architecture == "gfx942":
+        return GPUTarget("hip", architecture, 64)
+    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def measured(signature, architecture):
+    """What came out of the compiler for a signature."""
+    target = target_of(architecture)
+    code = compiled(signature, target)
+    found = (resources_on_amd if target.backend == "hip" else resources_on_nvidia)(code)
+    threads = signature.warps * target.warp_size
+    return found | {"occupancy": occupancy(architecture, found, threads), "threads": threads}
+
+
 def compile_one(name):
-    kernel_name, dtype, width, architecture, *parts = name.split("-")
-    kernel, (short, itemsize) = getattr(triton_kernels, kernel_name), TYPES[dtype]
-    gpu = {"gfx942": "amd", "sm_90": "hopper"}.get(architecture, "nvidia")
-    if gpu == "amd":
-        target = GPUTarget("hip", architecture, 64)
-    else:
-        target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    present = set(parts[0].split("+")) if parts else set(ARRAYS)
-    sizes = triton_kernels.configuration(kernel, int(width), itemsize, gpu)
-    precision = triton_kernels.precision(gpu)
-    text = source(kernel, short, int(width), precision, sizes, present)
-    compiled = triton.compile(
-        text,
-        target=target,
-        options={
-            "num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": True,
-        },
-    )  # fmt: skip
-    return (resources_on_amd if gpu == "amd" else resources_on_nvidia)(compiled)
+    kernel, dtype, width, architecture, *parts = name.split("-")
+    kind = {"gfx942": "amd", "sm_90": "hopper"}.get(architecture, "nvidia")
+    parts = frozenset((parts[0] if parts else USUAL).split("+"))
+    return measured(launches(dtype, int(width), kind, parts)[kernel], architecture)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from isentropic._namespace import Array, is_jax, is_torch
 
 # Triton's name of each type of numbers.
 _TYPES = {
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int8": "i8",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32",
 }  # fmt: skip
 # The alignment in bytes, and the divisor of strides, that let Triton copy several numbers at once.
 _ALIGNMENT = 16
@@ -96,7 +96,8 @@ def launch_on_cupy(call: Call) -> tuple[Any, ...]:
     with first.device:
         outputs = [cupy.empty(x.shape, x.dtype) for x in call.outputs]
         arrays = [*call.inputs, *outputs]
-        function, shared = _function_on_cupy(signature_of(call, arrays), first.device.id)
+        facts = [(x.dtype, x.data.ptr % _ALIGNMENT == 0) for x in arrays]
+        function, shared = _function_on_cupy(signature_of(call, facts), first.device.id)
         numbers = [
             np.float32(x) if isinstance(x, float) else np.int32(x)
             for x in call.numbers.values()
@@ -120,11 +121,12 @@ class Signature(NamedTuple):
     stages: int
 
 
-def signature_of(call: Call, arrays: Sequence[Any]) -> Signature:
-    """The signature of a call with CuPy arrays, those of the outputs included."""
+def signature_of(call: Call, arrays: Sequence[tuple[Any, bool]]) -> Signature:
+    """The signature of a call, for the dtypes of inputs and outputs, and whether they are aligned."""
+    dtypes = [(str(dtype).rpartition(".")[2], is_aligned) for dtype, is_aligned in arrays]
     return Signature(
         call.kernel,
-        tuple([(_TYPES[str(x.dtype)], x.data.ptr % _ALIGNMENT == 0) for x in arrays]),
+        tuple([(_TYPES[dtype], is_aligned) for dtype, is_aligned in dtypes]),
         tuple([(name, *_kind_of_number(x)) for name, x in call.numbers.items()]),
         tuple(call.constants.items()),
         call.warps,

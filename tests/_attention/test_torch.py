@@ -261,7 +261,7 @@ class TestGraphs:
             plain = call._replace(query=call.query.detach(), key=k.detach(), value=v.detach())
             fields = operators.attention_state(*plain)
             upstream = [torch.randn_like(x) for x in fields]
-            wanted = [True, True, True, plain.bias is not None]
+            wanted = [True, True, True, plain.bias is not None, plain.factor is not None]
             found = torch.library.opcheck(
                 operators.attention_gradients.default, (fields, upstream, wanted, *plain)
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from isentropic._attention.generic import Tiles, with_sinks
-from isentropic._attention.plan import Operands, Plan
+from isentropic._attention.plan import Operands, Plan, finite
 from isentropic._attention.state import AttentionState, as_rows
 from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._checks import value_error
@@ -40,6 +40,12 @@ class Backend(NamedTuple):
     entropy: Callable[[Plan, Operands, float], Array] | None = None
     # The reason why the backend does not compute a call that does not name it, or None.
     opt_in_reason: Callable[[Plan, float | None], str | None] = lambda plan, order: None
+    # Whether it takes numbers that are not finite where a mask may hide them; see `Operands.is_raw`.
+    selects_hidden: bool = False
+
+    def operands(self, plan: Plan, operands: Operands) -> Operands:
+        """The operands as the backend needs them."""
+        return operands if self.selects_hidden else finite(plan, operands)
 
 
 def _generic_output(plan: Plan, operands: Operands) -> Array:
@@ -66,15 +72,22 @@ def backends() -> tuple[Backend, ...]:
             numpy.entropy,
         ),
         Backend("jax_nn", jax.unsupported_reason, jax.output),
-        Backend("torch_tiles", torch.tiles_unsupported_reason, torch.tiles_output, torch.tiles_state),
-        Backend("jax_tiles", jax.heads_unsupported_reason, jax.heads_output, jax.heads_state),
         Backend(
             "triton",
             triton.unsupported_reason,
             triton.output,
             triton.state,
             opt_in_reason=triton.opt_in_reason,
+            selects_hidden=True,
         ),
+        Backend(
+            "torch_tiles",
+            torch.tiles_unsupported_reason,
+            torch.tiles_output,
+            torch.tiles_state,
+            selects_hidden=True,
+        ),
+        Backend("jax_tiles", jax.heads_unsupported_reason, jax.heads_output, jax.heads_state),
         Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
     )
 
@@ -83,7 +96,8 @@ def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Arr
     """The attention output (..., L, Ev), computed by the first suitable backend."""
     if operands.sinks is not None:  # they join a state, which outputs of kernels are not
         return output_of_columns(plan.xp, state_of(plan, operands, implementation))
-    return _backend_for(plan, implementation, None).output(plan, operands)
+    backend = _backend_for(plan, implementation, None)
+    return backend.output(plan, backend.operands(plan, operands))
 
 
 def state_of(
@@ -106,7 +120,7 @@ def state_in_rows(plan: Plan, operands: Operands, implementation: str | None) ->
     """The state of order 1 relative to the maximum, in rows, computed by the first suitable backend."""
     backend = _backend_for(plan, implementation, 1.0)
     if backend.state_in_rows is not None and operands.sinks is None:
-        return backend.state_in_rows(plan, operands)
+        return backend.state_in_rows(plan, backend.operands(plan, operands))
     return as_rows(_state_by(backend, plan, operands, 1.0, True))
 
 
@@ -114,7 +128,7 @@ def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order
     """Rényi's entropies (..., L), computed by the first suitable backend."""
     backend = _backend_for(plan, implementation, order)
     if backend.entropy is not None and operands.sinks is None:
-        return backend.entropy(plan, operands, order)
+        return backend.entropy(plan, backend.operands(plan, operands), order)
     state = as_rows(_state_by(backend, plan, operands, order, False))
     return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")
 
@@ -130,7 +144,7 @@ def map_logits(
     from isentropic._attention import numpy
 
     if numpy.takes_tiles(plan) and is_readable(plan.xp, column):
-        return numpy.map_logits(plan, operands, function, column)
+        return numpy.map_logits(plan, finite(plan, operands), function, column)
     return Tiles.of(plan, operands).map_logits(function, column)
 
 
@@ -138,7 +152,7 @@ def _state_by(
     backend: Backend, plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
 ) -> Sums:
     assert backend.state is not None
-    state = backend.state(plan, operands, order, relative_to_maximum)
+    state = backend.state(plan, backend.operands(plan, operands), order, relative_to_maximum)
     return with_sinks(plan, operands, state, order)
 
 

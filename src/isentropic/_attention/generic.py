@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from isentropic._attention import schedule
-from isentropic._attention.plan import Operands, Plan
+from isentropic._attention.plan import Operands, Plan, finite
 from isentropic._attention.statistics import merge_spreads, spread_of_logits
 from isentropic._attention.tile import Sums, absorb, empty_state, logits, merge_columns
 from isentropic._checks import (
@@ -64,6 +64,7 @@ class Tiles(Record):
 
     @classmethod
     def of(cls, plan: Plan, operands: Operands) -> Tiles:
+        operands = finite(plan, operands)
         query = plan.xp.astype(operands.query, plan.compute, copy=False)
         factor = operands.multiplier / (1.0 if plan.softcap is None else plan.softcap)
         return cls(plan, operands, query * factor)

@@ -144,7 +144,7 @@ class Plan(Record):
 class Operands(NamedTuple):
     """The arrays of one call, with as many axes as the result.
 
-    Under a mask, nonfinite numbers in query, key and value are replaced by 0.
+    Under a mask, nonfinite numbers in query, key and value are replaced by 0, unless `is_raw`.
     """
 
     query: Array
@@ -156,8 +156,10 @@ class Operands(NamedTuple):
     lengths: Array | None  # the n of the law, (..., L); None if it follows from the plan
     nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
     sinks: Array | None = None  # (..., 1, 1). They join the states of the backends; see `with_sinks`
-    # Key and value with their nonfinite numbers, for operators of torch.compile.
-    raw_key_value: tuple[Array, Array | None] | None = None
+    # Whether a mask may hide numbers that are not finite. `finite` then replaces them. That takes
+    # several passes over the memory, which kernels do not need, and operators of torch.compile only if
+    # there are such numbers.
+    is_raw: bool = False
 
     @property
     def values(self) -> Array:
@@ -438,11 +440,8 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     query, key, value, bias = arrays
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
-    nonfinite, raw_key_value = None, None
     # Without a mask every query sees every key, and the NaN that the products give is right.
-    if mask is not None and not _are_known_finite(plan, query, key, value):
-        raw_key_value = (key, value) if plan.frame.is_compiling else None
-        query, key, value, nonfinite = _without_nonfinite(plan, query, key, value)
+    is_raw = mask is not None and not _are_known_finite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
     if multiplier is None:
@@ -455,7 +454,17 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
     sinks = None if a.sinks is None else _sink_logits(plan, a.sinks)
-    return Operands(query, key, value, bias, mask, multiplier, lengths, nonfinite, sinks, raw_key_value)
+    operands = Operands(query, key, value, bias, mask, multiplier, lengths, None, sinks, is_raw=is_raw)
+    # Inside a JAX trace, what is computed from numbers that can be read cannot be read.
+    return finite(plan, operands) if plan.is_readable else operands
+
+
+def finite(plan: Plan, operands: Operands) -> Operands:
+    """The operands with nonfinite numbers replaced, if a mask may hide some."""
+    if not operands.is_raw:
+        return operands
+    query, key, value, nonfinite = _without_nonfinite(plan, *operands[:3])
+    return operands._replace(query=query, key=key, value=value, nonfinite=nonfinite, is_raw=False)
 
 
 def _sink_logits(plan: Plan, sinks: Any) -> Array:

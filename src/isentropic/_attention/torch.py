@@ -12,7 +12,7 @@ from isentropic._attention.numpy import takes_mask
 from isentropic._attention.plan import Operands, Plan, count_nonzero, four_axes
 from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, output_of_columns
-from isentropic._attention.torch_facts import TRANSFORMED
+from isentropic._attention.torch_facts import TRANSFORMED, is_batched
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
 from isentropic._namespace import Array
@@ -264,7 +264,7 @@ def _state(plan: Plan, operands: Operands, order: float | None) -> Sums:
 
         return torch_operator.state(plan, operands, order)
     tiles = Tiles.of(plan, operands)
-    all_inputs = (tiles.query, operands.key, operands.value, operands.bias)
+    all_inputs = (tiles.query, *tiles.operands[1:4])
     inputs = {name: x for name, x in zip(INPUTS, all_inputs, strict=True) if x is not None}
     # PyTorch saves the inputs. The object that it stores beside them must not hold them too, as that
     # would keep their autograd graph alive.
@@ -307,7 +307,7 @@ def _recomputed() -> Any:
             inputs, fields = saved[:n_inputs], saved[n_inputs:]
             tiles = call.with_inputs(inputs)
             # For a second derivative, and for batched gradients, PyTorch must record all tiles.
-            if torch.is_grad_enabled() or any(map(_is_batched, upstream)):
+            if torch.is_grad_enabled() or any(map(is_batched, upstream)):
                 return None, *_recorded_gradients(tiles, call.order, inputs, upstream)
             wanted = [name for name, x in zip(call.names, inputs, strict=True) if x.requires_grad]
             grads = backward(tiles, call.order, call.state(fields), call.state(upstream), wanted)
@@ -331,13 +331,6 @@ def _recorded_gradients(tiles: Tiles, order: float | None, inputs: Any, upstream
     options = {"create_graph": is_recorded, "allow_unused": True}
     found = iter(torch.autograd.grad(fields, wanted, grads, **options))
     return [next(found) if x.requires_grad else None for x in inputs]
-
-
-def _is_batched(gradient: Any) -> bool:
-    """Whether it is one of several gradients at once (``is_grads_batched``)."""
-    import torch
-
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def _fields(state: Sums) -> list[Any]:

@@ -84,3 +84,10 @@ def _fits_sdpa(batch: tuple[int, ...], compute: Any, inputs: Sequence[Any]) -> b
 
 def _is_tiny(inputs: Sequence[Any]) -> bool:
     return len(inputs) == 3 and inputs[0].numel() <= _TINY and len({x.shape for x in inputs}) == 1
+
+
+def is_batched(gradient: Any) -> bool:
+    """Whether it is one of several gradients at once (``is_grads_batched``)."""
+    import torch
+
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from isentropic._attention import numpy
+from isentropic._attention import numpy, triton
 from isentropic._attention.generic import Tiles
-from isentropic._attention.plan import Arguments, Operands, Plan, prepare
+from isentropic._attention.plan import Arguments, Operands, Plan, finite, prepare
 from isentropic._attention.tile import Sums
 from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
 from isentropic._numerics import lift
@@ -29,20 +29,21 @@ from isentropic.masks import Description, describe, from_description
 class Call(NamedTuple):
     """The arguments of the operators. Masks and options have the types that operators accept."""
 
-    query: Tensor  # finite and scaled, with all batch axes
+    query: Tensor  # with all batch axes
     key: Tensor
     value: Tensor | None
     bias: Tensor | None
-    query_nan: Tensor | None  # NaN for the queries that were not finite; None without a mask
+    factor: Tensor | None  # on the queries, (..., L, 1); None if it is the scale alone
     mask: str
     mask_numbers: Sequence[int]
     mask_arrays: Sequence[Tensor]
+    scale: float
     order: float | None
     softcap: float | None
     block_size: int | None
     may_be_differentiated: bool
 
-    def tiles(self) -> Tiles:
+    def operands(self) -> tuple[Plan, Operands]:
         mask = from_description(Description(self.mask, list(self.mask_numbers), list(self.mask_arrays)))
         heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (self.query, self.key)]
         arguments = Arguments(
@@ -51,23 +52,18 @@ class Call(NamedTuple):
             self.value,
             mask,
             self.bias,
-            scale=1.0,
+            scale=self.scale,
             law=None,
             softcap=self.softcap,
             enable_gqa=heads[0] > heads[1] > 1,
             block_size=self.block_size,
         )
-        plan, operands = prepare(arguments)  # replaces nonfinite keys and values, if there are any
-        return Tiles(plan, self._with_query_nan(plan, operands), operands.query)
+        plan, operands = prepare(arguments)
+        return plan, operands if self.factor is None else operands._replace(multiplier=self.factor)
 
-    def _with_query_nan(self, plan: Plan, operands: Operands) -> Operands:
-        if self.query_nan is None or (plan.is_readable and not self.query_nan.isnan().any()):
-            return operands
-        if operands.nonfinite is None:
-            key_nan = lift(self.query.new_zeros(plan.n_keys), plan.ndim)
-            return operands._replace(nonfinite=(self.query_nan, key_nan))
-        query_nan, key_nan = operands.nonfinite
-        return operands._replace(nonfinite=(self.query_nan + query_nan, key_nan))
+    def uses_triton(self, plan: Plan) -> bool:
+        is_able = triton.unsupported_reason(plan, self.order, False) is None
+        return is_able and triton.opt_in_reason(plan, self.order) is None
 
     def state(self, fields: Sequence[Any]) -> Sums:
         return state_of_fields(fields, self.value is not None, self.order)
@@ -91,24 +87,23 @@ def state(plan: Plan, operands: Operands, order: float | None) -> Sums:
 
 def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
     """The arguments of the operator for a call."""
-    query: Any = Tiles.of(plan, operands).query  # so that autograd differentiates law and scale
+    query: Any = operands.query
     query = query.expand(*plan.batch, *query.shape[-2:])
-    key, value, query_nan = operands.key, operands.value, None
-    if operands.raw_key_value is not None and operands.nonfinite is not None:
-        # The operator can read their values. So copies are made only of those that are not finite.
-        (key, value), (query_nan, _) = operands.raw_key_value, operands.nonfinite
-    inputs = (query, key, value, operands.bias, query_nan)
+    scale, factor = operands.multiplier, None
+    if not isinstance(scale, float):
+        scale, factor = 1.0, lift(scale, plan.ndim)
     # Arrays inside of `vmap` do not know it.
     may_be_differentiated = plan.is_differentiated or bool(transformations())
-    options = (order, plan.softcap, plan.block_size, may_be_differentiated)
+    options = (scale, order, plan.softcap, plan.block_size, may_be_differentiated)
+    inputs = (query, *operands[1:4], factor)
     return Call._make((*inputs, *describe(operands.mask), *options))
 
 
-_TENSORS = (*INPUTS, "query_nan")
+_TENSORS = (*INPUTS, "factor")
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor? query_nan, "
+    "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor? factor, "
     "str mask, SymInt[] mask_numbers, Tensor[] mask_arrays, "
-    "float? order, float? softcap, SymInt? block_size, bool may_be_differentiated"
+    "float scale, float? order, float? softcap, SymInt? block_size, bool may_be_differentiated"
 )
 
 
@@ -116,19 +111,18 @@ _ARGUMENTS = (
     "isentropic::attention_state", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
 )
 def _state(*arguments: Any) -> list[Tensor]:
-    call = Call(*arguments)
-    return [x.contiguous() for x in _forward(call, call.tiles()) if x is not None]
+    return [x.contiguous() for x in _forward(Call(*arguments)) if x is not None]
 
 
-def _forward(call: Call, tiles: Tiles) -> Sums:
+def _forward(call: Call) -> Sums:
     """The state in columns, relative to the maximum."""
-    plan, order = tiles.plan, call.order
+    (plan, operands), order = call.operands(), call.order
+    if call.uses_triton(plan):
+        return triton.sums(plan, operands, order)
     # The backward pass needs the weights of PyTorch's forward pass, with the same rounding errors.
     if call.may_be_differentiated or numpy.unsupported_reason(plan, order, False) is not None:
-        return forward(tiles, order)
-    # The queries are divided by the soft cap already.
-    operands = tiles.operands._replace(multiplier=1.0 if plan.softcap is None else plan.softcap)
-    state = numpy.state(plan, operands, 1.0 if order is None else order, True)
+        return forward(Tiles.of(plan, operands), order)
+    state = numpy.state(plan, finite(plan, operands), 1.0 if order is None else order, True)
     return state._replace(weighted_score=None) if order is None else state
 
 
@@ -177,14 +171,24 @@ def _(info: Any, axes: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:
 def _gradients(
     fields: list[Tensor], upstream: list[Tensor | None], wanted: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    call = Call(*arguments)
-    names, tiles = _names(wanted), call.tiles()
-    gradients = backward(tiles, call.order, call.state(fields), call.state(upstream), names)
+    call, names = Call(*arguments), _names(wanted)
+    (plan, operands), state = call.operands(), call.state(fields)
+    if call.uses_triton(plan):
+        gradients = triton.gradients_of_sums(plan, operands, call.order, state, call.state(upstream))
+        return [gradients[name].contiguous() for name in names]
+    tiles = Tiles.of(plan, operands)
+    of_tiles = {"query" if name == "factor" else name for name in names}
+    gradients = backward(tiles, call.order, state, call.state(upstream), of_tiles)
+    if "query" in of_tiles:  # of the scaled queries
+        scaled, factor = gradients["query"], operands.multiplier / (call.softcap or 1.0)
+        gradients["query"] = (scaled * factor).to(call.query.dtype)
+        if call.factor is not None:
+            products = (scaled * tiles.operands.query).sum(-1, keepdim=True) / (call.softcap or 1.0)
+            gradients["factor"] = products.sum_to_size(call.factor.shape).to(call.factor.dtype)
     if tiles.operands.nonfinite is not None:
         # The gradient of a number that was replaced is 0.
-        inputs = {"key": call.key, "value": call.value}
-        for name in inputs.keys() & names:
-            gradients[name] = gradients[name].where(inputs[name].isfinite(), 0.0)
+        for name in {"query", "key", "value"} & set(names):
+            gradients[name] = gradients[name].where(getattr(call, name).isfinite(), 0.0)
     return [gradients[name].contiguous() for name in names]
 
 
@@ -196,7 +200,7 @@ def _(fields: Any, upstream: Any, wanted: list[bool], *arguments: Any) -> list[T
 
 
 def _names(wanted: Sequence[bool]) -> list[str]:
-    return [name for name, is_wanted in zip(INPUTS, wanted, strict=True) if is_wanted]
+    return [name for name, is_wanted in zip(_TENSORS, wanted, strict=True) if is_wanted]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -215,13 +219,13 @@ def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     tensors, mask_arrays, fields = ([next(saved) for _ in range(n)] for n in ctx.lengths)
     call = ctx.call._replace(mask_arrays=mask_arrays)
     call = call._replace(**dict(zip(_TENSORS, tensors, strict=True)))
-    wanted = list(ctx.needs_input_grad[: len(INPUTS)])
+    wanted = list(ctx.needs_input_grad[: len(_TENSORS)])
     found = iter(torch.ops.isentropic.attention_gradients(fields, upstream, wanted, *call))
     gradients = [next(found) if is_wanted else None for is_wanted in wanted]
     # PyTorch treats an empty list as a list of tensors, and expects a list of gradients for it.
     number_gradients: list[None] | None = None if call.mask_numbers else []
     mask_gradients = None, number_gradients, [None] * len(mask_arrays)
-    return *gradients, None, *mask_gradients, None, None, None, None
+    return *gradients, *mask_gradients, *[None] * 5
 
 
 _state.register_autograd(_differentiate, setup_context=_save)

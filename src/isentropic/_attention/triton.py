@@ -1,68 +1,103 @@
-"""The backend of Triton kernels for PyTorch, which runs unnamed only where it has been timed."""
+"""The backend of Triton kernels for GPUs, one source for PyTorch, CuPy and JAX.
+
+The kernels take arrays of four axes, (batch, heads, rows, width), and give the output Σ p v with the
+maximum, the normalizer and the moment of each query, (batch, heads, L, 1). What belongs to a library
+here is how its derivatives are recorded.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
 import os
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
-from isentropic._attention import kernels
-from isentropic._attention.plan import Operands, Plan
-from isentropic._attention.tile import Sums
-from isentropic._attention.torch_facts import TRANSFORMED
-from isentropic._namespace import Array
-from isentropic._numerics import quietly
+import array_api_compat.numpy
+import numpy as np
+
+from isentropic._attention.generic import Tiles
+from isentropic._attention.plan import Operands, Plan, four_axes
+from isentropic._attention.tile import Sums, absorb, gradient, logits, output_of_columns
+from isentropic._attention.torch_facts import TRANSFORMED, is_batched
+from isentropic._entropy import INFINITE_ORDER, is_far_from_1, slope_of_moment
+from isentropic._loops import is_gpu
+from isentropic._namespace import Array, is_jax, is_symbolic, is_torch, to_numpy
+from isentropic._numerics import lift, quietly
+from isentropic._ops import Ops
+from isentropic._triton_launch import Call, Output, launch
 
 # For wider heads the kernels need more registers or shared memory than GPUs have.
-_MAX_FLOAT32_WIDTH = 128
-# Where the entropy kernel was faster: heads of up to so many features, and at least a block of queries.
-# It was timed for 64 and 128 features in bfloat16, at 4096 queries and keys. The rest is assumed.
-_MAX_TIMED_WIDTH = 128
-_MIN_TIMED_QUERIES = 64
+_MAX_WIDTH, _MAX_FLOAT32_WIDTH = 256, 128
 # Rows farther apart than so many numbers are copied: places in a block of rows are numbers of 32 bits.
 _MAX_ROW_STRIDE = 2**24
+# Rows begin at multiples of so many numbers. Triton 3.6 computed wrong outputs from rows of 12 float16
+# numbers on a GPU, and copies aligned rows faster to the shared memory.
+_ROW_ALIGNMENT = 16
+# The first GPUs of NVIDIA that have the instructions of the kernels.
+_LEAST_CAPABILITY = 80
+# The errors that the self-test allows, relative to numbers of size 1: roundings of the dtype, or of
+# sums in float32.
+_SELF_TEST_ROUNDINGS, _SELF_TEST_ERROR = 16, 2e-5
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the Triton kernels do not compute a call, or None."""
-    if plan.library != "torch":
-        return "the arrays are not PyTorch's"
+    xp = plan.xp
+    if plan.library not in ("torch", "cupy", "jax"):
+        return "the arrays are not PyTorch's, CuPy's or JAX's"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    if plan.frame.is_compiling:
-        return "torch.compile traces the call"
-    if plan.facts.is_transformed:
+    if plan.library == "jax" and importlib.util.find_spec("jax_triton") is None:
+        return "jax-triton is not installed: pip install jax-triton"
+    if plan.frame.is_compiling or any(map(is_symbolic, plan.batch)):
+        return "torch.compile traces the call" if plan.library == "torch" else "some size is symbolic"
+    if plan.library == "torch" and plan.facts.is_transformed:
         return TRANSFORMED
     if _is_interpreted():
-        if plan.dtype == plan.xp.bfloat16:
+        if plan.dtype == getattr(xp, "bfloat16", None):
             return "the interpreter of Triton does not multiply matrices of bfloat16"
-    elif plan.device.type == "cpu":
-        return "the tensors are not on a GPU"
-    if plan.dtype.itemsize == 4 and max(plan.head_dim, plan.n_values or 0) > _MAX_FLOAT32_WIDTH:
+    elif not is_gpu(xp, plan.device):
+        return "the arrays are not on a GPU"
+    if plan.block_size is not None:
+        return "it does not support `block_size`"
+    if order is not None and not (order > 0 and (order == 1 or is_far_from_1(order))):
+        return "it computes no entropies of order 0 or near 1"
+    if not plan.has_interval_mask:
+        return "a query may see keys with gaps between them"
+    if plan.has_bias and (plan.library == "jax" or (plan.facts and plan.facts.is_bias_differentiated)):
+        return "it does not compute the gradient of a bias, for which JAX may ask"
+    if plan.dtype not in (xp.float32, xp.float16, getattr(xp, "bfloat16", None)):
+        return "it has no float64"
+    width = max(plan.head_dim, plan.n_values or 0)
+    if not 0 < plan.head_dim <= _MAX_WIDTH or plan.n_values == 0 or width > _MAX_WIDTH:
+        return f"queries or values do not have 1 to {_MAX_WIDTH} features"
+    if plan.dtype == xp.float32 and width > _MAX_FLOAT32_WIDTH:
         return f"heads of float32 have more than {_MAX_FLOAT32_WIDTH} features"
-    return kernels.unsupported_reason(plan, order)
+    return "there are no queries" if 0 in (*plan.batch, plan.n_queries) else None
 
 
 def opt_in_reason(plan: Plan, order: float | None) -> str | None:
     """The reason why the Triton kernels do not compute a call that does not name them, or None.
 
-    They compute entropies of half precision without gradients on NVIDIA's Hopper, where they have been
-    timed. The generic pass takes tens of times as long there. Both have errors of about 1e-6 nats.
+    A pass over tiles of separate operations takes tens of times as long on a GPU. So the kernels need
+    no timing on each card to be preferred to it. They have to be right there, which a self-test shows.
     """
-    if order is None or plan.n_values is not None or plan.is_differentiated:
-        return "it runs only if `implementation` is 'triton'"
-    is_timed = (
-        plan.dtype.itemsize == 2
-        and plan.head_dim <= _MAX_TIMED_WIDTH
-        and plan.n_queries >= _MIN_TIMED_QUERIES
-        and plan.facts.has_plain_tensors
-        and _kind(plan.device) == "hopper"
-    )
-    if not is_timed:
-        return "it has not been timed for such arrays: it runs only if `implementation` is 'triton'"
-    return _failure(plan.device)
+    if _is_interpreted():
+        return "the interpreter of Triton runs only if `implementation` is 'triton'"
+    if plan.library == "torch" and not plan.facts.has_plain_tensors:
+        return "some tensor has a class of its own: it runs only if `implementation` is 'triton'"
+    if plan.library == "jax":
+        import jax
+
+        if jax.device_count() > 1:
+            return "XLA cannot divide it among devices: it runs only if `implementation` is 'triton'"
+    return self_test_failure(plan.xp, plan.device, plan.dtype)
 
 
 def _is_interpreted() -> bool:
@@ -70,210 +105,616 @@ def _is_interpreted() -> bool:
 
 
 @functools.cache
-def _failure(device: Any) -> str | None:
-    """The reason why Triton cannot run its kernels here, or None. It needs a compiler for C."""
-    import torch
+def _kind(xp: Any, device: Any) -> str:
+    """Which GPU a device is: "nvidia", "hopper" or "amd"."""
+    if _is_interpreted():
+        return "nvidia"
+    if is_torch(xp):
+        if xp.version.hip is not None:
+            return "amd"
+        major, minor = xp.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    elif is_jax(xp):
+        import jax
 
-    x = torch.zeros((1, 1, 1, 16), dtype=torch.float16, device=device)
-    try:
-        _forward(x, x, None, x[..., :1].float(), None, True, False, torch.float32)
-    except torch.OutOfMemoryError:  # passes, so it is not remembered
-        raise
-    except Exception as error:
-        return f"Triton cannot run its kernels here: {error}"
-    return None
+        device = jax.devices()[0]
+        if "rocm" in device.client.platform_version.lower():
+            return "amd"
+        capability = int(str(device.compute_capability).replace(".", ""))
+    else:
+        capability = int(device.compute_capability)
+    return {90: "hopper"}.get(capability, "nvidia" if capability >= _LEAST_CAPABILITY else "old")
+
+
+class Setting(NamedTuple):
+    """What a call of the kernels depends on beside arrays."""
+
+    xp: Any
+    kind: str  # of the GPU
+    scale: float
+    softcap: float  # 0 for none
+    order: float | None  # of the moment; None without a moment
+    out_dtype: Any
+    is_maximum_differentiated: bool
+
+    @property
+    def has_moment(self) -> bool:
+        """Whether the kernels sum a moment. That of infinite order is the normalizer."""
+        return self.order is not None and self.order < INFINITE_ORDER
+
+
+class Blocks(NamedTuple):
+    """The arrays of a call, of four axes; an axis of length 1 broadcasts, but for the rows of keys.
+
+    Query, key and value have rows of `block_width` numbers.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    factor: Any  # on the products, (…, L, 1); None if the scale is all
+    first: Any  # the first key that a query sees, (…, L, 1); None without a mask
+    end: Any
+
+
+class Results(NamedTuple):
+    """The output (batch, heads, L, width), None without values; and columns (batch, heads, L, 1)."""
+
+    out: Any
+    maximum: Any
+    normalizer: Any
+    moment: Any  # None without an order
 
 
 def output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev)."""
-    out, *_ = _results(plan, operands, has_moment=False)
-    return kernels.finished_output(plan, operands, out)
+    return _results(plan, operands, None, plan.dtype, False).out
 
 
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     """The state in columns."""
-    return kernels.finished_state(plan, operands, *_results(plan, operands, has_moment=True))
+    return _sums_of(_results(plan, operands, order, plan.compute, relative_to_maximum))
 
 
 @quietly  # the interpreter of Triton computes with NumPy
-def _results(plan: Plan, operands: Operands, *, has_moment: bool) -> tuple[Any, Any, Any, Any]:
-    """Output, maximum, normalizer and moment.
-
-    The output is None without values. It is of float32 with a moment, and else of the result's dtype.
-    The moment is None if it is not asked for.
-    """
-    arrays = [
-        None if x is None else _in_blocks(kernels.with_four_axes(plan, x))
-        for x in (operands.query, operands.key, operands.value)
-    ]
-    factor: Any = kernels.factor(plan, operands)
-    interval: Any = kernels.interval(plan, operands)
-    if interval is not None:
-        interval = tuple(x.contiguous() for x in interval)
-    dtype = plan.compute if has_moment else plan.dtype
-    out, *columns = _attend().apply(*arrays, factor.contiguous(), interval, has_moment, dtype)
-    return None if out is None else out[..., : plan.n_values], *columns
+def _results(
+    plan: Plan, operands: Operands, order: float | None, out_dtype: Any, is_maximum_differentiated: bool
+) -> Results:
+    """The results with the batch axes of the call."""
+    call = _call_of(plan, operands, order, out_dtype, is_maximum_differentiated)
+    setting, arrays, others = call
+    if plan.library == "torch":
+        return Results(*_on_torch().apply(setting, others, *arrays))
+    if plan.library == "jax":
+        return _on_jax(setting, others)(arrays)
+    return _with_batch(plan, forward(setting, blocks_of(arrays, others)))
 
 
-def _in_blocks(x: Any) -> Any:
-    """The array with rows of a width that is a power of 2, which begin at multiples of 16 numbers.
+def _call_of(
+    plan: Plan, operands: Operands, order: float | None, out_dtype: Any, is_maximum_differentiated: bool
+) -> tuple[Setting, Arrays, Others]:
+    factor: Any = operands.multiplier
+    scale, factor = (factor, None) if isinstance(factor, float) else (1.0, factor)
+    setting = Setting(
+        plan.xp, _kind(plan.xp, plan.device), scale, plan.softcap or 0.0, order, out_dtype,
+        is_maximum_differentiated,
+    )  # fmt: skip
+    arrays = Arrays(operands.query, operands.key, operands.value, factor)
+    return setting, arrays, Others(plan, operands.bias, operands.mask)
 
-    Triton 3.6 computed wrong outputs from rows of 12 float16 numbers on a GPU. Rows that begin at
-    multiples of 16 numbers are also copied faster to the shared memory.
-    """
-    import torch
 
+def sums(plan: Plan, operands: Operands, order: float | None) -> Sums:
+    """The state in columns, whose derivative nobody records."""
+    setting, arrays, others = _call_of(plan, operands, order, plan.compute, True)
+    return _sums_of(_with_batch(plan, forward(setting, blocks_of(arrays, others))))
+
+
+def _sums_of(results: Results) -> Sums:
+    out, maximum, normalizer, moment = results
+    return Sums(maximum, normalizer, None if out is None else out * normalizer, moment)
+
+
+def gradients_of_sums(
+    plan: Plan, operands: Operands, order: float | None, state: Sums, upstream: Sums
+) -> dict[str, Any]:
+    """The gradients of query, key, value and factor, given those of the fields of `sums`, or None."""
+    setting, arrays, others = _call_of(plan, operands, order, plan.compute, True)
+    (maximum, z, value, moment), (maximum_grad, z_grad, value_grad, moment_grad) = state, upstream
+    out = None if value is None else output_of_columns(plan.xp, state)
+    out_grad = None
+    if value_grad is not None:
+        out_grad, of_values = value_grad * z, plan.xp.sum(value_grad * out, axis=-1, keepdims=True)
+        z_grad = of_values if z_grad is None else z_grad + of_values
+    results = Results(out, maximum, z, moment)
+    given = Results(out_grad, maximum_grad, z_grad, moment_grad)
+    return gradients(setting, arrays, others, results, given)._asdict()
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call that have gradients."""
+
+    query: Any
+    key: Any
+    value: Any
+    factor: Any
+
+
+class Others(NamedTuple):
+    """What else there is to a call."""
+
+    plan: Plan
+    bias: Any
+    mask: Any
+
+
+def _with_batch(plan: Plan, found: Results) -> Results:
+    out = None if found.out is None else found.out[..., : plan.n_values]
+    return Results(
+        *(
+            None if x is None else plan.xp.reshape(x, (*plan.batch, *x.shape[-2:]))
+            for x in (out, *found[1:])
+        )
+    )
+
+
+def blocks_of(arrays: Arrays, others: Others) -> Blocks:
+    """The arrays of a call as the kernels take them."""
+    plan, bias, mask = others
+    xp, batch = plan.xp, (math.prod(plan.batch[:-1]), plan.batch[-1] if plan.batch else 1)
+    query, key, value = (
+        None if x is None else four_axes(plan, xp.astype(x, plan.dtype, copy=False)) for x in arrays[:3]
+    )
+    heads = max(x.shape[1] for x in (key, value) if x is not None)  # of keys: one, the groups, or all
+    shapes = (batch, (batch[0], heads), (batch[0], heads))
+    query, key, value = (
+        None if x is None else _in_rows(xp, xp.broadcast_to(x, (*shape, *x.shape[-2:])))
+        for x, shape in zip((query, key, value), shapes, strict=True)
+    )
+    factor, first, end = arrays.factor, None, None
+    if factor is not None:
+        factor = four_axes(plan, xp.astype(factor, plan.compute, copy=False))
+    if mask is not None:
+        ends: Any = mask.interval(plan.frame, (0, plan.n_queries))
+        parts = [
+            four_axes(plan, lift(xp.astype(x, xp.int32, copy=False), plan.ndim - 1)[..., None])
+            for x in ends
+        ]
+        shape = (*(max(x.shape[i] for x in parts) for i in (0, 1)), plan.n_queries, 1)
+        first, end = (xp.broadcast_to(x, shape) for x in parts)
+        if is_torch(xp):
+            first, end = first.contiguous(), end.contiguous()
+        elif not is_jax(xp):
+            first, end = xp.ascontiguousarray(first), xp.ascontiguousarray(end)
+    return Blocks(
+        query, key, value, None if bias is None else four_axes(plan, bias), factor, first, end
+    )
+
+
+def _in_rows(xp: Any, x: Any) -> Any:
+    """The array with rows of `block_width` numbers, which begin at multiples of 16 numbers."""
     from isentropic._attention.triton_kernels import block_width
 
     if missing := block_width(x.shape[-1]) - x.shape[-1]:
-        x = torch.nn.functional.pad(x, (0, missing))
-    starts = (*x.stride()[:-1], x.storage_offset())
-    is_aligned = x.stride(-1) == 1 and not any(n % 16 for n in starts)
-    if is_aligned and x.stride(-2) <= _MAX_ROW_STRIDE:
+        return _padded(xp, x, x.shape[-1] + missing)
+    *others, last = _strides(x)
+    start = x.storage_offset() if is_torch(xp) else 0
+    is_aligned = last == 1 and not any(n % _ROW_ALIGNMENT for n in (*others, start))
+    if is_aligned and others[-1] <= _MAX_ROW_STRIDE:
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # `contiguous` may keep the offset
+    if is_torch(xp):
+        return x.clone(memory_format=xp.contiguous_format)  # `contiguous` may keep the offset
+    return xp.ascontiguousarray(x)
+
+
+def _strides(x: Any) -> tuple[int, ...]:
+    """The strides in numbers; 0 for axes of length 1, which broadcast."""
+    if hasattr(x, "stride"):
+        strides = x.stride()
+    elif hasattr(x, "strides"):
+        strides = [n // x.dtype.itemsize for n in x.strides]
+    else:  # arrays of JAX are contiguous
+        return _strides_of(x.shape)
+    return tuple([0 if n == 1 else int(step) for n, step in zip(x.shape, strides, strict=True)])
+
+
+def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple([0 if n == 1 else math.prod(shape[i + 1 :]) for i, n in enumerate(shape)])
+
+
+def gradients(
+    setting: Setting, arrays: Arrays, others: Others, results: Results, upstream: Results
+) -> Arrays:
+    """The gradients of the arrays of a call, given its results and their gradients, or None."""
+    plan, blocks = others.plan, blocks_of(arrays, others)
+    rows = math.prod(plan.batch[:-1]), plan.batch[-1] if plan.batch else 1
+
+    def blocked(x: Any) -> Any:
+        return None if x is None else plan.xp.reshape(x, (*rows, *x.shape[-2:]))
+
+    out, out_grad = (
+        None if x is None else _padded(plan.xp, blocked(x), blocks.value.shape[-1])
+        for x in (results.out, upstream.out)
+    )
+    given = [Results(x, *map(blocked, y[1:])) for x, y in ((out, results), (out_grad, upstream))]
+    pairs = zip(backward(setting, blocks, *given), arrays, strict=True)
+    return Arrays(*(None if x is None else _as_given(plan, gradient, x) for gradient, x in pairs))
+
+
+def _padded(xp: Any, x: Any, width: int) -> Any:
+    missing = width - x.shape[-1]
+    if not missing:
+        return x
+    zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing))
+    return xp.concat((x, zeros), axis=-1)
+
+
+def _as_given(plan: Plan, gradient: Any, x: Any) -> Any:
+    """A gradient of four axes in the shape and dtype of its array, whose axes were broadcast."""
+    xp, missing = plan.xp, plan.ndim - x.ndim
+    gradient = gradient[..., : x.shape[-1]]
+    batch = (*plan.batch[:-1], gradient.shape[1]) if plan.batch else ()
+    gradient = xp.reshape(gradient, (*batch, *gradient.shape[-2:]))
+    shape = (1,) * missing + tuple(x.shape)
+    axes = [i for i, (n, m) in enumerate(zip(gradient.shape, shape, strict=True)) if n != m]
+    if axes:
+        gradient = xp.sum(gradient, axis=tuple(axes), keepdims=True)
+    return xp.astype(xp.reshape(gradient, x.shape), x.dtype, copy=False)
+
+
+def _merging_batches(function: _Function) -> _Function:
+    """Decorate a function of a setting and of arrays of four axes, so that `jax.vmap` can map it.
+
+    The axis of `vmap` becomes a part of the batch axis, which comes first. JAX cannot map a kernel.
+    """
+
+    @functools.wraps(function)
+    def call(setting: Setting, *trees: Any) -> Any:
+        if not is_jax(setting.xp):
+            return function(setting, *trees)
+        import jax
+
+        mapped = jax.custom_batching.custom_vmap(functools.partial(function, setting))
+
+        @mapped.def_vmap
+        def rule(size: int, are_mapped: Any, *trees: Any) -> Any:
+            query, is_mapped = trees[0].query, are_mapped[0].query
+            batch = query.shape[1] if is_mapped else query.shape[0]
+
+            def merged(x: Any, is_mapped: bool) -> Any:
+                x = x if is_mapped else x[None]
+                full = (size, batch, *x.shape[2:])
+                return setting.xp.reshape(setting.xp.broadcast_to(x, full), (-1, *full[2:]))
+
+            results = mapped(*jax.tree.map(merged, tuple(trees), tuple(are_mapped)))
+            results = jax.tree.map(lambda x: setting.xp.reshape(x, (size, -1, *x.shape[1:])), results)
+            return results, jax.tree.map(lambda x: True, results)
+
+        return mapped(*trees)
+
+    return cast(_Function, call)
+
+
+@_merging_batches
+def forward(setting: Setting, blocks: Blocks) -> Results:
+    """The results of a call, without a derivative."""
+    from isentropic._attention.triton_kernels import attention_kernel
+
+    xp, (batch, heads, n_queries, _) = setting.xp, blocks.query.shape
+    column, has_moment = (batch, heads, n_queries, 1), setting.has_moment
+    # Kernels need all outputs. One that they do not write has a single number.
+    out = (1,) if blocks.value is None else (*column[:3], blocks.value.shape[-1])
+    found = _launch(
+        setting, attention_kernel, batch * heads, n_queries, blocks, (),
+        [
+            Output(out, setting.out_dtype),
+            Output(column, xp.float32),
+            Output(column, xp.float32),
+            Output(column if has_moment else (1,), xp.float32),
+        ],
+        {"ORDER": setting.order if has_moment else 0.0},
+    )  # fmt: skip
+    out, maximum, normalizer, moment = found
+    if not has_moment:
+        moment = None if setting.order is None else normalizer
+    return Results(None if blocks.value is None else out, maximum, normalizer, moment)
+
+
+@_merging_batches
+def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Results) -> Arrays:
+    """The gradients of query, key, value and factor, given those of the results, or None."""
+    from isentropic._attention.triton_kernels import (
+        configuration,
+        keys_kernel,
+        largest_kernel,
+        queries_kernel,
+        reach_kernel,
+    )
+
+    xp, f32 = setting.xp, setting.xp.float32
+    (batch, heads, n_queries, _), (_, key_heads, n_keys, _) = blocks.query.shape, blocks.key.shape
+    out, maximum, normalizer, _ = results
+    constant, slope, rest = gradient_terms(setting, results, upstream)
+    g = upstream.out
+    if out is not None:
+        g = xp.zeros_like(out) if g is None else g
+        g, out = (xp.astype(x, blocks.query.dtype, copy=False) for x in (g, out))
+        g = g.contiguous() if is_torch(xp) else g
+    largest = None
+    if rest is not None:
+        kinds = [Output((batch, heads, n_queries, 1), xp.int32)]
+        (largest,) = _launch(
+            setting, largest_kernel, batch * heads, n_queries, blocks._replace(value=None), (rest,),
+            kinds, {},
+        )  # fmt: skip
+    constants = {
+        "ORDER": setting.order if setting.has_moment else 0.0,
+        "HAS_REST": rest is not None,
+    }
+    columns = (maximum, normalizer)
+    column, is_factor = (batch, heads, n_queries, 1), blocks.factor is not None
+    dq, dfactor, delta = _launch(
+        setting, queries_kernel, batch * heads, n_queries, blocks,
+        (g, out, *columns, constant, slope, rest, largest),
+        [
+            Output(blocks.query.shape, blocks.query.dtype),
+            Output(column if is_factor else (1,), f32),
+            Output(column if out is not None else (1,), f32),
+        ],
+        constants | {"HAS_CONSTANT": constant is not None},
+    )  # fmt: skip
+    delta = delta if out is not None else constant
+    sizes = configuration(keys_kernel, _width(blocks), blocks.query.dtype.itemsize, setting.kind)
+    reach: Any = (None,) * 4
+    steps: Any = (0, 0)
+    if blocks.first is not None:
+        n_blocks, of_masks = -(-n_keys // sizes.columns), blocks.first.shape[:2]
+        reach = launch(
+            xp,
+            Call(
+                reach_kernel, math.prod(of_masks) * n_blocks, [blocks.first, blocks.end],
+                [Output((*of_masks, n_blocks), xp.int32)] * 4, {"L": n_queries, "S": n_keys},
+                {"COLUMNS": sizes.columns}, 1, 1,
+            ),
+        )  # fmt: skip
+        steps = _strides_of((*of_masks, n_blocks))[:2]
+    dk, dv = _launch(
+        setting, keys_kernel, batch * key_heads, n_keys, blocks,
+        (g, *columns, delta, slope, rest, largest, *reach),
+        [
+            Output(blocks.key.shape, blocks.key.dtype),
+            Output((1,) if out is None else blocks.value.shape, blocks.key.dtype),
+        ],
+        constants, {"r_batch": steps[0], "r_head": steps[1]},
+    )  # fmt: skip
+    return Arrays(dq, dk, None if out is None else dv, dfactor if is_factor else None)
+
+
+def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tuple[Any, Any, Any]:
+    """(constant, slope, rest), from which the gradient of a logit follows; None for what is not there.
+
+    A logit of weight p and centered score x has the gradient p (g·v + constant + slope · x) for the
+    moment of order 1, and p (g·v + constant) + slope · e^(order · x) for others, where g is the
+    gradient of the output. Its product with the output is not part of the constant: the kernel
+    subtracts it. The key of the largest logit gets `rest` in addition, because the sums are relative to
+    that logit.
+    """
+    xp, (_, maximum, z, moment), order = setting.xp, results, setting.order
+    _, maximum_grad, z_grad, moment_grad = upstream
+    constant, slope, rest, magnitude = None, None, maximum_grad, None
+    parts = [] if z_grad is None else [z_grad * z]
+    if order is not None:
+        w_grad = xp.zeros_like(z) if moment_grad is None else moment_grad
+        if not setting.has_moment or order == 1:
+            parts.append(w_grad * z)
+        if setting.has_moment:
+            slope = w_grad * (z if order == 1 else order)
+        constant = sum(parts)
+    elif parts:
+        constant = parts[0]
+    if not setting.is_maximum_differentiated or all(x is None for x in upstream[1:]):
+        return constant, slope, None
+    rest = xp.zeros_like(z) if maximum_grad is None else maximum_grad
+    magnitude = xp.abs(rest)
+    terms = [] if z_grad is None else [z_grad * z]
+    if order is not None and moment_grad is not None:
+        terms.append(moment_grad * slope_of_moment(z, moment, order))
+    for term in terms:
+        rest, magnitude = rest - term, magnitude + xp.abs(term)
+    # 0 for a loss that does not depend on the number that the sums are relative to, up to rounding.
+    is_zero = (maximum == -math.inf) | (xp.abs(rest) <= 16 * xp.finfo(xp.float32).eps * magnitude)
+    return constant, slope, xp.where(is_zero, 0.0, rest)
+
+
+def _width(blocks: Blocks) -> int:
+    return max(blocks.query.shape[-1], 0 if blocks.value is None else blocks.value.shape[-1])
+
+
+def _launch(
+    setting: Setting, kernel: Any, sequences: int, length: int, blocks: Blocks, others: Any,
+    outputs: list[Output], constants: dict[str, Any], numbers: dict[str, int] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Run a kernel whose programs have a block of rows each, of so many sequences of this length."""
+    from isentropic._attention.triton_kernels import configuration, precision
+
+    names = kernel.arg_names
+    query, key, value = blocks[:3]
+    sizes = configuration(kernel, _width(blocks), query.dtype.itemsize, setting.kind)
+    size = sizes.columns if kernel.__name__ == "keys_kernel" else sizes.rows
+    arrays = {"q": query, "k": key, "v": value, "b": blocks.bias, "f": blocks.factor, "i": blocks.first}
+    axes = {"b": ("batch", "head", "row", "column"), "i": ("batch", "head")}
+    strides = {
+        f"{name}_{axis}": step
+        for name, x in arrays.items()
+        for axis, step in zip(
+            axes.get(name, ("batch", "head", "row")),
+            (0,) * 4 if x is None else _strides(x),
+            strict=False,
+        )
+    }
+    all_numbers = strides | (numbers or {}) | {
+        "heads": query.shape[1], "group": query.shape[1] // key.shape[1], "L": query.shape[2],
+        "S": key.shape[2], "scale": setting.scale,
+    }  # fmt: skip
+    all_constants = {
+        "WIDTH": query.shape[-1],
+        "VALUE_WIDTH": 16 if value is None else value.shape[-1],
+        "HAS_VALUE": value is not None,
+        "HAS_BIAS": blocks.bias is not None,
+        "HAS_FACTOR": blocks.factor is not None,
+        "HAS_MASK": blocks.first is not None,
+        "SOFTCAP": setting.softcap,
+        "PRECISION": precision(setting.kind),
+        "ROWS": sizes.rows,
+        "COLUMNS": sizes.columns,
+    } | constants
+    of_blocks = zip(("Q", "K", "V", "BIAS", "FACTOR", "FIRST", "END"), blocks, strict=True)
+    inputs = [x for name, x in of_blocks if name in names]
+    return launch(
+        setting.xp,
+        Call(
+            kernel, sequences * -(-length // size), [*inputs, *others], outputs,
+            {name: all_numbers[name] for name in names if name in all_numbers},
+            {name: all_constants[name] for name in names if name in all_constants},
+            sizes.warps, sizes.stages,
+        ),
+    )  # fmt: skip
 
 
 @functools.cache
-def _attend() -> Any:
+def _on_torch() -> Any:
     import torch
-    from torch.autograd.function import once_differentiable
 
     class Attend(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(
-            ctx: Any, query: Any, key: Any, value: Any, factor: Any, interval: Any, has_moment: bool,
-            out_dtype: Any,
-        ) -> Any:  # fmt: skip
-            inputs = (query, key, value, factor)
-            has_argmax = has_moment and any(ctx.needs_input_grad)
-            out, maximum, normalizer, moment, argmax = _forward(
-                *inputs, interval, has_moment, has_argmax, out_dtype
-            )
-            ctx.interval = interval
-            ctx.save_for_backward(*inputs, out, maximum, normalizer, moment, argmax)
-            return out, maximum, normalizer, moment
+        def forward(ctx: Any, setting: Setting, others: Others, *arrays: Any) -> Any:
+            given = Arrays(*arrays)
+            results = _with_batch(others.plan, forward(setting, blocks_of(given, others)))
+            ctx.setting, ctx.others = setting, others
+            ctx.save_for_backward(*arrays, *results)
+            ctx.set_materialize_grads(False)
+            return tuple(results)
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *upstream: Any) -> Any:
-            return *_backward(ctx.saved_tensors, ctx.interval, upstream), None, None, None
+            saved = ctx.saved_tensors  # read once, as a checkpoint computes them for one reading
+            arrays, results = Arrays(*saved[:4]), Results(*saved[4:])
+            call = (ctx.setting, arrays, ctx.others)
+            # For a second derivative, and for batched gradients, PyTorch must record all tiles.
+            if torch.is_grad_enabled() or any(map(is_batched, upstream)):
+                return None, None, *_recorded_gradients(*call, upstream)
+            return None, None, *gradients(*call, results, Results(*upstream))
 
     return Attend
 
 
-def _forward(
-    query: Any, key: Any, value: Any, factor: Any, interval: Any, has_moment: bool, has_argmax: bool,
-    out_dtype: Any,
-) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
+def _recorded_gradients(setting: Setting, arrays: Arrays, others: Others, upstream: Any) -> list[Any]:
+    """The gradients by the generic pass, which consists of operations that PyTorch differentiates."""
     import torch
 
-    from isentropic._attention.triton_kernels import state_kernel
-
-    rows = query.shape[:-1]
-    out = None if value is None else query.new_empty((*rows, value.shape[-1]), dtype=out_dtype)
-    maximum, normalizer = torch.empty_like(factor), torch.empty_like(factor)
-    moment = torch.empty_like(factor) if has_moment else None
-    argmax = torch.empty_like(factor, dtype=torch.int32) if has_argmax else None
-    sizes = _sizes(state_kernel, query, value)
-    first, end = interval or (None, None)
-    # In one axis, as the others of a grid have at most 65535 programs.
-    grid = (rows[0] * rows[1] * -(-rows[2] // sizes.rows),)
-    with torch.cuda.device_of(query):
-        state_kernel[grid](
-            query, key, value, factor, first, end, out, maximum, normalizer, moment, argmax,
-            **_common(query, key, value, interval, sizes), HAS_MOMENT=has_moment, HAS_ARGMAX=has_argmax,
-        )  # fmt: skip
-    return out, maximum, normalizer, moment, argmax
+    plan, (query, key, value, factor) = others.plan, arrays
+    factor = setting.scale if factor is None else factor
+    is_recorded, is_raw = torch.is_grad_enabled(), others.mask is not None
+    operands = Operands(query, key, value, others.bias, others.mask, factor, None, None, is_raw=is_raw)
+    with torch.enable_grad():
+        sums = Tiles.of(plan, operands).state(setting.order)
+        out = None if value is None else cast(Any, output_of_columns(plan.xp, sums)).to(setting.out_dtype)
+    results = (out, sums.maximum, sums.normalizer, sums.weighted_score)
+    used = [(x, g) for x, g in zip(results, upstream, strict=True) if g is not None and x.requires_grad]
+    wanted = [x for x in arrays if x is not None and x.requires_grad]
+    fields, grads = zip(*used, strict=True)
+    options = {"create_graph": is_recorded, "allow_unused": True}
+    found = iter(torch.autograd.grad(fields, wanted, grads, **options))
+    return [None if x is None or not x.requires_grad else next(found) for x in arrays]
 
 
-def _sizes(kernel: Any, query: Any, value: Any) -> Any:
-    from isentropic._attention.triton_kernels import configuration
+def _on_jax(setting: Setting, others: Others) -> Any:
+    """The results as a function of arrays, which JAX differentiates in reverse."""
+    import jax
 
-    width = max(query.shape[-1], 0 if value is None else value.shape[-1])
-    return configuration(kernel, width, query.itemsize, _kind(query.device))
+    plan, _, mask = others
+
+    def with_mask(mask_arrays: Any) -> Others:
+        return others._replace(mask=None if mask is None else mask.with_arrays(iter(mask_arrays)))
+
+    @jax.custom_vjp
+    def attend(arrays: Arrays, mask_arrays: Any) -> Results:
+        return _with_batch(plan, forward(setting, blocks_of(arrays, with_mask(mask_arrays))))
+
+    def first_pass(arrays: Arrays, mask_arrays: Any) -> Any:
+        results = attend(arrays, mask_arrays)
+        return results, (arrays, mask_arrays, results)
+
+    def second_pass(saved: Any, upstream: Results) -> Any:
+        arrays, mask_arrays, results = saved
+        return gradients(setting, arrays, with_mask(mask_arrays), results, upstream), None
+
+    attend.defvjp(first_pass, second_pass)
+    mask_arrays = () if mask is None else mask.arrays
+    return lambda arrays: attend(arrays, mask_arrays)
 
 
 @functools.cache
-def _kind(device: Any) -> str:
-    """Which GPU a device is: "nvidia", "hopper" or "amd"."""
-    import torch
+def self_test_failure(xp: Any, device: Any, dtype: Any) -> str | None:
+    """The reason why the kernels cannot be trusted on a device, or None.
 
-    if torch.version.hip is not None:
-        return "amd"
-    if device.type != "cuda" or _is_interpreted():
-        return "nvidia"
-    return "hopper" if torch.cuda.get_device_capability(device) == (9, 0) else "nvidia"
-
-
-def _common(query: Any, key: Any, value: Any, interval: Any, sizes: Any) -> dict[str, Any]:
-    """The arguments that the kernels share."""
-    from isentropic._attention.triton_kernels import precision
-
-    names = ("batch", "head", "row")
-    strides = {
-        f"{array}_{name}": 0 if x is None else stride
-        for array, x in (("q", query), ("k", key), ("v", value))
-        for name, stride in zip(names, (query if x is None else x).stride(), strict=False)
-    }
-    return strides | {
-        "heads": query.shape[1],
-        "group": query.shape[1] // key.shape[1],
-        "L": query.shape[2],
-        "S": key.shape[2],
-        "WIDTH": query.shape[-1],
-        "VALUE_WIDTH": 16 if value is None else value.shape[-1],
-        "HAS_VALUE": value is not None,
-        "HAS_MASK": interval is not None,
-        "PRECISION": precision(_kind(query.device)),
-        "ROWS": sizes.rows,
-        "COLUMNS": sizes.columns,
-        "num_warps": sizes.warps,
-        "num_stages": sizes.stages,
-        "enable_fp_fusion": True,
-    }
-
-
-def _backward(saved: Any, interval: Any, upstream: Any) -> tuple[Any, Any, Any, Any]:
-    """The gradients of query, key, value and factor."""
-    import array_api_compat.torch as xp
-    import torch
-
-    from isentropic._attention.triton_kernels import gradient_kernel
-
-    query, key, value, factor, out, maximum, normalizer, moment, argmax = saved
-    out_grad = None if out is None else upstream[0].to(query.dtype).contiguous()
-    inverse = torch.where(normalizer == 0, 0.0, 1 / normalizer)
-    constant, slope, rest = kernels.gradient_terms(xp, out, normalizer, moment, upstream)
-    reference = torch.where(maximum == -math.inf, 0.0, maximum)
-    first, end = interval or (None, None)
-    sizes = _sizes(gradient_kernel, query, value)
-    low, high = (None, None) if interval is None else _reach(interval, key.shape[2], sizes.columns)
-
-    # Many programs add to the gradient of the scaled query. So it is accumulated in float32.
-    dq = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    dk = torch.empty(key.shape, dtype=key.dtype, device=key.device)
-    dv = None if value is None else torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    grid = (key.shape[0] * key.shape[1] * -(-key.shape[2] // sizes.columns),)
-    with torch.cuda.device_of(query):
-        gradient_kernel[grid](
-            query, key, value, out_grad, factor, first, end, low, high, reference, inverse, constant,
-            slope, rest, argmax, dq, dk, dv,
-            **_common(query, key, value, interval, sizes), HAS_MOMENT=slope is not None,
-        )  # fmt: skip
-    factor_grad = (dq * query).sum(-1, keepdim=True)
-    return (dq * factor).to(query.dtype), dk, dv, factor_grad
-
-
-def _reach(interval: Any, n_keys: int, size: int) -> tuple[Any, Any]:
-    """For each block of keys, the range (low, high) of the queries that see one of them.
-
-    Both ends of the intervals of `masks` do not decrease from query to query.
+    Their results and gradients for a small input are compared with those of NumPy in float64 and of
+    `isentropic._attention.tile`. This takes place once in a process.
     """
-    import torch
+    if _kind(xp, device) == "old":
+        return "the GPU is older than the kernels: they need one of compute capability 8.0 or more"
+    try:
+        with _concrete(xp):
+            error = _self_test_error(xp, device, dtype)
+        is_right = error < max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
+        why = None if is_right else f"their results are off by {error:.1e}"
+    except Exception as error:
+        if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
+            raise
+        why = f"Triton cannot run them: {type(error).__name__}: {error}"
+    if why is not None:
+        why = f"a self-test of the kernels failed on this device: {why}"
+        warnings.warn(f"The Triton kernels are not used, as {why}", stacklevel=2)
+    return why
 
-    first, end = (x[..., 0] for x in interval)
-    start = torch.arange(0, n_keys, size, dtype=torch.int32, device=first.device)
-    start = start.expand(*first.shape[:-1], -1).contiguous()
-    low = torch.searchsorted(end, start, right=True, out_int32=True)
-    return low, torch.searchsorted(first, start + size, out_int32=True)
+
+def _concrete(xp: Any) -> Any:
+    """A context in which operations are executed at once, and not recorded."""
+    if is_jax(xp):
+        import jax
+
+        return jax.ensure_compile_time_eval()
+    return xp.inference_mode() if is_torch(xp) else contextlib.nullcontext()
+
+
+def _self_test_error(xp: Any, device: Any, dtype: Any) -> float:
+    """The largest error of the kernels for 70 queries and 90 keys under a causal mask."""
+    arrays, exact = [], []
+    for i, n in enumerate((70, 90, 90, 70)):  # the last one is the gradient of the output
+        angles = xp.reshape(xp.arange(n * 32, dtype=xp.float32, device=device), (1, 1, n, 32))
+        arrays.append(xp.astype(xp.sin(angles * (i + 1.5)), dtype))
+        exact.append(to_numpy(xp.astype(arrays[-1], xp.float32))[0, 0].astype(float))
+    q, k, v, g = exact
+    last = np.arange(70)[:, None] + 20
+    ops = Ops(cast(Any, array_api_compat.numpy))
+    s, _ = logits(ops, q / 4, k, visible=np.arange(90) <= last)
+    m, z, value, moment = absorb(ops, None, s, v, 1.0)
+    # The loss g · out − entropy, with its gradients with respect to z, and to the output or to z · out.
+    z_grad = -1 / z - moment / z**2
+    of_sums = Sums(None, z_grad - np.sum(g * value, -1, keepdims=True) / z**2, g / z, 1 / z)
+    ds, p = gradient(ops, s, m, v, 1.0, of_sums)
+    expected = [value / z, m, z, moment, ds @ k / 4, ds.T @ q / 4, p.T @ (g / z)]
+
+    first = xp.zeros((1, 1, 70, 1), dtype=xp.int32, device=device)
+    end = xp.asarray(last + 1, dtype=xp.int32, device=device)[None, None]
+    blocks = Blocks(arrays[0], arrays[1], arrays[2], None, None, first, end)
+    setting = Setting(xp, _kind(xp, device), 0.25, 0.0, 1.0, xp.float32, False)
+    results = forward(setting, blocks)
+    columns = [
+        xp.asarray(x, dtype=xp.float32, device=device)[None, None] for x in (0 * z, z_grad, 1 / z)
+    ]
+    found = [*results, *backward(setting, blocks, results, Results(arrays[3], *columns))[:3]]
+    pairs = zip(found, expected, strict=True)
+    errors = [np.abs(to_numpy(xp.astype(x, xp.float32))[0, 0] - y) / (1 + np.abs(y)) for x, y in pairs]
+    return float(max(np.max(x) for x in errors))

@@ -1,9 +1,16 @@
 """The Triton kernels of attention. Only `isentropic._attention.triton` imports this module.
 
-A program of the forward kernel holds a block of queries and passes over the keys. A program of the
-backward kernel holds a block of keys and passes over the queries. So each tile takes five products
-there: q·k, g·v and one for each gradient (Dao 2023, arXiv 2307.08691). Logits are in units of log 2,
-as GPUs have an instruction for 2ˣ.
+They restate the formulas of `isentropic._attention.tile`, in units of log 2, as GPUs have an
+instruction for 2ˣ. A program of `attention_kernel` holds a block of queries and passes over their keys.
+The gradients take two kernels and no atomic additions: a program of `queries_kernel` holds a block of
+queries, one of `keys_kernel` a block of keys. Both compute the weights again, so a tile takes seven
+products in all (Dao 2023, arXiv 2307.08691, has five, and atomic additions).
+
+A query sees the keys of an interval, from FIRST to END. Tiles in which some key is hidden come first.
+Hidden keys and values are selected away there, so that NaN in them has no effect, and rows that are
+not finite make NaN of the logits of those that see them. The other tiles need no care.
+
+The parameters are inputs, outputs, numbers and constants, as `isentropic._triton_launch` has them.
 """
 
 from __future__ import annotations
@@ -31,37 +38,40 @@ class Configuration(NamedTuple):
 
 # Configurations by kernel, GPU, bytes per number and largest width of heads. Those of "nvidia" and
 # "amd" spill no registers, and fit in the 99 KiB of shared memory that GPUs of NVIDIA have since sm_80,
-# or in the 64 KiB of AMD's. "hopper" (sm_90) differs for half precision and heads of up to 128 numbers,
-# by what was the fastest on an H200.
+# or in the 64 KiB of AMD's. "hopper" (sm_90) differs for half precision.
+_GRADIENT_SIZES = {
+    "nvidia": {
+        2: {64: (64, 64, 4, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
+        4: {64: (32, 32, 4, 1), 128: (16, 16, 8, 1)},
+    },
+    "hopper": {
+        2: {128: (64, 64, 8, 1), 256: (32, 32, 8, 1)},
+        4: {64: (32, 32, 4, 1), 128: (16, 16, 8, 1)},
+    },
+    "amd": {
+        2: {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1)},
+        4: {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
+    },
+}
+_FORWARD_SIZES = {
+    "nvidia": {
+        2: {64: (64, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+        4: {64: (32, 32, 4, 2), 128: (32, 16, 8, 2)},
+    },
+    "hopper": {
+        2: {128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
+        4: {64: (32, 32, 4, 2), 128: (32, 16, 8, 2)},
+    },
+    "amd": {
+        2: {64: (128, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+        4: {64: (64, 32, 8, 2), 128: (64, 16, 8, 1)},
+    },
+}
 _SIZES = {
-    "state_kernel": {
-        "nvidia": {
-            2: {64: (64, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
-            4: {64: (32, 32, 4, 2), 128: (32, 16, 8, 2)},
-        },
-        "hopper": {
-            2: {128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
-            4: {64: (32, 32, 4, 2), 128: (32, 16, 8, 2)},
-        },
-        "amd": {
-            2: {64: (128, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
-            4: {64: (64, 32, 8, 2), 128: (64, 16, 8, 1)},
-        },
-    },
-    "gradient_kernel": {
-        "nvidia": {
-            2: {64: (64, 32, 8, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
-            4: {64: (16, 32, 8, 1), 128: (16, 16, 8, 1)},
-        },
-        "hopper": {
-            2: {128: (64, 64, 8, 1), 256: (32, 32, 8, 1)},
-            4: {64: (16, 32, 8, 1), 128: (16, 16, 8, 1)},
-        },
-        "amd": {
-            2: {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1)},
-            4: {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
-        },
-    },
+    "attention_kernel": _FORWARD_SIZES,
+    "largest_kernel": _FORWARD_SIZES,
+    "queries_kernel": _GRADIENT_SIZES,
+    "keys_kernel": _GRADIENT_SIZES,
 }
 
 
@@ -109,22 +119,71 @@ def store_rows(X, x, start, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def add_rows(X, x, start, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Add to rows of a contiguous matrix (n, WIDTH), to which other programs add at the same time."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    pointers = X + tl.cast(start, tl.int64) * WIDTH + row[:, None] * WIDTH + column[None, :]
-    is_inside = start + row[:, None] < n
-    tl.atomic_add(pointers, x, mask=is_inside, sem="relaxed")
+def nan_of_rows(x):
+    """NaN for rows with a number that is not finite, else 0, as float32."""
+    return tl.sum(x.to(tl.float32) * 0.0, 1)
 
 
 @triton.jit
-def pass_over_keys(
-    q, factor, first, end, K, V, k_row, v_row, S, low, skipped, resumed, high,
-    maximum, normalizer, moment, argmax, total,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    HAS_VALUE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MOMENT: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
-    ALL_SEEN: tl.constexpr,
+def without_nan(x):
+    """`x` with 0 in place of numbers that are not finite."""
+    return tl.where(x * 0.0 == 0.0, x, 0.0)
+
+
+@triton.jit
+def load_factor(FACTOR, at, row, stride, n, scale, HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr):
+    """The factors on the products of a block of queries, in nats: scale times law."""
+    factor = tl.full((ROWS,), 1.0, tl.float32) * scale
+    if HAS_FACTOR:
+        factor *= tl.load(FACTOR + at + row * stride, mask=row < n, other=0.0)
+    return factor
+
+
+@triton.jit
+def load_interval(FIRST, END, at, row, L, S, HAS_MASK: tl.constexpr, ROWS: tl.constexpr):
+    """The first key that each query of a block sees, and the end of its keys; none beyond L."""
+    first = tl.zeros((ROWS,), tl.int32)
+    end = tl.where(row < L, S, 0)
+    if HAS_MASK:
+        first = tl.maximum(tl.load(FIRST + at + row, mask=row < L, other=S), 0)
+        end = tl.minimum(tl.load(END + at + row, mask=row < L, other=0), S)
+    return first, end
+
+
+@triton.jit
+def logits_of(products, factor, bias, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The logits of products of queries and keys in units of log 2, and their tanh if they are capped.
+
+    tanh(y) is 1 − 2 / (e²ʸ + 1). `factor` and `bias` broadcast to the products.
+    """
+    tanh = products
+    if SOFTCAP > 0.0:
+        tanh = 1.0 - 2.0 / (tl.exp2(products * (factor * (2.0 * LOG2_E / SOFTCAP))) + 1.0)
+        s = tanh * (SOFTCAP * LOG2_E)
+    else:
+        s = products * (factor * LOG2_E)
+    if HAS_BIAS:
+        s += bias * LOG2_E
+    return s, tanh
+
+
+@triton.jit
+def load_bias(BIAS, row, column, b_row, b_column, L, S, HAS_BIAS: tl.constexpr):
+    """The bias of a tile in float32, for indices that broadcast to its shape; 0 without a bias."""
+    bias = 0.0
+    if HAS_BIAS:
+        at = row.to(tl.int64) * b_row + column.to(tl.int64) * b_column
+        bias = tl.load(BIAS + at, mask=(row < L) & (column < S), other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def add_keys(
+    q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
+    low, skipped, resumed, high, maximum, normalizer, moment, total,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
     """The sums, and those of the tiles from `low` to `skipped` and from `resumed` to `high`.
 
@@ -134,178 +193,478 @@ def pass_over_keys(
         block = tl.where(position < skipped, position, position - skipped + resumed)
         column = block + tl.arange(0, COLUMNS)
         k = load_rows(K, block, k_row, S, COLUMNS, WIDTH, ALL_SEEN)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        bias = load_bias(BIAS, row[:, None], column[None, :], b_row, b_column, L, S, HAS_BIAS)
+        s, _tanh = logits_of(products, factor[:, None], bias, SOFTCAP, HAS_BIAS)
+        if HAS_VALUE:
+            v = load_rows(V, block, v_row, S, COLUMNS, VALUE_WIDTH, ALL_SEEN)
         if not ALL_SEEN:
             if HAS_MASK:
-                is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
-            else:
-                is_seen = column[None, :] < S
+                s += nan_of_rows(k)[None, :]
+                if HAS_VALUE:
+                    s += nan_of_rows(v)[None, :]
+                    v = without_nan(v)
+            is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             s = tl.where(is_seen, s, -float("inf"))
 
-        highest = tl.max(s, 1)
-        if HAS_ARGMAX:
-            here = tl.min(tl.where(s == highest[:, None], column[None, :], S), 1)
-            argmax = tl.where(highest > maximum, here, argmax)
-        highest = tl.maximum(highest, maximum)
+        highest = tl.maximum(tl.max(s, 1), maximum)
         # Where no key was seen so far, there is nothing to shift, and −∞ − (−∞) is NaN.
         shift = tl.where(normalizer > 0, maximum - highest, 0.0)
         shrink = tl.exp2(shift)
         x = s - tl.where(highest == -float("inf"), 0.0, highest)[:, None]
         p = tl.exp2(x)
-        if HAS_MOMENT:
+        if ORDER == 1.0:
             moment = shrink * (moment + shift * normalizer)
             moment += tl.sum(p * tl.maximum(x, LOWEST_SCORE), 1)
+        elif ORDER > 0.0:
+            moment = tl.exp2(shift * ORDER) * moment + tl.sum(tl.exp2(x * ORDER), 1)
         normalizer = shrink * normalizer + tl.sum(p, 1)
         maximum = highest
         if HAS_VALUE:
-            v = load_rows(V, block, v_row, S, COLUMNS, VALUE_WIDTH, ALL_SEEN)
             total *= shrink[:, None]
             total = tl.dot(p.to(v.dtype), v, total, input_precision=PRECISION)
-    return maximum, normalizer, moment, argmax, total
+    return maximum, normalizer, moment, total
 
 
 @triton.jit
-def state_kernel(
-    Q, K, V, FACTOR, FIRST, END, OUT, MAXIMUM, NORMALIZER, MOMENT, ARGMAX,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    heads, group, L, S,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    HAS_VALUE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MOMENT: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Output, maximum, normalizer and moment of a block of queries, in one pass over the keys."""
-    n_blocks = tl.cdiv(L, ROWS)
-    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
-    start = tl.program_id(0) % n_blocks * ROWS
-    batch, head = sequence // heads, sequence % heads
-    row = start + tl.arange(0, ROWS)
-    at_row = sequence * L + row
-    is_row = row < L
-    K += batch * k_batch + head // group * k_head
-    q = load_rows(Q + batch * q_batch + head * q_head, start, q_row, L, ROWS, WIDTH)
-    factor = tl.load(FACTOR + at_row, mask=is_row, other=0.0) * LOG2_E
-
-    # All queries of the block see all keys from `all_low` to `all_high`. The other tiles come first.
+def ranges_of_keys(first, end, row, L, S, HAS_MASK: tl.constexpr, COLUMNS: tl.constexpr):
+    """low, skipped, resumed, high: the keys that a block of queries sees, and those that all see."""
     low, high, all_low, all_high = 0, S, 0, S // COLUMNS * COLUMNS
-    first, end = 0, S
     if HAS_MASK:
-        first = tl.load(FIRST + at_row, mask=is_row, other=S)
-        end = tl.minimum(tl.load(END + at_row, mask=is_row, other=0), S)
-        low = tl.maximum(tl.min(first, 0), 0) // COLUMNS * COLUMNS
+        low = tl.min(tl.where(row < L, first, S), 0) // COLUMNS * COLUMNS
         high = tl.maximum(tl.max(end, 0), low)
-        all_low = tl.cdiv(tl.max(tl.where(is_row, first, 0), 0), COLUMNS) * COLUMNS
-        all_high = tl.min(tl.where(is_row, end, S), 0) // COLUMNS * COLUMNS
+        all_low = tl.cdiv(tl.max(tl.where(row < L, first, 0), 0), COLUMNS) * COLUMNS
+        all_high = tl.min(tl.where(row < L, end, S), 0) // COLUMNS * COLUMNS
         all_low = tl.minimum(tl.maximum(all_low, low), tl.cdiv(high, COLUMNS) * COLUMNS)
         all_high = tl.maximum(all_high, all_low)
+    return low, all_low, all_high, high
+
+
+@triton.jit
+def attention_kernel(
+    Q, K, V, BIAS, FACTOR, FIRST, END,
+    OUT, MAXIMUM, NORMALIZER, MOMENT,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    b_batch, b_head, b_row, b_column, f_batch, f_head, f_row, i_batch, i_head,
+    heads, group, L, S, scale,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Output, maximum, normalizer and moment of a block of queries, in one pass over the keys.
+
+    ORDER is that of the moment, far from 1 or 1 itself; 0 if there is none.
+    """
+    n_blocks = tl.cdiv(L, ROWS)
+    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
+    # Under a causal mask the last blocks take longest. So they come first.
+    start = (n_blocks - 1 - tl.program_id(0) % n_blocks) * ROWS
+    batch, head = sequence // heads, sequence % heads
+    row = start + tl.arange(0, ROWS)
+    K += batch * k_batch + head // group * k_head
+    if HAS_BIAS:
+        BIAS += batch * b_batch + head * b_head
+    q = load_rows(Q + batch * q_batch + head * q_head, start, q_row, L, ROWS, WIDTH)
+    at = batch * f_batch + head * f_head
+    factor = load_factor(FACTOR, at, row, f_row, L, scale, HAS_FACTOR, ROWS)
+    at = batch * i_batch + head * i_head
+    first, end = load_interval(FIRST, END, at, row, L, S, HAS_MASK, ROWS)
+    low, all_low, all_high, high = ranges_of_keys(first, end, row, L, S, HAS_MASK, COLUMNS)
     if HAS_VALUE:
         V += batch * v_batch + head // group * v_head
     maximum = tl.full((ROWS,), -float("inf"), tl.float32)
     normalizer = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
-    argmax = tl.zeros((ROWS,), tl.int32)
     total = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
 
-    maximum, normalizer, moment, argmax, total = pass_over_keys(
-        q, factor, first, end, K, V, k_row, v_row, S, low, all_low, all_high, high,
-        maximum, normalizer, moment, argmax, total, WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_MASK,
-        HAS_MOMENT, HAS_ARGMAX, PRECISION, COLUMNS, False,
+    maximum, normalizer, moment, total = add_keys(
+        q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
+        low, all_low, all_high, high, maximum, normalizer, moment, total,
+        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, PRECISION, COLUMNS, False,
     )  # fmt: skip
-    maximum, normalizer, moment, argmax, total = pass_over_keys(
-        q, factor, first, end, K, V, k_row, v_row, S, all_low, all_low, all_low, all_high,
-        maximum, normalizer, moment, argmax, total, WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_MASK,
-        HAS_MOMENT, HAS_ARGMAX, PRECISION, COLUMNS, True,
+    maximum, normalizer, moment, total = add_keys(
+        q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
+        all_low, all_low, all_low, all_high, maximum, normalizer, moment, total,
+        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, PRECISION, COLUMNS, True,
     )  # fmt: skip
 
+    is_empty = normalizer == 0
+    out = total / tl.where(is_empty, 1.0, normalizer)[:, None]
+    if HAS_MASK:
+        # A query or a value that is not finite makes all results of the query NaN, unless it sees none.
+        nan = nan_of_rows(q)
+        if HAS_VALUE:
+            nan += nan_of_rows(out)
+        normalizer += tl.where(is_empty, 0.0, nan)
     # The running maximum ignores NaN, and the normalizer does not.
-    maximum = tl.where(normalizer == normalizer, maximum * LOG_2, normalizer)
-    tl.store(MAXIMUM + at_row, maximum, mask=is_row)
-    tl.store(NORMALIZER + at_row, normalizer, mask=is_row)
-    if HAS_MOMENT:
-        tl.store(MOMENT + at_row, moment * LOG_2, mask=is_row)
-    if HAS_ARGMAX:
-        tl.store(ARGMAX + at_row, argmax, mask=is_row)
+    nan = normalizer * 0.0
+    at_row = sequence * L + row
+    tl.store(MAXIMUM + at_row, maximum * LOG_2 + nan, mask=row < L)
+    tl.store(NORMALIZER + at_row, normalizer, mask=row < L)
+    if ORDER == 1.0:
+        moment *= LOG_2
+    if ORDER > 0.0:
+        tl.store(MOMENT + at_row, moment + nan, mask=row < L)
     if HAS_VALUE:
-        is_empty = normalizer == 0
-        out = tl.where(is_empty[:, None], 0.0, total / tl.where(is_empty, 1.0, normalizer)[:, None])
+        out = tl.where(is_empty[:, None], 0.0, out + nan[:, None])
         store_rows(OUT + sequence * L * VALUE_WIDTH, out, start, L, ROWS, VALUE_WIDTH)
 
 
 @triton.jit
-def gradient_kernel(
-    Q, K, V, G, FACTOR, FIRST, END, LOW, HIGH, MAXIMUM, INVERSE, CONSTANT, SLOPE, REST, ARGMAX,
-    DQ, DK, DV,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    heads, group, L, S,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    HAS_VALUE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MOMENT: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def gradient_of_logits(
+    x, p, slope, constant, moment_slope, rest, is_largest,
+    ORDER: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values, and its share of the gradients of scaled queries.
+    """The gradient of the logits, for scores `x`, their normalized weights `p` and ``slope = g · v``.
 
-    The gradient of a logit is p · (g·v + CONSTANT + SLOPE · x), for its weight p and centered score x,
-    plus REST for the key that has the maximum.
+    It is p (g·v + constant + moment_slope · x) at order 1, and at others p (g·v + constant) +
+    moment_slope · 2^(order · x); see `kernels.gradient_terms`. The largest logit gets `rest` besides.
     """
+    slope += constant
+    if ORDER == 1.0:
+        slope += moment_slope * (tl.maximum(x, LOWEST_SCORE) * LOG_2)
+    ds = p * slope
+    if ORDER > 0.0 and ORDER != 1.0:
+        ds += moment_slope * tl.exp2(x * ORDER)
+    if HAS_REST:
+        ds += tl.where(is_largest, rest, 0.0)
+    return ds
+
+
+@triton.jit
+def add_keys_to_gradient(
+    q, g, factor, row, first, end, reference, inverse, constant, moment_slope, rest, largest,
+    K, V, BIAS, k_row, v_row, b_row, b_column, L, S, low, skipped, resumed, high, dq,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr, HAS_REST: tl.constexpr,
+    PRECISION: tl.constexpr, COLUMNS: tl.constexpr, ALL_SEEN: tl.constexpr,
+):  # fmt: skip
+    """The gradient of scaled queries, and the share of tiles of keys; see `add_keys`."""
+    for position in range(low, high - resumed + skipped, COLUMNS):
+        block = tl.where(position < skipped, position, position - skipped + resumed)
+        column = block + tl.arange(0, COLUMNS)
+        k = load_rows(K, block, k_row, S, COLUMNS, WIDTH, ALL_SEEN)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        bias = load_bias(BIAS, row[:, None], column[None, :], b_row, b_column, L, S, HAS_BIAS)
+        s, tanh = logits_of(products, factor[:, None], bias, SOFTCAP, HAS_BIAS)
+        x = s - reference[:, None]
+        if not ALL_SEEN:
+            is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
+            x = tl.where(is_seen, x, -float("inf"))
+            if HAS_MASK:
+                k = without_nan(k)
+        p = tl.exp2(x) * inverse[:, None]
+        slope = tl.zeros_like(x)
+        if HAS_VALUE:
+            v = load_rows(V, block, v_row, S, COLUMNS, VALUE_WIDTH, ALL_SEEN)
+            slope = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+        is_largest = column[None, :] == largest[:, None]
+        ds = gradient_of_logits(
+            x, p, slope, constant[:, None], moment_slope[:, None], rest[:, None], is_largest, ORDER,
+            HAS_REST,
+        )  # fmt: skip
+        if SOFTCAP > 0.0:
+            ds *= 1.0 - tanh * tanh
+        if not ALL_SEEN:  # 0 · NaN of a hidden value is NaN
+            ds = tl.where(is_seen, ds, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def load_columns(
+    MAXIMUM, NORMALIZER, CONSTANT, SLOPE, at_row, is_row, HAS_CONSTANT: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+):  # fmt: skip
+    """What belongs to a query: the reference in units of log 2, 1/z, and the terms of its gradient."""
+    reference = tl.load(MAXIMUM + at_row, mask=is_row, other=0.0)
+    reference = tl.where(reference == -float("inf"), 0.0, reference * LOG2_E)
+    normalizer = tl.load(NORMALIZER + at_row, mask=is_row, other=0.0)
+    inverse = tl.where(normalizer == 0, 0.0, 1.0 / tl.where(normalizer == 0, 1.0, normalizer))
+    constant = tl.zeros_like(inverse)
+    moment_slope = tl.zeros_like(inverse)
+    if HAS_CONSTANT:
+        constant = tl.load(CONSTANT + at_row, mask=is_row, other=0.0)
+    if HAS_SLOPE:
+        moment_slope = tl.load(SLOPE + at_row, mask=is_row, other=0.0)
+    return reference, inverse, constant, moment_slope
+
+
+@triton.jit
+def queries_kernel(
+    Q, K, V, BIAS, FACTOR, FIRST, END, G, OUT, MAXIMUM, NORMALIZER, CONSTANT, SLOPE, REST, LARGEST,
+    DQ, DFACTOR, DELTA,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    b_batch, b_head, b_row, b_column, f_batch, f_head, f_row, i_batch, i_head,
+    heads, group, L, S, scale,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_REST: tl.constexpr, HAS_CONSTANT: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a block of queries and of their factors.
+
+    DELTA gets the constant of the gradient of the logits, which `keys_kernel` reads.
+    """
+    n_blocks = tl.cdiv(L, ROWS)
+    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
+    start = (n_blocks - 1 - tl.program_id(0) % n_blocks) * ROWS
+    batch, head = sequence // heads, sequence % heads
+    row = start + tl.arange(0, ROWS)
+    at_row, is_row = sequence * L + row, row < L
+    K += batch * k_batch + head // group * k_head
+    if HAS_BIAS:
+        BIAS += batch * b_batch + head * b_head
+    q = load_rows(Q + batch * q_batch + head * q_head, start, q_row, L, ROWS, WIDTH)
+    at = batch * f_batch + head * f_head
+    factor = load_factor(FACTOR, at, row, f_row, L, scale, HAS_FACTOR, ROWS)
+    at = batch * i_batch + head * i_head
+    first, end = load_interval(FIRST, END, at, row, L, S, HAS_MASK, ROWS)
+    low, all_low, all_high, high = ranges_of_keys(first, end, row, L, S, HAS_MASK, COLUMNS)
+    reference, inverse, constant, moment_slope = load_columns(
+        MAXIMUM, NORMALIZER, CONSTANT, SLOPE, at_row, is_row, HAS_CONSTANT, ORDER > 0.0
+    )
+    rest = tl.zeros((ROWS,), tl.float32)
+    largest = tl.full((ROWS,), -1, tl.int32)
+    if HAS_REST:
+        rest = tl.load(REST + at_row, mask=is_row, other=0.0)
+        largest = tl.load(LARGEST + at_row, mask=is_row, other=-1)
+    g = q
+    if HAS_VALUE:
+        V += batch * v_batch + head // group * v_head
+        g = load_rows(G + sequence * L * VALUE_WIDTH, start, VALUE_WIDTH, L, ROWS, VALUE_WIDTH)
+        out = load_rows(OUT + sequence * L * VALUE_WIDTH, start, VALUE_WIDTH, L, ROWS, VALUE_WIDTH)
+        constant -= tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+        tl.store(DELTA + at_row, constant, mask=is_row)
+
+    dq = tl.zeros((ROWS, WIDTH), tl.float32)
+    dq = add_keys_to_gradient(
+        q, g, factor, row, first, end, reference, inverse, constant, moment_slope, rest, largest,
+        K, V, BIAS, k_row, v_row, b_row, b_column, L, S, low, all_low, all_high, high, dq,
+        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, HAS_REST, PRECISION, COLUMNS,
+        False,
+    )  # fmt: skip
+    dq = add_keys_to_gradient(
+        q, g, factor, row, first, end, reference, inverse, constant, moment_slope, rest, largest,
+        K, V, BIAS, k_row, v_row, b_row, b_column, L, S, all_low, all_low, all_low, all_high, dq,
+        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, HAS_REST, PRECISION, COLUMNS,
+        True,
+    )  # fmt: skip
+    if HAS_FACTOR:
+        of_factor = tl.sum(dq * q.to(tl.float32), 1) * scale
+        tl.store(DFACTOR + at_row, of_factor, mask=is_row)
+    store_rows(DQ + sequence * L * WIDTH, dq * factor[:, None], start, L, ROWS, WIDTH)
+
+
+@triton.jit
+def add_queries(
+    k, v, column, Q, G, BIAS, FACTOR, FIRST, END, MAXIMUM, NORMALIZER, DELTA, SLOPE, REST, LARGEST,
+    q_row, b_row, b_column, f_row, L, S, scale, low, skipped, resumed, high, dk, dv,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_REST: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, ALL_SEEN: tl.constexpr,
+):  # fmt: skip
+    """The gradients of keys and values, and the share of tiles of queries.
+
+    The tiles are transposed, (keys, queries), so that weights and gradients are first factors of
+    products, which tensor cores can read from registers.
+    """
+    for position in range(low, high - resumed + skipped, ROWS):
+        block = tl.where(position < skipped, position, position - skipped + resumed)
+        row = block + tl.arange(0, ROWS)
+        is_row = row < L
+        q = load_rows(Q, block, q_row, L, ROWS, WIDTH, ALL_SEEN)
+        factor = load_factor(FACTOR, 0, row, f_row, L, scale, HAS_FACTOR, ROWS)
+        reference, inverse, constant, moment_slope = load_columns(
+            MAXIMUM, NORMALIZER, DELTA, SLOPE, row, is_row, True, ORDER > 0.0
+        )
+        rest = tl.zeros((ROWS,), tl.float32)
+        largest = tl.full((ROWS,), -1, tl.int32)
+        if HAS_REST:
+            rest = tl.load(REST + row, mask=is_row, other=0.0)
+            largest = tl.load(LARGEST + row, mask=is_row, other=-1)
+
+        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        bias = load_bias(BIAS, row[None, :], column[:, None], b_row, b_column, L, S, HAS_BIAS)
+        s, tanh = logits_of(products, factor[None, :], bias, SOFTCAP, HAS_BIAS)
+        x = s - reference[None, :]
+        if not ALL_SEEN:
+            first, end = load_interval(FIRST, END, 0, row, L, S, HAS_MASK, ROWS)
+            is_seen = (column[:, None] >= first[None, :]) & (column[:, None] < end[None, :])
+            x = tl.where(is_seen, x, -float("inf"))
+            if HAS_MASK:
+                q = without_nan(q)
+        p = tl.exp2(x) * inverse[None, :]
+        slope = tl.zeros_like(x)
+        if HAS_VALUE:
+            g = load_rows(G, block, VALUE_WIDTH, L, ROWS, VALUE_WIDTH, ALL_SEEN)
+            slope = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+            if not ALL_SEEN:
+                p = tl.where(is_seen, p, 0.0)
+                if HAS_MASK:
+                    g = without_nan(g)
+            dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
+        is_largest = column[:, None] == largest[None, :]
+        ds = gradient_of_logits(
+            x, p, slope, constant[None, :], moment_slope[None, :], rest[None, :], is_largest, ORDER,
+            HAS_REST,
+        )  # fmt: skip
+        if SOFTCAP > 0.0:
+            ds *= 1.0 - tanh * tanh
+        ds *= factor[None, :]
+        if not ALL_SEEN:
+            ds = tl.where(is_seen, ds, 0.0)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def keys_kernel(
+    Q, K, V, BIAS, FACTOR, FIRST, END, G, MAXIMUM, NORMALIZER, DELTA, SLOPE, REST, LARGEST,
+    LOW, ALL_LOW, ALL_HIGH, HIGH,
+    DK, DV,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    b_batch, b_head, b_row, b_column, f_batch, f_head, f_row, i_batch, i_head, r_batch, r_head,
+    heads, group, L, S, scale,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_REST: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a block of keys and values, over all heads of their group."""
     n_blocks = tl.cdiv(S, COLUMNS)
     sequence = (tl.program_id(0) // n_blocks).to(tl.int64)  # of keys
-    start = tl.program_id(0) % n_blocks * COLUMNS
+    block = tl.program_id(0) % n_blocks
+    start = block * COLUMNS
     groups = heads // group
     batch, key_head = sequence // groups, sequence % groups
     column = start + tl.arange(0, COLUMNS)
     k = load_rows(K + batch * k_batch + key_head * k_head, start, k_row, S, COLUMNS, WIDTH)
+    v = k
     dk = tl.zeros((COLUMNS, WIDTH), tl.float32)
     dv = tl.zeros((COLUMNS, VALUE_WIDTH), tl.float32)
     if HAS_VALUE:
-        V += batch * v_batch + key_head * v_head
-        v = load_rows(V, start, v_row, S, COLUMNS, VALUE_WIDTH)
+        v = load_rows(V + batch * v_batch + key_head * v_head, start, v_row, S, COLUMNS, VALUE_WIDTH)
 
     for member in range(0, group):
         head = key_head * group + member
-        query_sequence = batch * heads + head
-        low, high = 0, L
+        at_row = (batch * heads + head) * L
+        # The queries that see one of the keys, and those that see all of them.
+        low, all_low, all_high, high = 0, 0, L // ROWS * ROWS, L
         if HAS_MASK:
-            at_block = query_sequence * n_blocks + start // COLUMNS
+            at_block = batch * r_batch + head * r_head + block
             low = tl.load(LOW + at_block) // ROWS * ROWS
-            high = tl.load(HIGH + at_block)
-        for block in range(low, high, ROWS):
-            row = block + tl.arange(0, ROWS)
-            at_row = query_sequence * L + row
-            is_row = row < L
-            q = load_rows(Q + batch * q_batch + head * q_head, block, q_row, L, ROWS, WIDTH)
-            factor = tl.load(FACTOR + at_row, mask=is_row, other=0.0)
-            maximum = tl.load(MAXIMUM + at_row, mask=is_row, other=0.0) * LOG2_E
-            inverse = tl.load(INVERSE + at_row, mask=is_row, other=0.0)
-            constant = tl.load(CONSTANT + at_row, mask=is_row, other=0.0)
-            if HAS_MASK:
-                first = tl.load(FIRST + at_row, mask=is_row, other=S)
-                end = tl.minimum(tl.load(END + at_row, mask=is_row, other=0), S)
-                is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
-            else:
-                end = tl.where(is_row, S, 0)  # takes fewer registers than two conditions
-                is_seen = column[None, :] < end[:, None]
-
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (factor * LOG2_E)[:, None]
-            x = tl.where(is_seen, s - maximum[:, None], LOWEST_SCORE)
-            p = tl.exp2(x) * inverse[:, None]
-            slope = constant[:, None]
-            if HAS_MOMENT:
-                slope_of_row = tl.load(SLOPE + at_row, mask=is_row, other=0.0) * LOG_2
-                slope += slope_of_row[:, None] * tl.maximum(x, LOWEST_SCORE)
-            if HAS_VALUE:
-                g_rows = G + query_sequence * L * VALUE_WIDTH
-                g = load_rows(g_rows, block, VALUE_WIDTH, L, ROWS, VALUE_WIDTH)
-                dv = tl.dot(tl.trans(p.to(g.dtype)), g, dv, input_precision=PRECISION)
-                slope += tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            ds = p * slope
-            if HAS_MOMENT:
-                argmax = tl.load(ARGMAX + at_row, mask=is_row, other=-1)
-                rest = tl.load(REST + at_row, mask=is_row, other=0.0)
-                ds += tl.where(argmax[:, None] == column[None, :], rest[:, None], 0.0)
-
-            dq = tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-            add_rows(DQ + query_sequence * L * WIDTH, dq, block, L, ROWS, WIDTH)
-            scaled = (ds * factor[:, None]).to(q.dtype)
-            dk = tl.dot(tl.trans(scaled), q, dk, input_precision=PRECISION)
+            high = tl.maximum(tl.load(HIGH + at_block), low)
+            all_low = tl.cdiv(tl.load(ALL_LOW + at_block), ROWS) * ROWS
+            all_high = tl.load(ALL_HIGH + at_block) // ROWS * ROWS
+            all_low = tl.minimum(tl.maximum(all_low, low), tl.cdiv(high, ROWS) * ROWS)
+            all_high = tl.maximum(all_high, all_low)
+        q_rows = Q + batch * q_batch + head * q_head
+        biases, g_rows = BIAS, G
+        if HAS_BIAS:
+            biases += batch * b_batch + head * b_head
+        if HAS_VALUE:
+            g_rows += at_row * VALUE_WIDTH
+        factors = FACTOR + batch * f_batch + head * f_head
+        firsts, ends = FIRST, END
+        if HAS_MASK:
+            firsts += batch * i_batch + head * i_head
+            ends += batch * i_batch + head * i_head
+        dk, dv = add_queries(
+            k, v, column, q_rows, g_rows, biases, factors, firsts, ends, MAXIMUM + at_row,
+            NORMALIZER + at_row, DELTA + at_row, SLOPE + at_row, REST + at_row, LARGEST + at_row,
+            q_row, b_row, b_column, f_row, L, S, scale, low, all_low, all_high, high, dk, dv,
+            WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_FACTOR, HAS_MASK, ORDER, SOFTCAP, HAS_REST,
+            PRECISION, ROWS, False,
+        )  # fmt: skip
+        dk, dv = add_queries(
+            k, v, column, q_rows, g_rows, biases, factors, firsts, ends, MAXIMUM + at_row,
+            NORMALIZER + at_row, DELTA + at_row, SLOPE + at_row, REST + at_row, LARGEST + at_row,
+            q_row, b_row, b_column, f_row, L, S, scale, all_low, all_low, all_low, all_high, dk, dv,
+            WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_FACTOR, HAS_MASK, ORDER, SOFTCAP, HAS_REST,
+            PRECISION, ROWS, True,
+        )  # fmt: skip
 
     store_rows(DK + sequence * S * WIDTH, dk, start, S, COLUMNS, WIDTH)
     if HAS_VALUE:
         store_rows(DV + sequence * S * VALUE_WIDTH, dv, start, S, COLUMNS, VALUE_WIDTH)
+
+
+@triton.jit
+def count_below(X, bound, n):
+    """How many of the first numbers of a nondecreasing array of length n are below a bound."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        is_below = tl.load(X + middle) < bound
+        low = tl.where(is_below, middle + 1, low)
+        high = tl.where(is_below, high, middle)
+    return low
+
+
+@triton.jit
+def reach_kernel(
+    FIRST, END,
+    LOW, ALL_LOW, ALL_HIGH, HIGH,
+    L, S,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """For a block of keys, the range of the queries that see one of them, and of those that see all.
+
+    The ends of the intervals do not decrease from query to query.
+    """
+    n_blocks = tl.cdiv(S, COLUMNS)
+    at_row = (tl.program_id(0) // n_blocks).to(tl.int64) * L
+    start = tl.program_id(0) % n_blocks * COLUMNS
+    end = tl.minimum(start + COLUMNS, S)
+    at = tl.program_id(0)
+    tl.store(LOW + at, count_below(END + at_row, start + 1, L))
+    tl.store(HIGH + at, count_below(FIRST + at_row, end, L))
+    # The tiles of these queries are computed without any check, so a block that ends beyond S has none.
+    seeing_all = count_below(END + at_row, start + COLUMNS, L)
+    tl.store(ALL_LOW + at, tl.where(start + COLUMNS > S, L, seeing_all))
+    tl.store(ALL_HIGH + at, count_below(FIRST + at_row, start + 1, L))
+
+
+@triton.jit
+def largest_kernel(
+    Q, K, BIAS, FACTOR, FIRST, END, REST,
+    LARGEST,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    b_batch, b_head, b_row, b_column, f_batch, f_head, f_row, i_batch, i_head,
+    heads, group, L, S, scale,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The key of the largest logit of each query; −1 for blocks in which all of REST is 0."""
+    n_blocks = tl.cdiv(L, ROWS)
+    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
+    start = tl.program_id(0) % n_blocks * ROWS
+    batch, head = sequence // heads, sequence % heads
+    row = start + tl.arange(0, ROWS)
+    at_row, is_row = sequence * L + row, row < L
+    largest = tl.full((ROWS,), -1, tl.int32)
+    rest = tl.load(REST + at_row, mask=is_row, other=0.0)
+    if tl.max(tl.where(rest == 0, 0, 1), 0) > 0:
+        K += batch * k_batch + head // group * k_head
+        if HAS_BIAS:
+            BIAS += batch * b_batch + head * b_head
+        q = load_rows(Q + batch * q_batch + head * q_head, start, q_row, L, ROWS, WIDTH)
+        at = batch * f_batch + head * f_head
+        factor = load_factor(FACTOR, at, row, f_row, L, scale, HAS_FACTOR, ROWS)
+        at = batch * i_batch + head * i_head
+        first, end = load_interval(FIRST, END, at, row, L, S, HAS_MASK, ROWS)
+        low, _all_low, _all_high, high = ranges_of_keys(first, end, row, L, S, HAS_MASK, COLUMNS)
+        maximum = tl.full((ROWS,), -float("inf"), tl.float32)
+        for block in range(low, high, COLUMNS):
+            column = block + tl.arange(0, COLUMNS)
+            k = load_rows(K, block, k_row, S, COLUMNS, WIDTH)
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            bias = load_bias(BIAS, row[:, None], column[None, :], b_row, b_column, L, S, HAS_BIAS)
+            s, _tanh = logits_of(products, factor[:, None], bias, SOFTCAP, HAS_BIAS)
+            is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
+            s = tl.where(is_seen, s, -float("inf"))
+            highest = tl.max(s, 1)
+            here = tl.min(tl.where(s == highest[:, None], column[None, :], S), 1)
+            largest = tl.where(highest > maximum, here, largest)
+            maximum = tl.maximum(highest, maximum)
+    tl.store(LARGEST + at_row, largest, mask=is_row)

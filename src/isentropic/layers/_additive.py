@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isentropic._attention.functions import quietly_named
 from isentropic._attention.generic import Tiles, add_bias_and_mask
-from isentropic._attention.plan import Arguments, prepare
+from isentropic._attention.plan import Arguments, finite, prepare
 from isentropic._attention.tile import output_of_columns
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
@@ -80,6 +80,7 @@ def additive_attention(
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
     plan, operands = prepare(Arguments(query, key, value, mask, scale=1.0, is_dot_product=False))
+    operands = finite(plan, operands)
 
     dtype = plan.compute
     queries = product(xp, xp.astype(operands.query, dtype), xp.astype(w_q, dtype))
