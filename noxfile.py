@@ -55,7 +55,7 @@ PARTNERS = {
     "numpy": ["sklearn", "dask"],
     "strict": ["mlx"],  # the other library that has nothing but the generic pass
     "torch": ["sklearn", "transformers", "triton"],
-    "jax": ["flax"],
+    "jax": ["flax", "triton"],
 }
 
 

@@ -3,25 +3,28 @@
 A script and not a part of the tests, whose process interprets kernels. Its arguments are names like
 ``keys_kernel-bfloat16-128-sm_90``; it prints a line of JSON for each of them. A name may end with what
 the call has, as in ``keys_kernel-bfloat16-128-sm_90-value+mask``; without that the call has values, a
-causal mask, a law and, but for the output alone, a moment.
+mask, a moment and a law.
 
 The signatures are those of launches that the package makes, which are recorded and not carried out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import array_api_compat.torch as torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from isentropic import _triton_launch
 from isentropic._attention import triton as backend
 from isentropic._triton_launch import compiled, signature_of
 
@@ -37,7 +40,7 @@ MULTIPROCESSORS = {
 
 @functools.cache
 def launches(dtype, width, kind, parts):
-    """The signatures of the kernels of a call and of its gradient, by their names."""
+    """The kernels of a call and of its gradient, by their names, and their signatures."""
     found = {}
 
     def note(xp, call):
@@ -46,8 +49,11 @@ def launches(dtype, width, kind, parts):
             x.dtype for x in call.outputs
         ]
         signature = signature_of(call, [(x, True) for x in arrays])
-        found[call.kernel.__name__] = signature
-        return tuple(torch.zeros(x.shape, dtype=x.dtype) for x in call.outputs)
+        found[call.kernel.__name__] = (
+            call._replace(inputs=[first if x is None else x for x in call.inputs]),
+            signature,
+        )
+        return tuple(torch.zeros(tuple(x.shape), dtype=x.dtype) for x in call.outputs)
 
     backend.launch = note
     n, dtype = 256, getattr(torch, dtype)
@@ -63,6 +69,10 @@ def launches(dtype, width, kind, parts):
         torch, kind, 0.125, 30.0 if "softcap" in parts else 0.0, order,
         dtype if order is None else torch.float32, "rest" in parts,
     )  # fmt: skip
+    if "repair" in parts:
+        backend.repair_blocks(setting, blocks, torch.zeros_like(x))
+        backend.finite_rows(x)
+        return found
     results = backend.forward(setting, blocks)
     columns = [column] * 3 if order is not None else [None] * 3
     backend.backward(setting, blocks, results, backend.Results(results.out, *columns))
@@ -123,13 +133,84 @@ def compile_one(name):
     kernel, dtype, width, architecture, *parts = name.split("-")
     kind = {"gfx942": "amd", "sm_90": "hopper"}.get(architecture, "nvidia")
     parts = frozenset((parts[0] if parts else USUAL).split("+"))
-    return measured(launches(dtype, int(width), kind, parts)[kernel], architecture)
+    return measured(launches(dtype, int(width), kind, parts)[kernel][1], architecture)
+
+
+class Stub:
+    """What `launch_on_cupy` needs of CuPy, for a GPU of an architecture. It notes the launch."""
+
+    float32 = torch.float32
+
+    def __init__(self, architecture):
+        self.capability, self.launches = architecture.removeprefix("sm_"), []
+        self.cuda = self
+
+    def Device(self, device):  # noqa: N802
+        return types.SimpleNamespace(compute_capability=self.capability)
+
+    def empty(self, shape, dtype):
+        return StubArray(shape, dtype)
+
+    def RawModule(self, path):  # noqa: N802
+        assert Path(path).read_bytes()[1:4] == b"ELF"
+        return self
+
+    def get_function(self, name):
+        return StubFunction(name, self.launches)
+
+
+class StubArray:
+    """An array of CuPy."""
+
+    def __init__(self, shape, dtype):
+        self.shape, self.dtype = tuple(shape), dtype
+        self.data = types.SimpleNamespace(ptr=2**20)
+        self.device = contextlib.nullcontext()
+        self.device.id = 0
+
+
+class StubFunction:
+    """A function of a module of CuPy."""
+
+    max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, name, launches):
+        self.name, self.launches = name, launches
+
+    def __call__(self, grid, block, arguments, shared_mem):
+        assert shared_mem <= max(48 * 1024, self.max_dynamic_shared_size_bytes)
+        self.launches.append((self, grid, block, arguments, shared_mem))
+
+
+def launched_on_cupy(name):
+    """What CuPy would pass to a kernel, beside the parameters of its machine code."""
+    kernel, dtype, width, architecture, *parts = name.split("-")
+    stub = sys.modules["cupy"] = Stub(architecture)
+    parts = frozenset((parts[0] if parts else USUAL).split("+"))
+    call, signature = launches(dtype, int(width), "nvidia", parts)[kernel]
+    arrays = [StubArray(x.shape, x.dtype) for x in call.inputs]
+    code = compiled(signature, target_of(architecture))
+    _triton_launch.launch_on_cupy(call._replace(inputs=arrays))
+    ((function, grid, block, arguments, shared),) = stub.launches
+    types_of = {"StubArray": "u64", "int32": "u32", "float32": "f32", "uint64": "u64"}
+    given = [types_of[type(x).__name__] for x in arguments]
+    entry = code.asm["ptx"].partition(".entry")[2].partition("{")[0]
+    expected = re.findall(r"\.param \.(\w+)", entry)
+    return {
+        "given": given, "expected": expected, "function": [function.name, code.metadata.name],
+        "grid": [grid[0], call.grid], "threads": [block[0], 32 * code.metadata.num_warps],
+        "shared": [shared, code.metadata.shared], "scratch": code.metadata.global_scratch_size,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         try:
-            result = compile_one(name)
+            found = (
+                launched_on_cupy(name.partition("-")[2])
+                if name.startswith("cupy-")
+                else compile_one(name)
+            )
         except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"name": name} | result), flush=True)
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"name": name} | found), flush=True)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isentropic._namespace import Array, is_jax, is_torch
+from isentropic._numerics import quietly
 
 # Triton's name of each type of numbers.
 _TYPES = {
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int8": "i8",
 }  # fmt: skip
 # The alignment in bytes, and the divisor of strides, that let Triton copy several numbers at once.
 _ALIGNMENT = 16
@@ -40,13 +41,14 @@ class Call(NamedTuple):
     kernel: Any  # a function that is decorated by `triton.jit`
     grid: int  # the number of its programs
     inputs: Sequence[Array | None]
-    outputs: Sequence[Output]
+    outputs: Sequence[Output | Array]  # a tensor of PyTorch is written in place
     numbers: Mapping[str, int | float]
     constants: Mapping[str, Any]
     warps: int
     stages: int
 
 
+@quietly  # the interpreter of Triton computes with NumPy
 def launch(xp: Any, call: Call) -> tuple[Any, ...]:
     """Run a kernel, and return its outputs."""
     first = next(x for x in call.inputs if x is not None)
@@ -64,7 +66,10 @@ def launch_on_torch(call: Call) -> tuple[Any, ...]:
     import torch
 
     first: Any = call.inputs[0]
-    outputs = [torch.empty(x.shape, dtype=x.dtype, device=first.device) for x in call.outputs]
+    outputs = [
+        torch.empty(x.shape, dtype=x.dtype, device=first.device) if isinstance(x, Output) else x
+        for x in call.outputs
+    ]
     with torch.cuda.device_of(first):
         call.kernel[(call.grid,)](
             *call.inputs, *outputs, **call.numbers, **call.constants,

@@ -888,7 +888,7 @@ class TestErrors:
             ({"n_keys": 1.5}, TypeError, r"`n_keys` must be an integer or an array, got float\."),
             ({"implementation": "fast"}, ValueError, r"`implementation` must be None or 'generic' or"),
             (
-                {"implementation": "triton", "softcap": 9.0},
+                {"implementation": "triton", "mask": masks.window(1) | masks.padding(2)},
                 ValueError,
                 r"must be None.*'generic' for this call",
             ),

@@ -4,27 +4,39 @@ Without a GPU they run in the interpreter of Triton, which shows that the values
 compile is tested in `test_triton_compiler`.
 """
 
+import importlib.machinery
 import importlib.util
 import math
 import subprocess
 import sys
+import types
 
+import array_api_compat.numpy as xp_of_numpy
+import interpreted
 import numpy as np
 import oracles
 import pytest
 
 import isentropic as it
-from isentropic import laws, masks
+from isentropic import _triton_launch, laws, masks
+
+# The interpreter of Triton computes a maximum by a function of NumPy that warns of rows of NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 
 
 @pytest.fixture
-def kernel(backend):
+def kernel(backend, monkeypatch):
     """The name of the kernel's backend for the arrays of `backend`."""
     name = "triton"
-    if backend.library != "torch":
+    if backend.library not in ("torch", "jax"):
         pytest.skip("has no kernels")
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
+    if backend.library == "jax" and not backend.is_gpu:
+        stub = types.ModuleType("jax_triton")
+        stub.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
+        monkeypatch.setitem(sys.modules, "jax_triton", stub)
+        monkeypatch.setattr(_triton_launch, "launch_on_jax", interpreted.on_jax)
     x = backend.array(np.zeros((2, 2)), "float32")
     why = it.attention_backends(x, x, x, implementation=name)[name]
     if why == "the tensors are not on a GPU":
@@ -41,6 +53,11 @@ MASKS = {
     "offset": lambda a: {"mask": masks.causal(a(np.asarray([[-5], [30]])))},
     "padding": lambda a: {"mask": masks.padding(a(np.asarray([[0], [35]])))},
     "number": lambda a: {"mask": masks.causal() & masks.padding(33)},
+    "soft cap": lambda a: {"is_causal": True, "softcap": 2.0},
+    "bias": lambda a: {"bias": a(np.sin(np.arange(44 * 40)).reshape(44, 40), "float32")},
+    "bias of a head": lambda a: {
+        "mask": masks.window(20), "bias": a(np.cos(np.arange(80)).reshape(2, 1, 40), "float32"),
+    },
 }  # fmt: skip
 
 
@@ -64,13 +81,22 @@ def outcomes(backend, implementation, arrays, slope, **options):
             "log normalizer": state.log_normalizer(),
             "maximum": state.maximum,
             "entropy": it.attention_entropy(q, k, **given),
+            "entropy of order 2": it.attention_entropy(q, k, order=2.0, **given),
+            "entropy of order ½": it.attention_entropy(q, k, order=0.5, **given),
+            "entropy of infinite order": it.attention_entropy(q, k, order=math.inf, **given),
         }
         finite = [xp.where(xp.isfinite(x), x, 0.0) for x in results.values()]
         return sum(xp.sum(xp.sin(xp.astype(x, slope.dtype) * 3)) for x in finite), results
 
-    parts = [backend.array(x).requires_grad_() for x in (*arrays, slope)]
-    total, results = loss(*parts)
-    grads = xp.autograd.grad(total, parts)
+    if backend.library == "jax":
+        import jax
+
+        function = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+        grads, results = function(*map(backend.array, (*arrays, slope)))
+    else:
+        parts = [backend.array(x).requires_grad_() for x in (*arrays, slope)]
+        total, results = loss(*parts)
+        grads = xp.autograd.grad(total, parts)
     results |= {f"gradient of {x}": g for x, g in zip(names, grads, strict=True)}
     return {name: backend.numpy(x) for name, x in results.items()}
 
@@ -97,10 +123,14 @@ class TestAgainstGeneric:
         arrays = [x.astype("float32") for x in draw(rng, key_heads=key_heads)]
         slope = np.asarray([0.4, 0.9], "float32")
         options = MASKS[name](backend.array) | {"enable_gqa": True}
+        if "bias" in options and backend.library == "jax":
+            pytest.skip("JAX may ask for the gradient of a bias")
         expected = exact(backend, arrays, slope, **options)
         assert_same(outcomes(backend, kernel, arrays, slope, **options), expected, 1e-5)
 
     def test_half_precision(self, backend, kernel, rng):
+        if not backend.float64:
+            pytest.skip("the reference is computed in float64")
         halves = [x.astype("float16") for x in draw(rng, n_queries=140)]
         slope = np.asarray([0.4, 0.9], "float32")
         expected = exact(backend, halves, slope, is_causal=True)
@@ -132,6 +162,8 @@ class TestAgainstGeneric:
         assert_same(outcomes(backend, kernel, arrays, slope, **options), expected, 1e-5)
 
     def test_memory_order(self, backend, kernel, rng):
+        if backend.library != "torch":
+            pytest.skip("its arrays are contiguous")
         q, k, v = (backend.array(x.swapaxes(1, 2).copy(), "float32").swapaxes(1, 2) for x in draw(rng))
         expected = it.attention(q, k, v, implementation="generic")
         backend.assert_close(it.attention(q, k, v, implementation=kernel), expected, atol=1e-5)
@@ -140,14 +172,68 @@ class TestAgainstGeneric:
 
     def test_rows_far_apart(self, backend, kernel, rng):
         # Whose places in a block would not fit in 32 bits. Others are not copied.
-        from isentropic._attention.triton import _in_blocks
+        from isentropic._attention.triton import _in_rows
 
+        if backend.library != "torch":
+            pytest.skip("its arrays are contiguous")
         store = backend.array(np.zeros(2**25 + 64), "float16")
         near, far = (store.as_strided((1, 1, 2, 16), (0, 0, step, 1)) for step in (2**24, 2**25))
-        assert _in_blocks(near) is near
-        assert _in_blocks(far).stride() == (32, 32, 16, 1)
+        assert _in_rows(backend.xp, near) is near
+        assert _in_rows(backend.xp, far).stride() == (32, 32, 16, 1)
         offset = store[1:].as_strided((1, 1, 2, 16), (32, 32, 16, 1), 1)
-        assert _in_blocks(offset).storage_offset() == 0
+        assert _in_rows(backend.xp, offset).storage_offset() == 0
+
+    def test_derivatives_of_gradients(self, backend, kernel, rng):
+        if backend.library != "torch":
+            pytest.skip("JAX differentiates kernels once")
+        found = []
+        for implementation in ("generic", kernel):
+            arrays = [
+                backend.array(x[0, :, :9]).float().requires_grad_()
+                for x in draw(np.random.default_rng(0))
+            ]
+            options = {"is_causal": True, "implementation": implementation}
+            state = it.attention_state(*arrays, **options)
+            loss = state.output().sin().sum() + state.entropy().sum()
+            first = backend.xp.autograd.grad(loss, arrays, create_graph=True)
+            found.append(backend.xp.autograd.grad(sum((x**2).sum() for x in first), arrays))
+        for expected, got in zip(*found, strict=True):
+            np.testing.assert_allclose(backend.numpy(got), backend.numpy(expected), atol=1e-4)
+
+    def test_batched_gradients(self, backend, kernel, rng):
+        if backend.library != "torch":
+            pytest.skip("belongs to autograd")
+        q, k, v = (backend.array(x[0, :, :9]).float().requires_grad_() for x in draw(rng))
+        upstream = backend.array(rng.normal(size=(3, 2, 9, 12)), "float32")
+        found = []
+        for implementation in ("generic", kernel):
+            out = it.attention(q, k, v, is_causal=True, implementation=implementation)
+            found.append(backend.xp.autograd.grad(out, (q, k, v), upstream, is_grads_batched=True))
+        for expected, got in zip(*found, strict=True):
+            np.testing.assert_allclose(backend.numpy(got), backend.numpy(expected), atol=1e-5)
+
+    @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0)])
+    def test_vmap(self, backend, kernel, rng, axes):
+        if backend.library != "jax":
+            pytest.skip("torch.func takes another backend")
+        import jax
+
+        arrays = [backend.array(x[:, :, :30], "float32") for x in draw(rng)]
+        arrays = [
+            x if axis is None else jax.numpy.stack([x, x / 2, x - 1])
+            for x, axis in zip(arrays, axes, strict=True)
+        ]
+        found = []
+        for implementation in ("generic", kernel):
+
+            def loss(q, k, v, implementation=implementation):
+                state = it.attention_state(q, k, v, is_causal=True, implementation=implementation)
+                return jax.numpy.sin(state.output()).sum() + (state.entropy() * state.maximum).sum()
+
+            function = jax.value_and_grad(loss, argnums=(0, 1, 2))
+            found.append(jax.tree.leaves(jax.vmap(function, in_axes=axes)(*arrays)))
+        for expected, got in zip(*found, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-5)
 
     def test_state_with_a_sink(self, backend, kernel, rng):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
@@ -228,21 +314,32 @@ class TestRefused:
     def test_by_default(self, backend, kernel, rng):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
         why = it.attention_backends(q, k, v)[kernel]
-        assert why == f"it runs only if `implementation` is {kernel!r}"
+        assert why == f"the interpreter of Triton runs only if `implementation` is {kernel!r}"
 
     @pytest.mark.parametrize(
         ("options", "why"),
         [
-            ({"softcap": 3.0}, "no soft cap"),
             ({"mask": masks.window(2) | masks.padding(3)}, "gaps"),
-            ({"order": 2.0}, "Shannon's entropy"),
+            ({"order": 0.0}, "no entropies of order 0 or near 1"),
+            ({"order": 1.001}, "no entropies of order 0 or near 1"),
+            ({"block_size": 8}, "does not support `block_size`"),
         ],
     )
     def test_what_has_no_kernel(self, backend, kernel, rng, options, why):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
         assert why in it.attention_backends(q, k, v, implementation=kernel, **options)[kernel]
 
+    def test_the_gradient_of_a_bias(self, backend, kernel, rng):
+        q, k, v = (backend.array(x, "float32") for x in draw(rng))
+        bias = backend.array(np.zeros((44, 40)), "float32")
+        if backend.library == "torch":
+            bias.requires_grad_()
+        why = it.attention_backends(q, k, v, bias=bias, implementation=kernel)[kernel]
+        assert "does not compute the gradient of a bias" in why
+
     def test_float64(self, backend, kernel, rng):
+        if not backend.float64:
+            pytest.skip("there is no float64")
         q, k, v = map(backend.array, draw(rng))
         with pytest.raises(ValueError, match=f"{kernel}: it has no float64"):
             it.attention(q, k, v, implementation=kernel)
@@ -254,8 +351,8 @@ class TestRefused:
                 it.attention(q, k, v, implementation=kernel)
 
     def test_without_triton(self, backend, monkeypatch):
-        if backend.library != "torch":
-            pytest.skip("needs no other package")
+        if backend.library not in ("torch", "jax"):
+            pytest.skip("the kernels are for other libraries")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         x = backend.array(np.zeros((3, 7)), "float32")
         with pytest.raises(ValueError, match="Triton is not installed: pip install triton"):
@@ -274,32 +371,129 @@ class TestRefused:
         subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_triton_runs_unnamed_where_it_was_timed(backend, kernel, rng, monkeypatch, set_blocks):
-    from isentropic._attention import triton
+class TestDefault:
+    @pytest.fixture
+    def is_on_gpu(self, backend, kernel, monkeypatch, set_blocks):
+        """Pretend that the arrays are on a GPU, where the self-test passes."""
+        from isentropic._attention import triton
 
-    monkeypatch.setattr(triton, "_kind", lambda device: "hopper")
-    set_blocks()  # forgets the backends chosen so far
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
+        if backend.library != "torch":
+            pytest.skip("belongs to the tensors of the test")
+        monkeypatch.setattr(triton, "_is_interpreted", lambda: False)
+        monkeypatch.setattr(triton, "is_gpu", lambda xp, device: True)
+        monkeypatch.setattr(triton, "self_test_failure", lambda *facts: None)
+        set_blocks()  # forgets the backends chosen so far
 
-    class Subclass(torch.Tensor):
-        pass
+    def test_all_but_what_has_no_kernel(self, backend, is_on_gpu, rng):
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
 
-    half, single = (backend.array(rng.normal(size=(2, 70, 16)), t) for t in ("float16", "float32"))
+        class Subclass(torch.Tensor):
+            pass
 
-    def can_run(q, k, v=None):
-        why = it.attention_backends(q, k, v, order=1.0)["triton"]
-        # On a CPU the NumPy pass comes first.
-        return why in ("runs", "another backend comes first")
+        half, double = (backend.array(rng.normal(size=(2, 70, 16)), t) for t in ("float16", "float64"))
 
-    assert can_run(half, half)
-    assert not can_run(half, half, half)
-    assert not can_run(single, single)
-    assert not can_run(half.clone().requires_grad_(), half)
-    assert not can_run(half[:, :63], half)  # few queries
-    assert not can_run(half.as_subclass(Subclass), half)
-    with FlopCounterMode(display=False):
-        assert not can_run(half, half)
-    monkeypatch.setattr(triton, "_kind", lambda device: "nvidia")
-    set_blocks()
-    assert not can_run(half, half)
+        def can_run(q, k, v=None, **options):
+            why = it.attention_backends(q, k, v, **{"order": 1.0} | options)["triton"]
+            # On a CPU the NumPy pass comes first.
+            return why in ("runs", "another backend comes first")
+
+        assert can_run(half, half)
+        assert can_run(half, half, half, is_causal=True)
+        assert can_run(half.float(), half.float(), softcap=9.0, order=2.0)
+        assert can_run(half.clone().requires_grad_(), half)
+        assert it.attention_backends(half.clone().requires_grad_(), half)["triton"] == "runs"
+        assert not can_run(double, double)
+        assert not can_run(half.as_subclass(Subclass), half)
+        with FlopCounterMode(display=False):
+            assert not can_run(half, half)
+
+    def test_not_where_the_self_test_fails(self, backend, is_on_gpu, rng, monkeypatch, set_blocks):
+        from isentropic._attention import triton
+
+        monkeypatch.setattr(triton, "self_test_failure", lambda *facts: "a self-test failed")
+        set_blocks()
+        x = backend.array(rng.normal(size=(2, 70, 16)), "float16")
+        assert it.attention_backends(x, x)["triton"] == "a self-test failed"
+
+
+class TestSelfTest:
+    @pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-6), ("float16", 1e-3)])
+    def test_passes(self, backend, kernel, dtype, error):
+        from isentropic._attention import triton
+
+        x = backend.array(np.zeros(1), dtype)
+        assert triton._self_test_error(backend.xp, backend.device, x.dtype) < error
+        triton.self_test_failure.cache_clear()
+        assert triton.self_test_failure(backend.xp, backend.device, x.dtype) is None
+
+    @pytest.mark.parametrize(
+        ("change", "why"), [(lambda x: x + 1, "off by"), (lambda x: x.missing, "AttributeError")]
+    )
+    def test_warns(self, backend, kernel, monkeypatch, change, why):
+        from isentropic._attention import triton
+
+        right = triton.forward
+
+        def wrong(setting, blocks):
+            results = right(setting, blocks)
+            return results._replace(moment=change(results.moment))
+
+        monkeypatch.setattr(triton, "forward", wrong)
+        triton.self_test_failure.cache_clear()
+        with pytest.warns(UserWarning, match=f"The Triton kernels are not used, .*{why}"):
+            assert why in triton.self_test_failure(backend.xp, backend.device, backend.xp.float32)
+        triton.self_test_failure.cache_clear()
+
+    def test_of_arrays_in_the_way_of_cupy(self, backend, monkeypatch):
+        """CuPy's arrays are those of NumPy but for the launcher, which `test_triton_compiler` tests."""
+        from isentropic._attention import triton
+
+        if backend.name != "torch" or importlib.util.find_spec("triton") is None:
+            pytest.skip("belongs to one session, which has Triton")
+        monkeypatch.setattr(_triton_launch, "_launcher", lambda xp: interpreted.on_numpy)
+        for dtype, error in ((np.float32, 2e-6), (np.float16, 1e-3)):
+            assert triton._self_test_error(xp_of_numpy, "cpu", np.dtype(dtype)) < error
+
+
+class TestOutputsOfOtherKernels:
+    """Outputs of PyTorch's own kernel, in which a NaN reaches queries that do not see it."""
+
+    @pytest.fixture
+    def poisoned(self, backend, kernel, rng):
+        if backend.library != "torch":
+            pytest.skip("belongs to PyTorch's own kernel")
+        q, k, v = (backend.array(rng.normal(size=(2, 2, 150, 32)), "float32") for _ in range(3))
+        k[0, 0, 70], v[1, 1, 100, 3], q[0, 1, 5] = math.nan, math.inf, math.nan
+        return q, k, v
+
+    @pytest.mark.parametrize("is_transposed", [False, True])
+    def test_are_repaired(self, backend, poisoned, is_transposed):
+        from isentropic._attention import triton
+        from isentropic._attention.plan import Arguments, prepare
+
+        out = backend.xp.nn.functional.scaled_dot_product_attention(*poisoned, is_causal=True)
+        if is_transposed:
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        plan, operands = prepare(Arguments(*poisoned, is_causal=True))
+        names = ("query", "key", "value")
+        operands = operands._replace(**dict(zip(names, poisoned, strict=True)), is_raw=True)
+        expected = it.attention(*poisoned, is_causal=True, law=None, implementation="generic")
+        expected = backend.numpy(expected)
+        assert not np.array_equal(np.isnan(backend.numpy(out)), np.isnan(expected))
+        triton.repair(plan, operands, out)
+        np.testing.assert_allclose(backend.numpy(out), expected, atol=1e-5)
+
+    def test_copies_are_finite(self, backend, poisoned):
+        from isentropic._attention import triton
+
+        views = (poisoned[2].swapaxes(1, 2)[..., :5], poisoned[0][0, 1])
+        for x in (*poisoned, *views):
+            x = x.detach().requires_grad_()
+            copy, is_finite = triton.finite_rows(x)
+            given = backend.numpy(x)
+            expected = np.where(np.isfinite(given), given, 0)
+            np.testing.assert_array_equal(backend.numpy(copy), expected)
+            np.testing.assert_array_equal(backend.numpy(is_finite), np.isfinite(given).all(-1))
+            copy.sum().backward()
+            assert (x.grad == 1).all()

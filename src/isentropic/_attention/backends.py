@@ -62,7 +62,7 @@ def backends() -> tuple[Backend, ...]:
     from isentropic._attention import jax, numpy, torch, triton
 
     return (
-        Backend("sdpa", torch.sdpa_unsupported_reason, torch.sdpa_output),
+        Backend("sdpa", torch.sdpa_unsupported_reason, torch.sdpa_output, selects_hidden=True),
         Backend(
             "numpy_tiles",
             numpy.unsupported_reason,

@@ -194,7 +194,9 @@ def without_numpy_if_traced(plan: Plan, operands: Operands) -> Plan:
     """
     if not plan.are_all_readable:
         return plan
-    computed = (operands.query, operands.key, operands.multiplier)
+    computed: list[Any] = [operands.query, operands.key, operands.multiplier]
+    if operands.is_raw:  # what `finite` will return
+        computed.append(plan.xp.zeros((1,), device=plan.device))
     are_readable = all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed)
     return plan if are_readable else plan.replaced(are_all_readable=False)
 
@@ -454,9 +456,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
                 factors = factor(plan.xp, a.law, lengths, (*plan.batch, plan.n_queries))
             multiplier = factors * multiplier
     sinks = None if a.sinks is None else _sink_logits(plan, a.sinks)
-    operands = Operands(query, key, value, bias, mask, multiplier, lengths, None, sinks, is_raw=is_raw)
-    # Inside a JAX trace, what is computed from numbers that can be read cannot be read.
-    return finite(plan, operands) if plan.is_readable else operands
+    return Operands(query, key, value, bias, mask, multiplier, lengths, None, sinks, is_raw=is_raw)
 
 
 def finite(plan: Plan, operands: Operands) -> Operands:
@@ -503,6 +503,11 @@ def _finite_numbers(plan: Plan, x: Array) -> tuple[Array, Array]:
         # Three passes over the memory. PyTorch's `isfinite` alone takes six.
         largest = xp.linalg.vector_norm(x, ord=math.inf, axis=-1)
         return xp.nan_to_num(x, 0.0, 0.0, 0.0), largest < math.inf
+    if plan.library == "torch":
+        from isentropic._attention import triton
+
+        if triton.has_finite_rows(plan):
+            return triton.finite_rows(x)
     is_finite = xp.isfinite(x)
     return xp.where(is_finite, x, 0.0), xp.all(is_finite, axis=-1)
 

@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from isentropic._attention import triton
 from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, tile_shape
 from isentropic._attention.numpy import takes_mask
-from isentropic._attention.plan import Operands, Plan, count_nonzero, four_axes
+from isentropic._attention.plan import Operands, Plan, count_nonzero, finite, four_axes
 from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._attention.torch_facts import TRANSFORMED, is_batched
@@ -101,12 +102,17 @@ def _would_materialize_weights(plan: Plan) -> bool:
 
 def sdpa_output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev) by PyTorch's own kernel."""
-    if operands.bias is not None or (plan.has_mask and not plan.is_plain_causal):
+    is_masked = operands.bias is not None or (plan.has_mask and not plan.is_plain_causal)
+    if is_masked or not (operands.is_raw and triton.can_repair(plan)):
+        operands = finite(plan, operands)
+    if is_masked:
         out = _masked_output(plan, operands)
     else:
         query, key, value, scale = _torch_arrays(plan, operands)
         out = _sdpa(plan, query, key, value, scale, is_causal=plan.has_mask)
         out = _with_nan(plan, out, query, key, scale)
+        if operands.is_raw:
+            triton.repair(plan, operands, out)
         if plan.has_mask and operands.nonfinite is not None:
             out = out + four_axes(plan, plan.xp.astype(causal_nan(plan, operands), out.dtype))
     if len(plan.batch) == 1:

@@ -26,7 +26,7 @@ from isentropic._attention.torch_facts import TRANSFORMED, is_batched
 from isentropic._entropy import INFINITE_ORDER, is_far_from_1, slope_of_moment
 from isentropic._loops import is_gpu
 from isentropic._namespace import Array, is_jax, is_symbolic, is_torch, to_numpy
-from isentropic._numerics import lift, quietly
+from isentropic._numerics import lift
 from isentropic._ops import Ops
 from isentropic._triton_launch import Call, Output, launch
 
@@ -37,6 +37,8 @@ _MAX_ROW_STRIDE = 2**24
 # Rows begin at multiples of so many numbers. Triton 3.6 computed wrong outputs from rows of 12 float16
 # numbers on a GPU, and copies aligned rows faster to the shared memory.
 _ROW_ALIGNMENT = 16
+# The least number of features that tensor cores take.
+_LEAST_WIDTH = 16
 # The first GPUs of NVIDIA that have the instructions of the kernels.
 _LEAST_CAPABILITY = 80
 # The errors that the self-test allows, relative to numbers of size 1: roundings of the dtype, or of
@@ -174,10 +176,11 @@ def output(plan: Plan, operands: Operands) -> Array:
 
 def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     """The state in columns."""
-    return _sums_of(_results(plan, operands, order, plan.compute, relative_to_maximum))
+    # The entropy of infinite order is relative to the maximum too.
+    needs_maximum = relative_to_maximum or order >= INFINITE_ORDER
+    return _sums_of(_results(plan, operands, order, plan.compute, needs_maximum))
 
 
-@quietly  # the interpreter of Triton computes with NumPy
 def _results(
     plan: Plan, operands: Operands, order: float | None, out_dtype: Any, is_maximum_differentiated: bool
 ) -> Results:
@@ -404,21 +407,107 @@ def forward(setting: Setting, blocks: Blocks) -> Results:
     xp, (batch, heads, n_queries, _) = setting.xp, blocks.query.shape
     column, has_moment = (batch, heads, n_queries, 1), setting.has_moment
     # Kernels need all outputs. One that they do not write has a single number.
-    out = (1,) if blocks.value is None else (*column[:3], blocks.value.shape[-1])
+    shape = (1,) * 4 if blocks.value is None else (*column[:3], blocks.value.shape[-1])
     found = _launch(
         setting, attention_kernel, batch * heads, n_queries, blocks, (),
         [
-            Output(out, setting.out_dtype),
+            Output(shape, setting.out_dtype),
             Output(column, xp.float32),
             Output(column, xp.float32),
             Output(column if has_moment else (1,), xp.float32),
         ],
-        {"ORDER": setting.order if has_moment else 0.0},
+        {"ORDER": setting.order if has_moment else 0.0, "IS_REPAIR": False},
+        _numbers_of_output(_strides_of(shape)),
     )  # fmt: skip
     out, maximum, normalizer, moment = found
     if not has_moment:
         moment = None if setting.order is None else normalizer
     return Results(None if blocks.value is None else out, maximum, normalizer, moment)
+
+
+def _numbers_of_output(strides: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(("o_batch", "o_head", "o_row"), strides, strict=False))
+
+
+def can_repair(plan: Plan) -> bool:
+    """Whether `repair` can be applied to an output of PyTorch's own kernel, by default."""
+    width = plan.n_values or 0
+    is_whole = width >= _LEAST_WIDTH and width & (width - 1) == 0  # the kernel loads no part of a row
+    is_able = is_whole and unsupported_reason(plan, None, False) is None
+    return is_able and not plan.is_differentiated and opt_in_reason(plan, None) is None
+
+
+def repair(plan: Plan, operands: Operands, out: Any) -> None:
+    """Compute those rows of an output (batch, heads, L, Ev) again, in place, that are not finite.
+
+    Kernels multiply hidden values by 0. So a NaN among them reaches queries that do not see it. Where
+    all is finite this takes one pass over the output.
+    """
+    setting, arrays, others = _call_of(plan, operands, None, out.dtype, False)
+    repair_blocks(setting, blocks_of(arrays, others), out)
+
+
+def repair_blocks(setting: Setting, blocks: Blocks, out: Any) -> None:
+    from isentropic._attention.triton_kernels import attention_kernel
+
+    batch, heads, n_queries, _ = out.shape
+    _launch(
+        setting, attention_kernel, batch * heads, n_queries, blocks, (),
+        [out, *[Output((1,), setting.xp.float32)] * 3],
+        {"ORDER": 0.0, "IS_REPAIR": True},
+        _numbers_of_output(_strides(out)),
+    )  # fmt: skip
+
+
+@functools.cache
+def _finite_rows() -> Any:
+    import torch
+
+    class FiniteRows(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            import array_api_compat.torch as xp
+
+            from isentropic._attention.triton_kernels import block_width, finite_kernel
+
+            rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None]
+            batch, heads, n, n_features = rows.shape
+            size, steps = max(1, 4096 // block_width(n_features)), _strides(rows)
+            y, is_finite = launch(
+                xp,
+                Call(
+                    finite_kernel, batch * heads * -(-n // size), [rows],
+                    [Output(x.shape, x.dtype), Output(x.shape[:-1], torch.int8)],
+                    {
+                        "x_batch": steps[0], "x_head": steps[1], "x_row": steps[2], "heads": heads,
+                        "L": n, "n_features": n_features,
+                    },
+                    {"WIDTH": block_width(n_features), "ROWS": size}, 4, 1,
+                ),
+            )  # fmt: skip
+            ctx.mark_non_differentiable(is_finite)
+            return y, is_finite
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+            # What was replaced is hidden, and its gradient is 0, or makes its query NaN.
+            return gradient
+
+    return FiniteRows
+
+
+def finite_rows(x: Any) -> tuple[Any, Any]:
+    """A tensor with 0 in place of NaN and ∞, and whether each row had neither, in one pass."""
+    y, is_finite = _finite_rows().apply(x if x.stride(-1) == 1 else x.contiguous())
+    return y, is_finite != 0
+
+
+def has_finite_rows(plan: Plan) -> bool:
+    """Whether `finite_rows` is at hand for a call, by default."""
+    if plan.library != "torch" or plan.frame.is_compiling or not is_gpu(plan.xp, plan.device):
+        return False
+    is_able = importlib.util.find_spec("triton") is not None and not plan.facts.is_transformed
+    return is_able and opt_in_reason(plan, None) is None
 
 
 @_merging_batches
@@ -619,7 +708,9 @@ def _recorded_gradients(setting: Setting, arrays: Arrays, others: Others, upstre
     operands = Operands(query, key, value, others.bias, others.mask, factor, None, None, is_raw=is_raw)
     with torch.enable_grad():
         sums = Tiles.of(plan, operands).state(setting.order)
-        out = None if value is None else cast(Any, output_of_columns(plan.xp, sums)).to(setting.out_dtype)
+        out = (
+            None if value is None else cast(Any, output_of_columns(plan.xp, sums)).to(setting.out_dtype)
+        )
     results = (out, sums.maximum, sums.normalizer, sums.weighted_score)
     used = [(x, g) for x, g in zip(results, upstream, strict=True) if g is not None and x.requires_grad]
     wanted = [x for x in arrays if x is not None and x.requires_grad]

@@ -110,10 +110,10 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(X, x, start, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Write rows of a contiguous matrix (n, WIDTH)."""
+def store_rows(X, x, start, stride, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write rows of a matrix (n, WIDTH)."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    pointers = X + tl.cast(start, tl.int64) * WIDTH + row[:, None] * WIDTH + column[None, :]
+    pointers = X + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
     is_inside = start + row[:, None] < n
     tl.store(pointers, x.to(X.dtype.element_ty), mask=is_inside)
 
@@ -246,14 +246,16 @@ def attention_kernel(
     OUT, MAXIMUM, NORMALIZER, MOMENT,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     b_batch, b_head, b_row, b_column, f_batch, f_head, f_row, i_batch, i_head,
+    o_batch, o_head, o_row,
     heads, group, L, S, scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_REPAIR: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Output, maximum, normalizer and moment of a block of queries, in one pass over the keys.
 
-    ORDER is that of the moment, far from 1 or 1 itself; 0 if there is none.
+    ORDER is that of the moment, far from 1 or 1 itself; 0 if there is none. IS_REPAIR if OUT is an
+    output of another kernel, of which only blocks that are not finite are computed again.
     """
     n_blocks = tl.cdiv(L, ROWS)
     sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -261,6 +263,10 @@ def attention_kernel(
     start = (n_blocks - 1 - tl.program_id(0) % n_blocks) * ROWS
     batch, head = sequence // heads, sequence % heads
     row = start + tl.arange(0, ROWS)
+    OUT += batch * o_batch + head * o_head
+    if IS_REPAIR:  # noqa: SIM102  # known when it is compiled, and the other is not
+        if tl.sum(nan_of_rows(load_rows(OUT, start, o_row, L, ROWS, VALUE_WIDTH)), 0) == 0:
+            return
     K += batch * k_batch + head // group * k_head
     if HAS_BIAS:
         BIAS += batch * b_batch + head * b_head
@@ -299,15 +305,16 @@ def attention_kernel(
     # The running maximum ignores NaN, and the normalizer does not.
     nan = normalizer * 0.0
     at_row = sequence * L + row
-    tl.store(MAXIMUM + at_row, maximum * LOG_2 + nan, mask=row < L)
-    tl.store(NORMALIZER + at_row, normalizer, mask=row < L)
+    if not IS_REPAIR:
+        tl.store(MAXIMUM + at_row, maximum * LOG_2 + nan, mask=row < L)
+        tl.store(NORMALIZER + at_row, normalizer, mask=row < L)
     if ORDER == 1.0:
         moment *= LOG_2
     if ORDER > 0.0:
         tl.store(MOMENT + at_row, moment + nan, mask=row < L)
     if HAS_VALUE:
         out = tl.where(is_empty[:, None], 0.0, out + nan[:, None])
-        store_rows(OUT + sequence * L * VALUE_WIDTH, out, start, L, ROWS, VALUE_WIDTH)
+        store_rows(OUT, out, start, o_row, L, ROWS, VALUE_WIDTH)
 
 
 @triton.jit
@@ -453,7 +460,7 @@ def queries_kernel(
     if HAS_FACTOR:
         of_factor = tl.sum(dq * q.to(tl.float32), 1) * scale
         tl.store(DFACTOR + at_row, of_factor, mask=is_row)
-    store_rows(DQ + sequence * L * WIDTH, dq * factor[:, None], start, L, ROWS, WIDTH)
+    store_rows(DQ + sequence * L * WIDTH, dq * factor[:, None], start, WIDTH, L, ROWS, WIDTH)
 
 
 @triton.jit
@@ -584,9 +591,10 @@ def keys_kernel(
             PRECISION, ROWS, True,
         )  # fmt: skip
 
-    store_rows(DK + sequence * S * WIDTH, dk, start, S, COLUMNS, WIDTH)
+    store_rows(DK + sequence * S * WIDTH, dk, start, WIDTH, S, COLUMNS, WIDTH)
     if HAS_VALUE:
-        store_rows(DV + sequence * S * VALUE_WIDTH, dv, start, S, COLUMNS, VALUE_WIDTH)
+        dv_rows = DV + sequence * S * VALUE_WIDTH
+        store_rows(dv_rows, dv, start, VALUE_WIDTH, S, COLUMNS, VALUE_WIDTH)
 
 
 @triton.jit
@@ -668,3 +676,24 @@ def largest_kernel(
             largest = tl.where(highest > maximum, here, largest)
             maximum = tl.maximum(highest, maximum)
     tl.store(LARGEST + at_row, largest, mask=is_row)
+
+
+@triton.jit
+def finite_kernel(
+    X,
+    Y, IS_FINITE,
+    x_batch, x_head, x_row,
+    heads, L, n_features,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A copy with 0 in place of numbers that are not finite, and which rows had none of them."""
+    n_blocks = tl.cdiv(L, ROWS)
+    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
+    row = tl.program_id(0) % n_blocks * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    is_inside = (row[:, None] < L) & (column[None, :] < n_features)
+    X += sequence // heads * x_batch + sequence % heads * x_head
+    x = tl.load(X + row[:, None].to(tl.int64) * x_row + column[None, :], mask=is_inside, other=0.0)
+    at_row = sequence * L + row
+    tl.store(IS_FINITE + at_row, (nan_of_rows(x) == 0).to(tl.int8), mask=row < L)
+    tl.store(Y + at_row[:, None] * n_features + column[None, :], without_nan(x), mask=is_inside)
