@@ -138,7 +138,9 @@ def recipes(session: nox.Session, group: str) -> None:
 @nox.session
 def kernels(session: nox.Session) -> None:
     """Compile all Triton kernels for several GPUs, none of which is needed; arguments go to pytest."""
-    install(session, "test", "torch", "triton")
+    install(session, "test", "torch", "triton", "jax", "jax-triton")
+    # The part of JAX for GPUs that knows kernels of Triton, without the libraries that run them.
+    session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "jax-plugin"))
     session.run(
         "pytest", "--backend=torch", "tests/_attention/test_triton_compiler.py", *session.posargs,
         env={"ISENTROPIC_ALL_KERNELS": "1"},
@@ -411,7 +413,7 @@ def device(session: nox.Session) -> None:
     Arguments are those of asv_benchmarks/device.py. Without a GPU it rehearses that on the CPU.
     """
     has_gpu = shutil.which("nvidia-smi") is not None
-    install(session, "test", "torch", "jax", "triton", *["cupy"] * has_gpu)
+    install(session, "test", "torch", "jax", "triton", "jax-triton", *["cupy"] * has_gpu)
     if has_gpu:
         session.install(*map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")))
     rehearsal = [] if has_gpu else ["--rehearse"]

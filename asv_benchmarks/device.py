@@ -46,15 +46,17 @@ TESTS = {
 }
 # Rows, columns, warps and stages that the sweep tries, by kernel; and the calls that it times.
 CANDIDATES = {
-    "state_kernel": [(64, 128), (32, 64, 128), (4, 8), (2, 3, 4)],
-    "gradient_kernel": [(32, 64, 128), (32, 64, 128), (4, 8), (1, 2)],
+    "attention_kernel": [(64, 128), (32, 64, 128), (4, 8), (2, 3, 4)],
+    "queries_kernel": [(32, 64, 128), (32, 64), (4, 8), (1, 2)],
+    "keys_kernel": [(32, 64), (32, 64, 128), (4, 8), (1, 2)],
 }
 SWEEPS = [
     (kernel, result, width, dtype)
     for dtype in ("bfloat16", "float32")
     for width in (128, 64)
     for kernel, result in (
-        ("state_kernel", "state"), ("gradient_kernel", "output"), ("state_kernel", "output")
+        ("attention_kernel", "state"), ("keys_kernel", "output"), ("queries_kernel", "output"),
+        ("attention_kernel", "output"),
     )
 ]  # fmt: skip
 
@@ -63,7 +65,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=8, help="stop after so many (default: 8)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file to continue")
-    parser.add_argument("--steps", default="errors,figures,tests,sweep", help="which, in which order")
+    steps = "selftests,errors,figures,tests,sweep"
+    parser.add_argument("--steps", default=steps, help="which, in which order")
     parser.add_argument("--libraries", default=",".join(LIBRARIES))
     parser.add_argument("--only", default="", help="only figures whose names contain this")
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
@@ -113,7 +116,8 @@ def run(job: str, options: argparse.Namespace) -> bool:
 def work(options: argparse.Namespace) -> int:
     step, library = options.worker.split(":")
     record = Record(options.results, fresh=options.fresh)
-    return {"errors": measure, "figures": measure, "tests": test, "sweep": sweep}[step](
+    functions = {"selftests": self_test, "errors": measure, "figures": measure}
+    return (functions | {"tests": test, "sweep": sweep})[step](
         record, library, options, *(["Errors"] if step == "errors" else [])
     )
 
@@ -176,6 +180,25 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name.partition("-")[0]] = importlib.metadata.version(name).partition("+")[0]
     return found
+
+
+def self_test(record: Record, library: str, options: argparse.Namespace) -> int:
+    """Record whether the kernels pass their self-test, by dtype. Without a pass nothing uses them."""
+    backends = importlib.import_module("benchmarks.backends")
+    triton = importlib.import_module("isentropic._attention.triton")
+    xp, device, failures = backends.namespace(library), backends.gpu(library), {}
+    if library == "cupy" and options.rehearse:
+        return 0  # NumPy has no launcher
+    for name in ("float32", "float16", "bfloat16"):
+        if library == "cupy" and name == "bfloat16":
+            continue
+        start, dtype = time.time(), getattr(xp, name)
+        dtype = dtype if library == "torch" else xp.dtype(dtype)
+        failure = triton.self_test_failure(xp, device, dtype)
+        print(f"{library}, {name}: {failure or 'passed'} ({time.time() - start:.0f} s)", flush=True)
+        record.update("selftests", f"{library}, {name}", failure or "passed")
+        failures[name] = failure
+    return 1 if any(failures.values()) and not options.rehearse else 0
 
 
 def measure(record: Record, library: str, options: argparse.Namespace, only_class: str = "") -> int:
@@ -293,7 +316,7 @@ def sweep(record: Record, library: str, options: argparse.Namespace) -> int:
         heads = benchmarks.HEADS if dtype != "float32" else min(16, benchmarks.HEADS)
         arrays = backends.arrays("torch", 4096, heads, width, dtype=dtype, device=backends.gpu("torch"))
         function = benchmarks.call(result, is_causal=True, implementation="triton")
-        is_gradient = kernel == "gradient_kernel"
+        is_gradient = kernel != "attention_kernel"
         ours = backends.gradient if is_gradient else backends.synchronized
         timed = ours("torch", function, calls=benchmarks.CALLS)
         candidates = list(itertools.product(*CANDIDATES[kernel]))

@@ -1,6 +1,7 @@
 """The figures of GPUs, as Markdown tables: python asv_benchmarks/gpu_report.py
 
-`device.py` measures them, and `gpu.json` has what came out.
+`device.py` measures them, and `gpu.json` has what came out. `kernels.json` is what
+`python tests/ahead_of_time.py --table` prints.
 """
 
 import json
@@ -102,5 +103,41 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+# What cards of an architecture can do at most: 10^12 operations a second in bfloat16, and 10^12 bytes.
+CARDS = {
+    "sm_80": ("A100", 312, 2.0),
+    "sm_90": ("H200", 989, 4.8),
+    "sm_100": ("B200", 2250, 8.0),
+    "gfx942": ("MI300X", 1307, 5.3),
+}
+PRODUCTS = {"attention_kernel": 2, "queries_kernel": 3, "keys_kernel": 4}
+
+
+def kernels_report() -> str:
+    """What the compiler made of each kernel, and the least time that it can take, as a table."""
+    rows = []
+    for line in json.loads((DATA.parent / "kernels.json").read_text()):
+        kernel, _, width, architecture = line["name"].split("-")
+        card, operations, rate = CARDS[architecture]
+        numbers = 4096 * 128 * int(width)  # of an array: 128 heads of n = 4096
+        seconds = (
+            2 * PRODUCTS[kernel] * 4096 * numbers / (operations * 1e12),
+            2 * (PRODUCTS[kernel] + 2) * numbers / (rate * 1e12),
+        )
+        facts = [line[name] for name in ("registers", "spilled", "shared")]
+        rows.append(
+            [f"`{kernel}`", width, architecture, *map(str, facts), f"{line['occupancy']:.0%}"]
+            + [f"{1e3 * max(seconds):.2f} on {card}"]
+        )
+    header = ["kernel", "features", "architecture", "registers", "spilled bytes", "shared bytes"]
+    header += ["occupancy", "least time in ms"]
+    note = (
+        "Occupancy is the part of the threads of a multiprocessor that run at once. The least time is "
+        "that of the matrix products, or of one read and one write of each array if that is longer, at "
+        "the rates that the maker of the card states, for 128 heads of n = 4096 without a mask."
+    )
+    return table(header, rows) + "\n\n" + note + "\n"
+
+
 if __name__ == "__main__":
-    print(gpu_report())
+    print(gpu_report(), kernels_report(), sep="\n")

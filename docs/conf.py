@@ -78,11 +78,12 @@ highlight_options = {"python": {"stripnl": True}}  # doctests end with an empty 
 
 def write_figures(app):
     """The tables of the performance page, from the recorded benchmarks."""
-    from gpu_report import gpu_report
+    from gpu_report import gpu_report, kernels_report
     from report import report
 
     write(app, "figures.md", report())
     write(app, "gpu.md", gpu_report())
+    write(app, "kernels.md", kernels_report())
 
 
 def write_ledger(app):

@@ -203,14 +203,26 @@ def launched_on_cupy(name):
     }  # fmt: skip
 
 
+# The kernels of the table in docs/performance.md.
+TABLE = [
+    f"{kernel}-bfloat16-{width}-{architecture}"
+    for architecture in MULTIPROCESSORS
+    for kernel in ("attention_kernel", "queries_kernel", "keys_kernel")
+    for width in (64, 128)
+]
+
+
+def result_of(name):
+    try:
+        found = launched_on_cupy(name[5:]) if name.startswith("cupy-") else compile_one(name)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    return {"name": name} | found
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        try:
-            found = (
-                launched_on_cupy(name.partition("-")[2])
-                if name.startswith("cupy-")
-                else compile_one(name)
-            )
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"name": name} | found), flush=True)
+    if sys.argv[1:] == ["--table"]:
+        print(json.dumps(list(map(result_of, TABLE)), indent=1))
+    else:
+        for name in sys.argv[1:]:
+            print(json.dumps(result_of(name)), flush=True)

@@ -75,9 +75,17 @@ def drawn(backend, head_dim=128):
     return arrays(backend, 4096, heads, head_dim, dtype=dtype, device=gpu(backend))
 
 
+def has_launcher(backend):
+    """Whether kernels can be launched: without a GPU, in the interpreter, only on PyTorch's tensors."""
+    return not REHEARSAL or backend == "torch"
+
+
 def require_kernels(backend):
-    if backend == "torch" and importlib.util.find_spec("triton") is None:
-        raise NotImplementedError("Triton is not installed")
+    for package in ("triton", *(["jax_triton"] if backend == "jax" else [])):
+        if importlib.util.find_spec(package) is None:
+            raise NotImplementedError(f"{package} is not installed")
+    if not has_launcher(backend):
+        raise NotImplementedError("only PyTorch's tensors can be interpreted")
 
 
 class Attention:
@@ -122,7 +130,7 @@ class Generic(Gradient):
 class Kernels(Gradient):
     """The kernels of this library, for heads of 64 and of 128 features."""
 
-    params = (["torch"], ["output", "state", "entropy"], [False, True], [64, 128])
+    params = (GPU, ["output", "state", "entropy"], [False, True], [64, 128])
     param_names = ("backend", "result", "is_causal", "head_dim")
 
     def setup(self, backend, result, is_causal, head_dim):
@@ -135,6 +143,8 @@ class Kernels(Gradient):
         return Attention.track_forward(self, backend, result, is_causal)
 
     def track_gradient(self, backend, result, is_causal, head_dim):
+        if backend == "cupy":
+            raise NotImplementedError("CuPy has no gradients")
         return super().track_gradient(backend, result, is_causal)
 
 
@@ -142,9 +152,8 @@ class Errors:
     """Errors against float64: 3 heads of 128 features, n = 1111, causal.
 
     Errors of outputs and gradients are norms relative to the norm of the exact array. The error of an
-    entropy is the largest, in nats. "ours" is the kernel of this library in PyTorch, and the pass over
-    tiles in JAX and CuPy. "peer" is the library's kernel, and for an entropy in PyTorch the pass over
-    tiles.
+    entropy is the largest, in nats. "ours" is the kernel of this package, and "peer" that of the
+    library. For an entropy in PyTorch, "peer" is the pass over tiles.
     """
 
     params = (
@@ -165,7 +174,7 @@ class Errors:
             raise NotImplementedError("a CPU has no such products")
         if backend == "jax" and dtype == "float32" and who == "peer" and not REHEARSAL:
             raise NotImplementedError("cuDNN computes in half precision only")
-        if who == "ours":
+        if who == "ours" and has_launcher(backend):
             require_kernels(backend)
         self.arrays = arrays(backend, 1111, 3, 128, dtype=dtype, device=gpu(backend))
 
@@ -173,7 +182,7 @@ class Errors:
         import torch
 
         result = "entropy" if quantity == "entropy" else "output"
-        kernel = "triton" if (backend, who) == ("torch", "ours") else "generic"
+        kernel = "triton" if who == "ours" and has_launcher(backend) else "generic"
         function = call(result, is_causal=True, implementation=kernel, law=None)
         if who == "peer" and quantity != "entropy":
             function = peer(backend, is_causal=True)

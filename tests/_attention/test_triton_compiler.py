@@ -13,34 +13,38 @@ import pytest
 
 # `nox -s kernels` compiles everything, which takes some minutes. A few kernels take seconds.
 FEW = [
-    "state_kernel-bfloat16-64-sm_80",
-    "gradient_kernel-bfloat16-64-sm_80",
-    "state_kernel-float32-64-sm_80-value",
-    "state_kernel-float16-128-sm_90",
-    "gradient_kernel-float16-128-gfx942",
+    "attention_kernel-bfloat16-64-sm_80",
+    "queries_kernel-bfloat16-64-sm_80",
+    "keys_kernel-float32-64-sm_80",
+    "attention_kernel-float16-128-sm_90",
+    "keys_kernel-float16-128-gfx942",
+    "attention_kernel-bfloat16-64-sm_90-value+mask+repair",
 ]
+PRODUCTS_KERNELS = ("attention_kernel", "queries_kernel", "keys_kernel")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 ALL = [
     f"{kernel}-{dtype}-{width}-{architecture}"
-    for kernel in ("state_kernel", "gradient_kernel")
+    for kernel in PRODUCTS_KERNELS
     for dtype in ("bfloat16", "float16", "float32")
     for width in ((64, 128) if dtype == "float32" else (64, 128, 256))
-    for architecture in ("sm_80", "sm_90", "sm_100", "gfx942")
+    for architecture in ARCHITECTURES
 ]
-# All that a call may have and not have: the argmax is for gradients of a moment, and a call without
-# values computes a moment.
-PARTS = {
-    "state_kernel": ("value", "value+moment", "value+moment+argmax", "moment", "moment+argmax"),
-    "gradient_kernel": ("value", "value+moment+argmax", "moment+argmax"),
-}
+# All that a call may have and not have.
+PARTS = ("value", "moment", "value+moment", "value+moment+bias+softcap", "value+moment+rest")
 ALL += [
     f"{kernel}-{configuration}-{architecture}-{parts}{mask}"
-    for kernel, all_parts in PARTS.items()
-    for parts in all_parts
+    for kernel in (*PRODUCTS_KERNELS, "largest_kernel")
+    for parts in PARTS
     for mask in ("", "+mask")
     for configuration in ("bfloat16-64", "float32-128")
-    for architecture in ("sm_80", "sm_90", "sm_100", "gfx942")
+    for architecture in ARCHITECTURES
+    if kernel != "largest_kernel" or "rest" in parts
 ]
+ALL += [f"attention_kernel-float16-128-{x}-value+mask+repair" for x in ARCHITECTURES]
 NAMES = sorted({*FEW, *ALL}) if os.environ.get("ISENTROPIC_ALL_KERNELS") else FEW
+# Launches by CuPy, of kernels with products and without.
+CUPY = ["keys_kernel-float16-64-sm_80", "attention_kernel-float32-64-sm_90-value"]
+CUPY += ["reach_kernel-float32-64-sm_90", "largest_kernel-float16-64-sm_80-value+moment+rest"]
 
 # The instructions of the tensor cores, by architecture.
 PRODUCTS = {
@@ -64,7 +68,7 @@ def compiled(request):
     pytest.importorskip("triton", reason="triton is not installed")
     program = Path(__file__).parents[1] / "ahead_of_time.py"
     result = subprocess.run(
-        [sys.executable, program, *NAMES],
+        [sys.executable, program, *NAMES, *(f"cupy-{name}" for name in CUPY)],
         env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -84,4 +88,34 @@ def test_kernel(compiled, name):
 
 
 def test_hopper_has_its_own_products(compiled):
-    assert "wgmma" in compiled["state_kernel-float16-128-sm_90"]["products"]
+    assert "wgmma" in compiled["attention_kernel-float16-128-sm_90"]["products"]
+
+
+@pytest.mark.parametrize("name", CUPY)
+def test_launches_by_cupy(compiled, name):
+    """The arguments have the number, order and types of the parameters of the machine code."""
+    result = compiled[f"cupy-{name}"]
+    assert "error" not in result, result["error"]
+    assert result["given"] == result["expected"]
+    assert result["scratch"] == 0  # for which the launcher passes no memory
+    for fact in ("function", "grid", "threads", "shared"):
+        given, expected = result[fact]
+        assert given == expected, fact
+
+
+def test_launches_by_jax(request):
+    """JAX lowers attention and its gradient for a GPU, with all kernels compiled."""
+    if request.config.getoption("--backend") not in (None, "torch"):
+        pytest.skip("belongs to the backend torch")
+    pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+    pytest.importorskip("jax_cuda12_plugin", reason="the plugin of JAX for CUDA is not installed")
+    program = Path(__file__).parents[1] / "lowered_for_cuda.py"
+    result = subprocess.run(
+        [sys.executable, program],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for calls in map(json.loads, result.stdout.splitlines()):
+        # The pass for the state, the largest logits, the reach of blocks under a mask, two gradients.
+        assert len(calls) in (4, 5)
+        assert set(calls) == {"triton_kernel_call"}

@@ -155,7 +155,8 @@ def attention(
     one". Their gradients are computed too.
 
     Keys and values that a query does not see have no effect on its output, even if they are NaN or
-    infinite. If there is a mask and the query sees such a key or value, all of its output is NaN.
+    infinite. If there is a mask and the query sees such a key or value, all of its output is NaN. On a
+    GPU a visible key that is infinite may have the weight 0 instead.
     Logits beyond the range of the dtype make the output NaN, without a warning. It may be 0 instead if
     all logits of a query are −∞.
 
@@ -674,11 +675,10 @@ def attention_backends(
     - *sdpa*: `torch.nn.functional.scaled_dot_product_attention`.
     - *numpy_tiles*: a pass for arrays in the memory of the host.
     - *jax_nn*: `jax.nn.dot_product_attention`.
+    - *triton*: the kernels of this library for PyTorch, CuPy and JAX on a GPU, where a self-test has
+      passed.
     - *torch_tiles*: the pass over tiles with operations in place. Its gradient recomputes the tiles.
     - *jax_tiles*: the same tiles for JAX on a CPU, one head at a time.
-    - *triton*: the kernels of this library for PyTorch on a GPU. They run only if `implementation`
-      names them, except for Shannon entropies of half precision, without gradients, on GPUs of NVIDIA's
-      Hopper, where they have been timed.
     - *generic*: the pass over tiles that is the same for all libraries.
 
     `attention_weights` and `attention_statistics` always take the generic pass. So does the second pass
