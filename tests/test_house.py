@@ -77,6 +77,7 @@ TESTED_IN = {
     "_attention/triton_kernels.py": "_attention/test_kernels.py",
     "_attention/torch_facts.py": "_attention/test_plan.py",
     "_attention/torch_operator.py": "_attention/test_torch.py",
+    "_triton_launch.py": "_attention/test_triton_compiler.py",
     "_calibration.py": "test_drift.py",
     "_torch_products.py": "test_torch.py",
     "_namespace.py": "test_contract.py",

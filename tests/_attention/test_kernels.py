@@ -424,7 +424,7 @@ class TestSelfTest:
 
         x = backend.array(np.zeros(1), dtype)
         assert triton._self_test_error(backend.xp, backend.device, x.dtype) < error
-        triton.self_test_failure.cache_clear()
+        triton._failures.clear()
         assert triton.self_test_failure(backend.xp, backend.device, x.dtype) is None
 
     @pytest.mark.parametrize(
@@ -440,10 +440,26 @@ class TestSelfTest:
             return results._replace(moment=change(results.moment))
 
         monkeypatch.setattr(triton, "forward", wrong)
-        triton.self_test_failure.cache_clear()
+        triton._failures.clear()
         with pytest.warns(UserWarning, match=f"The Triton kernels are not used, .*{why}"):
             assert why in triton.self_test_failure(backend.xp, backend.device, backend.xp.float32)
-        triton.self_test_failure.cache_clear()
+        triton._failures.clear()
+
+    def test_takes_place_once_for_a_device_without_a_hash(self, backend, kernel, monkeypatch):
+        from isentropic._attention import triton
+
+        class Device:  # as CuPy's
+            __hash__ = None
+
+            def __str__(self):
+                return "<CUDA Device 0>"
+
+        errors = iter([1e-7])
+        monkeypatch.setattr(triton, "_self_test_error", lambda *facts: next(errors))
+        triton._failures.clear()
+        for _ in range(2):
+            assert triton.self_test_failure(backend.xp, Device(), backend.xp.float32) is None
+        triton._failures.clear()
 
     def test_of_arrays_in_the_way_of_cupy(self, backend, monkeypatch):
         """CuPy's arrays are those of NumPy but for the launcher, which `test_triton_compiler` tests."""

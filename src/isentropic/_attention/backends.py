@@ -43,10 +43,6 @@ class Backend(NamedTuple):
     # Whether it takes numbers that are not finite where a mask may hide them; see `Operands.is_raw`.
     selects_hidden: bool = False
 
-    def operands(self, plan: Plan, operands: Operands) -> Operands:
-        """The operands as the backend needs them."""
-        return operands if self.selects_hidden else finite(plan, operands)
-
 
 def _generic_output(plan: Plan, operands: Operands) -> Array:
     return output_of_columns(plan.xp, Tiles.of(plan, operands).state(None))
@@ -97,7 +93,9 @@ def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Arr
     if operands.sinks is not None:  # they join a state, which outputs of kernels are not
         return output_of_columns(plan.xp, state_of(plan, operands, implementation))
     backend = _backend_for(plan, implementation, None)
-    return backend.output(plan, backend.operands(plan, operands))
+    if operands.is_raw:
+        operands = _operands_for(backend, plan, operands)
+    return backend.output(plan, operands)
 
 
 def state_of(
@@ -119,16 +117,20 @@ def state_of(
 def state_in_rows(plan: Plan, operands: Operands, implementation: str | None) -> AttentionState:
     """The state of order 1 relative to the maximum, in rows, computed by the first suitable backend."""
     backend = _backend_for(plan, implementation, 1.0)
+    if operands.is_raw:
+        operands = _operands_for(backend, plan, operands)
     if backend.state_in_rows is not None and operands.sinks is None:
-        return backend.state_in_rows(plan, backend.operands(plan, operands))
+        return backend.state_in_rows(plan, operands)
     return as_rows(_state_by(backend, plan, operands, 1.0, True))
 
 
 def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order: float) -> Array:
     """Rényi's entropies (..., L), computed by the first suitable backend."""
     backend = _backend_for(plan, implementation, order)
+    if operands.is_raw:
+        operands = _operands_for(backend, plan, operands)
     if backend.entropy is not None and operands.sinks is None:
-        return backend.entropy(plan, backend.operands(plan, operands), order)
+        return backend.entropy(plan, operands, order)
     state = as_rows(_state_by(backend, plan, operands, order, False))
     return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")
 
@@ -152,8 +154,14 @@ def _state_by(
     backend: Backend, plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
 ) -> Sums:
     assert backend.state is not None
-    state = backend.state(plan, backend.operands(plan, operands), order, relative_to_maximum)
+    if operands.is_raw:
+        operands = _operands_for(backend, plan, operands)
+    state = backend.state(plan, operands, order, relative_to_maximum)
     return with_sinks(plan, operands, state, order)
+
+
+def _operands_for(backend: Backend, plan: Plan, operands: Operands) -> Operands:
+    return operands if backend.selects_hidden else finite(plan, operands)
 
 
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:

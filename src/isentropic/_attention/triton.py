@@ -61,8 +61,9 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "torch.compile traces the call" if plan.library == "torch" else "some size is symbolic"
     if plan.library == "torch" and plan.facts.is_transformed:
         return TRANSFORMED
+    dtypes = [getattr(xp, name) for name in ("float32", "float16", "bfloat16") if hasattr(xp, name)]
     if _is_interpreted():
-        if plan.dtype == getattr(xp, "bfloat16", None):
+        if plan.dtype in dtypes[2:]:
             return "the interpreter of Triton does not multiply matrices of bfloat16"
     elif not is_gpu(xp, plan.device):
         return "the arrays are not on a GPU"
@@ -74,7 +75,7 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "a query may see keys with gaps between them"
     if plan.has_bias and (plan.library == "jax" or (plan.facts and plan.facts.is_bias_differentiated)):
         return "it does not compute the gradient of a bias, for which JAX may ask"
-    if plan.dtype not in (xp.float32, xp.float16, getattr(xp, "bfloat16", None)):
+    if plan.dtype not in dtypes:
         return "it has no float64"
     width = max(plan.head_dim, plan.n_values or 0)
     if not 0 < plan.head_dim <= _MAX_WIDTH or plan.n_values == 0 or width > _MAX_WIDTH:
@@ -106,26 +107,33 @@ def _is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.cache
 def _kind(xp: Any, device: Any) -> str:
-    """Which GPU a device is: "nvidia", "hopper" or "amd"."""
+    """Which GPU a device is: "nvidia", "hopper", "amd" or "old"."""
     if _is_interpreted():
         return "nvidia"
     if is_torch(xp):
-        if xp.version.hip is not None:
-            return "amd"
-        major, minor = xp.cuda.get_device_capability(device)
-        capability = 10 * major + minor
-    elif is_jax(xp):
+        return _kind_on_torch(xp, device)
+    if is_jax(xp):
         import jax
 
         device = jax.devices()[0]
         if "rocm" in device.client.platform_version.lower():
             return "amd"
-        capability = int(str(device.compute_capability).replace(".", ""))
-    else:
-        capability = int(device.compute_capability)
-    return {90: "hopper"}.get(capability, "nvidia" if capability >= _LEAST_CAPABILITY else "old")
+    return _kind_of_capability(int(str(device.compute_capability).replace(".", "")))
+
+
+@functools.cache  # PyTorch takes microseconds to ask for the capability
+def _kind_on_torch(xp: Any, device: Any) -> str:
+    if xp.version.hip is not None:
+        return "amd"
+    major, minor = xp.cuda.get_device_capability(device)
+    return _kind_of_capability(10 * major + minor)
+
+
+def _kind_of_capability(capability: int) -> str:
+    if capability == 90:
+        return "hopper"
+    return "nvidia" if capability >= _LEAST_CAPABILITY else "old"
 
 
 class Setting(NamedTuple):
@@ -666,7 +674,8 @@ def _launch(
             kernel, sequences * -(-length // size), [*inputs, *others], outputs,
             {name: all_numbers[name] for name in names if name in all_numbers},
             {name: all_constants[name] for name in names if name in all_constants},
-            sizes.warps, sizes.stages,
+            # Tiles of a bias take shared memory too.
+            sizes.warps, sizes.stages if blocks.bias is None else min(sizes.stages, 2),
         ),
     )  # fmt: skip
 
@@ -746,27 +755,37 @@ def _on_jax(setting: Setting, others: Others) -> Any:
     return lambda arrays: attend(arrays, mask_arrays)
 
 
-@functools.cache
+# What `self_test_failure` has found, by library, device and dtype. Devices of CuPy have no hash.
+_failures: dict[tuple[str, str, str], str | None] = {}
+
+
 def self_test_failure(xp: Any, device: Any, dtype: Any) -> str | None:
     """The reason why the kernels cannot be trusted on a device, or None.
 
     Their results and gradients for a small input are compared with those of NumPy in float64 and of
     `isentropic._attention.tile`. This takes place once in a process.
     """
+    facts = (xp.__name__, str(device), str(dtype))
+    if facts in _failures:
+        return _failures[facts]
+    why = None
     if _kind(xp, device) == "old":
-        return "the GPU is older than the kernels: they need one of compute capability 8.0 or more"
-    try:
-        with _concrete(xp):
-            error = _self_test_error(xp, device, dtype)
-        is_right = error < max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
-        why = None if is_right else f"their results are off by {error:.1e}"
-    except Exception as error:
-        if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
-            raise
-        why = f"Triton cannot run them: {type(error).__name__}: {error}"
-    if why is not None:
-        why = f"a self-test of the kernels failed on this device: {why}"
-        warnings.warn(f"The Triton kernels are not used, as {why}", stacklevel=2)
+        why = "the GPU is too old for the kernels: they need one of compute capability 8.0 or more"
+    else:
+        try:
+            with _concrete(xp):
+                error = _self_test_error(xp, device, dtype)
+            bound = max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
+            if not error < bound:
+                why = f"their results are off by {error:.1e}"
+        except Exception as error:
+            if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
+                raise
+            why = f"Triton cannot run them: {type(error).__name__}: {error}"
+        if why is not None:
+            why = f"a self-test of the kernels failed on this device: {why}"
+            warnings.warn(f"The Triton kernels are not used, as {why}", stacklevel=2)
+    _failures[facts] = why
     return why
 
 
