@@ -200,6 +200,42 @@ class TestAgainstGeneric:
         for expected, got in zip(*found, strict=True):
             np.testing.assert_allclose(backend.numpy(got), backend.numpy(expected), atol=1e-4)
 
+    def test_inside_torch_compile(self, backend, kernel, monkeypatch):
+        if backend.library != "torch":
+            pytest.skip("JAX traces the kernels themselves")
+        import torch
+
+        from isentropic._attention import torch_operator
+
+        calls = []
+        monkeypatch.setattr(
+            torch_operator.Call, "uses_triton", lambda self, plan: calls.append(self.order) or True
+        )
+        draws = draw(np.random.default_rng(0), n_queries=9, n_keys=9)
+        slope = torch.tensor([0.4, 0.9])
+        options = {"mask": masks.window(3) & masks.padding(7), "softcap": 4.0}
+
+        def results(q, k, v, slope, implementation=None):
+            given = options | {"law": laws.AffineLog(slope, 0.5), "implementation": implementation}
+            state = it.attention_state(q, k, v, **given)
+            out = it.attention(q, k, v, **given)
+            return (out, state.output(), state.entropy(), state.maximum.clamp(-9)), sum(
+                x.sin().sum() for x in (out, state.output(), state.entropy(), state.maximum.clamp(-9))
+            )
+
+        found = []
+        for function in (
+            lambda *arrays: results(*arrays, implementation="generic"),
+            torch.compile(results, backend="aot_eager", fullgraph=True),
+        ):
+            arrays = [backend.array(x, "float32").requires_grad_() for x in draws]
+            arrays.append(slope.clone().requires_grad_())
+            values, loss = function(*arrays)
+            found.append([*values, *torch.autograd.grad(loss, arrays)])
+        assert {1.0, None} <= set(calls)
+        for expected, got in zip(*found, strict=True):
+            np.testing.assert_allclose(backend.numpy(got), backend.numpy(expected), atol=2e-5)
+
     def test_batched_gradients(self, backend, kernel, rng):
         if backend.library != "torch":
             pytest.skip("belongs to autograd")
@@ -426,6 +462,15 @@ class TestSelfTest:
         assert triton._self_test_error(backend.xp, backend.device, x.dtype) < error
         triton._failures.clear()
         assert triton.self_test_failure(backend.xp, backend.device, x.dtype) is None
+        if backend.library == "jax":
+            import jax
+
+            def traced(x):
+                triton._failures.clear()
+                assert triton.self_test_failure(backend.xp, None, x.dtype) is None
+                return x
+
+            jax.jit(jax.vmap(traced))(x)
 
     @pytest.mark.parametrize(
         ("change", "why"), [(lambda x: x + 1, "off by"), (lambda x: x.missing, "AttributeError")]
