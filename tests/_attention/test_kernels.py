@@ -128,6 +128,26 @@ class TestAgainstGeneric:
         expected = exact(backend, arrays, slope, **options)
         assert_same(outcomes(backend, kernel, arrays, slope, **options), expected, 1e-5)
 
+    @pytest.mark.parametrize("seed", range(4))
+    def test_drawn_calls(self, backend, kernel, seed):
+        rng = np.random.default_rng(seed)
+        groups, heads_of_group = rng.integers(1, 4, 2)
+        n_queries, n_keys = rng.integers(1, 90, 2)
+        width, n_values = rng.integers(1, 40, 2)
+        shapes = ((groups * heads_of_group, n_queries, width), (groups, n_keys, width))
+        arrays = [rng.normal(size=s).astype("float32") for s in (*shapes, (groups, n_keys, n_values))]
+        mask = [None, masks.causal(), masks.window(int(rng.integers(30)), int(rng.integers(30)))][
+            seed % 3
+        ]
+        if rng.random() < 0.5:
+            lengths = rng.integers(0, n_keys + 1, groups * heads_of_group)
+            padding = masks.padding(backend.array(lengths), side="left" if seed % 2 else "right")
+            mask = padding if mask is None else mask & padding
+        options = {"mask": mask, "enable_gqa": True, "softcap": [None, 3.0][seed % 2]}
+        slope = rng.normal(size=groups * heads_of_group).astype("float32")
+        expected = exact(backend, arrays, slope, **options)
+        assert_same(outcomes(backend, kernel, arrays, slope, **options), expected, 1e-5)
+
     def test_half_precision(self, backend, kernel, rng):
         if not backend.float64:
             pytest.skip("the reference is computed in float64")
