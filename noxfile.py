@@ -142,7 +142,8 @@ def kernels(session: nox.Session) -> None:
     # The part of JAX for GPUs that knows kernels of Triton, without the libraries that run them.
     session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "jax-plugin"))
     session.run(
-        "pytest", "--backend=torch", "tests/_attention/test_triton_compiler.py", *session.posargs,
+        "pytest", "--backend=torch", "tests/_attention/test_triton_compiler.py",
+        "tests/jl/test_triton_hadamard.py", *session.posargs,
         env={"ISENTROPIC_ALL_KERNELS": "1"},
     )  # fmt: skip
 
@@ -284,11 +285,12 @@ def examples(session: nox.Session) -> None:
     """
     install(session, "test", "bench", "dask", "flax", "transformers")
     pages = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/how-to", "docs/explanation")
-    kernels = (
-        "--ignore=src/isentropic/_attention/triton_kernels.py"  # the only module that needs Triton
+    kernels = (  # the only modules that need Triton
+        "--ignore=src/isentropic/_attention/triton_kernels.py",
+        "--ignore=src/isentropic/jl/_triton_hadamard.py",
     )
     session.run(
-        "pytest", "-n", "2", "--doctest-modules", "src", kernels, "--ignore=src/isentropic/_mlx.py",
+        "pytest", "-n", "2", "--doctest-modules", "src", *kernels, "--ignore=src/isentropic/_mlx.py",
         "--doctest-glob=*.md", *pages, "tests/test_benchmarks.py",
     )  # fmt: skip
 

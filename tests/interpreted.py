@@ -6,7 +6,7 @@ import numpy as np
 
 # The interpreter replaces functions of Triton while it runs, and XLA may run two callbacks at a time.
 LOCK = threading.Lock()
-TYPES = {"float16": "fp16", "float32": "fp32", "int32": "i32"}
+TYPES = {"float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
 
 
 class _Pointer:

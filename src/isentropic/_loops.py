@@ -9,7 +9,9 @@ that one graph serves all lengths.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -439,22 +441,58 @@ def is_readable(xp: ModuleType, x: Any) -> bool:
     if is_numpy(xp):
         return True
     if is_torch(xp):
-        import torch
+        return is_plain(xp, x) and x.device.type == "cpu"
+    return is_jax(xp) and is_plain(xp, x) and _is_on_one(x, "cpu")
 
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
-            return False
-        if torch._C._functorch.is_legacy_batchedtensor(x):  # batched gradients of torch.autograd
-            return False
-        if torch._C._len_torch_dispatch_stack():  # a mode of tracing, fake tensors, or counting
-            return False
-        return x.device.type == "cpu" and not is_transformed(xp, x)
+
+def is_plain(xp: ModuleType, *arrays: Any) -> bool:
+    """Whether arrays are the library's own, with values, and nothing traces or transforms them."""
+    if not is_torch(xp):
+        return not _is_traced(xp, arrays)
+    import torch
+
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False  # a mode is one of tracing, fake tensors, or counting
+    if not all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays):
+        return False
+    if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in arrays):
+        return False  # batched gradients of torch.autograd
+    return not (_within_transformation(torch) and any(is_transformed(xp, x) for x in arrays))
+
+
+def _is_on_one(x: Any, platform: str) -> bool:
+    """Whether a JAX array is on a single device, of this platform."""
+    return len(x.devices()) == 1 and next(iter(x.devices())).platform == platform
+
+
+def runs_kernels(xp: ModuleType, x: Any) -> bool:
+    """Whether Triton kernels can be launched for `x`: it is on a GPU, and Triton is installed.
+
+    JAX cannot divide such a call between devices.
+    """
+    if is_torch(xp):
+        return x.device.type == "cuda" and _is_installed("triton") and is_plain(xp, x)
     if is_jax(xp):
         import jax
 
-        if isinstance(x, jax.core.Tracer):
+        if jax.default_backend() != "gpu" or not _is_installed("jax_triton"):
             return False
-        return len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu"
-    return False
+        return jax.device_count() == 1 if _is_traced(xp, x) else _is_on_one(x, "gpu")
+    return is_cupy(xp) and _is_installed("triton")
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def outside_of_traces(xp: ModuleType) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX computes operations on concrete arrays at once, also within a trace."""
+    if is_jax(xp):
+        import jax
+
+        return jax.ensure_compile_time_eval()
+    return contextlib.nullcontext()
 
 
 def is_known_true(xp: ModuleType, condition: Any) -> bool:

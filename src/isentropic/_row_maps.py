@@ -3,33 +3,62 @@
 PyTorch computes small products slowly on a CPU. So NumPy applies the maps to its tensors, in their own
 memory, and their gradient is the adjoint map. Eager operations of JAX on a CPU are slow too: adding 1
 takes as long as five copies. So NumPy also applies the maps to JAX arrays outside of transformations.
+
+On GPUs a Triton kernel computes those maps that have a program for it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from isentropic._loops import is_differentiable, is_readable, jax_array, map_rows
+from isentropic._loops import (
+    is_differentiable,
+    is_differentiated,
+    is_plain,
+    is_readable,
+    jax_array,
+    map_rows,
+    runs_kernels,
+)
 from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
     is_jax,
+    is_symbolic,
     is_torch,
     leaves_of,
     namespace,
 )
 
+_KERNEL_DTYPES = ("float32", "float16", "bfloat16")
+
 # ``function(rows, out)`` maps each row of a matrix. With NumPy it may write into `out`; see `map_rows`.
 RowFunction = Callable[[Array, Any], Array]
 # ``make(xp, arrays, dtype, device)`` returns such a function for matrices of this dtype.
 MakeRowFunction = Callable[[ModuleType, Any, Any, Any], RowFunction]
+
+
+class Program(Protocol):
+    """A map that a kernel computes for arrays on a GPU. It has no arrays, and is hashable."""
+
+    @property
+    def adjoint(self) -> Program: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def run(self, xp: ModuleType, x: Array, arrays: Sequence[Array]) -> Array: ...
+
+
+# ``make(xp, arrays, n_rows, device)`` returns a program and its arrays; None if no kernel has the map.
+MakeProgram = Callable[[ModuleType, Any, int, Any], tuple[Program, Sequence[Array]] | None]
 
 
 class LinearMap(NamedTuple):
@@ -40,10 +69,17 @@ class LinearMap(NamedTuple):
     widths: tuple[int, int]  # the sizes of a row that the two functions return
     # The number of intermediates of a row; None if the map is a single product of matrices.
     row_size: int | None
-    arrays: tuple[Any, ...] = ()  # all arrays that the two functions use, in nested tuples
+    arrays: tuple[Any, ...] = ()  # all arrays that the functions use, in nested tuples
+    program: MakeProgram | None = None  # of the map, or of its adjoint
+    is_adjoint: bool = False
 
     def adjoint(self) -> LinearMap:
-        return self._replace(rows=self.adjoint_rows, adjoint_rows=self.rows, widths=self.widths[::-1])
+        return self._replace(
+            rows=self.adjoint_rows,
+            adjoint_rows=self.rows,
+            widths=self.widths[::-1],
+            is_adjoint=not self.is_adjoint,
+        )
 
 
 def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) -> Array:
@@ -52,10 +88,12 @@ def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) 
     The caller may give NumPy an array for the result.
     """
     dtype = accumulator(xp, x.dtype)
+    if (kernel := _kernel(xp, linear, x)) is not None:
+        return _through_kernel(xp, linear, x, *kernel)
     if _is_for_numpy(xp, linear, x):
         wide: Any = xp.astype(x, dtype, copy=False)
         if is_torch(xp):
-            y = _through_numpy().apply(wide, linear, *leaves_of(linear.arrays))
+            y = _custom().apply(wide, linear, _in_torch, *leaves_of(linear.arrays))
         else:
             y = _through_numpy_in_jax(linear, wide)
         return xp.astype(y, x.dtype, copy=False)
@@ -109,16 +147,23 @@ def in_host_memory(xp: Any, x: Any) -> Any:
     return np.asarray(x)
 
 
-@functools.cache
-def _through_numpy() -> Any:
+def _in_torch(linear: LinearMap, x: Any) -> Any:
     import torch
 
-    class ThroughNumpy(torch.autograd.Function):  # type: ignore[misc]
+    return torch.from_numpy(_in_numpy(linear, x))
+
+
+@functools.cache
+def _custom() -> Any:
+    """A node for PyTorch's gradients: ``compute(linear, x)``, whose gradient is the adjoint map."""
+    import torch
+
+    class Custom(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, x: Any, linear: LinearMap, *leaves: Any) -> Any:
+        def forward(ctx: Any, x: Any, linear: LinearMap, compute: Any, *leaves: Any) -> Any:
             ctx.linear = linear
             ctx.save_for_backward(*leaves)
-            return torch.from_numpy(_in_numpy(linear, x))
+            return compute(linear, x)
 
         @staticmethod
         def backward(ctx: Any, upstream: Any) -> Any:
@@ -126,6 +171,80 @@ def _through_numpy() -> Any:
 
             # Reading them raises PyTorch's error if one of them was modified in place.
             leaves = ctx.saved_tensors
-            return apply_to_rows(xp, ctx.linear.adjoint(), upstream), *[None] * (1 + len(leaves))
+            return apply_to_rows(xp, ctx.linear.adjoint(), upstream), *[None] * (2 + len(leaves))
 
-    return ThroughNumpy
+    return Custom
+
+
+def _kernel(xp: Any, linear: LinearMap, x: Array) -> tuple[Program, Sequence[Array]] | None:
+    """The program of the map and its arrays, if a kernel computes the map."""
+    if linear.program is None or not runs_kernels(xp, x):
+        return None
+    if any(map(is_symbolic, x.shape)) or 0 in x.shape:
+        return None
+    if str(x.dtype).removeprefix("torch.") not in _KERNEL_DTYPES:
+        return None
+    leaves = tuple(leaves_of(linear.arrays))
+    if not is_plain(xp, *leaves) or is_differentiable(xp, *leaves):
+        return None
+    made = linear.program(xp, linear.arrays, x.shape[0], common_device(x=x))
+    if made is None or not linear.is_adjoint:
+        return made
+    program, arrays = made
+    return program.adjoint, arrays
+
+
+def _through_kernel(
+    xp: Any, linear: LinearMap, x: Any, program: Program, arrays: Sequence[Array]
+) -> Array:
+    if is_differentiated(xp, x):
+        leaves = leaves_of(linear.arrays)
+        return _custom().apply(x, linear, lambda _, x: program.run(xp, x, arrays), *leaves)
+    if is_jax(xp):
+        return _primitive().bind(x, *arrays, program=program)
+    return program.run(xp, x, arrays)
+
+
+@functools.cache
+def _primitive() -> Any:
+    """A primitive of JAX for programs: linear in its first argument, and without derivatives in others.
+
+    Calls of Triton have neither derivatives nor batches in JAX.
+    """
+    import jax
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    kernel_rows = Primitive("isentropic_kernel_rows")
+
+    def run(x: Any, *arrays: Any, program: Any) -> Any:
+        return program.run(jax.numpy, x, arrays)
+
+    @kernel_rows.def_abstract_eval
+    def abstract(x: Any, *arrays: Any, program: Any) -> Any:
+        return jax.core.ShapedArray((x.shape[0], program.width), x.dtype)
+
+    def derivative(primals: Any, tangents: Any, **parameters: Any) -> Any:
+        y = kernel_rows.bind(*primals, **parameters)
+        if type(tangents[0]) is ad.Zero:
+            return y, ad.Zero.from_primal_value(y)
+        return y, kernel_rows.bind(tangents[0], *primals[1:], **parameters)
+
+    def transpose(upstream: Any, x: Any, *arrays: Any, program: Any) -> Any:
+        if type(upstream) is ad.Zero:
+            return [ad.Zero(x.aval), *[None] * len(arrays)]
+        grad = kernel_rows.bind(upstream, *arrays, program=program.adjoint)
+        return [grad, *[None] * len(arrays)]
+
+    def batch(args: Any, axes: Any, *, program: Any) -> Any:
+        x, *arrays = args
+        x = jax.numpy.moveaxis(x, axes[0], 0)
+        y = kernel_rows.bind(x.reshape(-1, x.shape[-1]), *arrays, program=program)
+        return y.reshape(*x.shape[:2], -1), 0
+
+    kernel_rows.def_impl(run)
+    mlir.register_lowering(kernel_rows, mlir.lower_fun(run, multiple_results=False))
+    ad.primitive_jvps[kernel_rows] = derivative
+    ad.primitive_transposes[kernel_rows] = transpose
+    batching.primitive_batchers[kernel_rows] = batch
+    return kernel_rows

@@ -17,6 +17,7 @@ from isentropic._numerics import quietly
 # Triton's name of each type of numbers.
 _TYPES = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int8": "i8",
+    "int64": "i64",
 }  # fmt: skip
 # The alignment in bytes, and the divisor of strides, that let Triton copy several numbers at once.
 _ALIGNMENT = 16

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
-from isentropic._loops import is_gpu, map_chunks
+from isentropic._loops import is_gpu, map_chunks, outside_of_traces
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace
 from isentropic._numerics import matmul_precision, product, quietly, row_products
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 from isentropic._threads import copies_small_operands
+from isentropic.jl._rounds import INPUT, OUTPUT, Factor, Program, Round, slots_of
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
 # all their orders. For n ≥ 17 the least order that is at least n is at most 18 % above n.
@@ -70,7 +72,8 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     Notes
     -----
     ``H_1 = [1]`` and ``H_2n = [[H_n, H_n], [H_n, −H_n]]``. The matrix is applied as a Kronecker product
-    of small factors, with one pass over the data for each factor.
+    of small factors, with one pass over the data for each factor. On GPUs with Triton, one pass
+    applies all factors, or two for n > 16384.
 
     Examples
     --------
@@ -100,7 +103,9 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     # Sylvester's matrix is symmetric, so the transform is its own adjoint.
     transform = functools.partial(_sylvester_rows, (1, n.bit_length() - 1), scale, trail)
     width = n * trail
-    linear = LinearMap(transform, transform, (width, width), width if n > _MAX_DENSE else None)
+    row_size = width if n > _MAX_DENSE else None
+    program = functools.partial(_sylvester_program, n, scale, trail)
+    linear = LinearMap(transform, transform, (width, width), row_size, program=program)
     return xp.reshape(apply_to_rows(xp, linear, xp.reshape(x, (lead, width))), x.shape)
 
 
@@ -109,6 +114,13 @@ def _sylvester_rows(
 ) -> RowFunction:
     factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=device)
     return lambda rows, out: apply_kronecker(xp, factors, rows, trail, out)
+
+
+def _sylvester_program(
+    n: int, scale: float, trail: int, xp: ModuleType, arrays: Any, n_rows: int, device: Any
+) -> tuple[Program, tuple[Array, ...]] | None:
+    program = Program((Round(((n, None),), scale, (n, n), (n, n)),), 1, trail)
+    return (program, ()) if n > 1 and has_kernel(xp, program, n_rows, device) else None
 
 
 def hadamard_order(n: int) -> Order:
@@ -202,6 +214,64 @@ def doublings_to_sample(xp: ModuleType, order: Order, count: int) -> int | None:
     free = doublings - (0 if base == 1 else _doublings_of_paley(order))
     last = min(most, free, (size // max(count, 1)).bit_length() - 1)
     return last if last >= least else None
+
+
+def kernel_factors(
+    xp: ModuleType, order: Order, device: Any
+) -> tuple[tuple[Factor, ...], tuple[Array, ...]]:
+    """The factors of a Hadamard matrix with entries ±1 for the kernel, and those that have an array."""
+    base, doublings = order
+    if base == 1:
+        return ((1 << doublings, None),), ()
+    is_small = base << doublings <= _MAX_DENSE
+    first = doublings if is_small else _doublings_of_paley(order)
+    factors: list[Factor] = [(1 << first, None), (base, 0), (1 << doublings - first, None)]
+    matrix = _matrix if is_jax(xp) else _kept_matrix  # JAX may be tracing
+    return tuple([factor for factor in factors if factor[0] > 1]), (
+        matrix(xp, (base, 0), xp.float32, device),
+    )
+
+
+def has_kernel(xp: ModuleType, program: Program, n_rows: int, device: Any) -> bool:
+    """Whether the kernel computes a program for a matrix on a GPU."""
+    return program.supports(n_rows) and _kernel_is_correct(xp, device)
+
+
+@functools.cache
+def _kernel_is_correct(xp: ModuleType, device: Any) -> bool:
+    """Whether the kernel compiles for a device, and computes a small map there as the other code does.
+
+    A warning tells if it does not.
+    """
+    order: Order = (12, 4)
+    with outside_of_traces(xp):
+        x = xp.reshape(xp.sin(xp.arange(5 * 192, dtype=xp.float32, device=device)), (5, 192))
+        rows = xp.arange(1, 192, 3, dtype=xp.int32, device=device)
+        signs = 1 - 2 * (xp.arange(192, dtype=xp.float32, device=device) % 2)
+        dense = hadamard_factors(xp, order, scale=0.5, dtype=xp.float32, device=device)
+        expected = xp.take(apply_kronecker(xp, dense, x * signs[None, :], 1), rows, axis=1)
+        try:
+            factors, arrays = kernel_factors(xp, order, device)
+            part = Round(factors, 0.5, (192, 192), (192, 64), 1, INPUT, 2, OUTPUT)
+            arrays = (*arrays, signs, slots_of(xp, rows, 192))
+            y = Program((part,), 1, 1).run(xp, x, arrays)
+            why = "" if bool(xp.all(xp.abs(y - expected) < 1e-4)) else "its result is wrong"
+        except Exception as error:  # Triton needs a compiler for C, and may not know the GPU
+            if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
+                raise
+            why = f"{type(error).__name__}: {error}"
+    if why:
+        warnings.warn(
+            f"The Triton kernel of Hadamard matrices does not run on the device {device}, so that "
+            f"their products take several passes over the data. The reason: {why}",
+            stacklevel=2,
+        )
+    return not why
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_matrix(xp: ModuleType, order: Order, dtype: Any, device: Any) -> Array:
+    return _matrix(xp, order, dtype, device)
 
 
 def apply_kronecker(

@@ -42,8 +42,13 @@ from isentropic.jl._hadamard import (
     doublings_to_sample,
     hadamard_factors,
     hadamard_order,
+    has_kernel,
+    kernel_factors,
     sample_kronecker,
 )
+from isentropic.jl._rounds import INPUT, OUTPUT, Program, Round, slots_of
+
+KernelProgram = tuple[Program, tuple[Array, ...]]  # with its arrays
 
 
 @equal_by_value
@@ -264,11 +269,16 @@ class HadamardProjection(NamedTuple):
     def _row_size(self, trail: int) -> int:
         return self._size * trail
 
+    @property
+    def _scale(self) -> float:
+        """The scale of the Hadamard matrix of one round."""
+        # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
+        size = self._size
+        return size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
+
     def _factors(self, xp: ModuleType, dtype: Any, device: Any, last: int | None = None) -> list[Array]:
         """The Kronecker factors of the scaled Hadamard matrix of one round; see `hadamard_factors`."""
-        size = self._size
-        # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
-        scale = size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
+        scale = self._scale
         return hadamard_factors(xp, self._order, scale=scale, dtype=dtype, device=device, last=last)
 
     def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
@@ -309,10 +319,32 @@ class HadamardProjection(NamedTuple):
             for i, signs in reversed(list(enumerate(all_signs))):
                 z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
                 z = xp.reshape(z, (lead, size, trail))
-                z = (z if i else z[:, :d, :]) * signs
+                z = (z if i or d == size else z[:, :d, :]) * signs
             return xp.reshape(z, (lead, d * trail))
 
         return mix
+
+    def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
+        d, k, size, last = self.n_features, self.n_components, self._size, len(self.signs) - 1
+        factors, matrices = kernel_factors(xp, self._order, device)
+        rounds = [
+            Round(
+                factors,
+                self._scale,
+                widths=(size if i else d, size),
+                entries=(size if i else d, size if i < last else k),
+                signs=len(matrices) + i,
+                signs_at=INPUT,
+                slots=len(matrices) + last + 1,
+                slots_at=0 if i < last else OUTPUT,
+            )
+            for i in range(last + 1)
+        ]
+        program = Program(tuple(rounds), 1, trail)
+        if not has_kernel(xp, program, n_rows, device):
+            return None
+        all_signs = [xp.astype(signs, xp.float32, copy=False) for signs in self.signs]
+        return program, (*matrices, *all_signs, slots_of(xp, self.rows, size))
 
 
 @equal_by_value
@@ -584,7 +616,8 @@ class Rotation(NamedTuple):
             for signs in all_signs:
                 z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
                 z = xp.reshape(z, (lead * n_blocks, size, trail))
-                head = xp.reshape(z[:, :order, :], (lead * n_blocks, order * trail))
+                head = z if order == size else z[:, :order, :]
+                head = xp.reshape(head, (lead * n_blocks, order * trail))
                 head = apply_kronecker(xp, factors, head, trail)
                 head = xp.reshape(head, (lead * n_blocks, order, trail))
                 # What is left out moves to the front, where the next round takes it.
@@ -592,6 +625,18 @@ class Rotation(NamedTuple):
             return xp.reshape(block, (lead, n_blocks * size * trail))
 
         return rotate
+
+    def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
+        n_blocks, size = self.signs[0].shape
+        if self._order != size or len(self.signs) > 1 or not self.factors:
+            return None
+        orders = tuple([(factor.shape[0], i) for i, factor in enumerate(self.factors)])
+        part = Round(orders, 1.0, (size, size), (size, size), len(orders), INPUT)
+        program = Program((part,), n_blocks, trail)
+        if not has_kernel(xp, program, n_rows, device):
+            return None
+        arrays = (*self.factors, self.signs[0])
+        return program, tuple([xp.astype(x, xp.float32, copy=False) for x in arrays])
 
     def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
         factors = [xp.astype(xp.permute_dims(f, (1, 0)), dtype, copy=False) for f in self.factors]
@@ -606,7 +651,8 @@ class Rotation(NamedTuple):
             lead = block.shape[0]
             for signs in reversed(all_signs):
                 z = xp.reshape(block, (lead * n_blocks, size, trail))
-                head = xp.reshape(z[:, rest:, :], (lead * n_blocks, order * trail))
+                head = z[:, rest:, :] if rest else z  # autograd cannot batch slices of all
+                head = xp.reshape(head, (lead * n_blocks, order * trail))
                 head = apply_kronecker(xp, factors, head, trail)
                 head = xp.reshape(head, (lead * n_blocks, order, trail))
                 z = head if order == size else _concat(xp, head, z[:, :rest, :])
@@ -661,8 +707,12 @@ def _linear_map(projection: Projection, trail: int) -> LinearMap:
     def adjoint_rows(xp: ModuleType, projection: Any, dtype: Any, device: Any) -> RowFunction:
         return projection._adjoint_rows(xp, dtype, device, trail)
 
+    def program(xp: ModuleType, projection: Any, n_rows: int, device: Any) -> KernelProgram | None:
+        return projection._program(xp, n_rows, device, trail)
+
     widths = (projection.n_components * trail, projection.n_features * trail)
-    return LinearMap(rows, adjoint_rows, widths, projection._row_size(trail), projection)
+    make = program if hasattr(projection, "_program") else None
+    return LinearMap(rows, adjoint_rows, widths, projection._row_size(trail), projection, make)
 
 
 def _checked_namespace(projection: Projection) -> ModuleType:
