@@ -10,17 +10,17 @@ The signatures are those of launches that the package makes, which are recorded 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 import array_api_compat.torch as torch
+import gpu_stub
+import numpy as np
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -136,71 +136,23 @@ def compile_one(name):
     return measured(launches(dtype, int(width), kind, parts)[kernel][1], architecture)
 
 
-class Stub:
-    """What `launch_on_cupy` needs of CuPy, for a GPU of an architecture. It notes the launch."""
-
-    float32 = torch.float32
-
-    def __init__(self, architecture):
-        self.capability, self.launches = architecture.removeprefix("sm_"), []
-        self.cuda = self
-
-    def Device(self, device):  # noqa: N802
-        return types.SimpleNamespace(compute_capability=self.capability)
-
-    def empty(self, shape, dtype):
-        return StubArray(shape, dtype)
-
-    def RawModule(self, path):  # noqa: N802
-        assert Path(path).read_bytes()[1:4] == b"ELF"
-        return self
-
-    def get_function(self, name):
-        return StubFunction(name, self.launches)
-
-
-class StubArray:
-    """An array of CuPy."""
-
-    def __init__(self, shape, dtype):
-        self.shape, self.dtype = tuple(shape), dtype
-        self.data = types.SimpleNamespace(ptr=2**20)
-        self.device = contextlib.nullcontext()
-        self.device.id = 0
-
-
-class StubFunction:
-    """A function of a module of CuPy."""
-
-    max_dynamic_shared_size_bytes = 0
-
-    def __init__(self, name, launches):
-        self.name, self.launches = name, launches
-
-    def __call__(self, grid, block, arguments, shared_mem):
-        assert shared_mem <= max(48 * 1024, self.max_dynamic_shared_size_bytes)
-        self.launches.append((self, grid, block, arguments, shared_mem))
-
-
 def launched_on_cupy(name):
-    """What CuPy would pass to a kernel, beside the parameters of its machine code."""
+    """How often a launch by CuPy calls the kernel: once, after `gpu_stub` has checked its arguments."""
     kernel, dtype, width, architecture, *parts = name.split("-")
-    stub = sys.modules["cupy"] = Stub(architecture)
+    gpu_stub.install()
+    gpu_stub.Device.compute_capability = architecture.removeprefix("sm_")
+    gpu_stub.LAUNCHES.clear()
     parts = frozenset((parts[0] if parts else USUAL).split("+"))
-    call, signature = launches(dtype, int(width), "nvidia", parts)[kernel]
-    arrays = [StubArray(x.shape, x.dtype) for x in call.inputs]
-    code = compiled(signature, target_of(architecture))
-    _triton_launch.launch_on_cupy(call._replace(inputs=arrays))
-    ((function, grid, block, arguments, shared),) = stub.launches
-    types_of = {"StubArray": "u64", "int32": "u32", "float32": "f32", "uint64": "u64"}
-    given = [types_of[type(x).__name__] for x in arguments]
-    entry = code.asm["ptx"].partition(".entry")[2].partition("{")[0]
-    expected = re.findall(r"\.param \.(\w+)", entry)
-    return {
-        "given": given, "expected": expected, "function": [function.name, code.metadata.name],
-        "grid": [grid[0], call.grid], "threads": [block[0], 32 * code.metadata.num_warps],
-        "shared": [shared, code.metadata.shared], "scratch": code.metadata.global_scratch_size,
-    }  # fmt: skip
+    call, _ = launches(dtype, int(width), "nvidia", parts)[kernel]
+    inputs, outputs = (
+        [np.zeros(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in arrays]
+        for arrays in (call.inputs, call.outputs)
+    )
+    outputs = [_triton_launch.Output(x.shape, x.dtype) for x in outputs]
+    _triton_launch.launch_on_cupy(
+        call._replace(inputs=list(map(gpu_stub.array, inputs)), outputs=outputs)
+    )
+    return {"launches": [[name, grid == call.grid] for name, grid, _ in gpu_stub.LAUNCHES]}
 
 
 # The kernels of the table in docs/performance.md.
