@@ -8,7 +8,8 @@ import json
 import re
 from pathlib import Path
 
-DATA = Path(__file__).parent / "gpu.json"
+FOLDER = Path(__file__).parent
+DATA = FOLDER / "gpu.json"
 NAMES = {"torch": "PyTorch", "jax": "JAX", "cupy": "CuPy"}
 RESULTS = {"output": "output", "entropy": "entropy", "state": "output and entropy"}
 PEERS = {
@@ -16,16 +17,26 @@ PEERS = {
     "jax": "cuDNN's output",
     "cupy": "the plain expression of the output",
 }
+# What cards of an architecture can do at most: 10^12 operations a second in bfloat16, and 10^12 bytes.
+CARDS = {
+    "sm_80": ("A100", 312, 2.0),
+    "sm_90": ("H200", 989, 4.8),
+    "sm_100": ("B200", 2250, 8.0),
+    "gfx942": ("MI300X", 1307, 5.3),
+}
+PRODUCTS = {"attention_kernel": 2, "queries_kernel": 3, "keys_kernel": 4}
 MAPS = {"hadamard": "Hadamard transform", "rotation": "rotation", "fast_jl": "Fast JL to a quarter"}
 
 
 def gpu_report() -> str:
     records = json.loads(DATA.read_text())
-    runs = [
-        f"- {record['commit']}: {record['gpu']}; "
-        + ", ".join(f"{name} {version}" for name, version in record["libraries"].items())
-        for record in records
-    ]
+    runs = [ran(record) for record in records]
+    compiled = {line["name"].split("-")[3] for line in kernels()}
+    cards = [record["gpu"] for record in records]
+    for architecture in sorted(compiled):
+        name = CARDS[architecture][0]
+        if not any(name in card for card in cards):
+            runs.append([f"{name} ({architecture})", "–", "the kernels are compiled for it", *"–––"])
     notes = {}
     figures = [
         [*described(name), *(cell(record, name, notes) for record in records)]
@@ -39,13 +50,8 @@ def gpu_report() -> str:
         for name in in_order(records, "errors")
     ]
     commits = [record["commit"] for record in records]
-    tests = [
-        f"- {record['commit']}, {mode}: {run['passed']} passed, {len(run['failed'])} failed"
-        for record in records
-        for mode, run in record.get("tests", {}).items()
-    ]
     parts = [
-        "\n".join(["By commit:", "", *runs]),
+        table(["card", "commit", "with", "figures", "errors", "tests passed, failed"], runs),
         "Times relative to the library's own kernel, and in brackets both times in milliseconds. There "
         "are 128 heads of 128 features in bfloat16, n = 4096, and for CuPy 8 heads in float32. "
         "Gradients are forward and backward pass together. The maps take 256 MB of float32.",
@@ -54,9 +60,18 @@ def gpu_report() -> str:
         "Errors against float64, n = 1111, 3 heads of 128 features, causal: of outputs and gradients "
         "relative to their norm, of entropies the largest in nats.",
         table(["error", *commits], errors),
-        "\n".join(["Tests:", "", *tests]) if tests else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def ran(record: dict) -> list[str]:
+    """What has run on a card at a commit."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["libraries"].items())
+    counts = [str(len(record.get(part, {}))) for part in ("figures", "errors")]
+    tests = list(record.get("tests", {}).values())
+    passed, failed = sum(x["passed"] for x in tests), sum(len(x["failed"]) for x in tests)
+    outcome = f"{passed}, {failed}" if tests else "–"
+    return [record["gpu"], record["commit"], versions, *counts, outcome]
 
 
 def in_order(records: list[dict], part: str) -> list[str]:
@@ -103,20 +118,14 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-# What cards of an architecture can do at most: 10^12 operations a second in bfloat16, and 10^12 bytes.
-CARDS = {
-    "sm_80": ("A100", 312, 2.0),
-    "sm_90": ("H200", 989, 4.8),
-    "sm_100": ("B200", 2250, 8.0),
-    "gfx942": ("MI300X", 1307, 5.3),
-}
-PRODUCTS = {"attention_kernel": 2, "queries_kernel": 3, "keys_kernel": 4}
+def kernels() -> list[dict]:
+    return json.loads((FOLDER / "kernels.json").read_text())
 
 
 def kernels_report() -> str:
     """What the compiler made of each kernel, and the least time that it can take, as a table."""
     rows = []
-    for line in json.loads((DATA.parent / "kernels.json").read_text()):
+    for line in kernels():
         kernel, _, width, architecture = line["name"].split("-")
         card, operations, rate = CARDS[architecture]
         numbers = 4096 * 128 * int(width)  # of an array: 128 heads of n = 4096

@@ -65,8 +65,10 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
     if _is_interpreted():
         if plan.dtype in dtypes[2:]:
             return "the interpreter of Triton does not multiply matrices of bfloat16"
-    elif not is_gpu(xp, plan.device):
-        return "the arrays are not on a GPU"
+    elif not _is_on_gpu(plan):
+        return "the arrays are not on a GPU of NVIDIA or AMD"
+    elif _kind(xp, plan.device) == "old":
+        return "the GPU is too old: the kernels need one of compute capability 8.0 or more"
     if plan.block_size is not None:
         return "it does not support `block_size`"
     if order is not None and not (order > 0 and (order == 1 or is_far_from_1(order))):
@@ -101,6 +103,17 @@ def opt_in_reason(plan: Plan, order: float | None) -> str | None:
         if jax.device_count() > 1:
             return "XLA cannot divide it among devices: it runs only if `implementation` is 'triton'"
     return self_test_failure(plan.xp, plan.device, plan.dtype)
+
+
+def _is_on_gpu(plan: Plan) -> bool:
+    """Whether the arrays are on a GPU, and not on another accelerator."""
+    if plan.library == "torch":
+        return bool(plan.device.type == "cuda")  # as PyTorch calls GPUs of AMD, too
+    if plan.library == "jax":
+        import jax
+
+        return jax.default_backend() == "gpu"
+    return is_gpu(plan.xp, plan.device)
 
 
 def _is_interpreted() -> bool:
@@ -512,7 +525,7 @@ def finite_rows(x: Any) -> tuple[Any, Any]:
 
 def has_finite_rows(plan: Plan) -> bool:
     """Whether `finite_rows` is at hand for a call, by default."""
-    if plan.library != "torch" or plan.frame.is_compiling or not is_gpu(plan.xp, plan.device):
+    if plan.library != "torch" or plan.frame.is_compiling or not _is_on_gpu(plan):
         return False
     is_able = importlib.util.find_spec("triton") is not None and not plan.facts.is_transformed
     return is_able and opt_in_reason(plan, None) is None
@@ -769,22 +782,19 @@ def self_test_failure(xp: Any, device: Any, dtype: Any) -> str | None:
     if facts in _failures:
         return _failures[facts]
     why = None
-    if _kind(xp, device) == "old":
-        why = "the GPU is too old for the kernels: they need one of compute capability 8.0 or more"
-    else:
-        try:
-            with _concrete(xp):
-                error = _self_test_error(xp, device, dtype)
-            bound = max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
-            if not error < bound:
-                why = f"their results are off by {error:.1e}"
-        except Exception as error:
-            if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
-                raise
-            why = f"Triton cannot run them: {type(error).__name__}: {error}"
-        if why is not None:
-            why = f"a self-test of the kernels failed on this device: {why}"
-            warnings.warn(f"The Triton kernels are not used, as {why}", stacklevel=2)
+    try:
+        with _concrete(xp):
+            error = _self_test_error(xp, device, dtype)
+        bound = max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
+        if not error < bound:
+            why = f"their results are off by {error:.1e}"
+    except Exception as error:
+        if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
+            raise
+        why = f"Triton cannot run them: {type(error).__name__}: {error}"
+    if why is not None:
+        why = f"a self-test of the kernels failed on this device: {why}"
+        warnings.warn(f"The Triton kernels are not used, as {why}", stacklevel=2)
     _failures[facts] = why
     return why
 
