@@ -185,7 +185,7 @@ class TestBackends:
         x = backend.array(rng.normal(size=(16, 300, 8)), "float32")
         for values in (x, None):
             found = it.attention_backends(x, x, values, is_causal=True)
-            names = ["sdpa", "numpy_tiles", "jax_nn", "torch_tiles", "jax_tiles", "triton", "generic"]
+            names = ["sdpa", "numpy_tiles", "jax_nn", "triton", "torch_tiles", "jax_tiles", "generic"]
             assert list(found) == names
             assert list(found.values()).count("runs") == 1
             (name,) = [name for name, why in found.items() if why == "runs"]
