@@ -73,6 +73,9 @@ def launches(dtype, width, kind, parts):
         backend.repair_blocks(setting, blocks, torch.zeros_like(x))
         backend.finite_rows(x)
         return found
+    if "square" in parts:
+        backend._forward(setting, blocks, has_square=True)
+        return found
     results = backend.forward(setting, blocks)
     columns = [column] * 3 if order is not None else [None] * 3
     backend.backward(setting, blocks, results, backend.Results(results.out, *columns))

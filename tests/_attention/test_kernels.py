@@ -220,6 +220,22 @@ class TestAgainstGeneric:
         for expected, got in zip(*found, strict=True):
             np.testing.assert_allclose(backend.numpy(got), backend.numpy(expected), atol=1e-4)
 
+    @pytest.mark.parametrize("name", ["causal", "left padding", "soft cap", "bias"])
+    def test_statistics(self, backend, kernel, rng, monkeypatch, name):
+        from isentropic._attention import triton
+
+        if backend.library != "torch":
+            pytest.skip("JAX may ask for a gradient")
+        q, k, _ = (backend.array(x, "float32") for x in draw(rng))
+        sinks = backend.array(np.asarray([0.5, -math.inf]), "float32")
+        options = MASKS[name](backend.array) | {"sinks": sinks}
+        expected = it.attention_statistics(3 * q, k, **options)
+        monkeypatch.setattr(triton, "takes", lambda plan, order: True)
+        got = it.attention_statistics(3 * q, k, **options)
+        for field, x, y in zip(got._fields, got, expected, strict=True):
+            x, y = backend.numpy(x), backend.numpy(y)
+            np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5, err_msg=field)
+
     def test_inside_torch_compile(self, backend, kernel, monkeypatch):
         if backend.library != "torch":
             pytest.skip("JAX traces the kernels themselves")

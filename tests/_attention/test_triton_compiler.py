@@ -19,6 +19,7 @@ FEW = [
     "attention_kernel-float16-128-sm_90",
     "keys_kernel-float16-128-gfx942",
     "attention_kernel-bfloat16-64-sm_90-value+mask+repair",
+    "attention_kernel-bfloat16-64-sm_80-moment+mask+square",
 ]
 PRODUCTS_KERNELS = ("attention_kernel", "queries_kernel", "keys_kernel")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -41,6 +42,7 @@ ALL += [
     if kernel != "largest_kernel" or "rest" in parts
 ]
 ALL += [f"attention_kernel-float16-128-{x}-value+mask+repair" for x in ARCHITECTURES]
+ALL += [f"attention_kernel-bfloat16-128-{x}-moment+mask+square" for x in ARCHITECTURES]
 NAMES = sorted({*FEW, *ALL}) if os.environ.get("ISENTROPIC_ALL_KERNELS") else FEW
 # Launches by CuPy, of kernels with products and without.
 CUPY = ["keys_kernel-float16-64-sm_80", "attention_kernel-float32-64-sm_90-value"]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from isentropic._attention.generic import Tiles, with_sinks
 from isentropic._attention.plan import Operands, Plan, finite
 from isentropic._attention.state import AttentionState, as_rows
+from isentropic._attention.statistics import spread_with_sinks
 from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._checks import value_error
 from isentropic._entropy import entropy_of_moments
@@ -133,6 +134,17 @@ def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order
         return backend.entropy(plan, operands, order)
     state = as_rows(_state_by(backend, plan, operands, order, False))
     return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")
+
+
+def spread_of(plan: Plan, operands: Operands) -> Sums:
+    """The state in columns with the sinks and the value of `spread_of_logits`."""
+    from isentropic._attention import triton
+
+    # The kernels have no derivative of it, for which JAX may ask.
+    is_able = plan.library != "jax" and not plan.is_differentiated and plan.n_keys > 0
+    if is_able and triton.takes(plan, 1.0):
+        return spread_with_sinks(plan.xp, triton.spread(plan, operands), operands.sinks)
+    return Tiles.of(plan, operands).spread()
 
 
 def map_logits(

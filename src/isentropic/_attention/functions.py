@@ -9,7 +9,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from isentropic._attention.backends import entropy_of, output_of, reasons, state_in_rows, state_of
+from isentropic._attention.backends import (
+    entropy_of,
+    output_of,
+    reasons,
+    spread_of,
+    state_in_rows,
+    state_of,
+)
 from isentropic._attention.generic import Tiles, weights_of_logits, with_sinks
 from isentropic._attention.plan import (
     Arguments,
@@ -471,7 +478,7 @@ def attention_statistics(
     plan, operands = prepare(Arguments(
         query, key, None, mask, bias, law, n_keys, sinks, is_causal, scale, softcap, enable_gqa,
     ))  # fmt: skip
-    return statistics_of_spread(plan.xp, Tiles.of(plan, operands).spread())
+    return statistics_of_spread(plan.xp, spread_of(plan, operands))
 
 
 @_in_one_node(Array)
@@ -681,9 +688,10 @@ def attention_backends(
     - *jax_tiles*: the same tiles for JAX on a CPU, one head at a time.
     - *generic*: the pass over tiles that is the same for all libraries.
 
-    `attention_weights` and `attention_statistics` always take the generic pass. So does the second pass
-    of `attention_received` and `attention_information`. `factor_for_attention_entropy` takes the tiles
-    of NumPy for large calls in the memory of the host, and otherwise the generic pass.
+    `attention_weights` always takes the generic pass. So does the second pass of `attention_received`
+    and `attention_information`. `attention_statistics` takes it too, unless *triton* is able to compute
+    the call and it needs no gradient. `factor_for_attention_entropy` takes the tiles of NumPy for large
+    calls in the memory of the host, and otherwise the generic pass.
 
     Examples
     --------

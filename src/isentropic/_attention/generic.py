@@ -9,7 +9,11 @@ from typing import Any, cast
 
 from isentropic._attention import schedule
 from isentropic._attention.plan import Operands, Plan, finite
-from isentropic._attention.statistics import merge_spreads, spread_of_logits
+from isentropic._attention.statistics import (
+    merge_spreads,
+    spread_of_logits,
+    spread_with_sinks,
+)
 from isentropic._attention.tile import Sums, absorb, empty_state, logits, merge_columns
 from isentropic._checks import (
     plain_integer,
@@ -98,7 +102,7 @@ class Tiles(Record):
             return merge_spreads(xp, state, spread_of_logits(xp, self.logits(rows, columns)))
 
         state = self._empty(1, 1.0) if plan.n_keys == 0 else self._over_tiles(with_tile)
-        return state if sinks is None else merge_spreads(xp, state, spread_of_logits(xp, sinks))
+        return spread_with_sinks(xp, state, sinks)
 
     def map_logits(
         self, function: Callable[..., tuple[Array, Array]], column: Array

@@ -50,6 +50,11 @@ def merge_spreads(xp: ModuleType, a: Sums | None, b: Sums) -> Sums:
     return merged._replace(weighted_value=merged.weighted_value + between)
 
 
+def spread_with_sinks(xp: ModuleType, state: Sums, sinks: Any) -> Sums:
+    """The state with the logits of sinks (..., 1, 1), if there are any."""
+    return state if sinks is None else merge_spreads(xp, state, spread_of_logits(xp, sinks))
+
+
 @equal_by_value
 class AttentionStatistics(NamedTuple):
     """Statistics of the attention of each query, (..., L). See `attention_statistics`."""

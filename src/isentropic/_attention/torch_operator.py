@@ -62,8 +62,7 @@ class Call(NamedTuple):
         return plan, operands if self.factor is None else operands._replace(multiplier=self.factor)
 
     def uses_triton(self, plan: Plan) -> bool:
-        is_able = triton.unsupported_reason(plan, self.order, False) is None
-        return is_able and triton.opt_in_reason(plan, self.order) is None
+        return triton.takes(plan, self.order)
 
     def state(self, fields: Sequence[Any]) -> Sums:
         return state_of_fields(fields, self.value is not None, self.order)

@@ -26,7 +26,7 @@ from isentropic._attention.torch_facts import TRANSFORMED, is_batched
 from isentropic._entropy import INFINITE_ORDER, is_far_from_1, slope_of_moment
 from isentropic._loops import is_gpu
 from isentropic._namespace import Array, is_jax, is_symbolic, is_torch, to_numpy
-from isentropic._numerics import lift
+from isentropic._numerics import clip, divide_or_zero, lift
 from isentropic._ops import Ops
 from isentropic._triton_launch import Call, Output, launch
 
@@ -103,6 +103,11 @@ def opt_in_reason(plan: Plan, order: float | None) -> str | None:
         if jax.device_count() > 1:
             return "XLA cannot divide it among devices: it runs only if `implementation` is 'triton'"
     return self_test_failure(plan.xp, plan.device, plan.dtype)
+
+
+def takes(plan: Plan, order: float | None) -> bool:
+    """Whether the kernels compute a call that does not name them."""
+    return unsupported_reason(plan, order, False) is None and opt_in_reason(plan, order) is None
 
 
 def _is_on_gpu(plan: Plan) -> bool:
@@ -423,27 +428,50 @@ def _merging_batches(function: _Function) -> _Function:
 @_merging_batches
 def forward(setting: Setting, blocks: Blocks) -> Results:
     """The results of a call, without a derivative."""
+    out, maximum, normalizer, moment, _ = _forward(setting, blocks)
+    if not setting.has_moment:
+        moment = None if setting.order is None else normalizer
+    return Results(None if blocks.value is None else out, maximum, normalizer, moment)
+
+
+def spread(plan: Plan, operands: Operands) -> Sums:
+    """The sums of `isentropic._attention.statistics`, whose value is Σ eˣ (x − mean)².
+
+    It is the difference of two sums relative to the maximum. There the mean of x, which is the entropy
+    minus log z with its sign changed, lies between −log n and 0. So the difference loses few digits.
+    """
+    setting, arrays, others = _call_of(plan, operands, 1.0, plan.compute, False)
+    _, maximum, normalizer, moment, square = _forward(
+        setting, blocks_of(arrays, others), has_square=True
+    )
+    value = square - divide_or_zero(plan.xp, moment * moment, normalizer)
+    columns = (maximum, normalizer, clip(plan.xp, value, min=0.0), moment)
+    return Sums(*(plan.xp.reshape(x, (*plan.batch, *x.shape[-2:])) for x in columns))
+
+
+def _forward(setting: Setting, blocks: Blocks, *, has_square: bool = False) -> tuple[Any, ...]:
+    """Output, maximum, normalizer, moment and Σ eˣ x²; what is not asked for is not written."""
     from isentropic._attention.triton_kernels import attention_kernel
 
     xp, (batch, heads, n_queries, _) = setting.xp, blocks.query.shape
     column, has_moment = (batch, heads, n_queries, 1), setting.has_moment
     # Kernels need all outputs. One that they do not write has a single number.
     shape = (1,) * 4 if blocks.value is None else (*column[:3], blocks.value.shape[-1])
-    found = _launch(
+    return _launch(
         setting, attention_kernel, batch * heads, n_queries, blocks, (),
         [
             Output(shape, setting.out_dtype),
             Output(column, xp.float32),
             Output(column, xp.float32),
             Output(column if has_moment else (1,), xp.float32),
+            Output(column if has_square else (1,), xp.float32),
         ],
-        {"ORDER": setting.order if has_moment else 0.0, "IS_REPAIR": False},
+        {
+            "ORDER": setting.order if has_moment else 0.0, "HAS_SQUARE": has_square,
+            "IS_REPAIR": False,
+        },
         _numbers_of_output(_strides_of(shape)),
     )  # fmt: skip
-    out, maximum, normalizer, moment = found
-    if not has_moment:
-        moment = None if setting.order is None else normalizer
-    return Results(None if blocks.value is None else out, maximum, normalizer, moment)
 
 
 def _numbers_of_output(strides: tuple[int, ...]) -> dict[str, int]:
@@ -454,8 +482,7 @@ def can_repair(plan: Plan) -> bool:
     """Whether `repair` can be applied to an output of PyTorch's own kernel, by default."""
     width = plan.n_values or 0
     is_whole = width >= _LEAST_WIDTH and width & (width - 1) == 0  # the kernel loads no part of a row
-    is_able = is_whole and unsupported_reason(plan, None, False) is None
-    return is_able and not plan.is_differentiated and opt_in_reason(plan, None) is None
+    return is_whole and not plan.is_differentiated and takes(plan, None)
 
 
 def repair(plan: Plan, operands: Operands, out: Any) -> None:
@@ -474,8 +501,8 @@ def repair_blocks(setting: Setting, blocks: Blocks, out: Any) -> None:
     batch, heads, n_queries, _ = out.shape
     _launch(
         setting, attention_kernel, batch * heads, n_queries, blocks, (),
-        [out, *[Output((1,), setting.xp.float32)] * 3],
-        {"ORDER": 0.0, "IS_REPAIR": True},
+        [out, *[Output((1,), setting.xp.float32)] * 4],
+        {"ORDER": 0.0, "HAS_SQUARE": False, "IS_REPAIR": True},
         _numbers_of_output(_strides(out)),
     )  # fmt: skip
 

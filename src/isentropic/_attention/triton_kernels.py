@@ -25,6 +25,8 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 # Used in place of −∞: it is below every score of positive weight, and its product with the weight 0 is
 # 0, not NaN.
 LOWEST_SCORE = tl.constexpr(-1e30)
+# The same for squares of scores.
+LOWEST_ROOT = tl.constexpr(-1e15)
 
 
 class Configuration(NamedTuple):
@@ -192,10 +194,10 @@ def load_bias(BIAS, row, column, b_row, b_column, L, S, HAS_BIAS: tl.constexpr):
 @triton.jit
 def add_keys(
     q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
-    low, skipped, resumed, high, maximum, normalizer, moment, total,
+    low, skipped, resumed, high, maximum, normalizer, moment, square, total,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    COLUMNS: tl.constexpr, ALL_SEEN: tl.constexpr,
+    HAS_MASK: tl.constexpr, ORDER: tl.constexpr, HAS_SQUARE: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, COLUMNS: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
     """The sums, and those of the tiles from `low` to `skipped` and from `resumed` to `high`.
 
@@ -225,6 +227,10 @@ def add_keys(
         shrink = tl.exp2(shift)
         x = s - tl.where(highest == -float("inf"), 0.0, highest)[:, None]
         p = tl.exp2(x)
+        if HAS_SQUARE:
+            square = shrink * (square + shift * (2.0 * moment + shift * normalizer))
+            root = tl.maximum(x, LOWEST_ROOT)
+            square += tl.sum(p * root * root, 1)
         if ORDER == 1.0:
             moment = shrink * (moment + shift * normalizer)
             moment += tl.sum(p * tl.maximum(x, LOWEST_SCORE), 1)
@@ -235,7 +241,7 @@ def add_keys(
         if HAS_VALUE:
             total *= shrink[:, None]
             total = tl.dot(p.to(v.dtype), v, total, input_precision=PRECISION)
-    return maximum, normalizer, moment, total
+    return maximum, normalizer, moment, square, total
 
 
 @triton.jit
@@ -255,19 +261,21 @@ def ranges_of_keys(first, end, row, L, S, HAS_MASK: tl.constexpr, COLUMNS: tl.co
 @triton.jit
 def attention_kernel(
     Q, K, V, BIAS, FACTOR, FIRST, END,
-    OUT, MAXIMUM, NORMALIZER, MOMENT,
+    OUT, MAXIMUM, NORMALIZER, MOMENT, SQUARE,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     b_batch, b_head, b_row, b_column, f_batch, f_head, f_row, i_batch, i_head,
     o_batch, o_head, o_row,
     heads, group, L, S, scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
-    IS_REPAIR: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, HAS_SQUARE: tl.constexpr,
+    SOFTCAP: tl.constexpr, IS_REPAIR: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Output, maximum, normalizer and moment of a block of queries, in one pass over the keys.
 
-    ORDER is that of the moment, far from 1 or 1 itself; 0 if there is none. IS_REPAIR if OUT is an
-    output of another kernel, of which only blocks that are not finite are computed again.
+    ORDER is that of the moment, far from 1 or 1 itself; 0 if there is none. HAS_SQUARE if SQUARE gets
+    Σ eˣ x², for which ORDER is 1. IS_REPAIR if OUT is an output of another kernel, of which only blocks
+    that are not finite are computed again.
     """
     n_blocks = tl.cdiv(L, ROWS)
     sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -293,17 +301,20 @@ def attention_kernel(
     maximum = tl.full((ROWS,), -float("inf"), tl.float32)
     normalizer = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
+    square = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
 
-    maximum, normalizer, moment, total = add_keys(
+    maximum, normalizer, moment, square, total = add_keys(
         q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
-        low, all_low, all_high, high, maximum, normalizer, moment, total,
-        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, PRECISION, COLUMNS, False,
+        low, all_low, all_high, high, maximum, normalizer, moment, square, total,
+        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, HAS_SQUARE, SOFTCAP, PRECISION,
+        COLUMNS, False,
     )  # fmt: skip
-    maximum, normalizer, moment, total = add_keys(
+    maximum, normalizer, moment, square, total = add_keys(
         q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
-        all_low, all_low, all_low, all_high, maximum, normalizer, moment, total,
-        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, PRECISION, COLUMNS, True,
+        all_low, all_low, all_low, all_high, maximum, normalizer, moment, square, total,
+        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, HAS_SQUARE, SOFTCAP, PRECISION,
+        COLUMNS, True,
     )  # fmt: skip
 
     is_empty = normalizer == 0
@@ -324,6 +335,8 @@ def attention_kernel(
         moment *= LOG_2
     if ORDER > 0.0:
         tl.store(MOMENT + at_row, moment + nan, mask=row < L)
+    if HAS_SQUARE:
+        tl.store(SQUARE + at_row, square * (LOG_2 * LOG_2) + nan, mask=row < L)
     if HAS_VALUE:
         out = tl.where(is_empty[:, None], 0.0, out + nan[:, None])
         store_rows(OUT, out, start, o_row, L, ROWS, VALUE_WIDTH)
