@@ -471,18 +471,18 @@ def runs_kernels(xp: ModuleType, x: Any) -> bool:
     JAX cannot divide such a call between devices.
     """
     if is_torch(xp):
-        return x.device.type == "cuda" and _is_installed("triton") and is_plain(xp, x)
+        return x.device.type == "cuda" and is_installed("triton") and is_plain(xp, x)
     if is_jax(xp):
         import jax
 
-        if jax.default_backend() != "gpu" or not _is_installed("jax_triton"):
+        if jax.default_backend() != "gpu" or not is_installed("jax_triton"):
             return False
         return jax.device_count() == 1 if _is_traced(xp, x) else _is_on_one(x, "gpu")
-    return is_cupy(xp) and _is_installed("triton")
+    return is_cupy(xp) and is_installed("triton")
 
 
 @functools.cache
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
@@ -491,7 +491,10 @@ def outside_of_traces(xp: ModuleType) -> contextlib.AbstractContextManager[Any]:
     if is_jax(xp):
         import jax
 
-        return jax.ensure_compile_time_eval()
+        context = contextlib.ExitStack()
+        context.enter_context(jax.ensure_compile_time_eval())
+        context.enter_context(jax.transfer_guard("allow"))
+        return context
     return contextlib.nullcontext()
 
 

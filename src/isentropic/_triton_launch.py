@@ -1,28 +1,36 @@
 """Launch Triton kernels on arrays of PyTorch, CuPy and JAX, which share one source of the kernels.
 
 The parameters of a kernel are in the order in which `Call` has them: inputs, outputs, numbers,
-constants. A kernel writes to its outputs alone, so that the launch is a function, as JAX needs it.
+constants. A kernel writes to its outputs alone, so that the launch is a function, as JAX needs it. Only
+with PyTorch an output may be a tensor that there is already.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from isentropic._namespace import Array, is_jax, is_torch
 from isentropic._numerics import quietly
 
 # Triton's name of each type of numbers.
 _TYPES = {
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int8": "i8",
-    "int64": "i64",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
+    "int8": "i8", "int32": "i32", "int64": "i64",
 }  # fmt: skip
 # The alignment in bytes, and the divisor of strides, that let Triton copy several numbers at once.
 _ALIGNMENT = 16
 # The bytes of shared memory that a block of threads has unless its function asks for more.
 _SHARED_BY_DEFAULT = 48 * 1024
+_NUMBERS: dict[str, Any] = {"fp32": np.float32, "i32": np.int32, "i64": np.int64}
+# The first GPUs of NVIDIA that have the instructions of the kernels.
+_LEAST_CAPABILITY = 80
 
 
 class Output(NamedTuple):
@@ -49,12 +57,55 @@ class Call(NamedTuple):
     stages: int
 
 
-@quietly  # the interpreter of Triton computes with NumPy
 def launch(xp: Any, call: Call) -> tuple[Any, ...]:
     """Run a kernel, and return its outputs."""
     first = next(x for x in call.inputs if x is not None)
     call = call._replace(inputs=[first if x is None else x for x in call.inputs])
-    return _launcher(xp)(call)
+    run = _launcher(xp)
+    return quietly(run)(call) if is_interpreted() else run(call)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels, by operations of NumPy, which may warn."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def gpu_kind(xp: Any, device: Any) -> str:
+    """Which GPU a device is: "nvidia", "hopper", "amd" or "old"."""
+    if is_interpreted():
+        return "nvidia"
+    if is_torch(xp):
+        return _kind_on_torch(xp, device)
+    if is_jax(xp):
+        import jax
+
+        device = jax.devices()[0]
+        if "rocm" in device.client.platform_version.lower():
+            return "amd"
+    return _kind_of_capability(int(str(device.compute_capability).replace(".", "")))
+
+
+@functools.cache  # PyTorch takes microseconds to ask for the capability
+def _kind_on_torch(xp: Any, device: Any) -> str:
+    if xp.version.hip is not None:
+        return "amd"
+    major, minor = xp.cuda.get_device_capability(device)
+    return _kind_of_capability(10 * major + minor)
+
+
+def _kind_of_capability(capability: int) -> str:
+    if capability == 90:
+        return "hopper"
+    return "nvidia" if capability >= _LEAST_CAPABILITY else "old"
+
+
+def refuse_capture(xp: Any) -> None:
+    """Refuse to test a kernel while PyTorch captures a CUDA graph, in which results cannot be read."""
+    if is_torch(xp) and xp.cuda.is_available() and xp.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "The first call on a GPU tests the kernels, which is not possible while a CUDA graph is "
+            "captured: make the same call once before the capture."
+        )
 
 
 def _launcher(xp: Any) -> Callable[[Call], tuple[Any, ...]]:
@@ -96,7 +147,6 @@ def launch_on_jax(call: Call) -> tuple[Any, ...]:
 
 def launch_on_cupy(call: Call) -> tuple[Any, ...]:
     import cupy
-    import numpy as np
 
     first: Any = call.inputs[0]
     with first.device:
@@ -105,9 +155,7 @@ def launch_on_cupy(call: Call) -> tuple[Any, ...]:
         facts = [(x.dtype, x.data.ptr % _ALIGNMENT == 0) for x in arrays]
         function, shared = _function_on_cupy(signature_of(call, facts), first.device.id)
         numbers = [
-            np.float32(x) if isinstance(x, float) else np.int32(x)
-            for x in call.numbers.values()
-            if not _is_fixed(x)
+            _NUMBERS[_kind_of_number(x)[0]](x) for x in call.numbers.values() if not _is_fixed(x)
         ]
         # Triton adds two pointers: memory for a profiler, and for kernels that need some. Ours do not.
         scratch = (np.uintp(0), np.uintp(0))
@@ -148,7 +196,8 @@ def _is_fixed(x: int | float) -> bool:
 def _kind_of_number(x: int | float) -> tuple[str, Any]:
     if isinstance(x, float):
         return "fp32", False
-    return ("constexpr", x) if _is_fixed(x) else ("i32", x % _ALIGNMENT == 0)
+    kind = "i32" if -(2**31) <= x < 2**31 else "i64"
+    return ("constexpr", x) if _is_fixed(x) else (kind, x % _ALIGNMENT == 0)
 
 
 def compiled(signature: Signature, target: Any) -> Any:
@@ -188,7 +237,9 @@ def _function_on_cupy(signature: Signature, device: int) -> tuple[Any, int]:
     code = compiled(signature, target)
     # CuPy reads machine code from a file, and again for each device.
     path = Path(_folder().name) / f"{code.hash}.cubin"
-    path.write_bytes(code.asm["cubin"])
+    draft = path.with_suffix(f".{threading.get_ident()}")
+    draft.write_bytes(code.asm["cubin"])
+    draft.replace(path)  # another thread may be reading it
     function = cupy.RawModule(path=str(path)).get_function(code.metadata.name)
     if code.metadata.shared > _SHARED_BY_DEFAULT:
         function.max_dynamic_shared_size_bytes = code.metadata.shared

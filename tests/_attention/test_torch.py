@@ -266,6 +266,9 @@ class TestGraphs:
                 operators.attention_gradients.default, (fields, upstream, wanted, *plain)
             )
             assert set(found.values()) == {"SUCCESS"}
+        halves = call._replace(query=q.detach().bfloat16(), key=k.detach().bfloat16(), value=v.detach())
+        found = torch.library.opcheck(operators.attention_state.default, tuple(halves))
+        assert set(found.values()) == {"SUCCESS"}
 
     @pytest.mark.parametrize("is_vmapped", [False, True])
     def test_graphs_hold_no_array_of_all_logits(self, is_vmapped):

@@ -134,7 +134,10 @@ def _(*arguments: Any) -> list[Tensor]:
         shapes.append((*column[:-1], call.value.shape[-1]))
     if call.order is not None:
         shapes.append(column)
-    return [call.query.new_empty(shape) for shape in shapes]
+    inputs = (call.query, call.key, call.value)
+    is_double = any(x is not None and x.dtype == torch.float64 for x in inputs)
+    dtype = torch.float64 if is_double else torch.float32
+    return [call.query.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 @_state.register_vmap
@@ -172,7 +175,7 @@ def _gradients(
 ) -> list[Tensor]:
     call, names = Call(*arguments), _names(wanted)
     (plan, operands), state = call.operands(), call.state(fields)
-    if call.uses_triton(plan):
+    if "bias" not in names and call.uses_triton(plan):
         gradients = triton.gradients_of_sums(plan, operands, call.order, state, call.state(upstream))
         return [gradients[name].contiguous() for name in names]
     tiles = Tiles.of(plan, operands)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import math
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,11 +22,18 @@ from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._attention.tile import Sums, absorb, gradient, logits, output_of_columns
 from isentropic._attention.torch_facts import TRANSFORMED, is_batched
 from isentropic._entropy import INFINITE_ORDER, is_far_from_1, slope_of_moment
-from isentropic._loops import is_gpu
+from isentropic._loops import is_gpu, is_installed, outside_of_traces
 from isentropic._namespace import Array, is_jax, is_symbolic, is_torch, to_numpy
 from isentropic._numerics import clip, divide_or_zero, lift
 from isentropic._ops import Ops
-from isentropic._triton_launch import Call, Output, launch
+from isentropic._triton_launch import (
+    Call,
+    Output,
+    gpu_kind,
+    is_interpreted,
+    launch,
+    refuse_capture,
+)
 
 # For wider heads the kernels need more registers or shared memory than GPUs have.
 _MAX_WIDTH, _MAX_FLOAT32_WIDTH = 256, 128
@@ -39,8 +44,6 @@ _MAX_ROW_STRIDE = 2**24
 _ROW_ALIGNMENT = 16
 # The least number of features that tensor cores take.
 _LEAST_WIDTH = 16
-# The first GPUs of NVIDIA that have the instructions of the kernels.
-_LEAST_CAPABILITY = 80
 # The errors that the self-test allows, relative to numbers of size 1: roundings of the dtype, or of
 # sums in float32.
 _SELF_TEST_ROUNDINGS, _SELF_TEST_ERROR = 16, 2e-5
@@ -53,21 +56,21 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
     xp = plan.xp
     if plan.library not in ("torch", "cupy", "jax"):
         return "the arrays are not PyTorch's, CuPy's or JAX's"
-    if importlib.util.find_spec("triton") is None:
+    if not is_installed("triton"):
         return "Triton is not installed: pip install triton"
-    if plan.library == "jax" and importlib.util.find_spec("jax_triton") is None:
+    if plan.library == "jax" and not is_installed("jax_triton"):
         return "jax-triton is not installed: pip install jax-triton"
     if plan.frame.is_compiling or any(map(is_symbolic, plan.batch)):
         return "torch.compile traces the call" if plan.library == "torch" else "some size is symbolic"
     if plan.library == "torch" and plan.facts.is_transformed:
         return TRANSFORMED
     dtypes = [getattr(xp, name) for name in ("float32", "float16", "bfloat16") if hasattr(xp, name)]
-    if _is_interpreted():
+    if is_interpreted():
         if plan.dtype in dtypes[2:]:
             return "the interpreter of Triton does not multiply matrices of bfloat16"
     elif not _is_on_gpu(plan):
         return "the arrays are not on a GPU of NVIDIA or AMD"
-    elif _kind(xp, plan.device) == "old":
+    elif gpu_kind(xp, plan.device) == "old":
         return "the GPU is too old: the kernels need one of compute capability 8.0 or more"
     if plan.block_size is not None:
         return "it does not support `block_size`"
@@ -93,7 +96,7 @@ def opt_in_reason(plan: Plan, order: float | None) -> str | None:
     A pass over tiles of separate operations takes tens of times as long on a GPU. So the kernels need
     no timing on each card to be preferred to it. They have to be right there, which a self-test shows.
     """
-    if _is_interpreted():
+    if is_interpreted():
         return "the interpreter of Triton runs only if `implementation` is 'triton'"
     if plan.library == "torch" and not plan.facts.has_plain_tensors:
         return "some tensor has a class of its own: it runs only if `implementation` is 'triton'"
@@ -114,44 +117,12 @@ def _is_on_gpu(plan: Plan) -> bool:
     """Whether the arrays are on a GPU, and not on another accelerator."""
     if plan.library == "torch":
         return bool(plan.device.type == "cuda")  # as PyTorch calls GPUs of AMD, too
-    if plan.library == "jax":
+    if plan.library == "jax":  # the device is None within a trace
         import jax
 
-        return jax.default_backend() == "gpu"
+        platform = getattr(plan.device or jax.config.jax_default_device, "platform", "gpu")
+        return jax.default_backend() == "gpu" and platform == "gpu"
     return is_gpu(plan.xp, plan.device)
-
-
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _kind(xp: Any, device: Any) -> str:
-    """Which GPU a device is: "nvidia", "hopper", "amd" or "old"."""
-    if _is_interpreted():
-        return "nvidia"
-    if is_torch(xp):
-        return _kind_on_torch(xp, device)
-    if is_jax(xp):
-        import jax
-
-        device = jax.devices()[0]
-        if "rocm" in device.client.platform_version.lower():
-            return "amd"
-    return _kind_of_capability(int(str(device.compute_capability).replace(".", "")))
-
-
-@functools.cache  # PyTorch takes microseconds to ask for the capability
-def _kind_on_torch(xp: Any, device: Any) -> str:
-    if xp.version.hip is not None:
-        return "amd"
-    major, minor = xp.cuda.get_device_capability(device)
-    return _kind_of_capability(10 * major + minor)
-
-
-def _kind_of_capability(capability: int) -> str:
-    if capability == 90:
-        return "hopper"
-    return "nvidia" if capability >= _LEAST_CAPABILITY else "old"
 
 
 class Setting(NamedTuple):
@@ -164,6 +135,7 @@ class Setting(NamedTuple):
     order: float | None  # of the moment; None without a moment
     out_dtype: Any
     is_maximum_differentiated: bool
+    are_keys_differentiated: bool = True  # or values
 
     @property
     def has_moment(self) -> bool:
@@ -214,7 +186,7 @@ def _results(
     call = _call_of(plan, operands, order, out_dtype, is_maximum_differentiated)
     setting, arrays, others = call
     if plan.library == "torch":
-        return Results(*_on_torch().apply(setting, others, *arrays))
+        return _with_batch(plan, Results(*_on_torch().apply(setting, others, *arrays)))
     if plan.library == "jax":
         return _on_jax(setting, others)(arrays)
     return _with_batch(plan, forward(setting, blocks_of(arrays, others)))
@@ -226,7 +198,7 @@ def _call_of(
     factor: Any = operands.multiplier
     scale, factor = (factor, None) if isinstance(factor, float) else (1.0, factor)
     setting = Setting(
-        plan.xp, _kind(plan.xp, plan.device), scale, plan.softcap or 0.0, order, out_dtype,
+        plan.xp, gpu_kind(plan.xp, plan.device), scale, plan.softcap or 0.0, order, out_dtype,
         is_maximum_differentiated,
     )  # fmt: skip
     arrays = Arrays(operands.query, operands.key, operands.value, factor)
@@ -368,7 +340,7 @@ def gradients(
     )
     given = [Results(x, *map(blocked, y[1:])) for x, y in ((out, results), (out_grad, upstream))]
     pairs = zip(backward(setting, blocks, *given), arrays, strict=True)
-    return Arrays(*(None if x is None else _as_given(plan, gradient, x) for gradient, x in pairs))
+    return Arrays(*(None if x is None or dx is None else _as_given(plan, dx, x) for dx, x in pairs))
 
 
 def _padded(xp: Any, x: Any, width: int) -> Any:
@@ -518,7 +490,7 @@ def _finite_rows() -> Any:
 
             from isentropic._attention.triton_kernels import block_width, finite_kernel
 
-            rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None]
+            rows = x[None, None] if x.ndim == 2 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
             batch, heads, n, n_features = rows.shape
             size, steps = max(1, 4096 // block_width(n_features)), _strides(rows)
             y, is_finite = launch(
@@ -546,6 +518,8 @@ def _finite_rows() -> Any:
 
 def finite_rows(x: Any) -> tuple[Any, Any]:
     """A tensor with 0 in place of NaN and ∞, and whether each row had neither, in one pass."""
+    if 0 in x.shape:
+        return x, x.new_ones(x.shape[:-1], dtype=bool)
     y, is_finite = _finite_rows().apply(x if x.stride(-1) == 1 else x.contiguous())
     return y, is_finite != 0
 
@@ -554,8 +528,10 @@ def has_finite_rows(plan: Plan) -> bool:
     """Whether `finite_rows` is at hand for a call, by default."""
     if plan.library != "torch" or plan.frame.is_compiling or not _is_on_gpu(plan):
         return False
-    is_able = importlib.util.find_spec("triton") is not None and not plan.facts.is_transformed
-    return is_able and opt_in_reason(plan, None) is None
+    dtypes = (plan.xp.float32, plan.xp.float16, plan.xp.bfloat16)
+    is_able = is_installed("triton") and plan.dtype in dtypes and not plan.facts.is_transformed
+    is_new = is_able and gpu_kind(plan.xp, plan.device) != "old"
+    return is_new and opt_in_reason(plan, None) is None
 
 
 @_merging_batches
@@ -573,11 +549,15 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
     (batch, heads, n_queries, _), (_, key_heads, n_keys, _) = blocks.query.shape, blocks.key.shape
     out, maximum, normalizer, _ = results
     constant, slope, rest = gradient_terms(setting, results, upstream)
+    if is_torch(xp):
+        maximum, normalizer, constant, slope, rest = (
+            x if x is None else x.contiguous() for x in (maximum, normalizer, constant, slope, rest)
+        )
     g = upstream.out
     if out is not None:
         g = xp.zeros_like(out) if g is None else g
         g, out = (xp.astype(x, blocks.query.dtype, copy=False) for x in (g, out))
-        g = g.contiguous() if is_torch(xp) else g
+        g, out = (x.contiguous() for x in (g, out)) if is_torch(xp) else (g, out)
     largest = None
     if rest is not None:
         kinds = [Output((batch, heads, n_queries, 1), xp.int32)]
@@ -601,7 +581,11 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
         ],
         constants | {"HAS_CONSTANT": constant is not None},
     )  # fmt: skip
+    dfactor = dfactor if is_factor else None
+    if not setting.are_keys_differentiated:
+        return Arrays(dq, None, None, dfactor)
     delta = delta if out is not None else constant
+    constants["HAS_CONSTANT"] = delta is not None
     sizes = configuration(keys_kernel, _width(blocks), blocks.query.dtype.itemsize, setting.kind)
     reach: Any = (None,) * 4
     steps: Any = (0, 0)
@@ -625,7 +609,7 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
         ],
         constants, {"r_batch": steps[0], "r_head": steps[1]},
     )  # fmt: skip
-    return Arrays(dq, dk, None if out is None else dv, dfactor if is_factor else None)
+    return Arrays(dq, dk, None if out is None else dv, dfactor)
 
 
 def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tuple[Any, Any, Any]:
@@ -647,9 +631,8 @@ def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tup
             parts.append(w_grad * z)
         if setting.has_moment:
             slope = w_grad * (z if order == 1 else order)
+    if parts:
         constant = sum(parts)
-    elif parts:
-        constant = parts[0]
     if not setting.is_maximum_differentiated or all(x is None for x in upstream[1:]):
         return constant, slope, None
     rest = xp.zeros_like(z) if maximum_grad is None else maximum_grad
@@ -728,7 +711,8 @@ def _on_torch() -> Any:
         @staticmethod
         def forward(ctx: Any, setting: Setting, others: Others, *arrays: Any) -> Any:
             given = Arrays(*arrays)
-            results = _with_batch(others.plan, forward(setting, blocks_of(given, others)))
+            # Not views of them, which nobody could change in place.
+            results = forward(setting, blocks_of(given, others))
             ctx.setting, ctx.others = setting, others
             ctx.save_for_backward(*arrays, *results)
             ctx.set_materialize_grads(False)
@@ -738,7 +722,8 @@ def _on_torch() -> Any:
         def backward(ctx: Any, *upstream: Any) -> Any:
             saved = ctx.saved_tensors  # read once, as a checkpoint computes them for one reading
             arrays, results = Arrays(*saved[:4]), Results(*saved[4:])
-            call = (ctx.setting, arrays, ctx.others)
+            are_keys = any(ctx.needs_input_grad[3:5])
+            call = (ctx.setting._replace(are_keys_differentiated=are_keys), arrays, ctx.others)
             # For a second derivative, and for batched gradients, PyTorch must record all tiles.
             if torch.is_grad_enabled() or any(map(is_batched, upstream)):
                 return None, None, *_recorded_gradients(*call, upstream)
@@ -761,9 +746,10 @@ def _recorded_gradients(setting: Setting, arrays: Arrays, others: Others, upstre
             None if value is None else cast(Any, output_of_columns(plan.xp, sums)).to(setting.out_dtype)
         )
     results = (out, sums.maximum, sums.normalizer, sums.weighted_score)
-    used = [(x, g) for x, g in zip(results, upstream, strict=True) if g is not None and x.requires_grad]
+    pairs = zip(results, _with_batch(plan, Results(*upstream)), strict=True)
+    used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
     wanted = [x for x in arrays if x is not None and x.requires_grad]
-    fields, grads = zip(*used, strict=True)
+    fields, grads = zip(*used, strict=True) if used else ((), ())
     options = {"create_graph": is_recorded, "allow_unused": True}
     found = iter(torch.autograd.grad(fields, wanted, grads, **options))
     return [None if x is None or not x.requires_grad else next(found) for x in arrays]
@@ -808,9 +794,10 @@ def self_test_failure(xp: Any, device: Any, dtype: Any) -> str | None:
     facts = (xp.__name__, str(device), str(dtype))
     if facts in _failures:
         return _failures[facts]
+    refuse_capture(xp)
     why = None
     try:
-        with _concrete(xp):
+        with outside_of_traces(xp), xp.inference_mode() if is_torch(xp) else contextlib.nullcontext():
             error = _self_test_error(xp, device, dtype)
         bound = max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
         if not error < bound:
@@ -824,15 +811,6 @@ def self_test_failure(xp: Any, device: Any, dtype: Any) -> str | None:
         warnings.warn(f"The Triton kernels are not used, as {why}", stacklevel=2)
     _failures[facts] = why
     return why
-
-
-def _concrete(xp: Any) -> Any:
-    """A context in which operations are executed at once, and not recorded."""
-    if is_jax(xp):
-        import jax
-
-        return jax.ensure_compile_time_eval()
-    return xp.inference_mode() if is_torch(xp) else contextlib.nullcontext()
 
 
 def _self_test_error(xp: Any, device: Any, dtype: Any) -> float:
@@ -856,7 +834,7 @@ def _self_test_error(xp: Any, device: Any, dtype: Any) -> float:
     first = xp.zeros((1, 1, 70, 1), dtype=xp.int32, device=device)
     end = xp.asarray(last + 1, dtype=xp.int32, device=device)[None, None]
     blocks = Blocks(arrays[0], arrays[1], arrays[2], None, None, first, end)
-    setting = Setting(xp, _kind(xp, device), 0.25, 0.0, 1.0, xp.float32, False)
+    setting = Setting(xp, gpu_kind(xp, device), 0.25, 0.0, 1.0, xp.float32, False)
     results = forward(setting, blocks)
     columns = [
         xp.asarray(x, dtype=xp.float32, device=device)[None, None] for x in (0 * z, z_grad, 1 / z)

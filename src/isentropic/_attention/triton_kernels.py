@@ -8,7 +8,8 @@ products in all (Dao 2023, arXiv 2307.08691, has five, and atomic additions).
 
 A query sees the keys of an interval, from FIRST to END. Tiles in which some key is hidden come first.
 Hidden keys and values are selected away there, so that NaN in them has no effect, and rows that are
-not finite make NaN of the logits of those that see them. The other tiles need no care.
+not finite make NaN of the logits of those that see them. In the other tiles products pass NaN on. Only
+an infinite key may have the logit −∞ there, and so the weight 0.
 
 The parameters are inputs, outputs, numbers and constants, as `isentropic._triton_launch` has them.
 """
@@ -168,11 +169,15 @@ def load_interval(FIRST, END, at, row, L, S, HAS_MASK: tl.constexpr, ROWS: tl.co
 def logits_of(products, factor, bias, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The logits of products of queries and keys in units of log 2, and their tanh if they are capped.
 
-    tanh(y) is 1 − 2 / (e²ʸ + 1). `factor` and `bias` broadcast to the products.
+    tanh(y) is 1 − 2 / (e²ʸ + 1), or y − y³/3 + 2y⁵/15 for small y, where that loses no digits. `factor`
+    and `bias` broadcast to the products.
     """
     tanh = products
     if SOFTCAP > 0.0:
-        tanh = 1.0 - 2.0 / (tl.exp2(products * (factor * (2.0 * LOG2_E / SOFTCAP))) + 1.0)
+        y = products * (factor * (1.0 / SOFTCAP))
+        tanh = 1.0 - 2.0 / (tl.exp2(y * (2.0 * LOG2_E)) + 1.0)
+        series = y * (1.0 + y * y * (y * y * (2.0 / 15.0) - 1.0 / 3.0))
+        tanh = tl.where(tl.abs(y) < 0.1, series, tanh)
         s = tanh * (SOFTCAP * LOG2_E)
     else:
         s = products * (factor * LOG2_E)
@@ -350,7 +355,7 @@ def gradient_of_logits(
     """The gradient of the logits, for scores `x`, their normalized weights `p` and ``slope = g · v``.
 
     It is p (g·v + constant + moment_slope · x) at order 1, and at others p (g·v + constant) +
-    moment_slope · 2^(order · x); see `kernels.gradient_terms`. The largest logit gets `rest` besides.
+    moment_slope · 2^(order · x); see `triton.gradient_terms`. The largest logit gets `rest` besides.
     """
     slope += constant
     if ORDER == 1.0:
@@ -483,6 +488,8 @@ def queries_kernel(
         True,
     )  # fmt: skip
     if HAS_FACTOR:
+        if HAS_MASK:  # a query that is not finite may see no key
+            q = without_nan(q)
         of_factor = tl.sum(dq * q.to(tl.float32), 1) * scale
         tl.store(DFACTOR + at_row, of_factor, mask=is_row)
     store_rows(DQ + sequence * L * WIDTH, dq * factor[:, None], start, WIDTH, L, ROWS, WIDTH)
@@ -494,7 +501,8 @@ def add_queries(
     q_row, b_row, b_column, f_row, L, S, scale, low, skipped, resumed, high, dk, dv,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_REST: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, ALL_SEEN: tl.constexpr,
+    HAS_REST: tl.constexpr, HAS_CONSTANT: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values, and the share of tiles of queries.
 
@@ -508,7 +516,7 @@ def add_queries(
         q = load_rows(Q, block, q_row, L, ROWS, WIDTH, ALL_SEEN)
         factor = load_factor(FACTOR, 0, row, f_row, L, scale, HAS_FACTOR, ROWS)
         reference, inverse, constant, moment_slope = load_columns(
-            MAXIMUM, NORMALIZER, DELTA, SLOPE, row, is_row, True, ORDER > 0.0
+            MAXIMUM, NORMALIZER, DELTA, SLOPE, row, is_row, HAS_CONSTANT, ORDER > 0.0
         )
         rest = tl.zeros((ROWS,), tl.float32)
         largest = tl.full((ROWS,), -1, tl.int32)
@@ -532,9 +540,10 @@ def add_queries(
             g = load_rows(G, block, VALUE_WIDTH, L, ROWS, VALUE_WIDTH, ALL_SEEN)
             slope = tl.dot(v, tl.trans(g), input_precision=PRECISION)
             if not ALL_SEEN:
-                p = tl.where(is_seen, p, 0.0)
                 if HAS_MASK:
+                    p += nan_of_rows(g)[None, :]
                     g = without_nan(g)
+                p = tl.where(is_seen, p, 0.0)
             dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
         is_largest = column[:, None] == largest[None, :]
         ds = gradient_of_logits(
@@ -560,7 +569,8 @@ def keys_kernel(
     heads, group, L, S, scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_REST: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_REST: tl.constexpr, HAS_CONSTANT: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and values, over all heads of their group."""
     n_blocks = tl.cdiv(S, COLUMNS)
@@ -606,14 +616,14 @@ def keys_kernel(
             NORMALIZER + at_row, DELTA + at_row, SLOPE + at_row, REST + at_row, LARGEST + at_row,
             q_row, b_row, b_column, f_row, L, S, scale, low, all_low, all_high, high, dk, dv,
             WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_FACTOR, HAS_MASK, ORDER, SOFTCAP, HAS_REST,
-            PRECISION, ROWS, False,
+            HAS_CONSTANT, PRECISION, ROWS, False,
         )  # fmt: skip
         dk, dv = add_queries(
             k, v, column, q_rows, g_rows, biases, factors, firsts, ends, MAXIMUM + at_row,
             NORMALIZER + at_row, DELTA + at_row, SLOPE + at_row, REST + at_row, LARGEST + at_row,
             q_row, b_row, b_column, f_row, L, S, scale, all_low, all_low, all_low, all_high, dk, dv,
             WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_FACTOR, HAS_MASK, ORDER, SOFTCAP, HAS_REST,
-            PRECISION, ROWS, True,
+            HAS_CONSTANT, PRECISION, ROWS, True,
         )  # fmt: skip
 
     store_rows(DK + sequence * S * WIDTH, dk, start, WIDTH, S, COLUMNS, WIDTH)

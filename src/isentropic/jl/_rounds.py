@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._namespace import Array, imported_torch, is_cupy, is_torch
+from isentropic._namespace import Array, imported_torch, is_cupy, is_jax, is_torch
+from isentropic._triton_launch import gpu_kind
 
 INPUT, OUTPUT = 1, 2
 # A dense factor of a higher order does not fit in the shared memory of all GPUs.
@@ -251,7 +252,11 @@ def _block(order: int, matrix: int | None) -> int:
 
 def _precision(xp: ModuleType) -> str:
     """The `input_precision` that is accurate to float32: three TF32 products on NVIDIA, IEEE on AMD."""
-    return "ieee" if is_torch(xp) and imported_torch().version.hip is not None else "tf32x3"
+    # CuPy's launcher is for NVIDIA.
+    is_amd = (is_torch(xp) and imported_torch().version.hip is not None) or (
+        is_jax(xp) and gpu_kind(xp, None) == "amd"
+    )
+    return "ieee" if is_amd else "tf32x3"
 
 
 def _contiguous(xp: Any, x: Any) -> Any:
