@@ -732,21 +732,24 @@ def _on_torch() -> Any:
     return Attend
 
 
+def _by_operations(setting: Setting, arrays: Arrays, others: Others) -> Results:
+    """The results by the generic pass, whose operations PyTorch and JAX differentiate."""
+    plan, (query, key, value, factor) = others.plan, arrays
+    factor, is_raw = setting.scale if factor is None else factor, others.mask is not None
+    operands = Operands(query, key, value, others.bias, others.mask, factor, None, None, is_raw=is_raw)
+    sums = Tiles.of(plan, operands).state(setting.order)
+    out = None if value is None else plan.xp.astype(output_of_columns(plan.xp, sums), setting.out_dtype)
+    return Results(out, sums.maximum, sums.normalizer, sums.weighted_score)
+
+
 def _recorded_gradients(setting: Setting, arrays: Arrays, others: Others, upstream: Any) -> list[Any]:
-    """The gradients by the generic pass, which consists of operations that PyTorch differentiates."""
+    """The gradients in PyTorch, such that they have derivatives themselves."""
     import torch
 
-    plan, (query, key, value, factor) = others.plan, arrays
-    factor = setting.scale if factor is None else factor
-    is_recorded, is_raw = torch.is_grad_enabled(), others.mask is not None
-    operands = Operands(query, key, value, others.bias, others.mask, factor, None, None, is_raw=is_raw)
+    is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        sums = Tiles.of(plan, operands).state(setting.order)
-        out = (
-            None if value is None else cast(Any, output_of_columns(plan.xp, sums)).to(setting.out_dtype)
-        )
-    results = (out, sums.maximum, sums.normalizer, sums.weighted_score)
-    pairs = zip(results, _with_batch(plan, Results(*upstream)), strict=True)
+        results = _by_operations(setting, arrays, others)
+    pairs = zip(results, _with_batch(others.plan, Results(*upstream)), strict=True)
     used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
     wanted = [x for x in arrays if x is not None and x.requires_grad]
     fields, grads = zip(*used, strict=True) if used else ((), ())
@@ -756,7 +759,7 @@ def _recorded_gradients(setting: Setting, arrays: Arrays, others: Others, upstre
 
 
 def _on_jax(setting: Setting, others: Others) -> Any:
-    """The results as a function of arrays, which JAX differentiates in reverse."""
+    """The results as a function of arrays, which JAX differentiates in reverse, and then in any way."""
     import jax
 
     plan, _, mask = others
@@ -768,13 +771,25 @@ def _on_jax(setting: Setting, others: Others) -> Any:
     def attend(arrays: Arrays, mask_arrays: Any) -> Results:
         return _with_batch(plan, forward(setting, blocks_of(arrays, with_mask(mask_arrays))))
 
+    @jax.custom_jvp
+    def backward(arrays: Arrays, mask_arrays: Any, results: Results, upstream: Results) -> Arrays:
+        return gradients(setting, arrays, with_mask(mask_arrays), results, upstream)
+
+    @backward.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        def recorded(arrays: Arrays, mask_arrays: Any, _: Results, upstream: Results) -> Arrays:
+            others = with_mask(mask_arrays)
+            _, pulled_back = jax.vjp(lambda x: _by_operations(setting, x, others), arrays)
+            return pulled_back(upstream)[0]
+
+        return jax.jvp(recorded, primals, tangents)
+
     def first_pass(arrays: Arrays, mask_arrays: Any) -> Any:
         results = attend(arrays, mask_arrays)
         return results, (arrays, mask_arrays, results)
 
     def second_pass(saved: Any, upstream: Results) -> Any:
-        arrays, mask_arrays, results = saved
-        return gradients(setting, arrays, with_mask(mask_arrays), results, upstream), None
+        return backward(*saved, upstream), None
 
     attend.defvjp(first_pass, second_pass)
     mask_arrays = () if mask is None else mask.arrays
