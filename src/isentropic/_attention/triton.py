@@ -223,6 +223,7 @@ def gradients_of_sums(
     setting, arrays, others = _call_of(plan, operands, order, plan.compute, True)
     (maximum, z, value, moment), (maximum_grad, z_grad, value_grad, moment_grad) = state, upstream
     out = None if value is None else output_of_columns(plan.xp, state)
+    # The kernels differentiate the output, and the state holds its product with the normalizer.
     out_grad = None
     if value_grad is not None:
         out_grad, of_values = value_grad * z, plan.xp.sum(value_grad * out, axis=-1, keepdims=True)
@@ -266,7 +267,8 @@ def blocks_of(arrays: Arrays, others: Others) -> Blocks:
     query, key, value = (
         None if x is None else four_axes(plan, xp.astype(x, plan.dtype, copy=False)) for x in arrays[:3]
     )
-    heads = max(x.shape[1] for x in (key, value) if x is not None)  # of keys: one, the groups, or all
+    # One head of keys, or one for each group, stays so: the heads of a group then read the same keys.
+    heads = max(x.shape[1] for x in (key, value) if x is not None)
     shapes = (batch, (batch[0], heads), (batch[0], heads))
     query, key, value = (
         None if x is None else _in_rows(xp, xp.broadcast_to(x, (*shape, *x.shape[-2:])))
@@ -296,6 +298,7 @@ def _in_rows(xp: Any, x: Any) -> Any:
     """The array with rows of `block_width` numbers, which begin at multiples of 16 numbers."""
     from isentropic._attention.triton_kernels import block_width
 
+    # Zeros change neither products of queries and keys nor the other features of an output.
     if missing := block_width(x.shape[-1]) - x.shape[-1]:
         return _padded(xp, x, x.shape[-1] + missing)
     *others, last = _strides(x)
@@ -549,6 +552,7 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
     (batch, heads, n_queries, _), (_, key_heads, n_keys, _) = blocks.query.shape, blocks.key.shape
     out, maximum, normalizer, _ = results
     constant, slope, rest = gradient_terms(setting, results, upstream)
+    # Kernels read what belongs to a query without strides. Gradients may be expanded views.
     if is_torch(xp):
         maximum, normalizer, constant, slope, rest = (
             x if x is None else x.contiguous() for x in (maximum, normalizer, constant, slope, rest)
@@ -558,6 +562,7 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
         g = xp.zeros_like(out) if g is None else g
         g, out = (xp.astype(x, blocks.query.dtype, copy=False) for x in (g, out))
         g, out = (x.contiguous() for x in (g, out)) if is_torch(xp) else (g, out)
+    # Most losses do not depend on the maximum itself. Then `rest` is 0, and the kernel returns at once.
     largest = None
     if rest is not None:
         kinds = [Output((batch, heads, n_queries, 1), xp.int32)]
@@ -582,6 +587,7 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
         constants | {"HAS_CONSTANT": constant is not None},
     )  # fmt: skip
     dfactor = dfactor if is_factor else None
+    # Frozen keys and values save four of the seven products.
     if not setting.are_keys_differentiated:
         return Arrays(dq, None, None, dfactor)
     delta = delta if out is not None else constant
@@ -636,6 +642,7 @@ def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tup
     if not setting.is_maximum_differentiated or all(x is None for x in upstream[1:]):
         return constant, slope, None
     rest = xp.zeros_like(z) if maximum_grad is None else maximum_grad
+    # The sum of the sizes of the terms tells which part of `rest` is rounding.
     magnitude = xp.abs(rest)
     terms = [] if z_grad is None else [z_grad * z]
     if order is not None and moment_grad is not None:
@@ -661,6 +668,7 @@ def _launch(
     names = kernel.arg_names
     query, key, value = blocks[:3]
     sizes = configuration(kernel, _width(blocks), query.dtype.itemsize, setting.kind)
+    # The kernel of keys holds a block of keys, and the others hold a block of queries.
     size = sizes.columns if kernel.__name__ == "keys_kernel" else sizes.rows
     arrays = {"q": query, "k": key, "v": value, "b": blocks.bias, "f": blocks.factor, "i": blocks.first}
     axes = {"b": ("batch", "head", "row", "column"), "i": ("batch", "head")}
