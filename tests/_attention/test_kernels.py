@@ -4,12 +4,10 @@ Without a GPU they run in the interpreter of Triton, which shows that the values
 compile is tested in `test_triton_compiler`.
 """
 
-import importlib.machinery
 import importlib.util
 import math
 import subprocess
 import sys
-import types
 
 import array_api_compat.numpy as xp_of_numpy
 import interpreted
@@ -33,10 +31,8 @@ def kernel(backend, monkeypatch):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     if backend.library == "jax" and not backend.is_gpu:
-        stub = types.ModuleType("jax_triton")
-        stub.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
-        monkeypatch.setitem(sys.modules, "jax_triton", stub)
         monkeypatch.setattr(_triton_launch, "launch_on_jax", interpreted.on_jax)
+        monkeypatch.setattr("isentropic._attention.triton.is_installed", lambda module: True)
     x = backend.array(np.zeros((2, 2)), "float32")
     why = it.attention_backends(x, x, x, implementation=name)[name]
     if why == "the arrays are not on a GPU of NVIDIA or AMD":
@@ -324,7 +320,6 @@ class TestAgainstGeneric:
             triton, "launch", lambda xp, call: launched.append(call.kernel.__name__) or launch(xp, call)
         )
         out = it.attention(q, k, v, is_causal=True, implementation=kernel)
-        out += 1  # no view, which could not be changed in place
         out.sin().sum().backward()
         assert launched == ["attention_kernel", "queries_kernel"]
 

@@ -56,12 +56,13 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
     xp = plan.xp
     if plan.library not in ("torch", "cupy", "jax"):
         return "the arrays are not PyTorch's, CuPy's or JAX's"
+    # First, because torch.compile cannot trace what follows.
+    if plan.frame.is_compiling or any(map(is_symbolic, plan.batch)):
+        return "torch.compile traces the call" if plan.library == "torch" else "some size is symbolic"
     if not is_installed("triton"):
         return "Triton is not installed: pip install triton"
     if plan.library == "jax" and not is_installed("jax_triton"):
         return "jax-triton is not installed: pip install jax-triton"
-    if plan.frame.is_compiling or any(map(is_symbolic, plan.batch)):
-        return "torch.compile traces the call" if plan.library == "torch" else "some size is symbolic"
     if plan.library == "torch" and plan.facts.is_transformed:
         return TRANSFORMED
     dtypes = [getattr(xp, name) for name in ("float32", "float16", "bfloat16") if hasattr(xp, name)]
