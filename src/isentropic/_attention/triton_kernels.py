@@ -42,7 +42,7 @@ class Configuration(NamedTuple):
 # Configurations by kernel, GPU, bytes per number and largest width of heads. Those of "nvidia" and
 # "amd" fit in the 99 KiB of shared memory that GPUs of NVIDIA have since sm_80, or in the 64 KiB of
 # AMD's; "hopper" (sm_90) has more. On Hopper (64, 64, 4, 3) was the fastest for outputs in half
-# precision, on an H200. The others hold as many rows as they can without spilling registers.
+# precision, on an H200. The others hold as many rows as they can with hardly any register spilled.
 _SIZES = {
     "attention_kernel": {
         "nvidia": {
