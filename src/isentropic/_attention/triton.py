@@ -261,10 +261,14 @@ def _with_batch(plan: Plan, found: Results) -> Results:
     )
 
 
+def _batch_and_heads(plan: Plan) -> tuple[int, int]:
+    return math.prod(plan.batch[:-1]), plan.batch[-1] if plan.batch else 1
+
+
 def blocks_of(arrays: Arrays, others: Others) -> Blocks:
     """The arrays of a call as the kernels take them."""
     plan, bias, mask = others
-    xp, batch = plan.xp, (math.prod(plan.batch[:-1]), plan.batch[-1] if plan.batch else 1)
+    xp, batch = plan.xp, _batch_and_heads(plan)
     query, key, value = (
         None if x is None else four_axes(plan, xp.astype(x, plan.dtype, copy=False)) for x in arrays[:3]
     )
@@ -333,10 +337,10 @@ def gradients(
 ) -> Arrays:
     """The gradients of the arrays of a call, given its results and their gradients, or None."""
     plan, blocks = others.plan, blocks_of(arrays, others)
-    rows = math.prod(plan.batch[:-1]), plan.batch[-1] if plan.batch else 1
+    batch = _batch_and_heads(plan)
 
     def blocked(x: Any) -> Any:
-        return None if x is None else plan.xp.reshape(x, (*rows, *x.shape[-2:]))
+        return None if x is None else plan.xp.reshape(x, (*batch, *x.shape[-2:]))
 
     out, out_grad = (
         None if x is None else _padded(plan.xp, blocked(x), blocks.value.shape[-1])
@@ -630,8 +634,9 @@ def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tup
     """
     xp, (_, maximum, z, moment), order = setting.xp, results, setting.order
     _, maximum_grad, z_grad, moment_grad = upstream
-    constant, slope, rest, magnitude = None, None, maximum_grad, None
-    parts = [] if z_grad is None else [z_grad * z]
+    constant, slope = None, None
+    of_normalizer = [] if z_grad is None else [z_grad * z]
+    parts = [*of_normalizer]
     if order is not None:
         w_grad = xp.zeros_like(z) if moment_grad is None else moment_grad
         if not setting.has_moment or order == 1:
@@ -645,7 +650,7 @@ def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tup
     rest = xp.zeros_like(z) if maximum_grad is None else maximum_grad
     # The sum of the sizes of the terms tells which part of `rest` is rounding.
     magnitude = xp.abs(rest)
-    terms = [] if z_grad is None else [z_grad * z]
+    terms = of_normalizer
     if order is not None and moment_grad is not None:
         terms.append(moment_grad * slope_of_moment(z, moment, order))
     for term in terms:
