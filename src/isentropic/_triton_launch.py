@@ -65,6 +65,13 @@ def launch(xp: Any, call: Call) -> tuple[Any, ...]:
     return quietly(run)(call) if is_interpreted() else run(call)
 
 
+def contiguous(xp: Any, x: Any) -> Any:
+    """The array itself or a copy, as kernels read it without strides. Those of JAX are contiguous."""
+    if is_torch(xp):
+        return x.contiguous()
+    return x if is_jax(xp) else xp.ascontiguousarray(x)
+
+
 def is_interpreted() -> bool:
     """Whether Triton interprets kernels, by operations of NumPy, which may warn."""
     return os.environ.get("TRITON_INTERPRET") == "1"

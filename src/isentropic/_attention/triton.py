@@ -29,6 +29,7 @@ from isentropic._ops import Ops
 from isentropic._triton_launch import (
     Call,
     Output,
+    contiguous,
     gpu_kind,
     is_interpreted,
     launch,
@@ -289,11 +290,7 @@ def blocks_of(arrays: Arrays, others: Others) -> Blocks:
             for x in ends
         ]
         shape = (*(max(x.shape[i] for x in parts) for i in (0, 1)), plan.n_queries, 1)
-        first, end = (xp.broadcast_to(x, shape) for x in parts)
-        if is_torch(xp):
-            first, end = first.contiguous(), end.contiguous()
-        elif not is_jax(xp):
-            first, end = xp.ascontiguousarray(first), xp.ascontiguousarray(end)
+        first, end = (contiguous(xp, xp.broadcast_to(x, shape)) for x in parts)
     return Blocks(
         query, key, value, None if bias is None else four_axes(plan, bias), factor, first, end
     )
@@ -558,15 +555,13 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
     out, maximum, normalizer, _ = results
     constant, slope, rest = gradient_terms(setting, results, upstream)
     # Kernels read what belongs to a query without strides. Gradients may be expanded views.
-    if is_torch(xp):
-        maximum, normalizer, constant, slope, rest = (
-            x if x is None else x.contiguous() for x in (maximum, normalizer, constant, slope, rest)
-        )
+    maximum, normalizer, constant, slope, rest = (
+        x if x is None else contiguous(xp, x) for x in (maximum, normalizer, constant, slope, rest)
+    )
     g = upstream.out
     if out is not None:
         g = xp.zeros_like(out) if g is None else g
-        g, out = (xp.astype(x, blocks.query.dtype, copy=False) for x in (g, out))
-        g, out = (x.contiguous() for x in (g, out)) if is_torch(xp) else (g, out)
+        g, out = (contiguous(xp, xp.astype(x, blocks.query.dtype, copy=False)) for x in (g, out))
     # Most losses do not depend on the maximum itself. Then `rest` is 0, and the kernel returns at once.
     largest = None
     if rest is not None:

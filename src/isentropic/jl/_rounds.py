@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from isentropic._namespace import Array, imported_torch, is_cupy, is_jax, is_torch
-from isentropic._triton_launch import gpu_kind
+from isentropic._namespace import Array, imported_torch, is_jax, is_torch
+from isentropic._triton_launch import contiguous, gpu_kind
 
 INPUT, OUTPUT = 1, 2
 # A dense factor of a higher order does not fit in the shared memory of all GPUs.
@@ -104,7 +104,7 @@ class Program(NamedTuple):
         from isentropic._triton_launch import launch
 
         shape, dtype = (x.shape[0], self.width), x.dtype
-        x, *arrays = (_contiguous(xp, part) for part in (x, *arrays))
+        x, *arrays = (contiguous(xp, part) for part in (x, *arrays))
         for call, used in _calls(xp, self, x.shape[0], dtype):
             inputs = [x, *(None if n is None else arrays[n] for n in used)]
             (x,) = launch(xp, call._replace(inputs=inputs))
@@ -179,7 +179,7 @@ def slots_of(xp: ModuleType, rows: Array, size: int) -> Array:
     call = Call(
         slots_kernel,
         grid=-(-size // _SLOTS_BLOCK),
-        inputs=[_contiguous(xp, rows)],
+        inputs=[contiguous(xp, rows)],
         outputs=[Output((size,), xp.int32)],
         numbers={"count": rows.shape[0], "size": size},
         constants=constants,
@@ -257,9 +257,3 @@ def _precision(xp: ModuleType) -> str:
         is_jax(xp) and gpu_kind(xp, None) == "amd"
     )
     return "ieee" if is_amd else "tf32x3"
-
-
-def _contiguous(xp: Any, x: Any) -> Any:
-    if is_torch(xp):
-        return x.contiguous()
-    return xp.ascontiguousarray(x) if is_cupy(xp) else x
