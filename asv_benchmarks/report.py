@@ -27,7 +27,7 @@ TABLES = [
         "Time relative to `torch.nn.functional.scaled_dot_product_attention` of the same arrays with "
         "the same mask. 8 heads of 64 features, n = 4096, float32; the window has 512 keys. PyTorch's "
         "kernel computes only the output, whatever the call. A factor for 5 nats is that of "
-        "`factor_for_attention_entropy`.",
+        "`AttentionDistribution.factor_for_entropy`.",
         "attention.AgainstTorch.track_ratio",
     ),
     (

@@ -1,6 +1,6 @@
 """The generated part of the page "What runs where", from the declaration in tests/capabilities.py."""
 
-from capabilities import COLUMNS, INTEGRATIONS, ROWS, Cell, Row
+from capabilities import COLUMNS, INTEGRATIONS, ROWS, Cell, Row, bare
 
 TITLES = {
     "": "Attention and entropy",
@@ -43,12 +43,12 @@ def table(module: str, notes: dict[str, int]) -> list[str]:
     return head + [
         "| " + " | ".join([link(name), *symbols(row, notes)]) + " |"
         for name, row in ROWS.items()
-        if name.rpartition(".")[0] == module
+        if name.removesuffix(bare(name)).removesuffix(".") == module
     ]
 
 
 def link(name: str, *, qualified: bool = False) -> str:
-    shown = name.removeprefix("integrations.") if qualified else name.rpartition(".")[2]
+    shown = name.removeprefix("integrations.") if qualified else bare(name)
     return f"{{py:obj}}`{shown} <isentropic.{name}>`"
 
 

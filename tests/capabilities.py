@@ -6,6 +6,7 @@ to run has to raise an error that says so. The calls that are tried are those of
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 
@@ -127,14 +128,17 @@ ROWS = {
     "AttentionState": ALL,
     "merge_states": ALL,
     "attention_entropy": ALL,
-    "attention_weights": ALL,
-    "attention_information": ALL,
-    "attention_statistics": ALL,
-    "attention_received": ALL,
-    "attention_backends": NOT_SMOOTH,
+    "AttentionDistribution.output": NATIVE,
+    "AttentionDistribution.state": ALL,
+    "AttentionDistribution.entropy": ALL,
+    "AttentionDistribution.statistics": ALL,
+    "AttentionDistribution.received": ALL,
+    "AttentionDistribution.information": ALL,
+    "AttentionDistribution.weights": ALL,
+    "AttentionDistribution.factor_for_entropy": ALL,
+    "AttentionDistribution.backends": NOT_SMOOTH,
     "scale_queries": ALL,
     "factor_for_entropy": ALL,
-    "factor_for_attention_entropy": ALL,
     "calibrate": READ,
     "entropy_drift": READ,
     "entropy": ALL,
@@ -337,7 +341,13 @@ WITHOUT_ROW = {
     "laws.presets": "takes no arguments",
 }
 
-_ROW_OF_CALLS = {name.rpartition(".")[2]: row for name, row in ROWS.items()}
+
+def bare(name: str) -> str:
+    """The name without its module. That of a method keeps its class."""
+    return re.sub(r"^([a-z_]+\.)+", "", name)
+
+
+_ROW_OF_CALLS = {bare(name): row for name, row in ROWS.items()}
 
 
 def row_of(call: str) -> Row:

@@ -97,7 +97,7 @@ CASES = {
     "attention_state": lambda a: it.attention_state(a["q"], a["k"], a["v"], mask=a["visible"]),
     "attention_state-parts": lambda a: (
         lambda s: (s.output(), s.log_normalizer(), s.entropy())
-    )(it.attention_state(a["q"], a["k"], a["v"], block_size=3)),
+    )(it.attention_state(a["q"], a["k"], a["v"])),
     "attention_state-sinks": lambda a: it.attention_state(
         a["q"], a["k"], a["v"], mask=a["visible"], softcap=3.0, sinks=a["slope"]
     ),
@@ -112,28 +112,27 @@ CASES = {
     "attention_entropy-tsallis": lambda a: it.attention_entropy(
         a["q"], a["k"], order=1.1, family="tsallis", normalized=True
     ),
-    "attention_weights": lambda a: it.attention_weights(a["q"], a["k"], mask=a["visible"]),
+    "AttentionDistribution.weights": lambda a: it.AttentionDistribution(a["q"], a["k"], mask=a["visible"]).weights(),
     "attention_entropy-sinks": lambda a: it.attention_entropy(
         a["q"], a["k"], order=2, normalized=True, sinks=a["slope"], mask=a["visible"]
     ),
-    "attention_weights-sinks": lambda a: it.attention_weights(a["q"], a["k"], sinks=a["slope"]),
-    "attention_information": lambda a: it.attention_information(a["q"], a["k"], mask=a["visible"]),
-    "attention_information-sinks": lambda a: it.attention_information(
+    "AttentionDistribution.weights-sinks": lambda a: it.AttentionDistribution(a["q"], a["k"], sinks=a["slope"]).weights(),
+    "AttentionDistribution.information": lambda a: it.AttentionDistribution(a["q"], a["k"], mask=a["visible"]).information(),
+    "AttentionDistribution.information-sinks": lambda a: it.AttentionDistribution(
         a["q"], a["k"], mask=a["visible"], sinks=a["slope"]
-    ),
-    "attention_statistics": lambda a: it.attention_statistics(
+    ).information(),
+    "AttentionDistribution.statistics": lambda a: it.AttentionDistribution(
         a["q"], a["k2"], mask=a["visible"], enable_gqa=True
-    ),
-    "attention_statistics-all": lambda a: it.attention_statistics(
+    ).statistics(),
+    "AttentionDistribution.statistics-all": lambda a: it.AttentionDistribution(
         a["q"], a["k"], is_causal=True, softcap=3.0, bias=a["bias"], sinks=a["slope"],
-        law=laws.AffineLog(a["slope"], 0.5),
-    ),
-    "attention_received": lambda a: it.attention_received(
+        law=laws.AffineLog(a["slope"], 0.5)).statistics(),
+    "AttentionDistribution.received": lambda a: it.AttentionDistribution(
         a["q"], a["k2"], mask=a["visible"], enable_gqa=True
-    ),
-    "attention_received-sinks": lambda a: it.attention_received(
+    ).received(),
+    "AttentionDistribution.received-sinks": lambda a: it.AttentionDistribution(
         a["q"], a["k"], is_causal=True, sinks=a["slope"]
-    ),
+    ).received(),
     "scale_queries": lambda a: it.scale_queries(a["q"], a["n_keys"]),
     "multi_head_attention": lambda a: it.layers.multi_head_attention(
         a["x"], a["x"], a["x"], a["w"][0, ...], a["w"][1, ...], a["w"][2, ...], a["w"][3, ...],
@@ -198,9 +197,9 @@ CASES = {
     ),
     "factor_for_entropy": lambda a: it.factor_for_entropy(a["bias"], 0.7, axis=-2, mask=a["visible"][:1, ...]),
     "factor_for_entropy-target": lambda a: it.factor_for_entropy(a["bias"], a["target"][:1, ...] * 0.1 + 1.0),
-    "factor_for_attention_entropy": lambda a: it.factor_for_attention_entropy(
-        a["q"], a["k2"], a["target"] * 0.1 + 1.0, mask=a["visible"], is_causal=True, enable_gqa=True
-    ),
+    "AttentionDistribution.factor_for_entropy": lambda a: it.AttentionDistribution(
+        a["q"], a["k2"], mask=a["visible"], is_causal=True, enable_gqa=True
+    , law=None).factor_for_entropy(a["target"] * 0.1 + 1.0),
     "needle_entropy": lambda a: theory.needle_entropy(a["n_keys"], 1, a["target"] * 0.1 + 2.0),
     "Mask": lambda a: (
         masks.causal() & masks.segments(a["ids"]) & masks.padding(a["lengths"])
@@ -235,7 +234,16 @@ TRIED = {
     "AttentionState": lambda a: it.AttentionState(
         a["target"], _positive(a), a["v"], a["target"] * 0.1
     ).entropy(),
-    "attention_backends": lambda a: it.attention_backends(a["q"], a["k"], a["v"], mask=a["visible"]),
+    "AttentionDistribution.output": lambda a: it.AttentionDistribution(
+        a["q"], a["k2"], mask=a["visible"], enable_gqa=True
+    ).output(a["v2"]),
+    "AttentionDistribution.state": lambda a: it.AttentionDistribution(
+        a["q"], a["k"], bias=a["bias"], sinks=a["slope"], law=laws.AffineLog(a["slope"], 0.5)
+    ).state(a["v"]),
+    "AttentionDistribution.entropy": lambda a: it.AttentionDistribution(
+        a["q"], a["k"], is_causal=True, n_keys=a["n_keys"]
+    ).entropy(order=2, family="tsallis", normalized=True),
+    "AttentionDistribution.backends": lambda a: it.AttentionDistribution(a["q"], a["k"], mask=a["visible"]).backends(a["v"]),
     "calibrate": lambda a: it.calibrate(_samples(a), reference_length=5).arrays,
     "entropy_drift": lambda a: it.entropy_drift(_samples(a)),
     "AffineLog": lambda a: laws.AffineLog(a["slope"], 0.5)(_lengths(a)),

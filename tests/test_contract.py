@@ -15,10 +15,10 @@ def _arrays(backend, dtype="float32"):
 
 # The cases whose results are in float32 at least: states, which are added to, and what is measured.
 IN_FLOAT32 = {
-    "attention_entropy", "attention_entropy-0.5", "attention_entropy-tsallis", "attention_information",
-    "attention_entropy-sinks", "attention_information-sinks", "attention_received", "attention_received-sinks",
-    "attention_state", "attention_state-parts", "attention_state-sinks", "attention_statistics",
-    "attention_statistics-all", "AttentionState-from_output", "cross_entropy", "entropy", "entropy-2",
+    "attention_entropy", "attention_entropy-0.5", "attention_entropy-tsallis", "AttentionDistribution.information",
+    "attention_entropy-sinks", "AttentionDistribution.information-sinks", "AttentionDistribution.received", "AttentionDistribution.received-sinks",
+    "attention_state", "attention_state-parts", "attention_state-sinks", "AttentionDistribution.statistics",
+    "AttentionDistribution.statistics-all", "AttentionState-from_output", "cross_entropy", "entropy", "entropy-2",
     "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error",
     "linear_attention_error-variance", "merge_states",
 }  # fmt: skip
@@ -27,7 +27,7 @@ IN_FLOAT32 = {
 # The cases that compute with some of the arrays themselves.
 COMPUTE_THEMSELVES = {
     "PositiveFeatures": {"q"}, "PositiveFeatures-variance": {"q"}, "needle_entropy": {"target"},
-    "factor_for_attention_entropy": {"target"}, "factor_for_entropy-target": {"target"},
+    "AttentionDistribution.factor_for_entropy": {"target"}, "factor_for_entropy-target": {"target"},
     "cross_entropy": {"p"}, "kl_divergence": {"p"},
 }  # fmt: skip
 
@@ -138,7 +138,7 @@ class TestErrorsOfFloatingPoint:
     # Cases that themselves multiply what they are given.
     PRODUCTS = (
         "PowerLog",
-        "factor_for_attention_entropy",
+        "AttentionDistribution.factor_for_entropy",
         "factor_for_entropy-target",
         "needle_entropy",
     )
@@ -251,7 +251,7 @@ def test_single_results_are_arrays(backend):
     # NumPy's reductions give scalars.
     x = backend.array(np.ones((3, 4)), "float32")
     for result in (
-        it.attention_information(x, x),
+        it.AttentionDistribution(x, x).information(),
         it.entropy(x[0, :]),
         it.entropy_from_logits(x[0, :]),
         it.cross_entropy(x[0, :], x[0, :]),

@@ -197,7 +197,8 @@ class TestMatchAttentionEntropy:
         k = np.concatenate((k, k + 1), axis=-2)
         target = rng.uniform(0.3, 2.5, size=(3, 11)).astype(backend.dtypes[-1])
         args = [backend.array(x) for x in (q, k, target)]
-        got = it.factor_for_attention_entropy(*args, **options)
+        p = it.AttentionDistribution(*args[:2], law=None, **options)
+        got = p.factor_for_entropy(args[2])
         visible = np.ones((11, 22), bool)
         offset = np.arange(22) - np.arange(11)[:, None] - 11
         if "is_causal" in options:
@@ -211,7 +212,7 @@ class TestMatchAttentionEntropy:
     def test_grouped_heads_and_large_calls(self, backend, rng):
         q, k = rng.normal(size=(4, 150, 8)), rng.normal(size=(2, 600, 8))
         args = [backend.array(x.astype("float32")) for x in (q, k)]
-        factor = it.factor_for_attention_entropy(*args, 3.0, enable_gqa=True)
+        factor = it.AttentionDistribution(*args, law=None, enable_gqa=True).factor_for_entropy(3.0)
         scaled = args[0] * factor[..., None]
         h = it.attention_entropy(scaled, args[1], law=None, enable_gqa=True)
         np.testing.assert_allclose(backend.numpy(h), 3.0, atol=2e-5)
@@ -237,9 +238,10 @@ class TestMatchAttentionEntropy:
             q[1, 2, 4] = math.inf
         target = rng.uniform(0.9, 1.5, size=(4, 1)).astype("float32")
         args = [backend.array(x) for x in (q, k, target)]
-        expected = it.factor_for_attention_entropy(*args, mask=mask, enable_gqa=True)
+        p = it.AttentionDistribution(*args[:2], mask=mask, law=None, enable_gqa=True)
+        expected = p.factor_for_entropy(args[2])
         set_blocks(numpy_min_head_logits=0, numpy_min_logits=0, cache_numbers=30)
-        got = it.factor_for_attention_entropy(*args, mask=mask, enable_gqa=True)
+        got = p.factor_for_entropy(args[2])
         assert type(got) is type(expected)
         backend.assert_close(got, backend.numpy(expected), rtol=5e-5)
         if kind == "array":
@@ -250,27 +252,44 @@ class TestMatchAttentionEntropy:
     def test_edges(self, backend):
         one = backend.array(np.ones((1, 4), "float32"))
         # A query that sees one key, or none, has no entropy to change.
-        backend.assert_close(it.factor_for_attention_entropy(one, one, 1.0), np.ones(1))
+        backend.assert_close(
+            it.AttentionDistribution(one, one, law=None).factor_for_entropy(1.0), np.ones(1)
+        )
         hidden = backend.array([[False]])
-        backend.assert_close(it.factor_for_attention_entropy(one, one, 1.0, mask=hidden), np.ones(1))
-        backend.assert_close(it.factor_for_attention_entropy(one, one[:0, ...], 1.0), np.ones(1))
-        assert it.factor_for_attention_entropy(one[:0, ...], one, 1.0).shape == (0,)
+        backend.assert_close(
+            it.AttentionDistribution(one, one, mask=hidden, law=None).factor_for_entropy(1.0),
+            np.ones(1),
+        )
+        backend.assert_close(
+            it.AttentionDistribution(one, one[:0, ...], law=None).factor_for_entropy(1.0), np.ones(1)
+        )
+        assert it.AttentionDistribution(one[:0, ...], one, law=None).factor_for_entropy(1.0).shape == (
+            0,
+        )
 
     def test_what_is_hidden_has_no_effect(self, backend, rng):
         q, k = rng.normal(size=(2, 6, 4)).astype("float32")
         poisoned = k.copy()
         poisoned[5] = math.nan
         mask = backend.array(np.arange(6) < 5)[None, :]
-        got = it.factor_for_attention_entropy(backend.array(q), backend.array(poisoned), 1.0, mask=mask)
-        expected = it.factor_for_attention_entropy(backend.array(q), backend.array(k[:5]), 1.0)
+        got = it.AttentionDistribution(
+            backend.array(q), backend.array(poisoned), mask=mask, law=None
+        ).factor_for_entropy(1.0)
+        expected = it.AttentionDistribution(
+            backend.array(q), backend.array(k[:5]), law=None
+        ).factor_for_entropy(1.0)
         backend.assert_close(got, backend.numpy(expected), rtol=1e-6)
 
     def test_errors(self, backend):
         q = backend.array(np.ones((3, 4), "float32"))
         with pytest.raises(ValueError, match="`key` must have the last dimension of `query`"):
-            it.factor_for_attention_entropy(q, backend.array(np.ones((3, 5), "float32")), 1.0)
+            it.AttentionDistribution(
+                q, backend.array(np.ones((3, 5), "float32")), law=None
+            ).factor_for_entropy(1.0)
         with pytest.raises(ValueError, match="`target` must have a shape broadcastable to"):
-            it.factor_for_attention_entropy(q, q, backend.array(np.ones(2, "float32")))
+            it.AttentionDistribution(q, q, law=None).factor_for_entropy(
+                backend.array(np.ones(2, "float32"))
+            )
 
 
 class TestDerivatives:

@@ -125,7 +125,7 @@ def test_mask_trees(backend, seed):
     np.testing.assert_array_equal(np.broadcast_to(count, dense.shape[:-1]), dense.sum(axis=-1))
     q = backend.array(np.zeros((*batch, n_queries, 3)), "float32")
     k = backend.array(np.zeros((*batch, n_keys, 3)), "float32")
-    weights = backend.numpy(it.attention_weights(q, k, mask=mask))
+    weights = backend.numpy(it.AttentionDistribution(q, k, mask=mask).weights())
     np.testing.assert_array_equal(weights > 0, dense)
 
 
@@ -222,8 +222,18 @@ def test_attention(backend, seed):
 
     results = [
         (it.attention(*args, **options), expected.output, 3, "float16"),
-        (it.attention_weights(*args[:2], **options), expected.weights[..., :n_keys], 2, "float16"),
-        (it.attention_statistics(*args[:2], **options).variance, expected.variance, 2, "float32"),
+        (
+            it.AttentionDistribution(*args[:2], **options).weights(),
+            expected.weights[..., :n_keys],
+            2,
+            "float16",
+        ),
+        (
+            it.AttentionDistribution(*args[:2], **options).statistics().variance,
+            expected.variance,
+            2,
+            "float32",
+        ),
         (
             it.attention_entropy(*args[:2], order=order, family=family, **options),
             oracles.entropy(expected.weights, order, family),
@@ -256,7 +266,7 @@ class TestRefused:
         w = backend.array(np.ones((4, 4)), "float32")
         for call in (
             lambda: it.attention(x, x, x, is_causal=flag),
-            lambda: it.factor_for_attention_entropy(x, x, 1.0, is_causal=flag),
+            lambda: it.AttentionDistribution(x, x, is_causal=flag, law=None).factor_for_entropy(1.0),
             lambda: it.layers.multi_head_attention(x, x, x, w, w, w, w, num_heads=2, is_causal=flag),
             lambda: it.layers.linear_attention(x, x, x, features, is_causal=flag),
             lambda: it.entropy_drift([(x, x)], is_causal=flag),

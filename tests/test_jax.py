@@ -332,15 +332,15 @@ class TestTransformations:
             it.entropy_from_logits(bias), -(p * jnp.log(p)).sum(-1), rtol=1e-4, atol=1e-5
         )
 
-    def test_value_against_definition_through_scans(self, rng, tiny_tiles, x64):
+    def test_value_against_definition_through_scans(self, rng, set_blocks, tiny_tiles, x64):
         q, k, v = rng.normal(size=(3, 2, 14, 6))
         visible = oracles.causal(14, 14)
         expected = oracles.attention(
             q, k, v, visible=visible, factor=oracles.log_length(visible.sum(-1))
         )
         for block in (1, 4, 5, 13):
-            call = jax.jit(lambda *a, b=block: it.attention_state(*a, is_causal=True, block_size=b))
-            state = call(q, k, v)
+            set_blocks(columns=block)
+            state = jax.jit(lambda *a: it.attention_state(*a, is_causal=True))(q, k, v)
             np.testing.assert_allclose(state.output(), expected.output, rtol=1e-11)
             np.testing.assert_allclose(state.entropy(), expected.entropy(), rtol=1e-11, atol=1e-12)
 
@@ -621,7 +621,7 @@ class TestChecksOfResults:
         def loss(q):
             a = arrays | discrete | {"q": q}
             state = it.attention_state(q, a["k"], a["v"], is_causal=True)
-            weights = it.attention_weights(q, a["k"], mask=a["visible"])
+            weights = it.AttentionDistribution(q, a["k"], mask=a["visible"]).weights()
             return state.output().sum() + state.entropy().sum() + it.entropy(weights).sum()
 
         assert jnp.isfinite(jax.grad(loss)(arrays["q"])).all()

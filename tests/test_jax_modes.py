@@ -159,8 +159,9 @@ def _results_over_explicit_axes():
                         spec = axes.get(name, jax.P(None, "d", *[None] * (leaf.ndim - 2)))
                         assert jax.typeof(leaf).sharding.spec == spec, (name, leaf.sharding)
             assert jax.typeof(it.attention(q, q, q) + q).sharding.spec == jax.P(None, "d", None, None)
-            assert list(it.attention_backends(q, q, q)) == list(
-                it.attention_backends(*[INPUTS["q"]] * 3)
+            in_numpy = INPUTS["q"]
+            assert list(it.AttentionDistribution(q, q).backends(q)) == list(
+                it.AttentionDistribution(in_numpy, in_numpy).backends(in_numpy)
             )
     with jax.set_mesh(mesh):
         mapped = jax.vmap(lambda q: it.attention(q, q, q, is_causal=True) + q)(q)

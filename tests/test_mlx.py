@@ -25,9 +25,10 @@ def test_values(name):
         np.testing.assert_allclose(np.array(x), expected, rtol=1e-4, atol=3e-5)
 
 
-def test_tiles(rng):
+def test_tiles(rng, set_blocks):
     q, k, v = (draw(rng, 2, 50, 8) for _ in range(3))
-    got = it.attention_state(q, k, v, is_causal=True, block_size=16, law=None)
+    set_blocks(columns=16)
+    got = it.attention_state(q, k, v, is_causal=True, law=None)
     expected = oracles.attention(*map(np.array, (q, k, v)), visible=oracles.causal(50, 50))
     np.testing.assert_allclose(np.array(got.output()), expected.output, atol=1e-5)
     np.testing.assert_allclose(np.array(got.entropy()), expected.entropy(), atol=1e-5)

@@ -10,9 +10,9 @@ import isentropic as it
 from isentropic import drift, jl, laws, layers, masks, theory
 
 PUBLIC = [
-    "AttentionState", "attention", "attention_backends", "attention_entropy",
-    "attention_information", "attention_received", "attention_state", "attention_statistics", "attention_weights", "calibrate", "cross_entropy", "drift", "entropy",
-    "entropy_drift", "entropy_from_logits", "entropy_penalty", "factor_for_attention_entropy", "factor_for_entropy", "integrations", "jl",
+    "AttentionDistribution", "AttentionState", "attention", "attention_entropy", "attention_state",
+    "calibrate", "cross_entropy", "drift", "entropy", "entropy_drift", "entropy_from_logits",
+    "entropy_penalty", "factor_for_entropy", "integrations", "jl",
     "kl_divergence", "laws", "layers", "masks", "merge_states", "plots", "scale_queries", "theory",
 ]  # fmt: skip
 MODULES = (drift, jl, laws, layers, masks, theory)
@@ -44,15 +44,12 @@ class TestPackage:
         assert str(bare.replace(parameters=parameters)) == ATTENTION
         common = list(inspect.signature(it.attention).parameters)[3:]
         for function in (
-            it.attention_state, it.attention_entropy, it.attention_weights, it.attention_information,
-            it.attention_statistics, it.attention_received, it.attention_backends,
+            it.AttentionDistribution, it.attention_state, it.attention_entropy,
             it.layers.multi_head_attention,
         ):  # fmt: skip
             theirs = inspect.signature(function).parameters
-            has_one = function in (it.attention_weights, it.attention_statistics)
-            expected = [name for name in common if name != "implementation" or not has_one]
-            assert [name for name in theirs if name in common] == expected
-            for name in expected:
+            assert [name for name in theirs if name in common] == common
+            for name in common:
                 assert theirs[name].default == inspect.signature(it.attention).parameters[name].default
 
     @pytest.mark.parametrize("x", list(_functions()))

@@ -446,7 +446,7 @@ class TestSensitivity:
     @pytest.mark.host
     def test_of_attention(self, rng):
         q, k = 2 * rng.normal(size=(2, 30, 8))
-        p = it.attention_weights(q, k, law=None)
+        p = it.AttentionDistribution(q, k, law=None).weights()
         expected = 2 * (1 - (p * p).sum(-1))
         order_2 = it.attention_entropy(q, k, order=2, law=None)
         np.testing.assert_allclose(-2 * np.expm1(-order_2), expected, rtol=1e-12)

@@ -123,11 +123,11 @@ class TestEveryFunction:
 
 # A call of each function that computes products.
 WITH_PRODUCTS = [
-    "attention-all", "attention_state-sinks", "attention_entropy", "attention_weights-sinks",
-    "attention_statistics-all", "attention_received", "attention_information", "multi_head_attention",
+    "attention-all", "attention_state-sinks", "attention_entropy", "AttentionDistribution.weights-sinks",
+    "AttentionDistribution.statistics-all", "AttentionDistribution.received", "AttentionDistribution.information", "multi_head_attention",
     "additive_attention", "DenseProjection-axis", "HadamardProjection", "Rotation-fold_into",
     "hadamard_transform", "PositiveFeatures", "linear_attention-causal", "linear_attention_error",
-    "factor_for_attention_entropy",
+    "AttentionDistribution.factor_for_entropy",
 ]  # fmt: skip
 
 
@@ -263,7 +263,7 @@ EXPORTED = {
     "entropy": lambda q, k, v: it.attention_entropy(q, k, is_causal=True, normalized=True),
     "soft cap": lambda q, k, v: it.attention(q, k, v, softcap=3.0, is_causal=True),
     "state": lambda q, k, v: it.attention_state(q, k, v, is_causal=True).output(),
-    "information": lambda q, k, v: it.attention_information(q, k),
+    "information": lambda q, k, v: it.AttentionDistribution(q, k).information(),
     "sinks": lambda q, k, v: it.attention(q, k, v, sinks=torch.zeros(2)),
 }
 
@@ -310,7 +310,7 @@ class TestGraphs:
             lambda q, k, v: it.attention(q, k, v, is_causal=True),
             lambda q, k, v: it.attention_entropy(q, k, mask=masks.window(9) | masks.padding(2)),
             lambda q, k, v: it.attention_state(q, k, v, is_causal=True, law=laws.StepLog(0.1, 50)),
-            lambda q, k, v: it.attention_information(q, k),
+            lambda q, k, v: it.AttentionDistribution(q, k).information(),
         ],
     )
     def test_few_graphs_for_ten_lengths(self, call, compile_):
@@ -358,7 +358,7 @@ class TestGraphs:
     def test_matched_factors_with_symbolic_lengths(self):
         torch.compiler.reset()
         compiled = torch.compile(
-            lambda q, k: it.factor_for_attention_entropy(q, k, 1.0),
+            lambda q, k: it.AttentionDistribution(q, k, law=None).factor_for_entropy(1.0),
             fullgraph=True,
             dynamic=True,
             backend="eager",
@@ -366,7 +366,10 @@ class TestGraphs:
         for n in (7, 9):
             q, k = torch.randn(2, 2, n, 8)
             torch.testing.assert_close(
-                compiled(q, k), it.factor_for_attention_entropy(q, k, 1.0), rtol=1e-4, atol=1e-5
+                compiled(q, k),
+                it.AttentionDistribution(q, k, law=None).factor_for_entropy(1.0),
+                rtol=1e-4,
+                atol=1e-5,
             )
         torch.compiler.reset()
 
@@ -537,7 +540,7 @@ class TestGraphs:
         def call(q, k, v):
             return it.attention(q, k, v, law=None)
 
-        expected = it.attention_weights(*arrays[:2], law=None) @ arrays[2]
+        expected = it.AttentionDistribution(*arrays[:2], law=None).weights() @ arrays[2]
         torch.testing.assert_close(call(*arrays), expected, equal_nan=True)
         torch.testing.assert_close(compile_(call)[0](*arrays), expected, equal_nan=True)
 
@@ -734,11 +737,12 @@ class TestTransformations:
         q.requires_grad_()
         torch.testing.assert_close(by_func, torch.autograd.grad(loss(q), q)[0])
 
-    def test_second_derivative(self):
+    def test_second_derivative(self, set_blocks):
+        set_blocks(columns=2)
         q, k, v = (torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
         def loss(q, k, v):
-            state = it.attention_state(q, k, v, is_causal=True, block_size=2)
+            state = it.attention_state(q, k, v, is_causal=True)
             return state.output().sum() + state.entropy().sum()
 
         assert torch.autograd.gradgradcheck(loss, (q, k, v))

@@ -40,10 +40,10 @@ CALLS = {
     "state": lambda q, k, v: it.attention_state(q, k, v, mask=masks.window(2)).output(),
     "state without values": lambda q, k, v: it.attention_state(q, k).entropy(),
     "entropy": lambda q, k, v: it.attention_entropy(q, k, order=2, normalized=True),
-    "weights": lambda q, k, v: it.attention_weights(q, k, softcap=3.0),
-    "statistics": lambda q, k, v: it.attention_statistics(q, k).variance,
-    "received": lambda q, k, v: it.attention_received(q, k, n_keys=5),
-    "information": lambda q, k, v: it.attention_information(q, k, scale=0.2),
+    "weights": lambda q, k, v: it.AttentionDistribution(q, k, softcap=3.0).weights(),
+    "statistics": lambda q, k, v: it.AttentionDistribution(q, k).statistics().variance,
+    "received": lambda q, k, v: it.AttentionDistribution(q, k, n_keys=5).received(),
+    "information": lambda q, k, v: it.AttentionDistribution(q, k, scale=0.2).information(),
     "no law": lambda q, k, v: it.attention(q, k, v, law=None, n_keys=None),
     "law of laws": lambda q, k, v: it.attention(
         q, k, v, law=laws.scaled(laws.AffineLog(q.mean(), 0.5), 2.0), n_keys=torch.arange(9)

@@ -24,7 +24,9 @@ CALLS = {
     "entropy": lambda q, k, v: it.attention_entropy(q, k),
     "state": it.attention_state,
     "entropy of order 2": lambda q, k, v: it.attention_entropy(q, k, order=2),
-    "factor for 5 nats": lambda q, k, v: it.factor_for_attention_entropy(q, k, 5.0),
+    "factor for 5 nats": lambda q, k, v: (
+        it.AttentionDistribution(q, k, law=None).factor_for_entropy(5.0)
+    ),
 }  # fmt: skip
 
 # Calls that PyTorch's kernel does not have, or has with an L×S array. The bias is one number per key.

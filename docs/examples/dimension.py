@@ -208,10 +208,10 @@ def expected_error(name: str, q: Tensor, k: Tensor, size: int) -> float:
 def compare(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], seed: int, normal: bool) -> dict:
     """How the maps change attention, per map and size, with the predicted entropy for `normal` keys."""
     scale = q.shape[-1] ** -0.5
-    exact = it.attention_weights(q, k, law=None, scale=scale)
+    exact = it.AttentionDistribution(q, k, law=None, scale=scale).weights()
     result = {}
     for name, size, fq, fk, f in mapped(q, k, sizes, seed):
-        weights = it.attention_weights(fq, fk, law=None, scale=scale)
+        weights = it.AttentionDistribution(fq, fk, law=None, scale=scale).weights()
         change = (weights - exact) @ v
         error = scale * (fq @ fk.mT - q @ k.mT)
         result[name, size] = {
@@ -253,7 +253,7 @@ def lookup(n: int) -> list[dict]:
         for deviation in NOISES:
             q = (k + deviation * noise) / deviation**2
             bias = -(k**2).sum(-1) / (2 * deviation**2)
-            weights = it.attention_weights(q, k, bias=bias, law=None, scale=1.0)
+            weights = it.AttentionDistribution(q, k, bias=bias, law=None, scale=1.0).weights()
             rows.append(
                 {"n": n, "noise": deviation, "k": size, "weight": weights.diagonal().mean().item()}
             )

@@ -123,7 +123,7 @@ def evaluate(model: Reader, laws: Laws) -> dict[str, list]:
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             entropies.append(it.attention_entropy(q, k, law=laws[i]).mean().item())  # noqa: B023
-            of_cls = it.attention_weights(q[..., :1, :], k, law=laws[i])
+            of_cls = it.AttentionDistribution(q[..., :1, :], k, law=laws[i]).weights()
             weights.append(of_cls[..., 1].mean().item())  # noqa: B023
             return it.attention(q, k, v, law=laws[i])
 

@@ -235,7 +235,9 @@ def test(task: Task, reader: Reader, seed: int) -> dict[str, dict[str, list[floa
             "O": 1.0,
             "O + law": it.laws.LogLength(TRAINED)(n),
             "O + calibrated": calibrated(n).item(),
-            "O + held": it.factor_for_attention_entropy(query, key, target)[..., None],
+            "O + held": it.AttentionDistribution(query, key, law=None).factor_for_entropy(target)[
+                ..., None
+            ],
             "O + best": best_factor(lambda x: measure(query * x)["loss"].item()),  # noqa: B023
         }
         for arm in ARMS:

@@ -364,9 +364,9 @@ def held_beyond(
 ) -> laws.Law:
     """Factors that give every query beyond n0 the entropy of its head in `targets`, and 1 up to n0."""
     factor = torch.ones(query.shape[:-1])
-    factor[..., trained:] = it.factor_for_attention_entropy(
-        query[..., trained:, :], key, targets[layer][:, None], is_causal=True
-    )
+    factor[..., trained:] = it.AttentionDistribution(
+        query[..., trained:, :], key, is_causal=True, law=None
+    ).factor_for_entropy(targets[layer][:, None])
     return laws.Constant(laws.per_query(factor))
 
 

@@ -411,7 +411,12 @@ def held(model: Any, entropies: Sequence[Any]) -> contextlib.AbstractContextMana
     def multiplied(layer: int, query: Tensor, key: Tensor) -> Tensor:
         target = torch.as_tensor(entropies[layer])[:, None]
         options = {"mask": it.masks.causal(), "enable_gqa": True}
-        return query * it.factor_for_attention_entropy(query, key, target, **options)[..., None]
+        return (
+            query
+            * it.AttentionDistribution(query, key, **options, law=None).factor_for_entropy(target)[
+                ..., None
+            ]
+        )
 
     return changed_queries(model, multiplied)
 

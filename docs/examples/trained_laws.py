@@ -60,7 +60,9 @@ class Held(nn.Module):
 
 def held(query: Tensor, key: Tensor, target: Tensor | float, is_causal: bool) -> laws.Law:
     """The law whose factor for each query gives it the entropy `target`."""
-    factor = it.factor_for_attention_entropy(query, key, target, is_causal=is_causal)
+    factor = it.AttentionDistribution(query, key, is_causal=is_causal, law=None).factor_for_entropy(
+        target
+    )
     return laws.Constant(laws.per_query(factor))
 
 

@@ -9,15 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from isentropic import laws, masks
+from isentropic._attention.distribution import AttentionDistribution
 from isentropic._attention.functions import (
     attention,
-    attention_backends,
     attention_entropy,
-    attention_information,
-    attention_received,
     attention_state,
-    attention_statistics,
-    attention_weights,
     scale_queries,
 )
 from isentropic._attention.state import AttentionState, merge_states
@@ -31,14 +27,13 @@ from isentropic._entropy import (
 
 if TYPE_CHECKING:
     from isentropic import drift, integrations, jl, layers, plots, theory
-    from isentropic._factors import factor_for_attention_entropy, factor_for_entropy
+    from isentropic._factors import factor_for_entropy
     from isentropic.drift import calibrate, entropy_drift
 else:  # a type checker that sees `__getattr__` accepts every attribute name
     # Modules that attention does not need are imported on first use.
     _LAZY = {
         "calibrate": "drift",
         "entropy_drift": "drift",
-        "factor_for_attention_entropy": "_factors",
         "factor_for_entropy": "_factors",
     }
 
@@ -62,15 +57,11 @@ def __dir__() -> list[str]:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AttentionDistribution",
     "AttentionState",
     "attention",
-    "attention_backends",
     "attention_entropy",
-    "attention_information",
-    "attention_received",
     "attention_state",
-    "attention_statistics",
-    "attention_weights",
     "calibrate",
     "cross_entropy",
     "drift",
@@ -78,7 +69,6 @@ __all__ = [
     "entropy_drift",
     "entropy_from_logits",
     "entropy_penalty",
-    "factor_for_attention_entropy",
     "factor_for_entropy",
     "integrations",
     "jl",

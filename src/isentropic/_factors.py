@@ -45,7 +45,6 @@ from isentropic._numerics import (
     row_products,
 )
 from isentropic._ops import Ops
-from isentropic.masks import Mask
 
 # Enough for float64 and every case of the tests; most rows converge in 6 to 9 steps.
 _MAX_STEPS = 28
@@ -134,65 +133,12 @@ def factor_for_entropy(
     return _rounded(xp, factor, logits.dtype)
 
 
-@quiet_node
-def factor_for_attention_entropy(
-    query: Array,
-    key: Array,
-    target: float | Array,
-    *,
-    mask: Array | Mask | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """The factor on the scale for which the attention of each query has the entropy `target`.
-
-    A law approximates this factor as a function of n. Here it is exact, for each query. It is
-    equivalent to `factor_for_entropy` of the logits ``scale · q·k``, but the logits of all queries are
-    never in memory at once.
-
-    Parameters
-    ----------
-    query : array (..., L, E)
-    key : array (..., S, E)
-    target : float or array broadcastable to (..., L)
-        The entropy to reach, in nats.
-    mask, is_causal, scale, enable_gqa
-        As in `attention`. Biases, soft caps and sinks are not supported. With them the entropy may rise
-        with the factor, and then there may be no solution, or several.
-
-    Returns
-    -------
-    array (..., L)
-        Factors ≥ 0 (dimensionless). Multiply the queries by them. See `factor_for_entropy` for targets
-        that no factor reaches.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `attention`, and if `target` does not broadcast.
-
-    Notes
-    -----
-    The solver holds the logits of one block of queries against all keys. A block covers all heads, or a
-    single one. It has about as many logits as a tile, but at least one query of each head that it
-    covers. Derivatives are as in `factor_for_entropy`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic import attention_entropy, factor_for_attention_entropy
-    >>> q, k = np.random.default_rng(0).normal(size=(2, 100, 16))
-    >>> factor = factor_for_attention_entropy(q, k, 2.0)
-    >>> np.round(attention_entropy(factor[:, None] * q, k, law=None)[:3], 6)
-    array([2., 2., 2.])
-    """
-    plan, operands = prepare(
-        Arguments(query, key, None, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    )
+def factor_of_attention(arguments: Arguments, target: float | Array) -> Any:
+    """The factor on the logits of a call, which has neither bias, soft cap nor sinks."""
+    plan, operands = prepare(arguments)
     if is_array(target):
-        namespace(query=query, target=target)
-        common_device(query=query, target=target)
+        namespace(query=arguments.query, target=target)
+        common_device(query=arguments.query, target=target)
     xp, shape = plan.xp, (*plan.batch, plan.n_queries)
     targets = _targets(xp, target, shape, plan.compute, plan.device)
     if 0 in (*shape, plan.n_keys):

@@ -20,6 +20,7 @@ from isentropic import _jax_modes
 from isentropic._checks import refuse_names
 from isentropic._loops import autocast_device
 from isentropic._namespace import Array, imported_torch, is_jax, is_numpy, is_torch
+from isentropic._pytrees import Node
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -65,8 +66,10 @@ def quietly(
             return context.run(silenced, *args, **kwargs)
         except TypeError:  # Python refuses unknown names; calls without them cost nothing extra
             if (tracer := _tracer_of(args, kwargs)) is not None:
+                if args and isinstance(args[0], Node):
+                    return tracer.create_proxy("call_method", function.__name__, args, kwargs)
                 return tracer.create_proxy("call_function", quiet, args, kwargs)
-            refuse_names(function.__name__, kwargs, names)
+            refuse_names(function.__qualname__.removesuffix(".__init__"), kwargs, names)
             raise
 
     return quiet
@@ -76,7 +79,8 @@ def _tracer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tracer of `torch.fx` for which an argument stands in for a tensor; None if none does."""
     torch = imported_torch()
     proxy = () if torch is None else torch.fx.Proxy
-    return next((x.tracer for x in (*args, *kwargs.values()) if isinstance(x, proxy)), None)
+    fields = vars(args[0]).values() if args and isinstance(args[0], Node) else ()  # of a method
+    return next((x.tracer for x in (*fields, *args, *kwargs.values()) if isinstance(x, proxy)), None)
 
 
 def quiet_node(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

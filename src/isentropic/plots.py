@@ -137,7 +137,8 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     Parameters
     ----------
     weights : array (L, S)
-        Attention weights of one head, as from `isentropic.attention_weights`, in any array library.
+        Attention weights of one head, as from `isentropic.AttentionDistribution.weights`, in any
+        array library.
     ax : matplotlib.axes.Axes, optional
         The axes to draw in; by default those of a new figure.
 
@@ -156,9 +157,9 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import attention_weights, plots
+    >>> from isentropic import AttentionDistribution, plots
     >>> q, k = np.random.default_rng(0).normal(size=(2, 20, 8))
-    >>> plots.attention(attention_weights(q, k, is_causal=True)).get_ylabel()
+    >>> plots.attention(AttentionDistribution(q, k, is_causal=True).weights()).get_ylabel()
     'query'
     """
     namespace(weights=weights)  # raises for anything that is not an array

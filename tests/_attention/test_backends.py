@@ -63,7 +63,7 @@ class TestAgainstGeneric:
                     x, expected[key], rtol=tolerance, atol=tolerance, err_msg=f"{implementation} {key}"
                 )
         options["implementation"] = "sdpa"
-        if it.attention_backends(q, k, v, **options)["sdpa"] == "runs":
+        if it.AttentionDistribution(q, k, **options).backends(v)["sdpa"] == "runs":
             out = backend.numpy(it.attention(q, k, v, **options))
             np.testing.assert_allclose(out, expected["output"], rtol=1e-11, atol=1e-11)
 
@@ -78,7 +78,7 @@ class TestAgainstGeneric:
             np.testing.assert_allclose(x, expected[key], rtol=1e-5, atol=1e-5, err_msg=key)
         for kind in backends.backends():
             call = {"implementation": kind.name} | options
-            if it.attention_backends(q, k, v, **call)[kind.name] == "runs":
+            if it.AttentionDistribution(q, k, **call).backends(v)[kind.name] == "runs":
                 got = backend.numpy(it.attention(q, k, v, **call))
                 np.testing.assert_allclose(
                     got, expected["output"], rtol=1e-5, atol=1e-5, err_msg=kind.name
@@ -173,9 +173,9 @@ class TestAgainstGeneric:
 
     def test_what_is_refused_where_no_other_means_the_same(self, backend, rng):
         x = backend.array(rng.normal(size=(5, 4)))
-        # Each library has a backend that computes its calls, but none chooses the size of its blocks.
-        with pytest.raises(ValueError, match=r"`implementation` must be None or 'generic'"):
-            it.attention_state(x, x, x, softcap=3.0, block_size=2, implementation="numpy_tiles")
+        message = r"`implementation` must be None, .*'generic' for this call \(sdpa: .*\), got 'sdpa'"
+        with pytest.raises(ValueError, match=message):
+            it.attention_state(x, x, x, softcap=3.0, implementation="sdpa")
 
 
 class TestBackends:
@@ -184,7 +184,7 @@ class TestBackends:
     def test_one_runs(self, backend, rng):
         x = backend.array(rng.normal(size=(16, 300, 8)), "float32")
         for values in (x, None):
-            found = it.attention_backends(x, x, values, is_causal=True)
+            found = it.AttentionDistribution(x, x, is_causal=True).backends(values)
             names = ["sdpa", "numpy_tiles", "jax_nn", "triton", "torch_tiles", "jax_tiles", "generic"]
             assert list(found) == names
             assert list(found.values()).count("runs") == 1
@@ -199,13 +199,11 @@ class TestBackends:
                 assert name == expected[backend.library]
             elif backend.library == "strict":
                 assert name == "generic"
-            sized = it.attention_backends(x, x, values, block_size=64, order=1.0)
-            assert sized["generic"] == "runs"
             unable = "jax_nn" if backend.library == "torch" else "sdpa"
-            unable = it.attention_backends(x, x, values, implementation=unable)
+            unable = it.AttentionDistribution(x, x, implementation=unable).backends(values)
             assert "runs" not in unable.values()
         few = x[:1, :20, :]
-        capped = it.attention_backends(few, few, few, softcap=3.0)
+        capped = it.AttentionDistribution(few, few, softcap=3.0).backends(few)
         if backend.library == "strict":
             assert capped["generic"] == "runs"
             assert capped["numpy_tiles"] == "some array is on another device, traced or differentiated"
@@ -242,7 +240,7 @@ class TestBackends:
         x = backend.array(rng.normal(size=(2, 9, 8)), "float32")
         expected = it.attention(x, x, x, implementation="generic")
         for name in sorted(others):
-            found = it.attention_backends(x, x, x, implementation=name)
+            found = it.AttentionDistribution(x, x, implementation=name).backends(x)
             assert found["generic"] == ("runs" if name == "generic" else "`implementation` excludes it")
             if found[name] == "runs":
                 got = it.attention(x, x, x, implementation=name)
@@ -252,7 +250,10 @@ class TestBackends:
                     it.attention(x, x, x, implementation=name)
                 suggested = str(error.value).partition(" for this call")[0]
                 for other in others:
-                    runs = it.attention_backends(x, x, x, implementation=other)[other] == "runs"
+                    runs = (
+                        it.AttentionDistribution(x, x, implementation=other).backends(x)[other]
+                        == "runs"
+                    )
                     assert (repr(other) in suggested) == runs
 
     def test_many_logits_under_a_mask_are_faster_by_numpy_than_by_pytorch(self, backend):
@@ -264,18 +265,20 @@ class TestBackends:
         for (name, mask), heads in itertools.product(names.items(), (4, 8)):
             x = backend.array(np.zeros((heads, 2**11, 2)), "float32")
             expected = "numpy_tiles" if heads == 8 and x.device.type == "cpu" else "sdpa"
-            assert it.attention_backends(x, x, x, mask=mask)[expected] == "runs", name
-            assert it.attention_backends(x, x, x, mask=mask, bias=x[..., :1])["sdpa"] == "runs"
-            assert it.attention_backends(x, x, x, is_causal=True)["sdpa"] == "runs"
+            assert it.AttentionDistribution(x, x, mask=mask).backends(x)[expected] == "runs", name
+            assert (
+                it.AttentionDistribution(x, x, mask=mask, bias=x[..., :1]).backends(x)["sdpa"] == "runs"
+            )
+            assert it.AttentionDistribution(x, x, is_causal=True).backends(x)["sdpa"] == "runs"
             x.requires_grad_()
-            assert it.attention_backends(x, x, x, mask=mask)["sdpa"] == "runs"
+            assert it.AttentionDistribution(x, x, mask=mask).backends(x)["sdpa"] == "runs"
 
     def test_numpy_takes_any_number_of_logits(self):
         shapes = [(4,), (600,), (2**10,), (64, 128), (2**9, 16), (2, 3, 300)]
         for shape in shapes:
             x = np.broadcast_to(np.zeros(1), (*shape, 2))
             for order in (None, 1.0, 2.0):
-                assert it.attention_backends(x, x, x, order=order)["numpy_tiles"] == "runs"
+                assert it.AttentionDistribution(x, x).backends(x, order=order)["numpy_tiles"] == "runs"
 
 
 def test_several_dtypes_are_computed_in_the_widest(backend, rng):

@@ -149,14 +149,16 @@ class TestValues:
         backend.assert_close(state.output(), expected.output, **close)
         backend.assert_close(state.log_normalizer(), expected.log_normalizer, **close)
         backend.assert_close(state.entropy(), expected.entropy(), **close)
-        weights = it.attention_weights(*arrays[:2], **ours)
+        weights = it.AttentionDistribution(*arrays[:2], **ours).weights()
         backend.assert_close(weights, expected.weights[..., :S], **close)
         backend.assert_close(it.attention(*arrays, **ours), expected.output, **close)
         h = it.attention_entropy(*arrays[:2], **ours)
         backend.assert_close(h, expected.entropy(), **close)
-        received = it.attention_received(*arrays[:2], **ours)
+        received = it.AttentionDistribution(*arrays[:2], **ours).received()
         backend.assert_close(received, expected.weights[..., :S].sum(-2), **close)
-        self._assert_statistics(backend, it.attention_statistics(*arrays[:2], **ours), expected, close)
+        self._assert_statistics(
+            backend, it.AttentionDistribution(*arrays[:2], **ours).statistics(), expected, close
+        )
 
     def _assert_statistics(self, backend, statistics, expected, close):
         for name in ("log_normalizer", "mean", "variance"):
@@ -228,12 +230,14 @@ class TestValues:
         p = oracles.attention(q, k, visible=visible).weights[..., 1:, :]
         expected = oracles.entropy(p.mean(-2)) - oracles.entropy(p).mean(-1)
         mask = masks.causal(offset=-1)
-        got = it.attention_information(backend.array(q), backend.array(k), mask=mask, law=None)
+        got = it.AttentionDistribution(
+            backend.array(q), backend.array(k), mask=mask, law=None
+        ).information()
         backend.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
     def test_information_is_zero_for_equal_rows(self, backend):
         q, k = backend.array(np.ones((5, 4)), "float32"), backend.array(np.eye(4), "float32")
-        got = it.attention_information(q, k)
+        got = it.AttentionDistribution(q, k).information()
         backend.assert_close(got, np.zeros(()), atol=1e-6)
 
     @pytest.mark.float64
@@ -310,9 +314,9 @@ class TestLongSums:
         n, p = 100_000, np.asarray([1, 2, 3]) / 6
         q = backend.array(np.ones((n, 1), "float32"))
         k = backend.array(np.log(p)[:, None].astype("float32"))
-        received = it.attention_received(q, k, law=None, scale=1.0)
+        received = it.AttentionDistribution(q, k, law=None, scale=1.0).received()
         backend.assert_close(received, n * p, rtol=2e-5)
-        information = it.attention_information(q, k, law=None, scale=1.0)
+        information = it.AttentionDistribution(q, k, law=None, scale=1.0).information()
         backend.assert_close(information, np.zeros(()), atol=1e-5)
 
 
@@ -321,9 +325,9 @@ class TestLongSums:
     [
         lambda q, k, v: it.attention(q, k, v, is_causal=True),
         lambda q, k, v: it.attention_entropy(q, k, mask=masks.window(300) | masks.padding(4), order=2),
-        lambda q, k, v: it.attention_information(q, k),
-        lambda q, k, v: it.attention_statistics(q, k),
-        lambda q, k, v: it.attention_received(q, k, mask=masks.window(300)),
+        lambda q, k, v: it.AttentionDistribution(q, k).information(),
+        lambda q, k, v: it.AttentionDistribution(q, k).statistics(),
+        lambda q, k, v: it.AttentionDistribution(q, k, mask=masks.window(300)).received(),
     ],
 )
 def test_never_forms_the_weights(call):
@@ -459,8 +463,8 @@ class TestSinks:
             h = it.attention_entropy(q, k_longer, bias=bias, order=order, **options)
             got = it.attention_entropy(q, k, sinks=sinks, order=order, **options)
             backend.assert_close(got, h, **close)
-        information = it.attention_information(q, k_longer, bias=bias, **options)
-        got = it.attention_information(q, k, sinks=sinks, **options)
+        information = it.AttentionDistribution(q, k_longer, bias=bias, **options).information()
+        got = it.AttentionDistribution(q, k, sinks=sinks, **options).information()
         backend.assert_close(got, information, **close)
 
     def test_takes_all_where_no_key_is_seen(self, backend, qkv):
@@ -477,10 +481,10 @@ class TestSinks:
             backend.assert_close(out, np.zeros((B, H, L, EV)))
             h = it.attention_entropy(q, keys, mask=mask, sinks=sinks, normalized=True)
             backend.assert_close(h, np.zeros((B, H, L)))
-            statistics = it.attention_statistics(q, keys, mask=mask, sinks=sinks)
+            statistics = it.AttentionDistribution(q, keys, mask=mask, sinks=sinks).statistics()
             backend.assert_close(statistics.mean, seen)
             backend.assert_close(statistics.variance, np.zeros((B, H, L)))
-            received = it.attention_received(q, keys, mask=mask, sinks=sinks)
+            received = it.AttentionDistribution(q, keys, mask=mask, sinks=sinks).received()
             backend.assert_close(received, np.zeros((B, H, keys.shape[-2])))
 
     @pytest.mark.usefixtures("tiny_tiles")
@@ -488,8 +492,8 @@ class TestSinks:
         q, k, _ = qkv
         sinks = backend.array(np.asarray([1.0, -2.0, 0.0, 30.0]), "float32")
         seen = np.broadcast_to(np.arange(L)[:, None] >= 3, (L, S))
-        got = it.attention_information(q, k, mask=backend.array(seen), sinks=sinks)
-        expected = it.attention_information(q[..., 3:, :], k, sinks=sinks)
+        got = it.AttentionDistribution(q, k, mask=backend.array(seen), sinks=sinks).information()
+        expected = it.AttentionDistribution(q[..., 3:, :], k, sinks=sinks).information()
         backend.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
     def test_off(self, backend, qkv):
@@ -497,10 +501,12 @@ class TestSinks:
         off = backend.array(np.asarray(-np.inf), "float32")
         for call in (
             lambda **sinks: it.attention(q, k, v, is_causal=True, **sinks),
-            lambda **sinks: it.attention_weights(q, k, is_causal=True, **sinks),
+            lambda **sinks: it.AttentionDistribution(q, k, is_causal=True, **sinks).weights(),
             lambda **sinks: it.attention_entropy(q, k, order=0.5, is_causal=True, **sinks),
-            lambda **sinks: it.attention_information(q, k, is_causal=True, **sinks),
-            lambda **sinks: it.attention_statistics(q, k, is_causal=True, **sinks).variance,
+            lambda **sinks: it.AttentionDistribution(q, k, is_causal=True, **sinks).information(),
+            lambda **sinks: (
+                it.AttentionDistribution(q, k, is_causal=True, **sinks).statistics().variance
+            ),
         ):
             backend.assert_close(call(sinks=off), call(), rtol=1e-5, atol=1e-6)
 
@@ -552,8 +558,8 @@ class TestSinks:
     def test_backend(self, backend, qkv):
         q, k, v = qkv
         sinks = backend.array(np.zeros(H), "float32")
-        of_state = it.attention_backends(q, k, v, order=1.0)
-        assert it.attention_backends(q, k, v, sinks=sinks) == of_state
+        of_state = it.AttentionDistribution(q, k).backends(v, order=1.0)
+        assert it.AttentionDistribution(q, k, sinks=sinks).backends(v) == of_state
 
 
 class TestStatistics:
@@ -563,7 +569,7 @@ class TestStatistics:
             pytest.skip("no float64 here")
         q, k, _ = (backend.array(x) for x in _data(rng, "float64"))
         options = {"mask": masks.window(5), "law": laws.LogLength(4)}
-        statistics = it.attention_statistics(q, k, **options)
+        statistics = it.AttentionDistribution(q, k, **options).statistics()
         behind, ahead = (it.attention_entropy(q * math.exp(u), k, **options) for u in (-1e-4, 1e-4))
         backend.assert_close(statistics.variance, (behind - ahead) / 2e-4, rtol=1e-5, atol=1e-8)
         backend.assert_close(
@@ -578,7 +584,7 @@ class TestStatistics:
         s = offset + np.asarray([0.0, 0.5, -0.5, 0.25, 0.0, 0.0, -0.25, 0.5, 0.5, 0.0])
         q = backend.array(np.zeros((1, 1)), "float32")
         k = backend.array(np.zeros((10, 1)), "float32")
-        statistics = it.attention_statistics(q, k, bias=backend.array(s[None], "float32"))
+        statistics = it.AttentionDistribution(q, k, bias=backend.array(s[None], "float32")).statistics()
         exact = oracles.attention(np.zeros((1, 1)), np.zeros((10, 1)), bias=s)
         backend.assert_close(statistics.variance, exact.variance, rtol=1e-5)
         backend.assert_close(statistics.entropy, exact.entropy(), rtol=1e-6)
@@ -590,46 +596,55 @@ class TestStatistics:
         # They lie in other tiles than the largest ones, before and after them.
         s = np.asarray([-gap] * 5 + [0.0, 1.0] + [-gap] * 5)
         q, k = (backend.array(np.zeros((n, 1)), "float32") for n in (1, 12))
-        statistics = it.attention_statistics(q, k, bias=backend.array(s[None], "float32"))
+        statistics = it.AttentionDistribution(q, k, bias=backend.array(s[None], "float32")).statistics()
         exact = oracles.attention(np.zeros((1, 1)), np.zeros((12, 1)), bias=s)
         assert np.isfinite(backend.numpy(statistics.variance)).all()
         backend.assert_close(statistics.variance, exact.variance, rtol=1e-5)
 
     def test_one_key(self, backend, rng):
         q, k, _ = (backend.array(x) for x in _data(rng, "float32", n_keys=1))
-        statistics = it.attention_statistics(q, k)
+        statistics = it.AttentionDistribution(q, k).statistics()
         backend.assert_close(statistics.variance, np.zeros((B, H, L)))
         backend.assert_close(statistics.mean, statistics.maximum)
         backend.assert_close(statistics.log_normalizer, statistics.maximum)
 
     def test_equal_by_value(self, backend, rng):
         q, k, _ = (backend.array(x) for x in _data(rng, "float32"))
-        assert it.attention_statistics(q, k) == it.attention_statistics(q, k)
-        assert it.attention_statistics(q, k) != it.attention_statistics(q, k, scale=2.0)
+        assert (
+            it.AttentionDistribution(q, k).statistics() == it.AttentionDistribution(q, k).statistics()
+        )
+        assert (
+            it.AttentionDistribution(q, k).statistics()
+            != it.AttentionDistribution(q, k, scale=2.0).statistics()
+        )
 
 
 class TestReceived:
     def test_sums_to_the_number_of_queries_that_see_a_key(self, backend, rng):
         q, k, _ = (backend.array(x) for x in _data(rng, "float32", n_keys=4))
-        received = it.attention_received(q, k, is_causal=True)  # 3 of 7 queries see no key
+        received = it.AttentionDistribution(
+            q, k, is_causal=True
+        ).received()  # 3 of 7 queries see no key
         total = backend.xp.sum(received, axis=-1)
         backend.assert_close(total, np.full((B, H), 4.0), rtol=1e-5)
-        off = it.attention_received(q, k, sinks=backend.array(np.full(H, 1e3), "float32"))
+        off = it.AttentionDistribution(q, k, sinks=backend.array(np.full(H, 1e3), "float32")).received()
         backend.assert_close(off, np.zeros((B, H, 4)))
 
     def test_grouped_heads_have_one_for_each_query_head(self, backend, rng):
         q, k, _ = (backend.array(x) for x in _data(rng, "float32", groups=2))
-        received = it.attention_received(q, k, enable_gqa=True)
-        expected = it.attention_weights(q, k, enable_gqa=True)
+        received = it.AttentionDistribution(q, k, enable_gqa=True).received()
+        expected = it.AttentionDistribution(q, k, enable_gqa=True).weights()
         assert received.shape == (B, H, S)
         backend.assert_close(received, backend.xp.sum(expected, axis=-2), rtol=1e-5)
 
     @pytest.mark.usefixtures("tiny_tiles")
     def test_nan_reaches_the_keys_that_its_query_sees(self, backend, rng):
         q, k, _ = _data(rng, "float32", n_keys=L)
-        expected = it.attention_received(q, k, is_causal=True)
+        expected = it.AttentionDistribution(q, k, is_causal=True).received()
         q[:, :, 3] = np.nan
-        received = it.attention_received(backend.array(q), backend.array(k), is_causal=True)
+        received = it.AttentionDistribution(
+            backend.array(q), backend.array(k), is_causal=True
+        ).received()
         received = backend.numpy(received)
         assert np.isnan(received[..., :4]).all()
         np.testing.assert_allclose(received[..., 4:], expected[..., 4:], rtol=1e-4)
@@ -638,7 +653,7 @@ class TestReceived:
         # Relative to a log-normalizer of 1e4 a weight would lose half of the digits of float32.
         s = 1e4 + np.asarray([[0.0, 0.5, 1.0], [2.0, 1.0, 0.0]])
         q, k = (backend.array(np.zeros((n, 1)), "float32") for n in (2, 3))
-        received = it.attention_received(q, k, bias=backend.array(s, "float32"))
+        received = it.AttentionDistribution(q, k, bias=backend.array(s, "float32")).received()
         backend.assert_close(received, oracles.softmax(s).sum(0), rtol=1e-6)
 
 
@@ -650,10 +665,10 @@ class TestEdges:
         backend.assert_close(it.attention(q, k, v), np.zeros((2, 3, 5)))
         backend.assert_close(state.log_normalizer(), np.full((2, 3), -np.inf))
         backend.assert_close(it.attention_entropy(q, k), np.zeros((2, 3)))
-        backend.assert_close(it.attention_information(q, k), np.zeros(2))
-        assert it.attention_weights(q, k).shape == (2, 3, 0)
-        assert it.attention_received(q, k).shape == (2, 0)
-        for name, x in it.attention_statistics(q, k)._asdict().items():
+        backend.assert_close(it.AttentionDistribution(q, k).information(), np.zeros(2))
+        assert it.AttentionDistribution(q, k).weights().shape == (2, 3, 0)
+        assert it.AttentionDistribution(q, k).received().shape == (2, 0)
+        for name, x in it.AttentionDistribution(q, k).statistics()._asdict().items():
             empty = -np.inf if name in ("maximum", "log_normalizer") else 0.0
             backend.assert_close(x, np.full((2, 3), empty))
 
@@ -662,9 +677,9 @@ class TestEdges:
         k = backend.array(np.ones((5, 4)), "float32")
         assert it.attention(q, k, k).shape == (0, 4)
         assert it.attention_entropy(q, k, is_causal=True).shape == (0,)
-        assert it.attention_information(q, k).shape == ()
-        backend.assert_close(it.attention_received(q, k), np.zeros(5))
-        assert it.attention_statistics(q, k).variance.shape == (0,)
+        assert it.AttentionDistribution(q, k).information().shape == ()
+        backend.assert_close(it.AttentionDistribution(q, k).received(), np.zeros(5))
+        assert it.AttentionDistribution(q, k).statistics().variance.shape == (0,)
         q, k = (backend.array(np.ones((0, n, 4)), "float32") for n in (3, 5))
         assert it.attention(q, k, k, is_causal=True).shape == (0, 3, 4)
 
@@ -680,9 +695,9 @@ class TestEdges:
             assert out.shape == (2, 0, 3, 4)
         h = it.attention_entropy(q, k, implementation=implementation, **options)
         assert h.shape == (2, 0, 3)
-        assert it.attention_weights(q, k, **options).shape == (2, 0, 3, 5)
-        assert it.attention_statistics(q, k, **options).variance.shape == (2, 0, 3)
-        assert it.attention_received(q, k, **options).shape == (2, 0, 5)
+        assert it.AttentionDistribution(q, k, **options).weights().shape == (2, 0, 3, 5)
+        assert it.AttentionDistribution(q, k, **options).statistics().variance.shape == (2, 0, 3)
+        assert it.AttentionDistribution(q, k, **options).received().shape == (2, 0, 5)
 
     def test_law_of_no_queries(self, backend):
         q, k = (backend.array(np.ones((2, n, 4)), "float32") for n in (0, 5))
@@ -704,8 +719,8 @@ class TestEdges:
         backend.assert_close(state.output(), np.zeros((2, 4)))
         backend.assert_close(state.entropy(), np.zeros(2))
         backend.assert_close(state.log_normalizer(), np.full(2, -np.inf))
-        backend.assert_close(it.attention_received(q, q, mask=nothing), np.zeros(2))
-        for name, x in it.attention_statistics(q, q, mask=nothing)._asdict().items():
+        backend.assert_close(it.AttentionDistribution(q, q, mask=nothing).received(), np.zeros(2))
+        for name, x in it.AttentionDistribution(q, q, mask=nothing).statistics()._asdict().items():
             empty = -np.inf if name in ("maximum", "log_normalizer") else 0.0
             backend.assert_close(x, np.full(2, empty))
         for order in (0, 0.9, 2, np.inf):
@@ -976,9 +991,9 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"`sinks` .* broadcastable to \(\), got \(1,\)"):
             it.attention(*arrays, sinks=a(1))
         with pytest.raises(ValueError, match=r"`sinks` .* broadcastable to \(2, 3\), got \(3, 1\)"):
-            it.attention_weights(a(2, 3, 4, 4), a(3, 5, 4), sinks=a(3, 1))
+            it.AttentionDistribution(a(2, 3, 4, 4), a(3, 5, 4), sinks=a(3, 1)).weights()
         with pytest.raises(TypeError, match=r"`sinks` must have a real floating"):
-            it.attention_statistics(*arrays[:2], sinks=a(dtype="int32"))
+            it.AttentionDistribution(*arrays[:2], sinks=a(dtype="int32")).statistics()
         with pytest.raises(ValueError, match=r"`law` must have a shape broadcastable to \(3,\)"):
             it.attention(*arrays, law=laws.AffineLog(a(2)))
 
@@ -1022,12 +1037,6 @@ class TestErrors:
             it.attention_entropy(a(3, 4), a(5, 4), order="2")
         with pytest.raises(ValueError, match="`family` must be 'renyi' or 'tsallis', got 'shannon'"):
             it.attention_entropy(a(3, 4), a(5, 4), family="shannon")
-
-    def test_block_size(self, a):
-        with pytest.raises(ValueError, match="`block_size` must be at least 1, got 0"):
-            it.attention_state(a(3, 4), a(5, 4), block_size=0)
-        with pytest.raises(TypeError, match="`block_size` must be an integer, got float"):
-            it.attention_state(a(3, 4), a(5, 4), block_size=2.0)
 
     def test_scale_queries(self, a):
         with pytest.raises(TypeError, match=r"`law` must be a law of isentropic\.laws, got NoneType"):
@@ -1116,7 +1125,6 @@ class TestErrors:
         q, k = a(3, 4), a(5, 4)
         n = np.int64(4)
         it.attention(q, k, k, n_keys=n, mask=masks.padding(n) & masks.window(n))
-        it.attention_state(q, k, block_size=n)
         it.entropy(q, axis=np.int64(0))
         it.layers.multi_head_attention(q, q, q, *[a(4, 4)] * 4, num_heads=n)
 
@@ -1160,7 +1168,7 @@ def test_variance_of_keys_far_below_the_mean(backend):
     """One key at 0 and 39 999 at −40: these have a weight of 4e-18 each, and all of the variance."""
     s = np.where(np.arange(40_000) == 0, 0.0, -40.0)
     q, k = backend.array(np.ones((1, 1)), "float32"), backend.array(s[:, None], "float32")
-    variance = it.attention_statistics(q, k, scale=1.0, law=None).variance
+    variance = it.AttentionDistribution(q, k, scale=1.0, law=None).statistics().variance
     rest = 39_999 * np.exp(-40.0)
     expected = 1600 * rest / (1 + rest) ** 2
     np.testing.assert_allclose(backend.numpy(variance), expected, rtol=1e-4)

@@ -348,7 +348,7 @@ def test_a_query_that_is_nan_stays_nan(backend, rng, n_keys):
     q, k, v = (rng.normal(size=(2, n, 4)) for n in (44, n_keys, n_keys))
     q[:, 1, 2] = np.nan
     q, k, v = (backend.array(x, "float32") for x in (q, k, v))
-    numbers = list(it.attention_statistics(q, k, law=None))
+    numbers = list(it.AttentionDistribution(q, k, law=None).statistics())
     for implementation in (None, "generic"):
         options = {"law": None, "implementation": implementation}
         whole = it.attention_state(q, k, v, **options)

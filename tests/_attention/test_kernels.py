@@ -34,7 +34,7 @@ def kernel(backend, monkeypatch):
         monkeypatch.setattr(_triton_launch, "launch_on_jax", interpreted.on_jax)
         monkeypatch.setattr("isentropic._attention.triton.is_installed", lambda module: True)
     x = backend.array(np.zeros((2, 2)), "float32")
-    why = it.attention_backends(x, x, x, implementation=name)[name]
+    why = it.AttentionDistribution(x, x, implementation=name).backends(x)[name]
     if why == "the arrays are not on a GPU of NVIDIA or AMD":
         pytest.skip("on a machine with a GPU only tensors on it are tested")
     assert why == "runs"
@@ -236,9 +236,9 @@ class TestAgainstGeneric:
         q, k, _ = (backend.array(x, "float32") for x in draw(rng))
         sinks = backend.array(np.asarray([0.5, -math.inf]), "float32")
         options = MASKS[name](backend.array) | {"sinks": sinks}
-        expected = it.attention_statistics(3 * q, k, **options)
+        expected = it.AttentionDistribution(3 * q, k, **options).statistics()
         monkeypatch.setattr(triton, "takes", lambda plan, order: True)
-        got = it.attention_statistics(3 * q, k, **options)
+        got = it.AttentionDistribution(3 * q, k, **options).statistics()
         for field, x, y in zip(got._fields, got, expected, strict=True):
             x, y = backend.numpy(x), backend.numpy(y)
             np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5, err_msg=field)
@@ -290,7 +290,7 @@ class TestAgainstGeneric:
         upstream[0, 0, 30] = math.inf
         (gradient,) = backend.xp.autograd.grad(out, v, upstream)
         is_seen = np.zeros((2, 2, 40), bool)
-        is_seen[0, 0] = backend.numpy(it.attention_weights(q, k, mask=mask))[0, 0, 30] > 0
+        is_seen[0, 0] = backend.numpy(it.AttentionDistribution(q, k, mask=mask).weights())[0, 0, 30] > 0
         is_finite = np.isfinite(backend.numpy(gradient))
         np.testing.assert_array_equal(is_finite, np.broadcast_to(~is_seen[..., None], v.shape))
 
@@ -445,28 +445,32 @@ def test_a_query_that_is_not_finite_and_sees_no_key(backend, kernel, rng, poison
 class TestRefused:
     def test_by_default(self, backend, kernel, rng):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
-        why = it.attention_backends(q, k, v)[kernel]
+        why = it.AttentionDistribution(q, k).backends(v)[kernel]
         assert why == f"the interpreter of Triton runs only if `implementation` is {kernel!r}"
 
     @pytest.mark.parametrize(
-        ("options", "why"),
+        ("mask", "order", "why"),
         [
-            ({"mask": masks.window(2) | masks.padding(3)}, "gaps"),
-            ({"order": 0.0}, "no entropies of order 0 or near 1"),
-            ({"order": 1.001}, "no entropies of order 0 or near 1"),
-            ({"block_size": 8}, "does not support `block_size`"),
+            (masks.window(2) | masks.padding(3), None, "gaps"),
+            (None, 0.0, "no entropies of order 0 or near 1"),
+            (None, 1.001, "no entropies of order 0 or near 1"),
         ],
     )
-    def test_what_has_no_kernel(self, backend, kernel, rng, options, why):
+    def test_what_has_no_kernel(self, backend, kernel, rng, mask, order, why):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
-        assert why in it.attention_backends(q, k, v, implementation=kernel, **options)[kernel]
+        assert (
+            why
+            in it.AttentionDistribution(q, k, implementation=kernel, mask=mask).backends(
+                v, order=order
+            )[kernel]
+        )
 
     def test_the_gradient_of_a_bias(self, backend, kernel, rng):
         q, k, v = (backend.array(x, "float32") for x in draw(rng))
         bias = backend.array(np.zeros((44, 40)), "float32")
         if backend.library == "torch":
             bias.requires_grad_()
-        why = it.attention_backends(q, k, v, bias=bias, implementation=kernel)[kernel]
+        why = it.AttentionDistribution(q, k, bias=bias, implementation=kernel).backends(v)[kernel]
         assert "does not compute the gradient of a bias" in why
 
     def test_float64(self, backend, kernel, rng):
@@ -497,7 +501,7 @@ class TestRefused:
             pytest.skip("the kernels are for other libraries")
         program = (
             "import sys, torch as xp, isentropic as it; before = set(sys.modules)\n"
-            "x = xp.zeros((3, 2)); it.attention(x, x, x); it.attention_backends(x, x)\n"
+            "x = xp.zeros((3, 2)); it.attention(x, x, x); it.AttentionDistribution(x, x).backends()\n"
             "found = {m for m in set(sys.modules) - before if 'triton' in m}\n"
             "found = {m for m in found if not m.startswith('isentropic.')}\n"
             "assert not found, found\n"
@@ -529,7 +533,7 @@ class TestDefault:
         half, double = (backend.array(rng.normal(size=(2, 70, 16)), t) for t in ("float16", "float64"))
 
         def can_run(q, k, v=None, **options):
-            why = it.attention_backends(q, k, v, **{"order": 1.0} | options)["triton"]
+            why = it.AttentionDistribution(q, k, **{"order": 1.0} | options).backends(v)["triton"]
             # On a CPU the NumPy pass comes first.
             return why in ("runs", "another backend comes first")
 
@@ -537,7 +541,9 @@ class TestDefault:
         assert can_run(half, half, half, is_causal=True)
         assert can_run(half.float(), half.float(), softcap=9.0, order=2.0)
         assert can_run(half.clone().requires_grad_(), half)
-        assert it.attention_backends(half.clone().requires_grad_(), half)["triton"] == "runs"
+        assert (
+            it.AttentionDistribution(half.clone().requires_grad_(), half).backends()["triton"] == "runs"
+        )
         assert not can_run(double, double)
         assert not can_run(half.as_subclass(Subclass), half)
         with FlopCounterMode(display=False):
@@ -549,7 +555,7 @@ class TestDefault:
         monkeypatch.setattr(triton, "self_test_failure", lambda *facts: "a self-test failed")
         set_blocks()
         x = backend.array(rng.normal(size=(2, 70, 16)), "float16")
-        assert it.attention_backends(x, x)["triton"] == "a self-test failed"
+        assert it.AttentionDistribution(x, x).backends()["triton"] == "a self-test failed"
 
 
 class TestSelfTest:

@@ -10,7 +10,7 @@ import isentropic as it
 def test_numpy_adds_a_bias_of_many_logits():
     x, bias = np.zeros((2**10, 2)), np.zeros((2**10, 1))
     for options in ({"bias": bias}, {"softcap": 3.0}, {"bias": bias, "softcap": 3.0}):
-        assert it.attention_backends(x, x, x, **options)["numpy_tiles"] == "runs"
+        assert it.AttentionDistribution(x, x, **options).backends(x)["numpy_tiles"] == "runs"
 
 
 class TestReferences:

@@ -59,8 +59,11 @@ class TestBfloat16:
     def test_large_masked_calls(self, dtypes):
         x = torch.zeros(8, 2048, 64, dtype=torch.bfloat16)
         mask = masks.window(256)
-        assert it.attention_backends(x, x, x, mask=mask)["sdpa"] == "runs"
-        assert it.attention_backends(x.half(), x.half(), x.half(), mask=mask)["numpy_tiles"] == "runs"
+        assert it.AttentionDistribution(x, x, mask=mask).backends(x)["sdpa"] == "runs"
+        assert (
+            it.AttentionDistribution(x.half(), x.half(), mask=mask).backends(x.half())["numpy_tiles"]
+            == "runs"
+        )
 
     def test_what_is_rounded_more_than_once_is_computed_in_float32(self, dtypes):
         q, k, v = torch.randn(3, 2, 7, 8).bfloat16()
@@ -195,7 +198,7 @@ class TestAgainstTorch:
         options = {"law": None, "enable_gqa": True, "is_causal": True, "sinks": module.sinks}
         got = it.attention(q, k, v, **options)
         torch.testing.assert_close(got.transpose(1, 2), expected)
-        torch.testing.assert_close(it.attention_weights(q, k, **options), weights)
+        torch.testing.assert_close(it.AttentionDistribution(q, k, **options).weights(), weights)
         upstream = torch.randn(expected.shape)
         gradients = (
             torch.autograd.grad(x, module.sinks, upstream) for x in (expected, got.transpose(1, 2))

@@ -101,7 +101,9 @@ def full_pass_held(model, document):
     def multiplied(layer, query, key):
         targets, options = ENTROPIES[layer][:, None], {"enable_gqa": True}
         mask = it.masks.causal()
-        found = it.factor_for_attention_entropy(query, key, targets, mask=mask, **options)
+        found = it.AttentionDistribution(query, key, mask=mask, **options, law=None).factor_for_entropy(
+            targets
+        )
         is_beyond = torch.arange(query.shape[-2]) >= TRAINED
         return query * torch.where(is_beyond, found, 1.0)[..., None]
 

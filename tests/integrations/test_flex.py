@@ -76,7 +76,7 @@ def _only_once(request):
 def seen(mask, n_queries=L, n_keys=S):
     """What `attention` sees of (B, H, L, S): equal logits give every visible key a weight."""
     query, key = torch.zeros(B, H, n_queries, 2), torch.zeros(B, H, n_keys, 2)
-    return it.attention_weights(query, key, mask=mask) > 0
+    return it.AttentionDistribution(query, key, mask=mask).weights() > 0
 
 
 def everywhere(mask_mod, n_queries=L, n_keys=S):

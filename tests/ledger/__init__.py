@@ -11,6 +11,7 @@ Numbers that we state are computed and not typed: `correct` has places for them,
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -117,5 +118,4 @@ def load() -> dict[str, Claim]:
 
 def resolve(name: str) -> Any:
     """The object of a dotted name such as "isentropic.laws.LogLength"."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(name)

@@ -245,16 +245,16 @@ def test_the_famous_constant():
     says=r"To tell n keys apart a head needs $d_k \ge C\log n$ dimensions.",
     verdict="holds with a condition",
     correct=r"Such a bound holds for keeping all distances of any n points within 1 ± ε, with $C \sim 1/ε^2$. Two dimensions are enough to tell n keys apart by the largest product, at a scale of the order n².",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 def test_keys_on_a_circle_are_told_apart():
     n = 1024
     angle = 2 * math.pi * np.arange(n) / n
     keys = np.stack((np.cos(angle), np.sin(angle)), axis=-1)
-    weights = it.attention_weights(keys, keys, scale=float(n**2), law=None)
+    weights = it.AttentionDistribution(keys, keys, scale=float(n**2), law=None).weights()
     assert weights.diagonal().min() > 0.97
     # At the usual scale none is told apart: that is where dimensions help.
-    assert it.attention_weights(keys, keys, law=None).diagonal().max() < 5 / n
+    assert it.AttentionDistribution(keys, keys, law=None).weights().diagonal().max() < 5 / n
 
 
 def criterion():

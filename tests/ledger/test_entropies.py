@@ -187,7 +187,7 @@ def test_entropy_of_attention():
     q, k = rng.normal(size=(5, 8)), rng.normal(size=(30, 8))
     scale = 0.7
     s = q @ k.T
-    a = it.attention_weights(q, k, scale=scale, law=None)
+    a = it.AttentionDistribution(q, k, scale=scale, law=None).weights()
     h = it.attention_entropy(q, k, scale=scale, law=None)
     np.testing.assert_allclose(h, plain_entropy(a), rtol=1e-12)
     log_z = np.log(np.exp(scale * s).sum(-1))
@@ -260,28 +260,28 @@ def test_codes_are_no_dimensions():
     says=r"$I(Q;K) = H(K) - H(K|Q)$.",
     verdict="holds",
     correct="For a query drawn uniformly: H(mean of the rows) − mean H(row), the Jensen–Shannon information of the rows.",
-    function="isentropic.attention_information",
+    function="isentropic.AttentionDistribution.information",
 )
 @claim(
     "8823-55",
     says=r"$H(K|Q) = E_Q[H_i]$.",
     verdict="definition",
-    function="isentropic.attention_information",
+    function="isentropic.AttentionDistribution.information",
 )
 @claim(
     "8823-6.1",
     says=r"With the entropy held, $I(Q;K) \approx \log n - \text{const}$.",
     verdict="holds with a condition",
     correct=r"This needs a mean of the rows that is uniform. In general $I \le \log n - E[H_i]$.",
-    function="isentropic.attention_information",
+    function="isentropic.AttentionDistribution.information",
 )
 def test_information():
     rng = np.random.default_rng(83)
     q, k = rng.normal(size=(12, 8)) * 2, rng.normal(size=(9, 8)) * 2
-    a = it.attention_weights(q, k)
+    a = it.AttentionDistribution(q, k).weights()
     joint = a / 12
     double_sum = (joint * np.log(joint / (joint.sum(0) / 12))).sum()
-    information = it.attention_information(q, k)
+    information = it.AttentionDistribution(q, k).information()
     assert information == pytest.approx(double_sum, rel=1e-10)
     mean_entropy = it.attention_entropy(q, k).mean()
     assert information == pytest.approx(plain_entropy(a.mean(0)) - mean_entropy, rel=1e-10)
@@ -291,7 +291,7 @@ def test_information():
         angle = 2 * math.pi * np.arange(n) / n
         x = np.stack((np.cos(angle), np.sin(angle)), axis=-1) * 5
         expected = math.log(n) - it.attention_entropy(x, x).mean()
-        assert it.attention_information(x, x) == pytest.approx(expected, rel=1e-10)
+        assert it.AttentionDistribution(x, x).information() == pytest.approx(expected, rel=1e-10)
 
 
 @claim(

@@ -125,14 +125,14 @@ def test_sharper_above_the_base():
     says="A factor on the logits takes the probabilities to a power: small ones become smaller.",
     verdict="holds",
     correct=r"$\mathrm{softmax}(cs) = p^c/\sum p^c$.",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 def test_a_factor_is_a_power():
     q, k, _ = draw(64)
-    p = it.attention_weights(q, k, law=None)
+    p = it.AttentionDistribution(q, k, law=None).weights()
     for factor in (0.5, 1.7):
         power = p**factor
-        got = it.attention_weights(q, k, law=laws.Constant(factor))
+        got = it.AttentionDistribution(q, k, law=laws.Constant(factor)).weights()
         np.testing.assert_allclose(got, power / power.sum(-1, keepdims=True), rtol=1e-10)
 
 
@@ -185,7 +185,7 @@ def test_matched_dimension_is_the_law():
         q, k, _ = draw(n)
         scores = np.exp(law(n) * q @ k.T / 4)
         np.testing.assert_allclose(
-            it.attention_weights(q, k), scores / scores.sum(-1, keepdims=True), rtol=1e-10
+            it.AttentionDistribution(q, k).weights(), scores / scores.sum(-1, keepdims=True), rtol=1e-10
         )
     # 8 relevant keys at the gap 7.5: held by the law, and spread out faster by its reciprocal.
     n = 8192

@@ -79,8 +79,8 @@ def test_the_base_is_where_the_factor_is_one():
     "8823-10.1.1",
     says="Scores are in fact not independent.",
     verdict="holds",
-    correct="If every key occurs m times, the entropy is larger by log m, and the n of the law is not the n of a model with independent scores. `factor_for_attention_entropy` takes the scores as they are.",
-    function="isentropic.factor_for_attention_entropy",
+    correct="If every key occurs m times, the entropy is larger by log m, and the n of the law is not the n of a model with independent scores. `AttentionDistribution.factor_for_entropy` takes the scores as they are.",
+    function="isentropic.AttentionDistribution.factor_for_entropy",
 )
 def test_copies_of_keys():
     q, k = 2 * np.random.default_rng(122).normal(size=(2, 30, 8))
@@ -93,7 +93,7 @@ def test_copies_of_keys():
     held = it.attention_entropy(q, copies, law=law) - math.log(4)
     assert (held < once).all()
     assert held.mean() < once.mean() - 0.1
-    factor = it.factor_for_attention_entropy(q, copies, 2.5)
+    factor = it.AttentionDistribution(q, copies, law=None).factor_for_entropy(2.5)
     h = it.attention_entropy(q * factor[:, None], copies, law=None)
     np.testing.assert_allclose(h, 2.5, atol=1e-9)
 
@@ -248,7 +248,7 @@ def sensitivity_at_held_entropies():
 def test_entropy_and_gradient():
     rng = np.random.default_rng(126)
     q, k = rng.normal(size=(2, 12, 8))
-    p = it.attention_weights(q, k, law=None)
+    p = it.AttentionDistribution(q, k, law=None).weights()
     jacobian = p[:, :, None] * (np.eye(12) - p[:, None, :])
     of_order_2 = -2 * np.expm1(-it.attention_entropy(q, k, order=2, law=None))
     np.testing.assert_allclose(np.abs(jacobian).sum((-2, -1)), of_order_2, rtol=1e-12)
@@ -279,12 +279,14 @@ def test_entropy_and_gradient():
     says="The entropy that each layer should have could be learned.",
     verdict="holds",
     correct=r"It can be computed: the factor for an entropy $H^*$ has the derivative $dλ/dH^* = -λ/\mathrm{Var}_p(λs)$, so that $H^*$ can be a parameter of a layer. This does not show that a model gains by it.",
-    function="isentropic.factor_for_attention_entropy",
+    function="isentropic.AttentionDistribution.factor_for_entropy",
 )
 def test_a_target_has_a_derivative():
     q, k = np.random.default_rng(127).normal(size=(2, 30, 8))
     step = 1e-4
-    up, factor, down = (it.factor_for_attention_entropy(q, k, 2.5 + h) for h in (step, 0, -step))
+    up, factor, down = (
+        it.AttentionDistribution(q, k, law=None).factor_for_entropy(2.5 + h) for h in (step, 0, -step)
+    )
     s = factor[:, None] * (q @ k.T) / math.sqrt(8)
     p = special.softmax(s, axis=-1)
     variance = (p * s**2).sum(-1) - (p * s).sum(-1) ** 2
@@ -441,7 +443,9 @@ def test_sparse_maps():
     assert (spread[1] - spread[0]) / math.log(64) > 0.98
 
     x = np.random.default_rng(133).normal(size=(40, 8))
-    weights = it.attention_weights(30 * x / np.linalg.norm(x, axis=-1, keepdims=True), x, law=None)
+    weights = it.AttentionDistribution(
+        30 * x / np.linalg.norm(x, axis=-1, keepdims=True), x, law=None
+    ).weights()
     assert np.linalg.matrix_rank(weights) > 8
     assert it.attention_entropy(30 * x, x, law=None).mean() < 0.3
 
@@ -460,7 +464,7 @@ def test_hiding_oneself():
         x = rng.normal(size=(n, d))
         x *= math.sqrt(d) / np.linalg.norm(x, axis=-1, keepdims=True)
         np.testing.assert_array_equal(others.visible_count(n, n), n - 1)
-        p = it.attention_weights(x, x, law=None)
+        p = it.AttentionDistribution(x, x, law=None).weights()
         own.append(np.diagonal(p).mean())
         h = it.attention_entropy(x, x, law=None)
         assert h.mean() == pytest.approx(theory.tied_entropy(n, d, 1.0), abs=0.1)

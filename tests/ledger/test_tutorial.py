@@ -27,35 +27,35 @@ def softmax(s):
     "tutorial-2.2.1",
     says=r"$S = QK^\top$.",
     verdict="definition",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 @claim(
     "tutorial-2.2.3",
     says=r"$α_{ij} = \exp(S_{ij}/\sqrt{d_k})/\sum_k \exp(S_{ik}/\sqrt{d_k})$; rows sum to 1.",
     verdict="definition",
     correct="With `law=None`.",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 @claim(
     "8823-12",
     says=r"$a_{ij} = e^{λs_{ij}}/Z_i$, $Z_i = \sum_k e^{λs_{ik}}$.",
     verdict="definition",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 @claim(
     "8823-10",
     says=r"$a_{ij} = \exp(s_{ij}/τ)/\sum_k\exp(s_{ik}/τ)$, $s_{ij} = q_i\cdot k_j$, usually $τ = \sqrt d$.",
     verdict="definition",
     correct="`scale` is 1/τ.",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 def test_weights():
     q, k = draw(5, 16), draw(7, 16, seed=61)
-    weights = it.attention_weights(q, k, law=None)
+    weights = it.AttentionDistribution(q, k, law=None).weights()
     e = np.exp(q @ k.T / 4)
     np.testing.assert_allclose(weights, e / e.sum(-1, keepdims=True), rtol=1e-12)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-12)
-    other = it.attention_weights(q, k, scale=1 / 3, law=None)
+    other = it.AttentionDistribution(q, k, scale=1 / 3, law=None).weights()
     np.testing.assert_allclose(other, softmax(q @ k.T / 3), rtol=1e-12)
 
 
@@ -64,13 +64,13 @@ def test_weights():
     says=r"Features of mean 0 and variance 1: $\mathrm{Var}(q\cdot k) = d_k$, and 1 after division by $\sqrt{d_k}$. Without it the softmax "
     "saturates.",
     verdict="holds",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 @claim(
     "8823-43",
     says=r"Independent entries of mean 0 and variance 1: $E[q\cdot k] = 0$, $\mathrm{Var}[q\cdot k] = d$.",
     verdict="holds",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 def test_variance_of_scores():
     d, n = 64, 100_000
@@ -89,7 +89,7 @@ def test_variance_of_scores():
     # That division is the default scale.
     q, k = draw(3, d), draw(4, d, seed=63)
     np.testing.assert_allclose(
-        it.attention_weights(q, k, law=None), softmax(q @ k.T / math.sqrt(d)), rtol=1e-12
+        it.AttentionDistribution(q, k, law=None).weights(), softmax(q @ k.T / math.sqrt(d)), rtol=1e-12
     )
 
 
@@ -190,7 +190,7 @@ def test_memory_is_not_quadratic_and_work_is():
     n, d = 4096, 16
     q, k, v = draw(3, n, d).astype("float32")
     # Every pair of a query and a key has a weight of its own: twice the length, four times the products.
-    pairs = [np.count_nonzero(it.attention_weights(q[:m], k[:m])) for m in (200, 400)]
+    pairs = [np.count_nonzero(it.AttentionDistribution(q[:m], k[:m]).weights()) for m in (200, 400)]
     assert pairs[1] == 4 * pairs[0]
     tracemalloc.start()
     it.attention(q, k, v, implementation="generic")
@@ -208,7 +208,7 @@ def test_memory_is_not_quadratic_and_work_is():
 def test_gradient_of_values():
     q, k, v = draw(3, 6, 4)
     upstream = draw(6, 4, seed=67)  # ∂L/∂output for L = Σ upstream · output, which is linear in V
-    expected = it.attention_weights(q, k).T @ upstream
+    expected = it.AttentionDistribution(q, k).weights().T @ upstream
     gradient = np.empty_like(v)
     for index in np.ndindex(v.shape):
         one = np.zeros_like(v)
@@ -279,7 +279,7 @@ def test_output_is_a_mean():
     says=r"The similarity is the cosine: $\frac{q\cdot k}{\|q\|\|k\|}\cdot\|q\|\|k\|/\sqrt{d_k}$.",
     verdict="does not hold",
     correct=r"The norms cancel. What remains is $q\cdot k/\sqrt{d_k}$, which grows with them. For the cosine, q and k must be normalized.",
-    function="isentropic.attention_weights",
+    function="isentropic.AttentionDistribution.weights",
 )
 def test_similarity_is_no_cosine():
     q, k = draw(3, 8), draw(5, 8, seed=68)
@@ -287,11 +287,11 @@ def test_similarity_is_no_cosine():
     cosine = q @ k.T / norms
     np.testing.assert_allclose(cosine * norms / math.sqrt(8), q @ k.T / math.sqrt(8), rtol=1e-12)
     unit_q, unit_k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    weights = it.attention_weights(q, k, law=None)
-    by_cosine = it.attention_weights(unit_q, unit_k, scale=1.0, law=None)
+    weights = it.AttentionDistribution(q, k, law=None).weights()
+    by_cosine = it.AttentionDistribution(unit_q, unit_k, scale=1.0, law=None).weights()
     np.testing.assert_allclose(by_cosine, softmax(cosine), rtol=1e-12)
     # Longer keys change the weights, and not the cosines.
-    assert abs(it.attention_weights(q, 3 * k, law=None) - weights).max() > 0.1
+    assert abs(it.AttentionDistribution(q, 3 * k, law=None).weights() - weights).max() > 0.1
     assert abs(weights - by_cosine).max() > 0.01
 
 

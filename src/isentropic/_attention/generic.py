@@ -15,9 +15,6 @@ from isentropic._attention.statistics import (
     spread_with_sinks,
 )
 from isentropic._attention.tile import Sums, absorb, empty_state, logits, merge_columns
-from isentropic._checks import (
-    plain_integer,
-)
 from isentropic._loops import (
     BLOCKS,
     Block,
@@ -195,7 +192,7 @@ class Tiles(Record):
 
 def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
     """The numbers of queries and of keys of a tile."""
-    if plan.frame.is_compiling and (plan.block_size is None or plan.library == "jax"):
+    if plan.frame.is_compiling:
         return plan.n_queries, plan.n_keys
     width, size = max(numbers_per_logit, 1), BLOCKS.tile
     if plan.library == "numpy":  # each thread holds several arrays of the size of a tile
@@ -204,7 +201,7 @@ def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
         size = BLOCKS.tile * 32
     elif plan.library == "torch":  # a tile and what is computed from it then stay in the cache
         size = BLOCKS.tile // 2
-    columns = plain_integer(plan.block_size or max(BLOCKS.columns // width, 1))
+    columns = max(BLOCKS.columns // width, 1)
     known = math.prod([n for n in plan.batch if not is_symbolic(n)])
     rows = size // max(known * min(columns, plan.n_keys) * width, 1)
     return max(rows, BLOCKS.rows), columns

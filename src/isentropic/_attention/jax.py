@@ -73,8 +73,6 @@ def heads_unsupported_reason(plan: Plan, order: float | None, is_named: bool) ->
     """The reason why the pass over one head at a time does not compute a call, or None."""
     if plan.library != "jax":
         return "the arrays are not JAX's"
-    if plan.block_size is not None:
-        return "it does not support `block_size`"
     if plan.frame.is_compiling or any(map(is_symbolic, plan.batch)):
         return "some size is symbolic"
     if plan.n_queries == 0 or 0 in plan.batch:

@@ -70,8 +70,6 @@ def _quietly_on_tensors(function: _Function) -> _Function:
 
 def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the NumPy pass does not compute a call, or None."""
-    if plan.block_size is not None:
-        return "it does not support `block_size`"
     if not is_named and plan.frame.is_compiling:
         return "torch.compile traces the call"
     if not plan.are_all_readable or plan.is_differentiated:
@@ -109,7 +107,7 @@ def _parts_of_batch(plan: Plan) -> list[tuple[slice, ...]]:
 
 def takes_tiles(plan: Plan) -> bool:
     """Whether the pass can read a call, and is faster than the generic pass."""
-    return plan.are_all_readable and plan.block_size is None and _is_large(plan)
+    return plan.are_all_readable and _is_large(plan)
 
 
 def takes_mask(plan: Plan) -> bool:

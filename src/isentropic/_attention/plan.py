@@ -12,7 +12,6 @@ from isentropic._attention.torch_facts import torch_facts
 from isentropic._checks import (
     check_broadcastable,
     check_choice,
-    check_count,
     check_flag,
     check_floating,
     check_ndim,
@@ -85,7 +84,6 @@ class Arguments(NamedTuple):
     softcap: float | None = None
     enable_gqa: bool = False
     implementation: str | None = None
-    block_size: int | None = None
     is_dot_product: bool = True  # whether the scores are inner products of queries and keys
 
 
@@ -114,7 +112,6 @@ class Plan(Record):
     has_mask: bool
     is_plain_causal: bool  # whether the mask is the causal one, with as many queries as keys
     has_interval_mask: bool  # whether the keys that a query sees have no gaps between them
-    block_size: int | None
     are_all_readable: bool  # whether the values of all arrays can be read
     is_differentiated: bool  # whether PyTorch records the call for a gradient
     is_readable: bool  # whether the values of query, key and value can be read
@@ -178,12 +175,31 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     plan = _plan(arguments) if cached is None else cached
     operands = _operands(plan, arguments, is_cached=cached is not None)
     if cached is None and signature is not None:  # and no check has failed
-        # Each step is atomic, so that threads and forked processes need no lock. If two threads make
-        # the same plan at once, either one can stay.
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[signature] = plan
+        _keep(signature, plan)
     return (without_numpy_if_traced(plan, operands) if plan.library == "jax" else plan), operands
+
+
+def check(arguments: Arguments) -> None:
+    """Check the arguments of a call that may follow, as far as that takes no arrays."""
+    signature = _signature(arguments)
+    # `prepare` must not take it for the plan of a call, whose law has been evaluated.
+    key = None if signature is None else (check, signature)
+    try:
+        if key in _plans:
+            return
+    except TypeError:  # as in `prepare`
+        key = None
+    plan = _plan(arguments)
+    if key is not None:
+        _keep(key, plan)
+
+
+def _keep(key: Any, plan: Plan) -> None:
+    # Each step is atomic, so that threads and forked processes need no lock. If two threads make the
+    # same plan at once, either one can stay.
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
 
 
 def without_numpy_if_traced(plan: Plan, operands: Operands) -> Plan:
@@ -237,7 +253,6 @@ def _signature(a: Arguments) -> Any:
             type(a.scale),
             type(a.softcap),
             type(a.enable_gqa),
-            type(a.block_size),
         )
     except AttributeError:  # an argument is not an array; the checks will refuse it
         return None
@@ -295,7 +310,6 @@ def _plan(a: Arguments) -> Plan:
         has_mask=mask is not None,
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
         has_interval_mask=mask is None or mask.is_contiguous,
-        block_size=a.block_size,
         are_all_readable=all(are_readable),
         is_differentiated=is_torch(xp) and any(is_differentiated(xp, x) for x in arrays),
         is_readable=can_be_read,
@@ -431,8 +445,6 @@ def _check_options(a: Arguments) -> None:
             raise type_error(name, "be a real number", kind)
         check_real(name, x, above=0 if name == "softcap" else -math.inf)
     check_choice("implementation", a.implementation, IMPLEMENTATIONS)
-    if a.block_size is not None:
-        check_count("block_size", a.block_size)
 
 
 def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:

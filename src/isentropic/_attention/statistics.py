@@ -17,7 +17,7 @@ from isentropic._ops import Ops
 # the square of this number does not overflow in float32.
 _MAX_DEVIATION = 1e15
 
-# For `attention_statistics` the `weighted_value` of a state is Σ eˣ (x − mean)². If two means agree,
+# Here the `weighted_value` of a state is Σ eˣ (x − mean)². If two means agree,
 # these sums are simply added.
 
 
@@ -57,7 +57,7 @@ def spread_with_sinks(xp: ModuleType, state: Sums, sinks: Any) -> Sums:
 
 @equal_by_value
 class AttentionStatistics(NamedTuple):
-    """Statistics of the attention of each query, (..., L). See `attention_statistics`."""
+    """Statistics of the attention of each query, (..., L). See `AttentionDistribution.statistics`."""
 
     entropy: Any
     maximum: Any

@@ -337,7 +337,7 @@ def _tile_shape(plan: Plan) -> tuple[int, int]:
     rows, columns = tile_shape(plan)
     if plan.has_mask and plan.device.type == "cpu":
         # The fewer queries a block has, the more keys are hidden from all of them.
-        return min(2 * rows, BLOCKS.torch_masked_rows), columns if plan.block_size else 2 * columns
+        return min(2 * rows, BLOCKS.torch_masked_rows), 2 * columns
     return 2 * rows, columns
 
 

@@ -40,7 +40,6 @@ class Call(NamedTuple):
     scale: float
     order: float | None
     softcap: float | None
-    block_size: int | None
     may_be_differentiated: bool
 
     def operands(self) -> tuple[Plan, Operands]:
@@ -56,7 +55,6 @@ class Call(NamedTuple):
             law=None,
             softcap=self.softcap,
             enable_gqa=heads[0] > heads[1] > 1,
-            block_size=self.block_size,
         )
         plan, operands = prepare(arguments)
         return plan, operands if self.factor is None else operands._replace(multiplier=self.factor)
@@ -93,7 +91,7 @@ def call_of(plan: Plan, operands: Operands, order: float | None) -> Call:
         scale, factor = 1.0, lift(scale, plan.ndim)
     # Arrays inside of `vmap` do not know it.
     may_be_differentiated = plan.is_differentiated or bool(transformations())
-    options = (scale, order, plan.softcap, plan.block_size, may_be_differentiated)
+    options = (scale, order, plan.softcap, may_be_differentiated)
     inputs = (query, *operands[1:4], factor)
     return Call._make((*inputs, *describe(operands.mask), *options))
 
@@ -102,7 +100,7 @@ _TENSORS = (*INPUTS, "factor")
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor? factor, "
     "str mask, SymInt[] mask_numbers, Tensor[] mask_arrays, "
-    "float scale, float? order, float? softcap, SymInt? block_size, bool may_be_differentiated"
+    "float scale, float? order, float? softcap, bool may_be_differentiated"
 )
 
 

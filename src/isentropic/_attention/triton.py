@@ -74,8 +74,6 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "the arrays are not on a GPU of NVIDIA or AMD"
     elif gpu_kind(xp, plan.device) == "old":
         return "the GPU is too old: the kernels need one of compute capability 8.0 or more"
-    if plan.block_size is not None:
-        return "it does not support `block_size`"
     if order is not None and not (order > 0 and (order == 1 or is_far_from_1(order))):
         return "it computes no entropies of order 0 or near 1"
     if not plan.has_interval_mask:

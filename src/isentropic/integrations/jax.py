@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from isentropic._attention.functions import attention, attention_entropy, attention_weights
+from isentropic._attention.distribution import AttentionDistribution
+from isentropic._attention.functions import attention, attention_entropy
 from isentropic._checks import check_choice, check_ndim, requires_extra, value_error
 from isentropic._namespace import Array, ArrayT
 from isentropic.integrations._sharded import ring_attention, ring_attention_state
@@ -183,7 +184,8 @@ def attention_fn(
 
             collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
             if sow == "weights":
-                module.sow(collection, "attention_weights", attention_weights(q, k, **options))
+                weights = AttentionDistribution(q, k, **options).weights()
+                module.sow(collection, "attention_weights", weights)
             else:
                 fixed = jax.lax.stop_gradient((q, k))
                 module.sow(collection, "attention_entropy", attention_entropy(*fixed, **options))

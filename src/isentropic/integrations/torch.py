@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from isentropic._attention.functions import attention, attention_entropy, attention_weights
+from isentropic._attention.distribution import AttentionDistribution
+from isentropic._attention.functions import attention, attention_entropy
 from isentropic._checks import check_flag, is_array, requires_extra, type_error, value_error
 from isentropic._namespace import namespace, present
 from isentropic._numerics import product
@@ -363,7 +364,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         weights = None
         if need_weights or (self.training and self.dropout > 0):
-            weights = drop(attention_weights(q, k, **options), self.dropout, self.training)
+            weights = AttentionDistribution(q, k, **options).weights()
+            weights = drop(weights, self.dropout, self.training)
             out = product(namespace(value=v), weights, v)
         else:
             out = attention(q, k, v, **options)

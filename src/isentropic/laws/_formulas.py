@@ -323,7 +323,7 @@ class Knots(Law):
     See Also
     --------
     isentropic.theory.invariant_factor : factors to interpolate.
-    isentropic.factor_for_attention_entropy : factors to interpolate.
+    isentropic.AttentionDistribution.factor_for_entropy : factors to interpolate.
 
     Notes
     -----

@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from isentropic._attention.functions import attention_weights, scale_queries
+from isentropic._attention.distribution import AttentionDistribution
+from isentropic._attention.functions import scale_queries
 from isentropic._checks import value_error
 from isentropic._entropy import entropy
 from isentropic.integrations.huggingface._families import Family, family_of
@@ -292,4 +293,4 @@ def _weights(
 ) -> Any:
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
     mask = {"bias" if is_bias else "mask": attn_mask}
-    return attention_weights(query, key, law=None, **mask, **options)
+    return AttentionDistribution(query, key, law=None, **mask, **options).weights()

@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from isentropic._attention.functions import attention, attention_weights, scale_queries
+from isentropic._attention.distribution import AttentionDistribution
+from isentropic._attention.functions import attention, scale_queries
 from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
 from isentropic._numerics import grouped_matmul
@@ -113,7 +114,7 @@ def attend(
     weights = None
     is_dropping = dropout > 0 and module.training
     if kwargs.get("output_attentions"):
-        weights = attention_weights(query, key, law=law, sinks=s_aux, **options)
+        weights = AttentionDistribution(query, key, law=law, sinks=s_aux, **options).weights()
     if weights is not None and (is_dropping or weights.requires_grad):
         # The output is made of them, so that they have the gradient of what is made of the output.
         weights = torch.dropout(weights, dropout, module.training)
