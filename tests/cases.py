@@ -311,6 +311,13 @@ PARTS = {
 }  # fmt: skip
 
 
+def results_of_methods(p, v):
+    """What the methods of a distribution return, as a list of arrays."""
+    state = p.state(v)
+    results = [p.output(v), state.output(), state.entropy(), p.factor_for_entropy(1.0), *p.statistics()]
+    return [*results, p.entropy(), p.received(), p.information(), p.weights()]
+
+
 class _Recorder(dict):
     def __init__(self, arrays):
         super().__init__(arrays)

@@ -656,3 +656,29 @@ def test_without_promotion_of_dtypes(dtype):
             with jax.numpy_dtype_promotion("strict"):
                 got = jax.eval_shape(call, read)
             assert [x.dtype for x in got] == [x.dtype for x in expected], name
+
+
+def _distribution(q, k):
+    return it.AttentionDistribution(q, k, is_causal=True, law=laws.LogLength(8))
+
+
+class TestDistribution:
+    """The object is a pytree, made inside a trace or outside."""
+
+    def test_jit(self, rng):
+        q, k, v = jnp.asarray(rng.normal(size=(3, 2, 4, 7, 8)), jnp.float32)
+        expected = cases.results_of_methods(_distribution(q, k), v)
+        inside = jax.jit(lambda q, k, v: cases.results_of_methods(_distribution(q, k), v))(q, k, v)
+        outside = jax.jit(cases.results_of_methods)(_distribution(q, k), v)
+        for x, y, z in zip(expected, inside, outside, strict=True):
+            np.testing.assert_allclose(y, x, rtol=2e-3, atol=1e-5)
+            np.testing.assert_allclose(z, x, rtol=2e-3, atol=1e-5)
+
+    def test_vmap_and_grad(self, rng):
+        q, k, v = jnp.asarray(rng.normal(size=(3, 2, 4, 7, 8)), jnp.float32)
+        p = _distribution(q, k)
+        mapped = jax.vmap(lambda p, v: p.output(v))(p, v)
+        np.testing.assert_allclose(mapped, p.output(v), rtol=1e-4, atol=1e-6)
+        by_object = jax.grad(lambda p: p.entropy().sum())(p).query
+        by_array = jax.grad(lambda q: _distribution(q, k).entropy().sum())(q)
+        np.testing.assert_allclose(by_object, by_array, rtol=1e-5, atol=1e-6)

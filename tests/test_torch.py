@@ -1,6 +1,7 @@
 """PyTorch transformations: autograd, compile, vmap; fake CUDA tensors and tensors without data."""
 
 import math
+import pickle
 import shutil
 import subprocess
 import sys
@@ -924,3 +925,57 @@ class TestLaws:
         leaves = [x.requires_grad_() for x in (parameters["law.slope"], law.base)]
         expected = torch.autograd.grad(call(parameters, law), leaves)
         torch.testing.assert_close((gradients[0]["law.slope"], gradients[1].base), expected)
+
+
+def _distribution(q, k):
+    return it.AttentionDistribution(q, k, is_causal=True, law=laws.LogLength(8))
+
+
+class TestDistribution:
+    """The object is a pytree, made inside a graph or outside."""
+
+    def test_compiled(self, rng):
+        q, k, v = torch.randn(3, 2, 4, 7, 8)
+        expected = cases.results_of_methods(_distribution(q, k), v)
+        compiled = torch.compile(
+            lambda q, k, v: cases.results_of_methods(_distribution(q, k), v),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        made = torch.compile(_distribution, fullgraph=True, backend="eager")
+        assert made(q, k) == _distribution(q, k)
+        outside = torch.compile(lambda p, v: p.output(v), fullgraph=True, backend="eager")
+        torch.testing.assert_close(outside(_distribution(q, k), v), expected[0])
+        for x, y in zip(expected, compiled(q, k, v), strict=True):
+            torch.testing.assert_close(y, x, rtol=2e-3, atol=1e-5)
+
+    def test_func(self, rng):
+        q, k, v = torch.randn(3, 2, 4, 7, 8)
+        p = _distribution(q, k)
+        mapped = torch.func.vmap(lambda p, v: p.output(v))(p, v)
+        torch.testing.assert_close(mapped, p.output(v))
+        by_object = torch.func.grad(lambda p: p.entropy().sum())(p).query
+        by_array = torch.func.grad(lambda q: _distribution(q, k).entropy().sum())(q)
+        torch.testing.assert_close(by_object, by_array)
+
+    def test_exported(self, rng):
+        q, k, v = torch.randn(3, 2, 4, 7, 8)
+
+        class Inside(torch.nn.Module):
+            def forward(self, q, k, v):
+                return _distribution(q, k).output(v)
+
+        class Argument(torch.nn.Module):
+            def forward(self, p, v):
+                return p.output(v)
+
+        expected, p = _distribution(q, k).output(v), _distribution(q, k)
+        for module, arguments in ((Inside(), (q, k, v)), (Argument(), (p, v))):
+            program = torch.export.export(module, arguments)
+            torch.testing.assert_close(program.module()(*arguments), expected)
+
+    def test_symbolic_trace(self, rng):
+        q, k, v = torch.randn(3, 2, 4, 7, 8)
+        traced = torch.fx.symbolic_trace(lambda q, k, v: _distribution(q, k).output(v))
+        torch.testing.assert_close(traced(q, k, v), _distribution(q, k).output(v))
+        assert pickle.loads(pickle.dumps(traced))(q, k, v).shape == q.shape

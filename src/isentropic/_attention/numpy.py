@@ -202,7 +202,9 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
     """Return all logits, −∞ where a key is hidden, and the values."""
     query, key, value, added, _, multiplier, *_ = operands
     visible, softcap, dtypes = None, plan.softcap, {query.dtype, key.dtype}
-    dtypes |= {x.dtype for x in (value, added) if x is not None}
+    for x in (value, added):
+        if x is not None:
+            dtypes.add(x.dtype)
     if plan.library != "numpy" or dtypes != {plan.compute}:
         query, key, value, added = (_numpy_view(plan, x) for x in (query, key, value, added))
         multiplier = _numpy_view(plan, multiplier)

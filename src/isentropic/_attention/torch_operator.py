@@ -225,7 +225,8 @@ def _differentiate(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     # PyTorch treats an empty list as a list of tensors, and expects a list of gradients for it.
     number_gradients: list[None] | None = None if call.mask_numbers else []
     mask_gradients = None, number_gradients, [None] * len(mask_arrays)
-    return *gradients, *mask_gradients, *[None] * 5
+    options = Call._fields[Call._fields.index("scale") :]
+    return *gradients, *mask_gradients, *[None] * len(options)
 
 
 _state.register_autograd(_differentiate, setup_context=_save)

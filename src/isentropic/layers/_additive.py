@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isentropic._attention.functions import quietly_named
+from isentropic._attention.distribution import quietly_named
 from isentropic._attention.generic import Tiles, add_bias_and_mask
 from isentropic._attention.plan import Arguments, finite, prepare
 from isentropic._attention.tile import output_of_columns

@@ -6,7 +6,8 @@ import math
 from types import ModuleType
 from typing import Any
 
-from isentropic._attention.functions import attention, quietly_named
+from isentropic._attention.distribution import quietly_named
+from isentropic._attention.functions import attention
 from isentropic._checks import (
     check_count,
     check_flag,
