@@ -100,12 +100,25 @@ def require_gpu(session: nox.Session, backend: str) -> None:
 @nox.session
 @nox.parametrize("backend", BACKENDS, ids=BACKENDS)
 def tests(session: nox.Session, backend: str) -> None:
-    """The test suite on one backend; arguments go to pytest."""
+    """The test suite on each backend. Arguments go to pytest, names of backends choose among them."""
+    named = set(session.posargs) & set(BACKENDS)
+    if named and backend not in named:
+        session.skip(f"only {', '.join(sorted(named))}")
     require_gpu(session, backend)
     install(session, "test", backend, *PARTNERS.get(backend, []), model=True)
     if backend == "jax" and shutil.which("nvidia-smi"):
         session.install(*map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")))
-    run_tests(session, backend, *session.posargs)
+    run_tests(session, backend, *(x for x in session.posargs if x not in BACKENDS))
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Style, imports and the most telling tests with NumPy, in two minutes; arguments go to pytest."""
+    install(session, "test", "numpy", "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+    run_tests(session, "numpy", *(session.posargs or QUICK_TESTS))
 
 
 def run_tests(session: nox.Session, backend: str, *options: str, **environment: str) -> None:
@@ -118,6 +131,13 @@ def run_tests(session: nox.Session, backend: str, *options: str, **environment: 
     environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # programs are lowered faster without them
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the memory of a GPU
     session.run("pytest", f"--backend={backend}", *PROCESSES, *options, env=environment)
+
+
+# Values, contract and rules: what most changes would break.
+QUICK_TESTS = (
+    "tests/test_house.py", "tests/test_package.py", "tests/test_contract.py", "tests/test_masks.py",
+    "tests/test_entropy.py", "tests/laws", "tests/jl/test_projections.py", "tests/_attention",
+)  # fmt: skip
 
 
 # By the group of the libraries. kvpress and the others need different versions of transformers.
