@@ -69,7 +69,7 @@ def quietly(
                 if args and isinstance(args[0], Node):
                     return tracer.create_proxy("call_method", function.__name__, args, kwargs)
                 return tracer.create_proxy("call_function", quiet, args, kwargs)
-            refuse_names(function.__qualname__.removesuffix(".__init__"), kwargs, names)
+            refuse_names(function.__name__, kwargs, names)
             raise
 
     return quiet

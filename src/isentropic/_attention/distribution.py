@@ -18,7 +18,15 @@ from isentropic._attention.generic import Tiles, weights_of_logits, with_sinks
 from isentropic._attention.plan import Arguments, check, lengths_of_law, prepare, visible_lengths
 from isentropic._attention.state import AttentionState, as_rows
 from isentropic._attention.statistics import AttentionStatistics, statistics_of_spread
-from isentropic._checks import check_choice, check_flag, check_given, check_order, is_array, value_error
+from isentropic._checks import (
+    check_choice,
+    check_flag,
+    check_given,
+    check_order,
+    is_array,
+    refuse_names,
+    value_error,
+)
 from isentropic._entropy import FAMILIES, convert_family, entropy, normalized_entropy, partition
 from isentropic._namespace import Array, imported_torch
 from isentropic._numerics import align, clip, divide_or_zero, quietly
@@ -52,13 +60,18 @@ def in_one_node(result: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return functools.partial(quietly, names=NAMES, node_of=result)
 
 
-def _with_default_law(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Pass the default law to `init`, as Dynamo cannot read the defaults of a new object's method."""
+def _constructor(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorate the constructor, which has the arguments of attention but computes nothing."""
 
     @functools.wraps(init)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        # Dynamo cannot read the defaults of the method of a new object.
         kwargs.setdefault("law", DEFAULT_LAW)
-        init(*args, **kwargs)
+        try:
+            init(*args, **kwargs)
+        except TypeError:
+            refuse_names("AttentionDistribution", kwargs, NAMES)
+            raise
 
     return made
 
@@ -160,8 +173,7 @@ class AttentionDistribution(Node, Record):
     enable_gqa: bool
     implementation: str | None
 
-    @_with_default_law
-    @quietly_named
+    @_constructor
     def __init__(
         self,
         query: Array,
