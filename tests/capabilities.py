@@ -301,7 +301,7 @@ INTEGRATIONS = {
     "integrations.huggingface.ObserveCallback": _of_models(
         "observe", "TestTrainer.test_log", compiled="as `observe`", gradient="none"
     ),
-    "integrations.huggingface.calibrate": _of_models("calibrate", "test_families"),
+    "integrations.huggingface.calibrate": _of_models("calibrate", "test_laws_and_report"),
     "integrations.huggingface.profile": _of_models("interface", "TestPositions.test_profile"),
     "integrations.huggingface.diagnose": _of_models("diagnose", "test_families"),
     "integrations.huggingface.tune": _of_models(
@@ -326,8 +326,6 @@ WITHOUT_ROW = {
     "integrations.huggingface.Effect": "a result",
     "integrations.torch.Observation": "a result",
     "integrations.torch.Observer": "a result",
-    "drift.CalibrationReport": "a result",
-    "drift.DriftReport": "a result",
     "jl.DistortionReport": "a result",
     "jl.FailureRate": "a result",
     "layers.LinearAttentionError": "a result",

@@ -236,8 +236,8 @@ TRIED = {
         a["target"], _positive(a), a["v"], a["target"] * 0.1
     ).entropy(),
     "attention_backends": lambda a: it.attention_backends(a["q"], a["k"], a["v"], mask=a["visible"]),
-    "calibrate": lambda a: it.calibrate(_samples(a), reference_length=5).arrays,
-    "entropy_drift": lambda a: it.entropy_drift(_samples(a)),
+    "calibrate": lambda a: it.drift.calibrate(_samples(a), reference_length=5).law.arrays,
+    "entropy_drift": lambda a: it.drift.entropy_drift(_samples(a)),
     "AffineLog": lambda a: laws.AffineLog(a["slope"], 0.5)(_lengths(a)),
     "Constant": lambda a: laws.Constant(a["slope"])(_lengths(a)),
     "InfoScale": lambda a: laws.InfoScale(a["slope"] + 2.0, 8)(_lengths(a)),

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from isentropic._attention.functions import attention_state
-from isentropic._calibration import (
-    EXTREME_SHAPES,
-    FAMILIES,
-    Held,
-    chosen_shape,
-    expected,
-    extrapolated,
-    holding_factors,
-    nearest_random_keys,
-)
+from isentropic._calibration import EXTREME_SHAPES, Held, extrapolated, holding_factors, law_through
 from isentropic._checks import (
-    check_choice,
     check_flag,
     check_ndim,
     check_real,
@@ -39,11 +29,11 @@ from isentropic._namespace import (
     namespace,
     to_numpy,
 )
-from isentropic.laws._formulas import AffineLog, scaled
+from isentropic.laws._formulas import scaled
 from isentropic.laws._law import Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
-__all__ = ["CalibrationReport", "DriftReport", "calibrate", "entropy_drift"]
+__all__ = ["calibrate", "entropy_drift"]
 
 # The factors on the scale at which `calibrate` measures entropies. It interpolates between them.
 FACTORS = tuple(2.0 ** (i / 2) for i in range(-3, 5))
@@ -75,8 +65,8 @@ class DriftReport:
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import entropy_drift
-    >>> entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64, 256))  # uniform attention
+    >>> from isentropic import drift
+    >>> drift.entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64, 256))  # uniform attention
     Attention entropy in nats, mean over 4 heads a layer
     n               16      64     256   dH/dlog n: mean, lowest, highest
     all layers   2.773   4.159   5.545      1.000   1.000   1.000
@@ -87,11 +77,6 @@ class DriftReport:
     counts: np.ndarray
     entropy: np.ndarray
     names: tuple[str, ...] | None = None
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """The names of the layers, or ``"layer 0"`` and so on."""
-        return self.names or tuple(f"layer {i}" for i in range(self.entropy.shape[1]))
 
     @property
     def slope(self) -> np.ndarray:
@@ -111,23 +96,10 @@ class DriftReport:
         return slope
 
     def at(self, length: float) -> np.ndarray:
-        """The mean entropy at any length, by linear interpolation in log n.
+        """The mean entropy (layers, heads) at any length in nats, by linear interpolation in log n.
 
-        Parameters
-        ----------
-        length : float
-
-        Returns
-        -------
-        NumPy array (layers, heads)
-            Nats. NaN for layers whose range of lengths does not contain `length`.
-
-        Raises
-        ------
-        TypeError
-            If `length` is not a real number.
-        ValueError
-            If `length` is not positive.
+        It is NaN for layers whose range of lengths does not contain `length`. A `length` that is not a
+        positive number raises a TypeError or a ValueError.
         """
         check_real("length", length, above=0)
         length = float(length)
@@ -140,13 +112,9 @@ class DriftReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain lists, for JSON.
+        """``lengths``, ``counts``, ``entropy``, ``slope`` and any ``names`` as lists, for JSON.
 
-        Returns
-        -------
-        dict
-            ``lengths``, ``counts``, ``entropy`` and ``slope``, with None in place of NaN, and ``names``
-            if there are any.
+        NaN becomes None.
         """
         names = ("lengths", "counts", "entropy", "slope")
         fields = {name: np.asarray(getattr(self, name)).astype(object) for name in names}
@@ -157,41 +125,29 @@ class DriftReport:
 
     def __repr__(self) -> str:
         groups, layers, heads = self.entropy.shape
-        shown = _shown(self.lengths)
-        lengths, entropies, slope = self.lengths[shown], self.entropy[shown], self.slope
+        shown, slope = _shown(self.lengths), self.slope
         selection = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
-        rows = [("all layers", entropies.reshape(len(shown), -1), slope)]
-        if layers > 1:
-            rows += zip(self.layer_names, entropies.swapaxes(0, 1), slope, strict=True)
-        width = max(len(name) for name, _, _ in rows)
-        lines = [
-            f"Attention entropy in nats, mean over {heads} heads a layer{selection}",
-            "n".ljust(width)
-            + "".join(_format_length(n).rjust(8) for n in lengths)
-            + "   dH/dlog n: mean, lowest, highest",
-        ]
-        for name, entropy, slope in rows:
-            known = slope[slope == slope]
+        rows = []
+        for name, part in _rows(self.names, layers):
+            known = slope[part][slope[part] == slope[part]]
             drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
-            shown_drift = "none: a single length" if groups == 1 else _format_row(drift)
-            means = [_mean(h) for h in entropy]
-            lines.append(name.ljust(width) + _format_row(means) + "   " + shown_drift)
-        lines.append("log n".ljust(width) + _format_row(math.log(n) for n in lengths))
-        return "\n".join(lines)
+            tail = "none: a single length" if groups == 1 else _format_row(drift)
+            rows.append((name, [_mean(h) for h in self.entropy[shown, part]], "   " + tail))
+        rows.append(("log n", np.log(self.lengths[shown]), ""))
+        title = f"Attention entropy in nats, mean over {heads} heads a layer{selection}"
+        return _table(title, self.lengths[shown], "   dH/dlog n: mean, lowest, highest", rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationReport:
-    """The factors that hold the entropies of heads, and how far they can be extrapolated.
-
-    `calibrate` returns it with ``report=True``. Its `repr` is a table.
+    """The laws that `calibrate` fits, and the factors behind them. Its `repr` is a table.
 
     Attributes
     ----------
-    lengths : NumPy array (lengths,)
-        The numbers of keys, as in `DriftReport`.
-    counts : NumPy array (lengths,)
-        The number of queries in each group, as in `DriftReport`.
+    laws : tuple of Law
+        A law for each layer, with parameters (heads, knots).
+    lengths, counts, names
+        The numbers of keys, the numbers of queries, and the names of the layers, as in `DriftReport`.
     factors : NumPy array, ``(lengths, layers, heads)``
         The factors on the scale with which the mean entropies are those at the reference length. They
         are NaN where no factor does that.
@@ -199,21 +155,9 @@ class CalibrationReport:
         The number of keys at which the factors are 1.
     entropies : NumPy array, ``(layers, heads)``
         The mean entropies that the factors hold, in nats.
-    names : tuple of str, or None
-        The names of the layers. None if the layers have only numbers.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic import calibrate
-    >>> rng = np.random.default_rng(0)
-    >>> scores = [3 * rng.normal(size=(2, 4, n, 32)) for n in (64, 128, 256)]
-    >>> law, report = calibrate(scores, reference_length=64, report=True)
-    >>> lowest, expected, highest = report.at(1024)
-    >>> expected.shape, bool((lowest <= expected).all() and (expected <= highest).all())
-    ((1, 4), True)
     """
 
+    laws: tuple[Law, ...]
     lengths: np.ndarray
     counts: np.ndarray
     factors: np.ndarray
@@ -222,100 +166,67 @@ class CalibrationReport:
     names: tuple[str, ...] | None = None
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        """The names of the layers, or ``"layer 0"`` and so on."""
-        return self.names or tuple(f"layer {i}" for i in range(self.factors.shape[1]))
+    def law(self) -> Law:
+        """The law of the only layer."""
+        (law,) = self.laws
+        return law
 
     def at(self, length: float) -> np.ndarray:
-        """The factors to expect at a length beyond those of the fit, with an interval.
+        """The lowest, the expected and the highest factor at a length beyond those of the fit.
 
-        Parameters
-        ----------
-        length : float ≥ 1
-
-        Returns
-        -------
-        NumPy array (3, layers, heads)
-            The lowest, the expected and the highest factor.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the length is not a number ≥ 1.
-
-        Notes
-        -----
-        The expected factor is the mean of the two guesses of the family ``"auto"`` (see `calibrate`). A
-        law of this family has the expected factor at its knots, and is linear in log n between and
-        beyond them. The lowest and the highest factor are the extremes of four, fitted to the same
-        factors: a power of n, a function affine in log n, the root of such a function, and the
-        expected factor. So the interval is about the shape of the law, and not about the samples. In
-        the model MiniLM-L6, fitted up to 256 tokens, the interval contains the factor for 512 tokens in
-        two thirds of the heads.
+        The array is (3, layers, heads). The expected factor is that of the law. The others are the
+        extremes of it and of three curves through the same factors: a power of n, a function affine in
+        log n, and the root of such a function. So the interval is about the shape of the law, and not
+        about the samples. In the model MiniLM-L6, fitted up to 256 tokens, it contains the factor for
+        512 tokens in two thirds of the heads. A `length` that is no number ≥ 1 raises a TypeError or a
+        ValueError.
         """
         check_real("length", length, least=1)
-        length = float(length)
         parts = []
         for layer in range(self.factors.shape[1]):
             held = self._held(layer)
-            found = [extrapolated(held, [length], shape) for shape in EXTREME_SHAPES]
-            factors = np.concatenate([*found, expected(held, [length])])
-            factors[:, np.isnan(held.factor).all(axis=0)] = np.nan
-            parts.append(np.stack((factors.min(axis=0), factors[-1], factors.max(axis=0))))
+            curves = [
+                extrapolated(held, [float(length)], shape)[0] for shape in (*EXTREME_SHAPES, None)
+            ]
+            factors = np.where(np.isnan(held.factor).all(axis=0), np.nan, curves)
+            parts.append((factors.min(axis=0), factors[-1], factors.max(axis=0)))
         return np.stack(parts, axis=1)
-
-    @property
-    def shapes(self) -> np.ndarray:
-        """How the factors of each head grow from the reference length on, ``(layers, heads)``.
-
-        The shape p of the curve ``(1 + p · a · log(n/reference))^(1/p)`` that fits best: 0 for a power
-        of n, 1 for a line in log n, and 2 for the root of a line. It is 1 unless the factors clearly
-        favor another shape.
-        """
-        return np.stack([chosen_shape(self._held(i)) for i in range(self.factors.shape[1])])
-
-    @property
-    def dimensions(self) -> np.ndarray:
-        """The effective dimension of the keys of each head, ``(layers, heads)``.
-
-        The factors of the head agree best with those of random keys on a sphere in this dimension. It
-        ranges from 4, where factors grow about like ``n^(2/3)``, to ∞, where the scores are normal and
-        factors grow about like ``√(log n)``. A head beyond one of the ends gets that end.
-        """
-        found = [nearest_random_keys(self._held(i), ())[1] for i in range(self.factors.shape[1])]
-        with np.errstate(divide="ignore"):
-            return 1 / np.stack(found)
 
     def _held(self, layer: int) -> Held:
         # Each length is weighted by its number of logits.
         weight = self.counts * self.lengths
-        return Held(
-            self.lengths, self.factors[:, layer], weight, self.reference_length, self.entropies[layer]
-        )
+        return Held(self.lengths, self.factors[:, layer], weight, self.reference_length)
 
     def __repr__(self) -> str:
-        last = float(self.lengths[-1])
-        beyond = {factor: self.at(factor * last) for factor in (2, 4)}
-        shown = _shown(self.lengths)
         _, layers, heads = self.factors.shape
-        rows = [("all layers", slice(None))]
-        if layers > 1:
-            rows += [(name, slice(i, i + 1)) for i, name in enumerate(self.layer_names)]
-        width = max(len(name) for name, _ in rows)
-        lines = [
+        shown, twice = _shown(self.lengths), 2 * float(self.lengths[-1])
+        bounds, rows = self.at(twice), []
+        for name, part in _rows(self.names, layers):
+            low, middle, high = (_format_row([_mean(x)]).strip() for x in bounds[:, part])
+            means = [_mean(x) for x in self.factors[shown, part]]
+            rows.append((name, means, f"{middle} [{low}, {high}]".rjust(25)))
+        title = (
             f"Factors that hold the entropy at n = {self.reference_length:.5g}, mean over {heads} "
-            "heads a layer; beyond the last length with the lowest and the highest",
-            "n".ljust(width)
-            + "".join(_format_length(n).rjust(8) for n in self.lengths[shown])
-            + "".join(_format_length(factor * last).rjust(25) for factor in beyond),
-        ]
-        for name, part in rows:
-            line = name.ljust(width) + _format_row(_mean(f) for f in self.factors[shown, part])
-            for bounds in beyond.values():
-                low, middle, high = (_format_row([_mean(f)]).strip() for f in bounds[:, part])
-                line += f"{middle} [{low}, {high}]".rjust(25)
-            lines.append(line)
-        return "\n".join(lines)
+            "heads a layer; beyond the last length with the lowest and the highest"
+        )
+        return _table(title, self.lengths[shown], _format_length(twice).rjust(25), rows)
+
+
+def _rows(names: tuple[str, ...] | None, layers: int) -> list[tuple[str, slice]]:
+    """The names of the rows of a table, and the layers over which each of them has the mean."""
+    names = names or tuple(f"layer {i}" for i in range(layers))
+    parts = [(name, slice(i, i + 1)) for i, name in enumerate(names)] if layers > 1 else []
+    return [("all layers", slice(None)), *parts]
+
+
+def _table(
+    title: str, lengths: np.ndarray, tail: str, rows: Sequence[tuple[str, Iterable[float], str]]
+) -> str:
+    """A table with a column for each length. Each row has a name, the values, and a tail."""
+    width = max(len(name) for name, *_ in rows)
+    header = "n".ljust(width) + "".join(_format_length(n).rjust(8) for n in lengths) + tail
+    body = [name.ljust(width) + _format_row(values) + end for name, values, end in rows]
+    return "\n".join([title, header, *body])
 
 
 def _shown(lengths: np.ndarray) -> np.ndarray:
@@ -462,7 +373,7 @@ class Recorder:
         target: np.ndarray,
         current: Sequence[Law] | None = None,
     ) -> CalibrationReport:
-        """The factors with which the heads have the target entropies (layers, heads).
+        """The factors with which the heads have the target entropies (layers, heads), and their laws.
 
         If the entropies were measured with `current` laws, the factors multiply those of these laws.
         """
@@ -476,16 +387,11 @@ class Recorder:
                 start = None if current is None else to_numpy(current[layer](lengths[known])).T
                 measured = entropy[:, known, layer, :heads]
                 factors[known, layer, :heads] = holding_factors(self.factors, measured, aim, start)
-        return CalibrationReport(lengths, counts, factors, reference_length, target, self.names)
-
-    def laws(self, report: CalibrationReport, family: str) -> list[Law]:
-        """One law per layer, with parameters (heads,), through the factors of a report."""
-        laws = []
-        for layer, heads in sorted(self._heads.items()):
-            held = report._held(layer)
-            held = held._replace(factor=held.factor[:, :heads], entropy=held.entropy[:heads])
-            laws.append(FAMILIES[family](held))
-        return laws
+        found = CalibrationReport((), lengths, counts, factors, reference_length, target, self.names)
+        held = {layer: found._held(layer) for layer in sorted(self._heads)}
+        # Layers may have fewer heads than others.
+        laws = [law_through(x._replace(factor=x.factor[:, : self._heads[i]])) for i, x in held.items()]
+        return replace(found, laws=tuple(laws))
 
 
 def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -557,9 +463,9 @@ def entropy_drift(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import entropy_drift
+    >>> from isentropic import drift
     >>> rng = np.random.default_rng(0)
-    >>> report = entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256, 1024))
+    >>> report = drift.entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256, 1024))
     >>> np.round(report.slope, 1)  # random scores: the entropy grows like log n
     array([[1., 1., 1., 1.]])
     """
@@ -568,57 +474,16 @@ def entropy_drift(
     return _record(samples, (1.0,), law, head_axis, options)[0].report()
 
 
-@overload
 def calibrate(
     samples: Iterable[Array | tuple[Any, ...]],
     *,
     reference_length: float,
-    family: Literal["affine"] = ...,
-    report: Literal[False] = ...,
-    head_axis: int = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    enable_gqa: bool = ...,
-) -> AffineLog: ...
-@overload
-def calibrate(
-    samples: Iterable[Array | tuple[Any, ...]],
-    *,
-    reference_length: float,
-    family: str,
-    report: Literal[False] = ...,
-    head_axis: int = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    enable_gqa: bool = ...,
-) -> Law: ...
-@overload
-def calibrate(
-    samples: Iterable[Array | tuple[Any, ...]],
-    *,
-    reference_length: float,
-    family: str = ...,
-    report: Literal[True],
-    head_axis: int = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    enable_gqa: bool = ...,
-) -> tuple[Law, CalibrationReport]: ...
-def calibrate(
-    samples: Iterable[Array | tuple[Any, ...]],
-    *,
-    reference_length: float,
-    family: str = "affine",
-    report: bool = False,
     head_axis: int = -3,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-) -> Law | tuple[Law, CalibrationReport]:
+) -> CalibrationReport:
     """Fit a law to each head that keeps its mean entropy constant, from samples of several lengths.
 
     Parameters
@@ -628,57 +493,36 @@ def calibrate(
     reference_length : float
         The number of keys at which the law is 1. The entropy at this length is the target at the other
         lengths. It must lie between the shortest and the longest length of the samples.
-    family : {"affine", "power", "knots", "auto"}
-        The kind of law:
-
-        - affine: ``1 + slope · log(n/reference)``, an `AffineLog`.
-        - power: ``(n/reference)^exponent``, a `Power`. It suits keys in few dimensions.
-        - knots: through the factors of all lengths, a `Knots`. It suits lengths within those of the
-          samples. Beyond them it extends the line through the last two, without a warning.
-        - auto: a `Knots` that is extrapolated for each head by what its factors are like. It suits
-          contexts longer than the samples.
-    report : bool
-        Whether to return a report too.
     head_axis, is_causal, scale, softcap, enable_gqa
         As in `entropy_drift`.
 
     Returns
     -------
-    law : Law
-        Its parameters are arrays with the axis of the heads, (H,) or (H, knots), in the library and on
-        the device of the samples, in float32 or float64.
-    report : CalibrationReport
-        The factors at each length, and those to expect beyond. Only with ``report=True``.
+    CalibrationReport
+        Its `law` is a `laws.Knots` with factors (H, knots), in the library and on the device of the
+        samples, in float32 or float64. It has the factors at each length too, and its method `at` says
+        which to expect beyond.
 
     Raises
     ------
     TypeError, ValueError
-        As in `entropy_drift`; also for a reference length outside of the samples, and for an unknown
-        family.
+        As in `entropy_drift`; also for a reference length outside of the samples.
 
     Notes
     -----
     For each head and length, `calibrate` finds the factor at which the mean entropy is that at the
-    reference length. Then it fits the law to these factors, by least squares. Each length is weighted
-    by its number of logits, because the law will be extrapolated to longer contexts. The factor stays
-    near 1 for a head whose entropy hardly depends on it. A length is not used if no factor from 0.35 to
-    4 reaches the entropy; 2 nats, for example, are out of reach for 5 keys. The law is never below the
-    smallest factor of the fit: that of each head, or of all heads for "knots" and "auto".
+    reference length. The law goes through these factors. The factor stays near 1 for a head whose
+    entropy hardly depends on it. A length is not used if no factor from 0.35 to 4 reaches the entropy;
+    2 nats, for example, are out of reach for 5 keys. Each sample costs eight computations of the
+    entropy.
 
-    Each sample costs eight computations of the entropy.
-
-    The family "auto" has two guesses for lengths beyond the fit, from the factors at the reference
-    length and above. The first is ``(1 + p · slope · log(n/reference))^(1/p)``. The shape p is one of 8
-    numbers from 0, a power of n, to 2, the root of log n. It is the one that fits best, unless p = 1
-    fits nearly as well. The second guess is the factor of random keys that are uniform on a sphere (see
-    `theory.invariant_factor`), with the same entropy, and in the dimension that fits best; or a power
-    of it, if factors grow less than in infinitely many dimensions or more than in four. The law is the
-    geometric mean of both guesses, weighted by their likelihoods, where log factors have errors of
-    0.02. With two lengths above the reference length, the factors hardly tell one guess from the other,
-    and both count the same. With three, up to eight times the reference, the factors tell them apart.
-    Below the reference length the law goes
-    through the factors themselves. Its last knot is at 64 times the longest length or more. The first
-    call takes some seconds longer, for the entropies of random keys.
+    Beyond the longest length the law follows the curve ``(1 + p · slope · log(n/reference))^(1/p)``. It
+    is fitted to the factors from the reference on, with each length weighted by its number of logits.
+    The shape p is one of 8 numbers from 0, a power of n, to 2, the root of log n. It is the one that
+    fits best, unless p = 1, a line in log n, fits nearly as well. So it takes two or more lengths above
+    the reference to tell the shape. The last knot is at 64 times the longest length. The law is never
+    below the smallest factor of the fit. `Hold the entropy of a model` in the documentation has
+    measurements.
 
     In a model, the law of a layer changes the inputs of the layers after it. Samples of queries and
     keys cannot show this; `integrations.huggingface.calibrate` takes it into account.
@@ -690,25 +534,24 @@ def calibrate(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import calibrate, entropy_drift
+    >>> from isentropic import drift
     >>> rng = np.random.default_rng(0)
     >>> scores = {n: 3 * rng.normal(size=(2, 4, n, 32)) for n in (64, 128, 256)}
-    >>> law = calibrate(scores.values(), reference_length=128)
-    >>> drift = entropy_drift(scores.values(), law=law).slope
-    >>> bool(abs(drift).max() < 0.05)
+    >>> report = drift.calibrate(scores.values(), reference_length=128)
+    >>> slope = drift.entropy_drift(scores.values(), law=report.law).slope
+    >>> bool(abs(slope).max() < 0.05)
     True
+    >>> lowest, expected, highest = report.at(1024)
+    >>> expected.shape, bool((lowest <= expected).all() and (expected <= highest).all())
+    ((1, 4), True)
     """
     check_real("reference_length", reference_length, least=2)
-    check_choice("family", family, tuple(FAMILIES))
-    check_flag(report=report)
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
     recorder, like = _record(samples, FACTORS, None, head_axis, options)
-
     found = recorder.calibration(reference_length, recorder.target(reference_length))
     dtype = accumulator(namespace(samples=like), like.dtype)
-    (law,) = recorder.laws(found, family)
-    law = law._with_arrays(lambda x: from_numpy(x, like, dtype))
-    return (law, found) if report else law
+    law = found.law._with_arrays(lambda x: from_numpy(x, like, dtype))
+    return replace(found, laws=(law,))
 
 
 def _record(
