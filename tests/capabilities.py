@@ -196,12 +196,9 @@ ROWS = {
     "jl.hadamard_transform": LAZY,
     "jl.distortion": ALL,
     "theory.gaussian_entropy": QUADRATURE,
-    "theory.gaussian_sensitivity": QUADRATURE,
     "theory.frozen_entropy": ALL,
     "theory.sphere_entropy": QUADRATURE,
-    "theory.sphere_sensitivity": QUADRATURE,
     "theory.needle_entropy": ALL,
-    "theory.needle_sensitivity": ALL,
     "theory.needle_weight": ALL,
     "theory.tied_entropy": ALL,
     "theory.invariant_factor": Row(

@@ -53,18 +53,6 @@ class TestEntropyDrift:
             )
             np.testing.assert_allclose(report.entropy[i, 0, 1], _mean_entropy(query, key)[1], atol=2e-5)
 
-    def test_heads_behind_the_rows(self, backend, rng):
-        pairs = [tuple(backend.array(x) for x in pair) for pair in _pairs(rng)]
-        swapped = [
-            tuple(backend.array(np.swapaxes(x, -3, -2)) for x in pair)
-            for pair in _pairs(np.random.default_rng(20260718))
-        ]
-        np.testing.assert_allclose(
-            drift.entropy_drift(swapped, head_axis=-2).entropy,
-            drift.entropy_drift(pairs).entropy,
-            atol=1e-5,
-        )
-
     def test_causal_queries_count_by_what_they_see(self, backend, rng):
         ((query, key),) = _pairs(rng, (40,))
         report = drift.entropy_drift([(backend.array(query), backend.array(key))], is_causal=True)
@@ -125,8 +113,6 @@ class TestEntropyDrift:
             drift.entropy_drift([3])
         with pytest.raises(ValueError, match=r"`samples\[1\]` must be a tuple .*, got 1 parts"):
             drift.entropy_drift([pair, pair[:1]])
-        with pytest.raises(ValueError, match="`head_axis` must be -3 or -2, got 0"):
-            drift.entropy_drift([pair], head_axis=0)
         with pytest.raises(TypeError, match="`law` must be a law"):
             drift.entropy_drift([pair], law=2.0)
         by_head = np.ones((3, 2, 8, 8), bool)

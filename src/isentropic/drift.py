@@ -16,7 +16,6 @@ from isentropic._checks import (
     check_ndim,
     check_real,
     is_array,
-    is_integer,
     type_error,
     value_error,
 )
@@ -424,7 +423,6 @@ def entropy_drift(
     samples: Iterable[Array | tuple[Any, ...]],
     *,
     law: Law | None = None,
-    head_axis: int = -3,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
@@ -436,15 +434,11 @@ def entropy_drift(
     ----------
     samples : iterable
         Tuples ``(query, key)`` or ``(query, key, mask)``, with query (..., H, L, E) and key
-        (..., H, S, E). The mask is one of those of `attention`, the same for all heads. A sample may
-        also be an array (2, ..., H, L, E) of query and key. Samples should have several lengths, and
-        there should be several samples of each length. A single length has no drift: the slope of the
-        report is NaN, and its table says so.
+        (..., H, S, E), or (L, E) and (S, E) for one head. The mask is one of those of `attention`, the
+        same for all heads. A sample may also be an array (2, ..., H, L, E) of query and key. Samples
+        should have several lengths, and there should be several samples of each length.
     law : Law or None
         The law to measure; None for standard attention.
-    head_axis : int
-        The axis of the heads in queries and keys, −3 or −2. The other of the two axes is that of the
-        positions. Arrays (L, E) have a single head.
     is_causal, scale, softcap, enable_gqa
         As in `attention`.
 
@@ -471,14 +465,13 @@ def entropy_drift(
     """
     check_law(law, optional=True)
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    return _record(samples, (1.0,), law, head_axis, options)[0].report()
+    return _record(samples, (1.0,), law, options)[0].report()
 
 
 def calibrate(
     samples: Iterable[Array | tuple[Any, ...]],
     *,
     reference_length: float,
-    head_axis: int = -3,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
@@ -493,15 +486,14 @@ def calibrate(
     reference_length : float
         The number of keys at which the law is 1. The entropy at this length is the target at the other
         lengths. It must lie between the shortest and the longest length of the samples.
-    head_axis, is_causal, scale, softcap, enable_gqa
-        As in `entropy_drift`.
+    is_causal, scale, softcap, enable_gqa
+        As in `attention`.
 
     Returns
     -------
     CalibrationReport
         Its `law` is a `laws.Knots` with factors (H, knots), in the library and on the device of the
-        samples, in float32 or float64. It has the factors at each length too, and its method `at` says
-        which to expect beyond.
+        samples, in float32 or float64.
 
     Raises
     ------
@@ -511,18 +503,15 @@ def calibrate(
     Notes
     -----
     For each head and length, `calibrate` finds the factor at which the mean entropy is that at the
-    reference length. The law goes through these factors. The factor stays near 1 for a head whose
-    entropy hardly depends on it. A length is not used if no factor from 0.35 to 4 reaches the entropy;
-    2 nats, for example, are out of reach for 5 keys. Each sample costs eight computations of the
-    entropy.
+    reference length, from the entropies at eight factors. The law goes through these factors. The
+    factor stays near 1 for a head whose entropy hardly depends on it. A length is not used if no factor
+    from 0.35 to 4 reaches the entropy; 2 nats, for example, are out of reach for 5 keys.
 
-    Beyond the longest length the law follows the curve ``(1 + p · slope · log(n/reference))^(1/p)``. It
-    is fitted to the factors from the reference on, with each length weighted by its number of logits.
-    The shape p is one of 8 numbers from 0, a power of n, to 2, the root of log n. It is the one that
-    fits best, unless p = 1, a line in log n, fits nearly as well. So it takes two or more lengths above
-    the reference to tell the shape. The last knot is at 64 times the longest length. The law is never
-    below the smallest factor of the fit. `Hold the entropy of a model` in the documentation has
-    measurements.
+    Beyond the longest length the law follows the curve ``(1 + p · slope · log(n/reference))^(1/p)``, up
+    to 64 times that length. It is fitted to the factors from the reference on, and each length counts
+    by its number of logits. The shape p is one of 8 numbers from 0, a power of n, to 2, the root of
+    log n: the one that fits best, unless p = 1, a line in log n, fits nearly as well. So it takes two
+    lengths above the reference to tell the shape. The law is never below its smallest factor.
 
     In a model, the law of a layer changes the inputs of the layers after it. Samples of queries and
     keys cannot show this; `integrations.huggingface.calibrate` takes it into account.
@@ -547,7 +536,7 @@ def calibrate(
     """
     check_real("reference_length", reference_length, least=2)
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    recorder, like = _record(samples, FACTORS, None, head_axis, options)
+    recorder, like = _record(samples, FACTORS, None, options)
     found = recorder.calibration(reference_length, recorder.target(reference_length))
     dtype = accumulator(namespace(samples=like), like.dtype)
     law = found.law._with_arrays(lambda x: from_numpy(x, like, dtype))
@@ -558,12 +547,9 @@ def _record(
     samples: Iterable[Array | tuple[Any, ...]],
     factors: Sequence[float],
     law: Law | None,
-    head_axis: int,
     options: dict[str, Any],
 ) -> tuple[Recorder, Array]:
     """The entropies of all samples at all factors, and a query as a model for arrays of the result."""
-    if not is_integer(head_axis) or head_axis not in (-3, -2):
-        raise value_error("head_axis", "be -3 or -2", head_axis)
     check_flag(is_causal=options["is_causal"])
     if not isinstance(samples, Iterable) or getattr(samples, "ndim", 1) == 0:
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
@@ -575,7 +561,7 @@ def _record(
     for i, sample in enumerate(samples):
         query, key, mask = _query_key_mask(f"samples[{i}]", sample)
         namespace(**{"samples[0][0]": query if like is None else like, f"samples[{i}][0]": query})
-        query, key = (_with_heads(x, head_axis) for x in (query, key))
+        query, key = (x[None, ...] if x.ndim == 2 else x for x in (query, key))
         if query.shape[-3] == 0:
             raise value_error(f"samples[{i}]", "have one head or more", 0)
         visible = None if mask is None else as_mask(mask)
@@ -624,10 +610,3 @@ def _visible_count(name: str, mask: Mask | None, query: Array, key: Array) -> np
         raise value_error(f"{name}[2]", "hide the same keys from all heads", f"{n.shape[-2]} heads")
     n = n[..., 0, :] if n.ndim > 1 else n
     return np.broadcast_to(n, (*n.shape[:-1], query.shape[-2]))
-
-
-def _with_heads(x: Array, head_axis: int) -> Array:
-    """`x` as (..., H, rows, E)."""
-    if x.ndim == 2:
-        return x[None, ...]
-    return x if head_axis == -3 else namespace(x=x).moveaxis(x, -2, -3)
