@@ -183,18 +183,14 @@ class CalibrationReport:
         check_real("length", length, least=1)
         parts = []
         for layer in range(self.factors.shape[1]):
-            held = self._held(layer)
+            weight = self.counts * self.lengths
+            held = Held(self.lengths, self.factors[:, layer], weight, self.reference_length)
             curves = [
                 extrapolated(held, [float(length)], shape)[0] for shape in (*EXTREME_SHAPES, None)
             ]
             factors = np.where(np.isnan(held.factor).all(axis=0), np.nan, curves)
             parts.append((factors.min(axis=0), factors[-1], factors.max(axis=0)))
         return np.stack(parts, axis=1)
-
-    def _held(self, layer: int) -> Held:
-        # Each length is weighted by its number of logits.
-        weight = self.counts * self.lengths
-        return Held(self.lengths, self.factors[:, layer], weight, self.reference_length)
 
     def __repr__(self) -> str:
         _, layers, heads = self.factors.shape
@@ -266,9 +262,9 @@ class Recorder:
         self.factors = tuple(factors)
         self.names: tuple[str, ...] | None = None  # of the layers
         self._heads: dict[int, int] = {}  # the number of heads of each layer
-        # By (group, layer): the number of queries, the sum of log n, and the sums of entropies
-        # (factors, heads). A group is n, or −i for the half octave around 2^{i/2}.
-        self._sums: dict[tuple[int, int], tuple[float, float, Any]] = {}
+        # By (group, layer): the number of queries, the sum of log n, and the sums of the entropies of
+        # all heads and factors. A group is n, or −i for the half octave around 2^{i/2}.
+        self._sums: dict[tuple[int, int], Any] = {}
 
     def add(
         self,
@@ -303,48 +299,36 @@ class Recorder:
         weight = np.broadcast_to(weight, shape)[used]
         if not np.isfinite(h).all():
             raise value_error(self.argument, "have finite entropies", f"NaN in layer {layer}")
-        for group in np.unique(groups):
-            in_group = groups == group
-            count, log_n, total = self._sums.get((int(group), layer), (0.0, 0.0, 0.0))
-            w = weight[in_group]
-            self._sums[int(group), layer] = (
-                count + w.sum(),
-                log_n + w @ np.log(n[in_group]),
-                total + (h[:, :, in_group] @ w).T,
-            )
+        summed = np.concatenate((np.ones((1, n.size)), np.log(n)[None], h.reshape(-1, n.size)))
+        for group in np.unique(groups).tolist():
+            inside = groups == group
+            sums = self._sums.get((group, layer), 0.0)
+            self._sums[group, layer] = sums + summed[:, inside] @ weight[inside]
 
     def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Lengths (G,), numbers of queries (G,), and mean entropies (factors, G, layers, heads)."""
         if not self._sums:
             raise value_error(self.argument, "have queries that see two keys or more", "none")
-        groups = {group for group, _ in self._sums}
+        found = {group for group, _ in self._sums}
         # A single length and a half octave beside it would be two lengths that hardly differ.
-        if min(groups) < 0 or len(groups) > _MOST_LENGTHS:
-            self._merge_into_half_octaves()
-        layers = sorted(self._heads)
-        shape = len(self.factors), len(layers), max(self._heads.values())
+        is_merged = min(found) < 0 or len(found) > _MOST_LENGTHS
+        groups: dict[int, dict[int, Any]] = {}
+        for (group, layer), sums in self._sums.items():
+            merged = int(_half_octave(group)) if is_merged and group > 0 else group
+            layers = groups.setdefault(merged, {})
+            layers[layer] = layers.get(layer, 0.0) + sums
         means = []
-        for group in {group for group, _ in self._sums}:
-            sums = {layer: self._sums[group, layer] for layer in layers if (group, layer) in self._sums}
-            mean = np.full(shape, np.nan)
-            for layer, (count, _, total) in sums.items():
-                mean[:, layers.index(layer), : self._heads[layer]] = total / count
-            counts = [count for count, _, _ in sums.values()]
-            log_n = sum(total for _, total, _ in sums.values()) / sum(counts)
-            length = _round_if_near(math.exp(log_n)) if group < 0 else group
-            means.append((length, max(counts), mean))
+        for group, layers in groups.items():
+            mean = np.full((len(self.factors), len(self._heads), max(self._heads.values())), np.nan)
+            for layer, sums in layers.items():
+                heads = self._heads[layer]
+                mean[:, layer, :heads] = (sums[2:] / sums[0]).reshape(heads, -1).T
+            counts, log_n = np.stack([sums[:2] for sums in layers.values()], axis=1)
+            length = _round_if_near(math.exp(log_n.sum() / counts.sum())) if group < 0 else group
+            means.append((float(length), counts.max(), mean))
         means.sort(key=lambda mean: mean[0])
         lengths, counts, entropy = zip(*means, strict=True)
-        counts = np.rint(counts).astype(int)
-        return np.asarray(lengths, dtype=np.float64), counts, np.stack(entropy, axis=1)
-
-    def _merge_into_half_octaves(self) -> None:
-        """Merge the groups of a single length into half octaves."""
-        sums, self._sums = self._sums, {}
-        for (group, layer), added in sums.items():
-            merged = int(_half_octave(group)) if group > 0 else group, layer
-            others = self._sums.get(merged, (0, 0.0, 0.0))
-            self._sums[merged] = tuple(a + b for a, b in zip(added, others, strict=True))
+        return np.asarray(lengths), np.rint(counts).astype(int), np.stack(entropy, axis=1)
 
     def report(self) -> DriftReport:
         """The entropies at the factor 1."""
@@ -377,7 +361,7 @@ class Recorder:
         If the entropies were measured with `current` laws, the factors multiply those of these laws.
         """
         lengths, counts, entropy = self.means()
-        factors = np.full(entropy.shape[1:], np.nan)
+        factors, laws = np.full(entropy.shape[1:], np.nan), []
         for layer, heads in sorted(self._heads.items()):
             known = np.isfinite(entropy[0, :, layer, 0])
             aim = target[layer, :heads]
@@ -386,11 +370,12 @@ class Recorder:
                 start = None if current is None else to_numpy(current[layer](lengths[known])).T
                 measured = entropy[:, known, layer, :heads]
                 factors[known, layer, :heads] = holding_factors(self.factors, measured, aim, start)
-        found = CalibrationReport((), lengths, counts, factors, reference_length, target, self.names)
-        held = {layer: found._held(layer) for layer in sorted(self._heads)}
-        # Layers may have fewer heads than others.
-        laws = [law_through(x._replace(factor=x.factor[:, : self._heads[i]])) for i, x in held.items()]
-        return replace(found, laws=tuple(laws))
+            weight = counts * lengths  # the number of logits
+            held = Held(lengths, factors[:, layer, :heads], weight, reference_length)
+            laws.append(law_through(held))
+        return CalibrationReport(
+            tuple(laws), lengths, counts, factors, reference_length, target, self.names
+        )
 
 
 def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:

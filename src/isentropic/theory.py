@@ -41,6 +41,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from isentropic._checks import (
     check_choice,
     check_numeric,
@@ -664,8 +666,12 @@ def _checked_arrays(
             check_real(name, x, least=least)
             if x > most:
                 raise value_error(name, f"be at most {most:g}", x)
-    xp, device, dtype = _result_kind(arrays)
-    shape = common_shape(**{name: x.shape for name, x in arrays.items()} or {"": ()})
+    given = arrays or {"": np.zeros(())}
+    xp, device = namespace(**given), common_device(**given)
+    check_numeric(xp, **given)
+    floating = [x.dtype for x in given.values() if isdtype(xp, x.dtype, "real floating")]
+    dtype = promoted(xp, *floating) if floating else default_dtype(xp, "real floating", device)
+    shape = common_shape(**{name: x.shape for name, x in given.items()})
 
     float64 = "float64" in xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
     working = xp.float64 if float64 else xp.float32
@@ -685,16 +691,3 @@ def _checked_arrays(
         return xp.astype(result, dtype) if arrays else float(result)
 
     return xp, list(xp.broadcast_arrays(*values)), finish
-
-
-def _result_kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
-    """The namespace, device and floating dtype of the result; NumPy's if there are no arrays."""
-    if not arrays:
-        import array_api_compat.numpy as xp
-
-        return xp, "cpu", xp.float64
-    xp, device = namespace(**arrays), common_device(**arrays)
-    check_numeric(xp, **arrays)
-    floating = [x.dtype for x in arrays.values() if isdtype(xp, x.dtype, "real floating")]
-    dtype = promoted(xp, *floating) if floating else default_dtype(xp, "real floating", device)
-    return xp, device, dtype
