@@ -159,23 +159,17 @@ def extrapolated(held: Held, lengths: Any, shape: Any = None) -> np.ndarray:
 
 def law_through(held: Held) -> Knots:
     """The law through the factors, which is 1 at the reference, and curved beyond the last length."""
-    filled = extrapolated(held, held.lengths)
-    below = held.x[:, 0] < 0
-    for factor, known, result in zip(held.factor.T, ~np.isnan(held.factor.T), filled.T, strict=True):
-        # Below the reference, lengths without a factor are short: the entropy is out of reach there.
-        x = np.append(held.x[known, 0], 0.0)
-        order = np.argsort(x)
-        inner = np.interp(held.x[below, 0], x[order], np.append(factor[known], 1.0)[order])
-        result[below], result[known] = inner, factor[known]
-    is_reference = held.lengths == held.reference
     beyond = held.lengths[-1] * 2.0 ** np.arange(1, _OCTAVES + 1)
-    lengths = np.concatenate((held.lengths[~is_reference], [held.reference], beyond))
-    factors = np.concatenate(
-        (filled[~is_reference], np.ones_like(filled[:1]), extrapolated(held, beyond))
-    )
-    order = np.argsort(lengths)
-    lengths, factors = lengths[order], factors[order]
-    # Constant below the first length.
-    factors = np.concatenate((factors[:1], factors))
+    lengths = np.union1d(held.lengths, (held.reference, *beyond))
+    factors = np.full((len(lengths), held.factor.shape[1]), np.nan)
+    factors[np.isin(lengths, held.lengths)] = held.factor
+    factors[lengths == held.reference] = 1.0
+    # Below the reference, lengths without a factor are short: the entropy is out of reach there.
+    x, known = np.log(lengths), ~np.isnan(factors)
+    below = [np.interp(x, x[some], f[some]) for f, some in zip(factors.T, known.T, strict=True)]
+    is_below = (lengths < held.reference)[:, None]
+    guess = np.where(is_below, np.stack(below, axis=1), extrapolated(held, lengths))
+    factors = np.where(known, factors, guess)
+    factors = np.concatenate((factors[:1], factors))  # constant below the first length
     minimum = float(held.smallest.min())  # for the line beyond the last knot
     return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T), minimum)

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -445,23 +445,24 @@ def invariant_factor(
     [0.7, 1.04, 1.35]
     """
     check_choice("model", model, tuple(_MODELS))
-    chosen = _MODELS[model]
+    names, entropy, highest, steps = _MODELS[model]
     if model == "needle" and n_relevant is not None:
         _check_needles(n, n_relevant)
     given = {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap}
-    most_keys = _MOST_KEYS if chosen.highest == _HIGHEST_STRENGTH else math.inf
+    most_keys = _MOST_KEYS if highest == _HIGHEST_STRENGTH else math.inf
     xp, (n, target, *parameters), finish = _checked_arrays(
         n=(n, 1, most_keys),
         target=(target, -math.inf, math.inf),
-        **_model_parameters(model, chosen.parameters, given),
+        **_model_parameters(model, names, given),
     )
     shape = n.shape
     n, target, *parameters = (xp.reshape(x, (1, -1)) for x in (n, target, *parameters))
+    unit = xp.sqrt(parameters[0]) if names == ("d",) else parameters.pop()
     log_n = xp.log(n)
     lowest = xp.log(parameters[0]) if model == "needle" else xp.zeros_like(n)
     tiny = float(xp.finfo(n.dtype).smallest_normal)
     # Above this, rounding spoils the entropy.
-    highest = min(chosen.highest, 0.01 / float(xp.finfo(n.dtype).eps))
+    highest = min(highest, 0.01 / float(xp.finfo(n.dtype).eps))
 
     # The logit of the entropy between its bounds is nearly linear in the logarithm of the strength.
     def transformed(h: Any) -> Any:
@@ -471,13 +472,12 @@ def invariant_factor(
 
     def surplus(log_strength: Any) -> Any:
         log_strength, *others = xp.broadcast_arrays(log_strength, n, *parameters)
-        return transformed(chosen.entropy(xp, *others, xp.exp(log_strength))) - transformed_target
+        return transformed(entropy(xp, *others, xp.exp(log_strength))) - transformed_target
 
     low, high = (xp.full_like(n, math.log(x)) for x in (_LOWEST_STRENGTH, highest))
     ends = surplus(xp.concat((low, high), axis=0))
     first, last = ends[:1, :], ends[1:, :]
-    factor = xp.exp(_root(xp, surplus, low, high, first, last, chosen.steps))
-    unit = chosen.unit(xp, *parameters)
+    factor = xp.exp(_root(xp, surplus, low, high, first, last, steps))
     factor = factor / xp.where(unit > 0, unit, 1.0)
     factor = xp.where((last <= 0) | (target <= lowest), math.inf, factor)
     factor = xp.where(lowest > log_n, math.nan, factor)  # more needles than keys
@@ -577,31 +577,13 @@ def _log1p_exp(xp: ModuleType, z: Any) -> tuple[Any, Any]:
     return xp.where(positive, z, 0.0) + xp.log1p(e), xp.where(positive, 1.0, e) / (1 + e)
 
 
-class _Model(NamedTuple):
-    parameters: tuple[str, ...]
-    unit: Any  # of the parameters: the strength (β, κ or gap) at the factor 1
-    entropy: Any  # of n, the parameters, and the strength
-    highest: float  # strength
-    steps: int  # of the search for the root
-
-
-_MODELS = {
-    "gaussian": _Model(
-        ("std",),
-        lambda xp, std: std,
-        lambda xp, n, std, beta: _gaussian(xp, n, beta),
-        _HIGHEST_STRENGTH,
-        12,
-    ),
-    "sphere": _Model(("d",), lambda xp, d: xp.sqrt(d), _sphere, _HIGHEST_STRENGTH, 12),
-    "needle": _Model(
-        ("n_relevant", "gap"),
-        lambda xp, relevant, gap: gap,
-        lambda xp, n, relevant, gap, strength: _needle(xp, n, relevant, strength),
-        1e3,
-        60,
-    ),
-    "tied": _Model(("d",), lambda xp, d: xp.sqrt(d), _tied, 1e30, 60),
+# For each model: its parameters, the entropy of n, the parameters and the strength (β, κ or gap), the
+# highest strength, and how many steps the root takes. `std` and `gap` are the strength at the factor 1.
+_MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Any], float, int]] = {
+    "gaussian": (("std",), _gaussian, _HIGHEST_STRENGTH, 12),
+    "sphere": (("d",), _sphere, _HIGHEST_STRENGTH, 12),
+    "needle": (("n_relevant", "gap"), _needle, 1e3, 60),
+    "tied": (("d",), _tied, 1e30, 60),
 }
 
 
