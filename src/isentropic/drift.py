@@ -56,8 +56,8 @@ class DriftReport:
     counts : NumPy array (lengths,)
         The number of queries in each group, in the layer that has most of them.
     entropy : NumPy array, ``(lengths, layers, heads)``
-        The mean entropy of these queries in nats. It is NaN where a layer has no query in a group, for
-        example because of a window, and for heads that a layer lacks, if other layers have more.
+        Their mean entropy in nats. It is NaN where a layer has no query in a group, for example because
+        of a window, and for heads that only other layers have.
     names : tuple of str, or None
         The names of the layers. None if the layers have only numbers.
 
@@ -243,11 +243,6 @@ def _mean(x: np.ndarray) -> float:
     return float(known.mean()) if known.size else math.nan
 
 
-def _round_if_near(x: float) -> float:
-    """`x`, or the nearest integer if they differ only by rounding."""
-    return round(x) if math.isclose(x, round(x), rel_tol=1e-12) else x
-
-
 def _half_octave(n: Any) -> Any:
     """The group of n keys: −i for the half octave around 2^{i/2}, and n itself for n ≤ 4."""
     n = np.maximum(n, 1)
@@ -318,14 +313,15 @@ class Recorder:
             layers = groups.setdefault(merged, {})
             layers[layer] = layers.get(layer, 0.0) + sums
         means = []
-        for group, layers in groups.items():
+        for layers in groups.values():
             mean = np.full((len(self.factors), len(self._heads), max(self._heads.values())), np.nan)
             for layer, sums in layers.items():
                 heads = self._heads[layer]
                 mean[:, layer, :heads] = (sums[2:] / sums[0]).reshape(heads, -1).T
             counts, log_n = np.stack([sums[:2] for sums in layers.values()], axis=1)
-            length = _round_if_near(math.exp(log_n.sum() / counts.sum())) if group < 0 else group
-            means.append((float(length), counts.max(), mean))
+            # The logarithm of 62 keys leads back to 62.00000000000001.
+            mean_length = float(f"{math.exp(log_n.sum() / counts.sum()):.13g}")
+            means.append((mean_length, counts.max(), mean))
         means.sort(key=lambda mean: mean[0])
         lengths, counts, entropy = zip(*means, strict=True)
         return np.asarray(lengths), np.rint(counts).astype(int), np.stack(entropy, axis=1)
@@ -449,8 +445,8 @@ def entropy_drift(
     array([[1., 1., 1., 1.]])
     """
     check_law(law, optional=True)
-    options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    return _record(samples, (1.0,), law, options)[0].report()
+    options = {"scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
+    return _record(samples, (1.0,), law, is_causal, **options)[0].report()
 
 
 def calibrate(
@@ -520,8 +516,8 @@ def calibrate(
     ((1, 4), True)
     """
     check_real("reference_length", reference_length, least=2)
-    options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    recorder, like = _record(samples, FACTORS, None, options)
+    options = {"scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
+    recorder, like = _record(samples, FACTORS, None, is_causal, **options)
     found = recorder.calibration(reference_length, recorder.target(reference_length))
     dtype = accumulator(namespace(samples=like), like.dtype)
     law = found.law._with_arrays(lambda x: from_numpy(x, like, dtype))
@@ -532,16 +528,17 @@ def _record(
     samples: Iterable[Array | tuple[Any, ...]],
     factors: Sequence[float],
     law: Law | None,
-    options: dict[str, Any],
+    is_causal: bool,
+    **options: Any,
 ) -> tuple[Recorder, Array]:
     """The entropies of all samples at all factors, and a query as a model for arrays of the result."""
-    check_flag(is_causal=options["is_causal"])
+    check_flag(is_causal=is_causal)
     if not isinstance(samples, Iterable) or getattr(samples, "ndim", 1) == 0:
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
     if _is_pair(samples):
         raise type_error("samples", "be an iterable of tuples (query, key)", "one such tuple")
     recorder = Recorder("samples", factors)
-    others = {name: x for name, x in options.items() if name != "is_causal"}
+    laws = [scaled(law or Constant(1.0), f) for f in factors]
     like = None
     for i, sample in enumerate(samples):
         query, key, mask = _query_key_mask(f"samples[{i}]", sample)
@@ -550,16 +547,11 @@ def _record(
         if query.shape[-3] == 0:
             raise value_error(f"samples[{i}]", "have one head or more", 0)
         visible = None if mask is None else as_mask(mask)
-        if options["is_causal"]:
+        if is_causal:
             visible = causal() if visible is None else visible & causal()
         n = _visible_count(f"samples[{i}]", visible, query, key)
-        entropies = [
-            attention_state(
-                query, key, mask=visible, law=scaled(law or Constant(1.0), f), **others
-            ).entropy()
-            for f in factors
-        ]
-        recorder.add(0, n, entropies)
+        states = [attention_state(query, key, mask=visible, law=x, **options) for x in laws]
+        recorder.add(0, n, [state.entropy() for state in states])
         like = query
     if like is None:
         raise value_error("samples", "have one or more tuples (query, key)", "none")
