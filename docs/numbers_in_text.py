@@ -122,7 +122,7 @@ def what_holds() -> dict[str, str]:
     numbers = random_initialization()
     rows = {name: " | ".join(f"{h:.2f}" for h in numbers[name]) for name in ("standard", "law")}
     errors = load("calibration")["minilm"]["errors"]
-    arms = {"affine": "fitted, affine", "su": "Su's law, base 128", "plain": "standard scale"}
+    arms = {"fitted": "fitted", "su": "Su's law, base 128", "plain": "standard scale"}
     missed = {
         name: f"{errors[arm]['code']:.2f} nats on code and {errors[arm]['prose']:.2f} on prose"
         for name, arm in arms.items()

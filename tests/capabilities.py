@@ -139,8 +139,8 @@ ROWS = {
     "AttentionDistribution.backends": NOT_SMOOTH,
     "scale_queries": ALL,
     "factor_for_entropy": ALL,
-    "calibrate": READ,
-    "entropy_drift": READ,
+    "drift.calibrate": READ,
+    "drift.entropy_drift": READ,
     "entropy": ALL,
     "entropy_from_logits": ALL,
     "cross_entropy": ALL,
@@ -200,12 +200,9 @@ ROWS = {
     "jl.hadamard_transform": LAZY,
     "jl.distortion": ALL,
     "theory.gaussian_entropy": QUADRATURE,
-    "theory.gaussian_sensitivity": QUADRATURE,
     "theory.frozen_entropy": ALL,
     "theory.sphere_entropy": QUADRATURE,
-    "theory.sphere_sensitivity": QUADRATURE,
     "theory.needle_entropy": ALL,
-    "theory.needle_sensitivity": ALL,
     "theory.needle_weight": ALL,
     "theory.tied_entropy": ALL,
     "theory.invariant_factor": Row(
@@ -305,7 +302,7 @@ INTEGRATIONS = {
     "integrations.huggingface.ObserveCallback": _of_models(
         "observe", "TestTrainer.test_log", compiled="as `observe`", gradient="none"
     ),
-    "integrations.huggingface.calibrate": _of_models("calibrate", "test_families"),
+    "integrations.huggingface.calibrate": _of_models("calibrate", "test_laws_and_report"),
     "integrations.huggingface.profile": _of_models("interface", "TestPositions.test_profile"),
     "integrations.huggingface.diagnose": _of_models("diagnose", "test_families"),
     "integrations.huggingface.tune": _of_models(
@@ -330,8 +327,6 @@ WITHOUT_ROW = {
     "integrations.huggingface.Effect": "a result",
     "integrations.torch.Observation": "a result",
     "integrations.torch.Observer": "a result",
-    "drift.CalibrationReport": "a result",
-    "drift.DriftReport": "a result",
     "jl.DistortionReport": "a result",
     "jl.FailureRate": "a result",
     "layers.LinearAttentionError": "a result",

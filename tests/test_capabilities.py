@@ -22,7 +22,7 @@ CALLS = cases.CASES | cases.TRIED | cases.REFUSED
 ONE_CALL = {call.partition("-")[0]: call for call in reversed(cases.CASES | cases.TRIED)}
 ONE_CALL = {call: CALLS[call] for call in ONE_CALL.values()}
 MODULES = {"": it} | {
-    f"{name}.": getattr(it, name) for name in ("jl", "laws", "layers", "masks", "theory")
+    f"{name}.": getattr(it, name) for name in ("drift", "jl", "laws", "layers", "masks", "theory")
 }
 
 
@@ -85,7 +85,7 @@ class TestRows:
             for prefix, module in MODULES.items()
             for name in module.__all__
             if not inspect.ismodule(getattr(module, name))
-        } | {f"drift.{name}" for name in it.drift.__all__ if not hasattr(it, name)}
+        }
         public |= {f"plots.{name}" for name in exported(Path(it.__file__).parent / "plots.py")}
         folder = Path(it.__file__).parent / "integrations"
         for path in (x for x in folder.iterdir() if x.name[0] != "_"):

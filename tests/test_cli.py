@@ -225,7 +225,6 @@ class TestModel:
 
     def test_calibrate(self, run, model, texts, tmp_path):
         options = ["--lengths", "32,64,128", "--reference-length", 64, "-o", tmp_path / "laws.json"]
-        options += ["--family", "auto"]
         data = json.loads(run("calibrate", model, *texts, *options, "--json").stdout)
         drift = {name: np.abs(report["slope"]).mean() for name, report in data.items()}
         assert drift["calibrated"] < drift["standard"] / 3

@@ -269,7 +269,7 @@ class TestRefused:
             lambda: it.AttentionDistribution(x, x, is_causal=flag, law=None).factor_for_entropy(1.0),
             lambda: it.layers.multi_head_attention(x, x, x, w, w, w, w, num_heads=2, is_causal=flag),
             lambda: it.layers.linear_attention(x, x, x, features, is_causal=flag),
-            lambda: it.entropy_drift([(x, x)], is_causal=flag),
+            lambda: it.drift.entropy_drift([(x, x)], is_causal=flag),
         ):
             with pytest.raises(TypeError, match="`is_causal` must be True or False, got"):
                 call()

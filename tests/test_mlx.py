@@ -64,7 +64,7 @@ def test_half_precision(rng, dtype):
     assert h.dtype == mx.float32
     exact = it.attention_entropy(*(np.array(x.astype(mx.float32)) for x in (q, k)))
     np.testing.assert_allclose(np.array(h), exact, atol=1e-5)
-    report = it.entropy_drift([(q, k), (q[:, :9], k[:, :9])])
+    report = it.drift.entropy_drift([(q, k), (q[:, :9], k[:, :9])])
     assert np.isfinite(report.slope).all()
 
 

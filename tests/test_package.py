@@ -11,7 +11,7 @@ from isentropic import drift, jl, laws, layers, masks, theory
 
 PUBLIC = [
     "AttentionDistribution", "AttentionState", "attention", "attention_entropy", "attention_state",
-    "calibrate", "cross_entropy", "drift", "entropy", "entropy_drift", "entropy_from_logits",
+    "cross_entropy", "drift", "entropy", "entropy_from_logits",
     "entropy_penalty", "factor_for_entropy", "integrations", "jl",
     "kl_divergence", "laws", "layers", "masks", "merge_states", "plots", "scale_queries", "theory",
 ]  # fmt: skip
@@ -88,7 +88,7 @@ class TestPackage:
 
     @pytest.mark.host
     @pytest.mark.parametrize(
-        "name", ["calibrate", "integrations", "jl", "layers", "factor_for_entropy", "plots", "theory"]
+        "name", ["drift", "integrations", "jl", "layers", "factor_for_entropy", "plots", "theory"]
     )
     def test_what_is_imported_later_can_be_the_first_name(self, name):
         code = (

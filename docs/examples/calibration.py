@@ -42,13 +42,9 @@ FIT, USED = (64, 128, 192, 256), (128, 256, 512)  # tokens: of the fit, and with
 TRIED = 512
 FITTED_TEXTS, TRIED_TEXTS = 10, 12  # of each kind
 KINDS = ("code", "prose")
-# The rows of the table: the family, and the lengths of the fit.
-FAMILIES = {
-    "fitted, power": ("power", FIT),
-    "fitted, affine": ("affine", FIT),
-    "fitted, auto": ("auto", FIT),
-    "fitted to the length of use, knots": ("knots", USED),
-}
+# The rows of the table, with the lengths of the fit.
+FITTED, TO_USE = "fitted", "fitted to the length of use"
+FITS = {FITTED: FIT, TO_USE: USED}
 
 DIMENSIONS = (4, 6, 8, 16, 32, 64)
 KEYS, FAR = (64, 128, 256, 512, 1024), 16384
@@ -81,20 +77,20 @@ def of_minilm(fitted: int, tried: int) -> dict[str, Any]:
     try_on = {kind: ids[fitted:] for kind, ids in both.items()}
     mixed = [ids for kind in KINDS for ids in fit_on[kind]]
 
-    def fit(ids: list[list[int]], family: str, lengths: tuple[int, ...]) -> tuple[list[laws.Law], Any]:
+    def fit(ids: list[list[int]], lengths: tuple[int, ...]) -> tuple[list[laws.Law], Any]:
         return huggingface.calibrate(
-            model, batches(ids, lengths), reference_length=REFERENCE, family=family, report=True
+            model, batches(ids, lengths), reference_length=REFERENCE, report=True
         )
 
-    found = {name: fit(mixed, *how) for name, how in FAMILIES.items()}
+    found = {name: fit(mixed, lengths) for name, lengths in FITS.items()}
     arms: dict[str, Any] = {"standard scale": None, "Su's law, base 128": laws.LogLength(REFERENCE)}
     arms |= {name: fitted_laws for name, (fitted_laws, _) in found.items()}
     errors = {
         name: {kind: error(model, law, try_on[kind]) for kind in KINDS} for name, law in arms.items()
     }
-    lowest, _, highest = found["fitted, auto"][1].at(TRIED)
-    factor = factors(found["fitted to the length of use, knots"][0])
-    of_code, of_prose = (factors(fit(fit_on[kind], "knots", USED)[0]) for kind in KINDS)
+    lowest, _, highest = found[FITTED][1].at(TRIED)
+    factor = factors(found[TO_USE][0])
+    of_code, of_prose = (factors(fit(fit_on[kind], USED)[0]) for kind in KINDS)
     return {
         "errors": errors,
         "covered": float(np.mean((lowest <= factor) & (factor <= highest))),
@@ -133,8 +129,8 @@ def gaussian(rng: np.random.Generator, *shape: int) -> np.ndarray:
 MODELS: dict[str, Callable[..., np.ndarray]] = {"sphere": sphere, "gaussian": gaussian}
 
 
-def synthetic(model: str, d: int, seed: int, far: int) -> dict[str, list[float]]:
-    """The error per family and target, with `far` keys."""
+def synthetic(model: str, d: int, seed: int, far: int) -> list[float]:
+    """The error per target, with `far` keys."""
     draw = MODELS[model]
     rng = np.random.default_rng(seed)
     query = draw(rng, SEQUENCES, 1, QUERIES, d)
@@ -156,12 +152,8 @@ def synthetic(model: str, d: int, seed: int, far: int) -> dict[str, list[float]]
         (query * high[:, None, None], np.broadcast_to(keys[n], (SEQUENCES, len(high), n, d)))
         for n in KEYS
     ]
-    fitted = {
-        family: it.calibrate(samples, reference_length=REFERENCE, family=family)
-        for family in ("affine", "auto")
-    }
-    held = entropy(high, REFERENCE)
-    return {family: (entropy(high, far, law) - held).tolist() for family, law in fitted.items()}
+    law = it.drift.calibrate(samples, reference_length=REFERENCE).law
+    return (entropy(high, far, law) - entropy(high, REFERENCE)).tolist()
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -172,9 +164,7 @@ def run(quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {model: {} for model in MODELS}
     for model, d in tqdm(jobs, unit="dimension"):
         fits = [synthetic(model, d, seed, far) for seed in range(draws)]
-        found[model][str(d)] = {
-            family: [x for fit in fits for x in fit[family]] for family in ("affine", "auto")
-        }
+        found[model][str(d)] = [x for fit in fits for x in fit]
     return {"minilm": of_minilm(fitted, tried), "synthetic": found, "far": far}
 
 
@@ -203,19 +193,14 @@ Random queries and keys, fitted with {KEYS[0]} to {KEYS[-1]} keys and the refere
 tried with {results["far"]}: the mean difference in nats over draws and over target entropies of 35, 50
 and 70 % of log {REFERENCE}, and the largest difference of a single fit.
 
-{table(["keys", "affine", "largest", "auto", "largest"], synthetic_rows(synthetic))}
+{table(["keys", "mean", "largest"], synthetic_rows(synthetic))}
 """
 
 
 def synthetic_rows(synthetic: dict[str, Any]) -> list[list[str]]:
     titles = {"sphere": "on a sphere", "gaussian": "Gaussian"}
     return [
-        [f"{titles[model]}, d = {d}"]
-        + [
-            text
-            for family in ("affine", "auto")
-            for text in (f"{np.mean(fits[family]):+.2f}", f"{max(map(abs, fits[family])):.2f}")
-        ]
+        [f"{titles[model]}, d = {d}", f"{np.mean(fits):+.2f}", f"{max(map(abs, fits)):.2f}"]
         for model, found in synthetic.items()
         for d, fits in found.items()
     ]
@@ -233,9 +218,8 @@ def picture(results: dict[str, Any]) -> Figure:
     left.set(xlabel=f"mean |error| of a head at {TRIED} tokens, in nats", title="MiniLM-L6")
     left.legend()
     for model, found in results["synthetic"].items():
-        for family, style in (("affine", "--"), ("auto", "-")):
-            mean = [np.mean(fits[family]) for fits in found.values()]
-            right.plot([int(d) for d in found], mean, style, marker="o", label=f"{model}, {family}")
+        mean = [np.mean(fits) for fits in found.values()]
+        right.plot([int(d) for d in found], mean, marker="o", label=model)
     right.axhline(0, color="gray", lw=0.8)
     right.set_xscale("log", base=2)
     right.set_xticks(DIMENSIONS, map(str, DIMENSIONS), minor=False)

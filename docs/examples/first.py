@@ -8,7 +8,7 @@ weight from the one that matters. Models are trained with 64 tokens, and tested 
 
 - O: the standard scale 1/√d.
 - O + law: the same weights, with the scale log n/(log 64 · √d) at test time.
-- O + calibrated: the same weights, with a law per layer. `isentropic.calibrate` fits it on strings of
+- O + calibrated: the same weights, with a law per layer. `drift.calibrate` fits it on strings of
   64 to 256 tokens, without their answers, so that the mean entropy of all tokens stays constant.
 - O + calibrated at CLS: the same for the entropy of CLS only.
 - E: trained and tested with the scale log n/(log 512 · √d).

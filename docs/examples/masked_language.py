@@ -9,7 +9,7 @@ to 1024. The same bytes are masked at every length, so only the context grows.
 - O: the standard scale 1/√d.
 - O + law: the same weights, with the scale log n/(log 64 · √d) at test time. Training has a single
   length, at which the law is constant, so this is also the model trained with the law of base 64.
-- O + calibrated: the same weights, with a law per head that `isentropic.calibrate` fits on texts of 64
+- O + calibrated: the same weights, with a law per head that `drift.calibrate` fits on texts of 64
   to 256 bytes.
 - O, ReRoPE, and O + law, ReRoPE: the same weights, with relative positions clamped to ±48 (Su 2023,
   archives/9708). No position is outside the range of training, but the attention is spread over the

@@ -17,7 +17,7 @@ All arms use the same weights:
 
 - O: the standard scale.
 - O + law: the factor log n/log 64 at test time.
-- O + calibrated: the law that `isentropic.calibrate` fits without answers.
+- O + calibrated: the affine law through the factors of `drift.calibrate`, fitted without answers.
 - O + held: for each query, the factor at which its entropy is O's mean entropy at 64 keys. This also
   makes the entropies of all queries equal.
 - O + best: the constant factor that is best on the test data, at each n.
@@ -47,6 +47,7 @@ import torch
 from experiment import Claim, Decision, decide, plot_means, slope, spread, table, verdict
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from transformer import affine
 
 import isentropic as it
 
@@ -223,7 +224,7 @@ def test(task: Task, reader: Reader, seed: int) -> dict[str, dict[str, list[floa
     """The loss, entropy, accuracy and factor of each arm at each length."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     samples = [reader(task.draw(BATCH, n, generator)) for n in CALIBRATED]
-    calibrated = it.calibrate(samples, reference_length=TRAINED)
+    calibrated = affine(it.drift.calibrate(samples, reference_length=TRAINED), samples[0][0])
     result: dict[str, dict[str, list[float]]] = {arm: {} for arm in ARMS}
     for n in LENGTHS:
         sample = task.draw(TESTS, n, generator)

@@ -25,7 +25,7 @@ Arms, all with the same weights:
 - Su: LogLength(8192, minimum=1).
 - one slope: 1 + slope · ln(n/8192) beyond 8192, and 1 up to there. The slope is fitted by gradients.
 - slope per layer, slope per head: the same with 30 and 270 slopes.
-- calibrated: the same, where the slopes are those of `isentropic.calibrate` on queries and keys of the
+- calibrated: the same, where the slopes are those of `drift.calibrate` on queries and keys of the
   documents of the fit, without their loss. It does not know how the law of a layer changes later ones.
 - constant and one slope: YaRN's constant times the law of "one slope", fitted with it. It equals YaRN's
   constant within the trained length.
@@ -122,6 +122,7 @@ import torch
 from experiment import Claim, Decision, answered, decide, plot_means, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from transformer import affine
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -578,7 +579,7 @@ def fit(
 
 @torch.no_grad()
 def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
-    """The slopes of `isentropic.calibrate`, from the queries of three lengths in each layer."""
+    """Slopes through the factors of `drift.calibrate`, from queries of three lengths in each layer."""
     samples: list[list] = [[] for _ in model.model.layers]
     for document in documents:
         cache, _ = prefix(model, document, Arm())
@@ -594,8 +595,9 @@ def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
             for sample, query, layer in zip(samples, found, cache.layers, strict=True):
                 sample.append((query, layer.keys, it.masks.causal()))
         experiment.advance()
-    fitted = [it.calibrate(x, reference_length=TRAINED, enable_gqa=True) for x in samples]
-    return {"slopes": [law.slope.tolist() for law in fitted], "losses": []}
+    reports = [it.drift.calibrate(x, reference_length=TRAINED, enable_gqa=True) for x in samples]
+    slopes = [affine(report, x[0][0]).slope for report, x in zip(reports, samples, strict=True)]
+    return {"slopes": [x.tolist() for x in slopes], "losses": []}
 
 
 @torch.no_grad()

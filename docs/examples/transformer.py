@@ -7,11 +7,16 @@ model runs with all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 import isentropic as it
+from isentropic.drift import CalibrationReport
+from isentropic.laws import AffineLog
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Laws = Sequence[it.laws.Law | None]
@@ -82,5 +87,23 @@ def calibrate(
             return it.attention(q, k, v, law=laws[i])
 
         forward(attend)
-        laws[layer] = it.calibrate(samples, reference_length=reference_length)
+        report = it.drift.calibrate(samples, reference_length=reference_length)
+        laws[layer] = affine(report, samples[0][0])
     return laws
+
+
+def affine(report: CalibrationReport, like: Tensor) -> AffineLog:
+    """The law ``1 + slope · log(n/reference)`` of each head, by least squares through the factors.
+
+    Each length is weighted by its number of logits.
+    """
+    x = np.log(report.lengths / report.reference_length)[:, None]
+    factor = report.factors[:, 0]
+    weight = np.where(np.isnan(factor), 0.0, (report.counts * report.lengths)[:, None])
+    far = np.where(np.abs(x) > 0.05, weight, 0.0)  # nearer lengths do not tell the slope
+    rise, moment = np.nan_to_num(factor - 1), (far * x**2).sum(axis=0)
+    slope = (far * x * rise).sum(axis=0) / np.where(moment > 0, moment, np.inf)
+    lowest = (1 + slope * np.where(weight > 0, x, 0)).min(axis=0)
+    minimum = np.maximum(lowest, np.fmin.reduce(factor, axis=0, initial=1.0))
+    intercept = 1 - slope * math.log(report.reference_length)
+    return AffineLog(*(torch.as_tensor(a).to(like) for a in (slope, intercept, minimum)))

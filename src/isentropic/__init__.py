@@ -28,20 +28,13 @@ from isentropic._entropy import (
 if TYPE_CHECKING:
     from isentropic import drift, integrations, jl, layers, plots, theory
     from isentropic._factors import factor_for_entropy
-    from isentropic.drift import calibrate, entropy_drift
 else:  # a type checker that sees `__getattr__` accepts every attribute name
     # Modules that attention does not need are imported on first use.
-    _LAZY = {
-        "calibrate": "drift",
-        "entropy_drift": "drift",
-        "factor_for_entropy": "_factors",
-    }
-
     def __getattr__(name: str) -> Any:
         if name in ("drift", "integrations", "jl", "layers", "plots", "theory"):
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _LAZY:
-            return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        if name == "factor_for_entropy":
+            return importlib.import_module(f"{__name__}._factors").factor_for_entropy
         message = f"module {__name__!r} has no attribute {name!r}"
         if not name.startswith("_"):  # Python asks for such names itself
             for part in ("laws", "masks", "jl", "layers", "theory", "drift"):
@@ -62,11 +55,9 @@ __all__ = [
     "attention",
     "attention_entropy",
     "attention_state",
-    "calibrate",
     "cross_entropy",
     "drift",
     "entropy",
-    "entropy_drift",
     "entropy_from_logits",
     "entropy_penalty",
     "factor_for_entropy",

@@ -5,17 +5,13 @@ In shapes, G is the number of lengths, and a head is one of the last axis.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from isentropic.laws._formulas import AffineLog, Knots, Power
-from isentropic.laws._law import Law
-from isentropic.theory import gaussian_entropy, sphere_entropy
+from isentropic.laws._formulas import Knots
 
 # The penalty, in nats, on doubling a factor. It keeps the factor near 1 for heads whose entropy hardly
 # depends on it.
@@ -28,23 +24,13 @@ _STEPS = 100
 _SHAPES = (0, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2)
 # The misfit of log factors that counts as much as a shape that differs from 1 by 1.
 _MISFIT = 0.01
-# The error of a log factor. Those of MiniLM-L6, fitted to two sets of 20 texts, differ by this much.
-_NOISE = 0.02
 # The range of the shapes for which factors are extrapolated.
 EXTREME_SHAPES = (0, 1, 2)
-# The dimensions of the random keys of "auto", which interpolates between them. In ∞ dimensions scores
-# are normal.
-_DIMENSIONS = (4.0, 8.0, math.inf)
-# The inverse temperatures of their tables: how many, the lowest, and the highest for normal scores and
-# for spheres, where the entropy is near 0.
-_TEMPERATURES, _LOWEST, _HIGHEST_NORMAL, _HIGHEST = 40, 0.05, 1e3, 2e6
-# The factors of more keys than 2 to this power stay the same, as their entropies are not known.
-_MOST_OCTAVES = 47
 # Lengths nearer to the reference than this, in log n, do not tell the slope: it would be the error of a
 # factor, divided by a small number.
 _NEAR = 0.05
-# The last knot of "auto", in multiples of the longest length of the fit.
-_REACH = 64
+# The law is curved up to the longest length of the fit, times 2 to this power.
+_OCTAVES = 6
 
 
 def holding_factors(
@@ -98,7 +84,6 @@ class Held(NamedTuple):
     factor: np.ndarray  # (G, heads), NaN where no factor holds the entropy
     weight: np.ndarray  # (G,)
     reference: float
-    entropy: np.ndarray  # (heads,), which the factors hold
 
     @property
     def x(self) -> np.ndarray:
@@ -106,23 +91,23 @@ class Held(NamedTuple):
         return np.asarray(np.log(self.lengths / self.reference)[:, None])
 
     @property
-    def weights(self) -> np.ndarray:
-        """The weights (G, heads), 0 where no factor holds the entropy."""
-        return np.where(np.isnan(self.factor), 0.0, self.weight[:, None])
-
-    @property
     def smallest(self) -> np.ndarray:
         """The smallest factor of each head, at most 1."""
         return np.fmin.reduce(self.factor, axis=0, initial=1.0)
 
-    def filled(self) -> np.ndarray:
-        """The factors, interpolated where there is none: (G, heads)."""
-        result = np.ones_like(self.factor)
-        for head, factor in enumerate(self.factor.T):
-            if (known := factor == factor).any():
-                x = self.x[:, 0]
-                result[:, head] = np.interp(x, x[known], factor[known])
-        return result
+    def weights(self) -> np.ndarray:
+        """The weights (G, heads) of the factors from which a curve is extrapolated.
+
+        They are those from the reference on: short lengths tell little about long ones, as the entropy
+        is near log n there. A head that has none above the reference uses all its lengths.
+        """
+        weights = np.where(np.isnan(self.factor), 0.0, self.weight[:, None])
+        above = np.where(self.x > -1e-6, weights, 0.0)
+        return np.where(self.far(above).any(axis=0), above, weights)
+
+    def far(self, weights: np.ndarray) -> np.ndarray:
+        """The weights, 0 for lengths that are too near to the reference to tell the slope."""
+        return np.where(np.abs(self.x) > _NEAR, weights, 0.0)
 
 
 def curve(x: Any, slope: Any, shape: Any) -> np.ndarray:
@@ -137,199 +122,54 @@ def curve(x: Any, slope: Any, shape: Any) -> np.ndarray:
     return np.where(is_power, np.exp(slope * x), np.maximum(1 + p * slope * x, 1e-9) ** (1 / p))
 
 
-def slope_of(held: Held, weights: np.ndarray, shape: Any) -> np.ndarray:
+def slope_of(held: Held, shape: Any) -> np.ndarray:
     """The slopes (heads,) of curves through 1 at the reference, by weighted least squares."""
+    weights = held.far(held.weights())
     factor = np.where(weights > 0, held.factor, 1.0)
     is_power = shape == 0
     p = np.where(is_power, 1.0, shape)
     y = np.where(is_power, np.log(factor), (factor**p - 1) / p)
-    weights = _far(held, weights)
     moment = (weights * held.x**2).sum(axis=0)
     # If no length determines the slope, it is 0.
     slope = (weights * held.x * y).sum(axis=0) / np.where(moment > 0, moment, np.inf)
     return np.asarray(slope)
 
 
-def _far(held: Held, weights: np.ndarray) -> np.ndarray:
-    """The weights, 0 for lengths that are too near to the reference to tell the slope."""
-    return np.where(np.abs(held.x) > _NEAR, weights, 0.0)
-
-
-def _weights_above(held: Held) -> np.ndarray:
-    """The weights of lengths from the reference on; of all lengths for heads that have none above.
-
-    Short lengths tell little about long ones: the entropy is near log n there.
-    """
-    weights = held.weights
-    above = np.where(held.x > -1e-6, weights, 0.0)
-    return np.where(_far(held, above).sum(axis=0) > 0, above, weights)
-
-
-class _Above(NamedTuple):
-    """The factors to which growth is fitted, with the weights of `_weights_above` and `_far`."""
-
-    lengths: list[float]  # (G,)
-    weights: np.ndarray  # (G, heads)
-    measured: np.ndarray  # (G, heads), the log factors, or 0
-
-    @classmethod
-    def of(cls, held: Held) -> _Above:
-        weights = _far(held, _weights_above(held))
-        used = weights.any(axis=1)
-        measured = np.log(np.where(weights > 0, held.factor, 1.0))
-        return cls(held.lengths[used].tolist(), weights[used], measured[used])
-
-
 def chosen_shape(held: Held) -> np.ndarray:
-    """The shape (heads,) that fits best from the reference on; 1 unless the factors say otherwise."""
-    weights = _weights_above(held)
+    """The shape (heads,) that fits best; 1 unless the factors say otherwise."""
+    weights = held.weights()
     factor = np.where(weights > 0, held.factor, 1.0)
     cost = []
     for shape in _SHAPES:
-        error = np.log(curve(held.x, slope_of(held, weights, shape), shape) / factor)
+        error = np.log(curve(held.x, slope_of(held, shape), shape) / factor)
         misfit = (weights * error**2).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-9)
         cost.append(misfit / _MISFIT**2 + (shape - 1) ** 2)
     return np.asarray(_SHAPES)[np.argmin(cost, axis=0)]
 
 
-def extrapolated(held: Held, lengths: Sequence[float], shape: Any) -> np.ndarray:
-    """The factors (lengths, heads) of the curves of a shape, never below the smallest of the fit."""
+def extrapolated(held: Held, lengths: Any, shape: Any = None) -> np.ndarray:
+    """The factors (lengths, heads) of the curves of a shape, never below the smallest of the fit.
+
+    By default the shape is that of each head.
+    """
+    shape = chosen_shape(held) if shape is None else shape
     x = np.log(np.asarray(lengths) / held.reference)[:, None]
-    slope = slope_of(held, _weights_above(held), shape)
-    return np.maximum(curve(x, slope, shape), held.smallest)
+    return np.maximum(curve(x, slope_of(held, shape), shape), held.smallest)
 
 
-def expected(held: Held, lengths: Sequence[float]) -> np.ndarray:
-    """The factors (lengths, heads) to expect: a mean of two guesses, weighted by their likelihoods.
-
-    One guess is the curve of the shape that fits best, the other the factors of random keys. The mean
-    is that of their logarithms.
-    """
-    above = _Above.of(held)
-    both, known = (*above.lengths, *lengths), len(above.lengths)
-    curved = np.log(extrapolated(held, both, chosen_shape(held)))
-    random, _ = nearest_random_keys(held, both)
-
-    def misfit(guess: np.ndarray) -> np.ndarray:
-        error = np.where(above.weights > 0, guess[:known] - above.measured, 0.0)
-        return np.asarray((error**2).sum(axis=0)) / (2 * _NOISE**2)
-
-    share = 1 / (1 + np.exp(np.clip(misfit(random) - misfit(curved), -50, 50)))
-    mean = share * random + (1 - share) * curved
-    return np.maximum(np.exp(mean[known:]), held.smallest)
-
-
-def nearest_random_keys(held: Held, lengths: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """The random keys that fit best: the logarithms of their factors (lengths, heads), and 1/dimension.
-
-    For keys that are uniform on a sphere, its dimension and the entropy at the reference determine the
-    factor at each length. Each head gets the dimension that fits its factors best. If its factors grow
-    more slowly than those of normal scores, it gets a power of the factors of normal scores. If they
-    grow faster than in the lowest dimension, it gets a power of the factors in that dimension.
-    """
-    above = _Above.of(held)
-    weights, measured, known = above.weights, above.measured, len(above.lengths)
-    curves = _curves_of_random_keys(held, (*above.lengths, *lengths))
-
-    def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.asarray((weights * a * b).sum(axis=0))
-
-    def nearest(start: np.ndarray, end: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
-        """The point ``start + t · (end − start)`` that fits best with t from low to high, and t."""
-        along = (end - start)[:known]
-        length = dot(along, along)
-        t = dot(measured - start[:known], along) / np.where(length > 0, length, np.inf)
-        t = np.clip(t, low, high)
-        return np.asarray(start + t * (end - start)), t
-
-    inverse = [1 / d for d in _DIMENSIONS]
-    origin = np.zeros_like(curves[0])
-    below, _ = nearest(origin, curves[-1], -math.inf, 1)
-    above_all, _ = nearest(origin, curves[0], 1, math.inf)
-    none = np.zeros(measured.shape[1])
-    path = [(below, none + inverse[-1]), (above_all, none + inverse[0])]
-    pairs = zip(itertools.pairwise(curves), itertools.pairwise(inverse), strict=True)
-    for (start, end), (first, last) in pairs:
-        point, t = nearest(start, end, 0, 1)
-        path.append((point, first + t * (last - first)))
-    errors = [point[:known] - measured for point, _ in path]
-    best = np.argmin([dot(error, error) for error in errors], axis=0)[None]
-    points, dimensions = (np.stack(x) for x in zip(*path, strict=True))
-    found = np.take_along_axis(points, best[None], axis=0)[0, known:]
-    return found, np.take_along_axis(dimensions, best, axis=0)[0]
-
-
-def _curves_of_random_keys(held: Held, lengths: Sequence[float]) -> np.ndarray:
-    """The logarithms of the factors that hold the entropies: (dimensions, lengths, heads)."""
-    target = np.nan_to_num(held.entropy)  # NaN only where there are no factors to compare with
-    octaves = np.minimum(np.log2((held.reference, *lengths)), _MOST_OCTAVES).tolist()
-    found = []
-    for d in _DIMENSIONS:
-        table = np.stack([_entropies_between(octave, d) for octave in octaves], axis=1)
-        log_beta, table = _interpolated(_log_beta(d), table)
-        found.append([np.interp(-target, -entropy, log_beta) for entropy in table.T])
-    log_factor = np.asarray(found)
-    return log_factor[:, 1:] - log_factor[:, :1]
-
-
-def _entropies_between(octave: float, d: float) -> np.ndarray:
-    """The entropies of `_entropies`, by the cubic polynomial through four whole octaves."""
-    first = max(math.floor(octave) - 1, 0)
-    t = octave - first
-    weights = [math.prod((t - j) / (i - j) for j in range(4) if j != i) for i in range(4)]
-    parts = [weight * _entropies(first + i, d) for i, weight in enumerate(weights) if weight]
-    return np.asarray(sum(parts))
-
-
-def _log_beta(d: float) -> np.ndarray:
-    """The logarithms of inverse temperatures, in units of the standard deviation of the scores."""
-    highest = _HIGHEST_NORMAL if math.isinf(d) else _HIGHEST
-    return np.linspace(math.log(_LOWEST), math.log(highest), _TEMPERATURES)
-
-
-@functools.lru_cache(maxsize=256)
-def _entropies(octave: int, d: float) -> np.ndarray:
-    """The mean entropies of 2^octave random keys in d dimensions, at each inverse temperature."""
-    n, beta = 2.0**octave, np.exp(_log_beta(d))
-    return np.asarray(
-        gaussian_entropy(n, beta) if math.isinf(d) else sphere_entropy(n, d, beta * math.sqrt(d))
-    )
-
-
-def _affine(held: Held) -> AffineLog:
-    slope = slope_of(held, held.weights, 1)
-    # At other lengths the factor must not fall below the smallest one at the lengths of the fit.
-    line = 1 + slope * np.where(held.weights > 0, held.x, 0)
-    minimum = np.maximum(line.min(axis=0), held.smallest)
-    return AffineLog(slope, 1 - slope * math.log(held.reference), minimum)
-
-
-def _power(held: Held) -> Power:
-    return Power(slope_of(held, held.weights, 0), held.reference, held.smallest)
-
-
-def _knots(held: Held) -> Knots:
-    return _through(held, held.lengths, held.filled())
-
-
-def _auto(held: Held) -> Knots:
-    below = held.x[:, 0] < -1e-6
-    octaves = math.ceil(math.log2(_REACH * held.lengths[-1] / held.reference))
-    beyond = held.reference * 2.0 ** np.arange(octaves + 1)
-    factors = held.filled()[below], expected(held, beyond.tolist())
-    return _through(held, np.concatenate((held.lengths[below], beyond)), np.concatenate(factors))
-
-
-def _through(held: Held, lengths: np.ndarray, factors: np.ndarray) -> Knots:
-    """The law through factors (lengths, heads), constant below the first length."""
-    factors = np.concatenate((factors[:1], factors))
-    minimum = float(held.smallest.min())  # for the lines beyond the last length
+def law_through(held: Held) -> Knots:
+    """The law through the factors, which is 1 at the reference, and curved beyond the last length."""
+    beyond = held.lengths[-1] * 2.0 ** np.arange(1, _OCTAVES + 1)
+    lengths = np.union1d(held.lengths, (held.reference, *beyond))
+    factors = np.full((len(lengths), held.factor.shape[1]), np.nan)
+    factors[np.isin(lengths, held.lengths)] = held.factor
+    factors[lengths == held.reference] = 1.0
+    # Below the reference, lengths without a factor are short: the entropy is out of reach there.
+    x, known = np.log(lengths), ~np.isnan(factors)
+    below = [np.interp(x, x[some], f[some]) for f, some in zip(factors.T, known.T, strict=True)]
+    is_below = (lengths < held.reference)[:, None]
+    guess = np.where(is_below, np.stack(below, axis=1), extrapolated(held, lengths))
+    factors = np.where(known, factors, guess)
+    factors = np.concatenate((factors[:1], factors))  # constant below the first length
+    minimum = float(held.smallest.min())  # for the line beyond the last knot
     return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T), minimum)
-
-
-FAMILIES: dict[str, Callable[[Held], Law]] = {
-    "affine": _affine,
-    "power": _power,
-    "knots": _knots,
-    "auto": _auto,
-}

@@ -27,9 +27,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,152 +56,79 @@ _END_NATS = 0.4
 _LARGE = 50.0
 # The bisection for an interval starts at e^{−23} of its longest possible length.
 _LOG_RANGE = 23.0
-EULER_GAMMA = 0.5772156649015329
+_EULER_GAMMA = 0.5772156649015329
 
 
-class Scores(Protocol):
-    """A distribution of scores in two coordinates. Its parameters have the shape (rows, 1, 1).
+class Scores(NamedTuple):
+    """A distribution of scores in two coordinates. Its arrays have the shape (rows, 1, 1).
 
     The *edge* coordinate u increases with the score, and P[u of a score > u] ≈ e^{−τ(u)}. The
     *position* p decreases as the score increases, and the density is a smooth function of p.
     """
 
-    @property
-    def turn(self) -> Array:
-        """The level τ of the maximum of e^s ρ(s). Above it y, not u, increases by one per nat."""
-
-    @property
-    def floor(self) -> Array:
-        """The level τ below the mean beyond which the lower end of the scores has no influence."""
-
-    @property
-    def grade(self) -> Array:
-        """The density of panels between `turn` and `floor`, less 1/_NATS."""
-
-    def edge(self, tau: Array) -> Array:
-        """The u ≥ 0 of a level τ."""
-
-    def at_edge(self, u: Array) -> tuple[Array, Array]:
-        """The score at u, and its derivative with respect to u."""
-
-    def range(self, log_n: Array, y: Array) -> tuple[Array, Array]:
-        """The lowest and the highest position at which the integrands are not negligible."""
-
-    def score(self, p: Array) -> Array: ...
-    def log_density(self, p: Array) -> Array: ...
-    def slopes(self, p: Array) -> tuple[Array, Array]:
-        """The derivatives of the log-density and of −score with respect to p."""
-
-    def drop(self, p: Array, r: Array) -> Array:
-        """``score(p) − score(p + r)``, computed without cancellation."""
+    turn: Array  # the level τ of the maximum of e^s ρ(s); above it y, not u, increases by one per nat
+    floor: Array  # the level τ below the mean beyond which the lower end of the scores has no influence
+    grade: Array  # the density of panels between `turn` and `floor`, less 1/_NATS
+    low: Any  # the lowest and the highest position at which the integrands are not negligible
+    high: Any
+    edge: Callable[[Any], Any]  # the u ≥ 0 of a level τ
+    at_edge: Callable[[Any], tuple[Any, Any]]  # the score at u, and its derivative with respect to u
+    drop: Callable[[Any, Any], Any]  # score(p) − score(p + r), without cancellation; score(0) is 0
+    log_density: Callable[[Any], Any]
+    slopes: Callable[[Any], tuple[Any, Any]]  # of the log-density and of −score with respect to p
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class GaussianScores:
+def gaussian_scores(xp: ModuleType, n: Any, beta: Any) -> Scores:
     """Normal scores of standard deviation β > 0. u is the score in units of β, and p = −u."""
-
-    xp: ModuleType
-    beta: Any
-
-    @property
-    def turn(self) -> Any:
-        return self.beta * self.beta / 2
-
-    @property
-    def floor(self) -> Any:
-        return self.xp.full_like(self.beta, 1e6)  # the scores have no lower end
-
-    @property
-    def grade(self) -> Any:
-        return self.xp.zeros_like(self.beta)
-
-    def edge(self, tau: Any) -> Any:
-        return root_or_zero(self.xp, 2 * tau)
-
-    def at_edge(self, u: Any) -> tuple[Any, Any]:
-        return self.beta * u, self.beta + self.xp.zeros_like(u)
-
-    def range(self, log_n: Any, y: Any) -> tuple[Any, Any]:
-        far = self.xp.sqrt(2 * (log_n + 40.0)) + 5.0
-        return -far + self.xp.zeros_like(y), self.xp.full_like(y, 30.0)
-
-    def score(self, p: Any) -> Any:
-        return -self.beta * p
-
-    def log_density(self, p: Any) -> Any:
-        return -p * p / 2 - math.log(2 * math.pi) / 2
-
-    def slopes(self, p: Any) -> tuple[Any, Any]:
-        return -p, self.beta
-
-    def drop(self, p: Any, r: Any) -> Any:
-        return self.beta * r
+    return Scores(
+        turn=beta * beta / 2,
+        floor=xp.full_like(beta, 1e6),  # the scores have no lower end
+        grade=xp.zeros_like(beta),
+        low=-xp.sqrt(2 * (xp.log(n) + 40.0)) - 5.0,
+        high=30.0,
+        edge=lambda tau: root_or_zero(xp, 2 * tau),
+        at_edge=lambda u: (beta * u, beta + xp.zeros_like(u)),
+        drop=lambda p, r: beta * r,
+        log_density=lambda p: -p * p / 2 - math.log(2 * math.pi) / 2,
+        slopes=lambda p: (-p, beta),
+    )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class SphereScores:
+def sphere_scores(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Scores:
     """Scores κ(cos θ − 1) of keys that are uniform on a sphere. cos θ = tanh u, and p = θ."""
+    m = d - 1
+    log_constant = log_gamma_step(xp, m / 2) - math.log(math.pi) / 2  # of the density of θ
+    # 1 − x² = m x/κ at the maximum of e^s ρ(s)
+    x = 2 * kappa / (m + xp.sqrt(m * m + 4 * kappa * kappa))
 
-    xp: ModuleType
-    d: Any
-    kappa: Any
-    log_constant: Any  # the log-normalization of the density of θ
+    def log_density(p: Any) -> Any:
+        return log_constant + (d - 2) * xp.log(clip(xp, xp.sin(p), min=1e-30))
 
-    @classmethod
-    def of(cls, xp: ModuleType, d: Any, kappa: Any) -> SphereScores:
-        return cls(xp, d, kappa, log_gamma_step(xp, (d - 1) / 2) - math.log(math.pi) / 2)
+    def at_edge(u: Any) -> tuple[Any, Any]:
+        cosh = xp.cosh(u)
+        return -2 * kappa / (xp.exp(2 * u) + 1), kappa / (cosh * cosh)
 
-    @property
-    def turn(self) -> Any:
-        xp, m, kappa = self.xp, self.d - 1, self.kappa
-        x = 2 * kappa / (m + xp.sqrt(m * m + 4 * kappa * kappa))
-        return clip(xp, -xp.log(m * x / kappa) * m / 2, min=0.0)  # 1 − x² = m x/κ at the maximum
-
-    @property
-    def floor(self) -> Any:
-        return (self.d - 1) / 2 * self.xp.log(clip(self.xp, 2 * self.kappa, min=1.0))
-
-    @property
-    def grade(self) -> Any:
-        return clip(self.xp, 1 / (_END_NATS * (self.d - 1)) - 1 / _NATS, min=0.0)
-
-    def edge(self, tau: Any) -> Any:
+    return Scores(
+        turn=clip(xp, -xp.log(m * x / kappa) * m / 2, min=0.0),
+        floor=m / 2 * xp.log(clip(xp, 2 * kappa, min=1.0)),
+        grade=clip(xp, 1 / (_END_NATS * m) - 1 / _NATS, min=0.0),
+        low=0.0,
+        high=math.pi,
         # The root has an infinite slope at 0. Gradients must not depend on where the panels end.
-        return self.xp.asinh(root_or_zero(self.xp, self.xp.expm1(2 * tau / (self.d - 1))))
-
-    def at_edge(self, u: Any) -> tuple[Any, Any]:
-        cosh = self.xp.cosh(u)
-        return -2 * self.kappa / (self.xp.exp(2 * u) + 1), self.kappa / (cosh * cosh)
-
-    def range(self, log_n: Any, y: Any) -> tuple[Any, Any]:
-        return self.xp.zeros_like(y), self.xp.full_like(y, math.pi)
-
-    def score(self, p: Any) -> Any:
-        sine = self.xp.sin(p / 2)
-        return -2 * self.kappa * (sine * sine)
-
-    def log_density(self, p: Any) -> Any:
-        sine = clip(self.xp, self.xp.sin(p), min=1e-30)
-        return self.log_constant + (self.d - 2) * self.xp.log(sine)
-
-    def slopes(self, p: Any) -> tuple[Any, Any]:
-        return (self.d - 2) / self.xp.tan(p), self.kappa * self.xp.sin(p)
-
-    def drop(self, p: Any, r: Any) -> Any:
-        return 2 * self.kappa * self.xp.sin(p + r / 2) * self.xp.sin(r / 2)
+        edge=lambda tau: xp.asinh(root_or_zero(xp, xp.expm1(2 * tau / m))),
+        at_edge=at_edge,
+        drop=lambda p, r: 2 * kappa * xp.sin(p + r / 2) * xp.sin(r / 2),
+        log_density=log_density,
+        slopes=lambda p: ((d - 2) / xp.tan(p), kappa * xp.sin(p)),
+    )
 
 
 Term = Callable[[ModuleType, Array], Array]
-
-
-def entropy_term(xp: ModuleType, v: Any) -> Any:
-    """The factor of h(v) for the entropy."""
-    return -(v + EULER_GAMMA)
-
-
-def tsallis_term(xp: ModuleType, v: Any) -> Any:
-    """The factor of h(v) for 1 − Σp², the Tsallis entropy of order 2."""
-    return 1 - xp.exp(clip(xp, v, max=_LARGE))
+# The factors of h(v) for the entropy, and for 1 − Σp², the Tsallis entropy of order 2.
+TERMS: dict[int, Term] = {
+    1: lambda xp, v: -(v + _EULER_GAMMA),
+    2: lambda xp, v: 1 - xp.exp(clip(xp, v, max=_LARGE)),
+}
 
 
 def mean_over_scores(
@@ -210,7 +136,7 @@ def mean_over_scores(
 ) -> Array:
     """The mean that a term stands for, for arrays of one shape.
 
-    ``scores(xp, *parameters)`` is the distribution.
+    ``scores(xp, n, *parameters)`` is the distribution.
     """
     columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters)]
     count, device = columns[0].shape[0], common_device(n=n)
@@ -219,7 +145,7 @@ def mean_over_scores(
 
     def block(part: Block) -> tuple[Array]:
         n_block, *parameter_blocks = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
-        return (_means(xp, device, term, n_block, scores(xp, *parameter_blocks)),)
+        return (_means(xp, device, term, n_block, scores(xp, n_block, *parameter_blocks)),)
 
     # Each entry needs arrays of 37 000 numbers. Those of eight entries fit in a processor's cache.
     rows = 1024 if is_gpu(xp, device) else 8
@@ -232,10 +158,7 @@ def _means(xp: ModuleType, device: Any, term: Term, n: Any, scores: Scores) -> A
     nodes, weights, upward = _to_library(xp, device, n.dtype, _panel_quadrature())
     y, speed = _thresholds(xp, device, n, scores, nodes)
     flat = xp.reshape(y, (y.shape[0], 1, -1))
-    w, b = (
-        xp.reshape(x, y.shape) * speed
-        for x in _score_integrals(xp, device, term, xp.log(n), scores, flat)
-    )
+    w, b = (xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, device, term, scores, flat))
 
     # 1 − L is the integral from a node to the end of its panel, plus those over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
@@ -279,12 +202,12 @@ def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Arra
 
 
 def _score_integrals(
-    xp: ModuleType, device: Any, term: Term, log_n: Any, scores: Scores, y: Any
+    xp: ModuleType, device: Any, term: Term, scores: Scores, y: Any
 ) -> tuple[Any, Any]:
     """W and ∫ ρ term(v) h at each of the y (rows, 1, nodes)."""
 
     def excess(p: Any) -> tuple[Any, Any]:
-        v = scores.score(p) - y
+        v = -scores.drop(0.0, p) - y
         return v, xp.exp(clip(xp, v, max=_LARGE))
 
     def is_rising(p: Any) -> Any:
@@ -295,7 +218,7 @@ def _score_integrals(
         v, exponential = excess(p)
         return scores.log_density(p) + v - exponential
 
-    low, high = scores.range(log_n, y)
+    low, high = (x + xp.zeros_like(y) for x in (scores.low, scores.high))
     peak = _bisect(xp, is_rising, low, high, 34)
     end = logarithm(peak) - _DEPTH
     reach = []
@@ -311,7 +234,7 @@ def _score_integrals(
     length = reach[1] - reach[0]
     r = reach[0] + length * xp.matrix_transpose(nodes)
     # v is computed relative to the peak, so that the differences between nodes are accurate.
-    v = scores.score(peak) - y - scores.drop(peak, r)
+    v = -scores.drop(0.0, peak) - y - scores.drop(peak, r)
     density = xp.exp(scores.log_density(peak + r) + v - xp.exp(clip(xp, v, max=_LARGE)))
     density = density * (length * xp.matrix_transpose(weights))
     return xp.sum(density, axis=-2), xp.sum(density * term(xp, v), axis=-2)

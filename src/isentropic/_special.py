@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from isentropic._namespace import Array, common_device
 from isentropic._numerics import align, lift, product
 
@@ -80,7 +82,7 @@ def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
     )
 
 
-def _debye_polynomials() -> tuple[list[list[float]], list[list[float]]]:
+def _debye_polynomials() -> tuple[Any, Any]:
     """Coefficients of D'_k and of (D_k(1) − D_k(p))/(1 − p), a column for each k.
 
     ``exp Σ D_k(p)/νᵏ`` is the series of Debye's expansion of I_ν(νz) with p = 1/√(1 + z²)
@@ -88,28 +90,20 @@ def _debye_polynomials() -> tuple[list[list[float]], list[list[float]]]:
 
         G_{k+1} = ½ [p²(1 − p²) G_k]' + ½ p²(1 − p²) Σ_{i+j=k} G_i G_j,     G_1 = (1 − 5p²)/8.
     """
-    size = 3 * _DEBYE_TERMS + 1  # one more than the last polynomial has: one is lost to the derivative
+    degrees = np.arange(3.0 * _DEBYE_TERMS + 1)
 
-    def times(a: list[float], b: list[float]) -> list[float]:
-        return [sum(a[i] * b[k - i] for i in range(k + 1)) for k in range(size)]
+    def times(a: Any, b: Any) -> Any:
+        return np.convolve(a, b)[: len(degrees)]
 
-    def padded(*coefficients: float) -> list[float]:
-        return [*coefficients, *[0.0] * (size - len(coefficients))]
-
-    slopes, weight = [padded(1 / 8, 0, -5 / 8)], padded(0, 0, 1 / 2, 0, -1 / 2)
+    slopes = np.zeros((_DEBYE_TERMS, len(degrees)))
+    slopes[0, :3], weight = (1 / 8, 0, -5 / 8), (0, 0, 1 / 2, 0, -1 / 2)
     for k in range(1, _DEBYE_TERMS):
-        weighted = times(weight, slopes[-1])
-        following = padded(*[i * c for i, c in enumerate(weighted)][1:])
+        slopes[k, :-1] = (degrees * times(weight, slopes[k - 1]))[1:]
         for i in range(k - 1):
-            pair = times(weight, times(slopes[i], slopes[k - 2 - i]))
-            following = [a + b for a, b in zip(following, pair, strict=True)]
-        slopes.append(following)
-
+            slopes[k] += times(weight, times(slopes[i], slopes[k - 2 - i]))
     # (1 − pⁱ)/(1 − p) = 1 + p + ... + p^{i−1}
-    rises = [[sum(g[j] / (j + 1) for j in range(i, size)) for i in range(size)] for g in slopes]
-    return [list(row) for row in zip(*slopes, strict=True)], [
-        list(row) for row in zip(*rises, strict=True)
-    ]
+    rises = np.cumsum((slopes / (degrees + 1))[:, ::-1], axis=1)[:, ::-1]
+    return slopes.T.tolist(), rises.T.tolist()
 
 
 _DEBYE = _debye_polynomials()

@@ -306,13 +306,6 @@ def observe(
 @click.option(
     "--reference-length", type=click.FloatRange(min=2), help="Number of keys with the target entropy."
 )  # fmt: skip
-@click.option(
-    "--family",
-    type=click.Choice(["affine", "power", "knots", "auto"]),
-    default="affine",
-    show_default=True,
-    help="Kind of law: knots for lengths within --lengths, auto for longer ones.",
-)
 def calibrate(
     model: str,
     texts: Sequence[Path],
@@ -321,7 +314,6 @@ def calibrate(
     as_json: bool,
     output: Path,
     reference_length: float | None,
-    family: str,
 ) -> None:
     """Fit a law to each attention head of a model, and print the entropies with and without.
 
@@ -333,7 +325,7 @@ def calibrate(
     network, batches = _load_model_and_batches(model, texts, lengths, _BATCH_TOKENS)
     with _without_traceback():
         fitted = huggingface.calibrate(
-            network, batches, reference_length=reference_length, family=family, progress=True
+            network, batches, reference_length=reference_length, progress=True
         )
         huggingface.save_laws(fitted, output)
         reports = {

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from isentropic._attention.functions import attention_state
-from isentropic._calibration import (
-    EXTREME_SHAPES,
-    FAMILIES,
-    Held,
-    chosen_shape,
-    expected,
-    extrapolated,
-    holding_factors,
-    nearest_random_keys,
-)
+from isentropic._calibration import EXTREME_SHAPES, Held, extrapolated, holding_factors, law_through
 from isentropic._checks import (
-    check_choice,
     check_flag,
     check_ndim,
     check_real,
     is_array,
-    is_integer,
     type_error,
     value_error,
 )
@@ -39,11 +28,11 @@ from isentropic._namespace import (
     namespace,
     to_numpy,
 )
-from isentropic.laws._formulas import AffineLog, scaled
+from isentropic.laws._formulas import scaled
 from isentropic.laws._law import Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
-__all__ = ["CalibrationReport", "DriftReport", "calibrate", "entropy_drift"]
+__all__ = ["calibrate", "entropy_drift"]
 
 # The factors on the scale at which `calibrate` measures entropies. It interpolates between them.
 FACTORS = tuple(2.0 ** (i / 2) for i in range(-3, 5))
@@ -67,16 +56,16 @@ class DriftReport:
     counts : NumPy array (lengths,)
         The number of queries in each group, in the layer that has most of them.
     entropy : NumPy array, ``(lengths, layers, heads)``
-        The mean entropy of these queries in nats. It is NaN where a layer has no query in a group, for
-        example because of a window, and for heads that a layer lacks, if other layers have more.
+        Their mean entropy in nats. It is NaN where a layer has no query in a group, for example because
+        of a window, and for heads that only other layers have.
     names : tuple of str, or None
         The names of the layers. None if the layers have only numbers.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import entropy_drift
-    >>> entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64, 256))  # uniform attention
+    >>> from isentropic import drift
+    >>> drift.entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64, 256))  # uniform attention
     Attention entropy in nats, mean over 4 heads a layer
     n               16      64     256   dH/dlog n: mean, lowest, highest
     all layers   2.773   4.159   5.545      1.000   1.000   1.000
@@ -87,11 +76,6 @@ class DriftReport:
     counts: np.ndarray
     entropy: np.ndarray
     names: tuple[str, ...] | None = None
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """The names of the layers, or ``"layer 0"`` and so on."""
-        return self.names or tuple(f"layer {i}" for i in range(self.entropy.shape[1]))
 
     @property
     def slope(self) -> np.ndarray:
@@ -111,23 +95,10 @@ class DriftReport:
         return slope
 
     def at(self, length: float) -> np.ndarray:
-        """The mean entropy at any length, by linear interpolation in log n.
+        """The mean entropy (layers, heads) at any length in nats, by linear interpolation in log n.
 
-        Parameters
-        ----------
-        length : float
-
-        Returns
-        -------
-        NumPy array (layers, heads)
-            Nats. NaN for layers whose range of lengths does not contain `length`.
-
-        Raises
-        ------
-        TypeError
-            If `length` is not a real number.
-        ValueError
-            If `length` is not positive.
+        It is NaN for layers whose range of lengths does not contain `length`. A `length` that is not a
+        positive number raises a TypeError or a ValueError.
         """
         check_real("length", length, above=0)
         length = float(length)
@@ -140,13 +111,9 @@ class DriftReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain lists, for JSON.
+        """``lengths``, ``counts``, ``entropy``, ``slope`` and any ``names`` as lists, for JSON.
 
-        Returns
-        -------
-        dict
-            ``lengths``, ``counts``, ``entropy`` and ``slope``, with None in place of NaN, and ``names``
-            if there are any.
+        NaN becomes None.
         """
         names = ("lengths", "counts", "entropy", "slope")
         fields = {name: np.asarray(getattr(self, name)).astype(object) for name in names}
@@ -157,41 +124,29 @@ class DriftReport:
 
     def __repr__(self) -> str:
         groups, layers, heads = self.entropy.shape
-        shown = _shown(self.lengths)
-        lengths, entropies, slope = self.lengths[shown], self.entropy[shown], self.slope
+        shown, slope = _shown(self.lengths), self.slope
         selection = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
-        rows = [("all layers", entropies.reshape(len(shown), -1), slope)]
-        if layers > 1:
-            rows += zip(self.layer_names, entropies.swapaxes(0, 1), slope, strict=True)
-        width = max(len(name) for name, _, _ in rows)
-        lines = [
-            f"Attention entropy in nats, mean over {heads} heads a layer{selection}",
-            "n".ljust(width)
-            + "".join(_format_length(n).rjust(8) for n in lengths)
-            + "   dH/dlog n: mean, lowest, highest",
-        ]
-        for name, entropy, slope in rows:
-            known = slope[slope == slope]
+        rows = []
+        for name, part in _rows(self.names, layers):
+            known = slope[part][slope[part] == slope[part]]
             drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
-            shown_drift = "none: a single length" if groups == 1 else _format_row(drift)
-            means = [_mean(h) for h in entropy]
-            lines.append(name.ljust(width) + _format_row(means) + "   " + shown_drift)
-        lines.append("log n".ljust(width) + _format_row(math.log(n) for n in lengths))
-        return "\n".join(lines)
+            tail = "none: a single length" if groups == 1 else _format_row(drift)
+            rows.append((name, [_mean(h) for h in self.entropy[shown, part]], "   " + tail))
+        rows.append(("log n", np.log(self.lengths[shown]), ""))
+        title = f"Attention entropy in nats, mean over {heads} heads a layer{selection}"
+        return _table(title, self.lengths[shown], "   dH/dlog n: mean, lowest, highest", rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationReport:
-    """The factors that hold the entropies of heads, and how far they can be extrapolated.
-
-    `calibrate` returns it with ``report=True``. Its `repr` is a table.
+    """The laws that `calibrate` fits, and the factors behind them. Its `repr` is a table.
 
     Attributes
     ----------
-    lengths : NumPy array (lengths,)
-        The numbers of keys, as in `DriftReport`.
-    counts : NumPy array (lengths,)
-        The number of queries in each group, as in `DriftReport`.
+    laws : tuple of Law
+        A law for each layer, with parameters (heads, knots).
+    lengths, counts, names
+        The numbers of keys, the numbers of queries, and the names of the layers, as in `DriftReport`.
     factors : NumPy array, ``(lengths, layers, heads)``
         The factors on the scale with which the mean entropies are those at the reference length. They
         are NaN where no factor does that.
@@ -199,21 +154,9 @@ class CalibrationReport:
         The number of keys at which the factors are 1.
     entropies : NumPy array, ``(layers, heads)``
         The mean entropies that the factors hold, in nats.
-    names : tuple of str, or None
-        The names of the layers. None if the layers have only numbers.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic import calibrate
-    >>> rng = np.random.default_rng(0)
-    >>> scores = [3 * rng.normal(size=(2, 4, n, 32)) for n in (64, 128, 256)]
-    >>> law, report = calibrate(scores, reference_length=64, report=True)
-    >>> lowest, expected, highest = report.at(1024)
-    >>> expected.shape, bool((lowest <= expected).all() and (expected <= highest).all())
-    ((1, 4), True)
     """
 
+    laws: tuple[Law, ...]
     lengths: np.ndarray
     counts: np.ndarray
     factors: np.ndarray
@@ -222,100 +165,63 @@ class CalibrationReport:
     names: tuple[str, ...] | None = None
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        """The names of the layers, or ``"layer 0"`` and so on."""
-        return self.names or tuple(f"layer {i}" for i in range(self.factors.shape[1]))
+    def law(self) -> Law:
+        """The law of the only layer."""
+        (law,) = self.laws
+        return law
 
     def at(self, length: float) -> np.ndarray:
-        """The factors to expect at a length beyond those of the fit, with an interval.
+        """The lowest, the expected and the highest factor at a length beyond those of the fit.
 
-        Parameters
-        ----------
-        length : float ≥ 1
-
-        Returns
-        -------
-        NumPy array (3, layers, heads)
-            The lowest, the expected and the highest factor.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the length is not a number ≥ 1.
-
-        Notes
-        -----
-        The expected factor is the mean of the two guesses of the family ``"auto"`` (see `calibrate`). A
-        law of this family has the expected factor at its knots, and is linear in log n between and
-        beyond them. The lowest and the highest factor are the extremes of four, fitted to the same
-        factors: a power of n, a function affine in log n, the root of such a function, and the
-        expected factor. So the interval is about the shape of the law, and not about the samples. In
-        the model MiniLM-L6, fitted up to 256 tokens, the interval contains the factor for 512 tokens in
-        two thirds of the heads.
+        The array is (3, layers, heads). The expected factor is that of the law. The others are the
+        extremes of it and of three curves through the same factors: a power of n, a function affine in
+        log n, and the root of such a function. So the interval is about the shape of the law, and not
+        about the samples. In the model MiniLM-L6, fitted up to 256 tokens, it contains the factor for
+        512 tokens in two thirds of the heads. A `length` that is no number ≥ 1 raises a TypeError or a
+        ValueError.
         """
         check_real("length", length, least=1)
-        length = float(length)
         parts = []
         for layer in range(self.factors.shape[1]):
-            held = self._held(layer)
-            found = [extrapolated(held, [length], shape) for shape in EXTREME_SHAPES]
-            factors = np.concatenate([*found, expected(held, [length])])
-            factors[:, np.isnan(held.factor).all(axis=0)] = np.nan
-            parts.append(np.stack((factors.min(axis=0), factors[-1], factors.max(axis=0))))
+            weight = self.counts * self.lengths
+            held = Held(self.lengths, self.factors[:, layer], weight, self.reference_length)
+            curves = [
+                extrapolated(held, [float(length)], shape)[0] for shape in (*EXTREME_SHAPES, None)
+            ]
+            factors = np.where(np.isnan(held.factor).all(axis=0), np.nan, curves)
+            parts.append((factors.min(axis=0), factors[-1], factors.max(axis=0)))
         return np.stack(parts, axis=1)
 
-    @property
-    def shapes(self) -> np.ndarray:
-        """How the factors of each head grow from the reference length on, ``(layers, heads)``.
-
-        The shape p of the curve ``(1 + p · a · log(n/reference))^(1/p)`` that fits best: 0 for a power
-        of n, 1 for a line in log n, and 2 for the root of a line. It is 1 unless the factors clearly
-        favor another shape.
-        """
-        return np.stack([chosen_shape(self._held(i)) for i in range(self.factors.shape[1])])
-
-    @property
-    def dimensions(self) -> np.ndarray:
-        """The effective dimension of the keys of each head, ``(layers, heads)``.
-
-        The factors of the head agree best with those of random keys on a sphere in this dimension. It
-        ranges from 4, where factors grow about like ``n^(2/3)``, to ∞, where the scores are normal and
-        factors grow about like ``√(log n)``. A head beyond one of the ends gets that end.
-        """
-        found = [nearest_random_keys(self._held(i), ())[1] for i in range(self.factors.shape[1])]
-        with np.errstate(divide="ignore"):
-            return 1 / np.stack(found)
-
-    def _held(self, layer: int) -> Held:
-        # Each length is weighted by its number of logits.
-        weight = self.counts * self.lengths
-        return Held(
-            self.lengths, self.factors[:, layer], weight, self.reference_length, self.entropies[layer]
-        )
-
     def __repr__(self) -> str:
-        last = float(self.lengths[-1])
-        beyond = {factor: self.at(factor * last) for factor in (2, 4)}
-        shown = _shown(self.lengths)
         _, layers, heads = self.factors.shape
-        rows = [("all layers", slice(None))]
-        if layers > 1:
-            rows += [(name, slice(i, i + 1)) for i, name in enumerate(self.layer_names)]
-        width = max(len(name) for name, _ in rows)
-        lines = [
+        shown, twice = _shown(self.lengths), 2 * float(self.lengths[-1])
+        bounds, rows = self.at(twice), []
+        for name, part in _rows(self.names, layers):
+            low, middle, high = (_format_row([_mean(x)]).strip() for x in bounds[:, part])
+            means = [_mean(x) for x in self.factors[shown, part]]
+            rows.append((name, means, f"{middle} [{low}, {high}]".rjust(25)))
+        title = (
             f"Factors that hold the entropy at n = {self.reference_length:.5g}, mean over {heads} "
-            "heads a layer; beyond the last length with the lowest and the highest",
-            "n".ljust(width)
-            + "".join(_format_length(n).rjust(8) for n in self.lengths[shown])
-            + "".join(_format_length(factor * last).rjust(25) for factor in beyond),
-        ]
-        for name, part in rows:
-            line = name.ljust(width) + _format_row(_mean(f) for f in self.factors[shown, part])
-            for bounds in beyond.values():
-                low, middle, high = (_format_row([_mean(f)]).strip() for f in bounds[:, part])
-                line += f"{middle} [{low}, {high}]".rjust(25)
-            lines.append(line)
-        return "\n".join(lines)
+            "heads a layer; beyond the last length with the lowest and the highest"
+        )
+        return _table(title, self.lengths[shown], _format_length(twice).rjust(25), rows)
+
+
+def _rows(names: tuple[str, ...] | None, layers: int) -> list[tuple[str, slice]]:
+    """The names of the rows of a table, and the layers over which each of them has the mean."""
+    names = names or tuple(f"layer {i}" for i in range(layers))
+    parts = [(name, slice(i, i + 1)) for i, name in enumerate(names)] if layers > 1 else []
+    return [("all layers", slice(None)), *parts]
+
+
+def _table(
+    title: str, lengths: np.ndarray, tail: str, rows: Sequence[tuple[str, Iterable[float], str]]
+) -> str:
+    """A table with a column for each length. Each row has a name, the values, and a tail."""
+    width = max(len(name) for name, *_ in rows)
+    header = "n".ljust(width) + "".join(_format_length(n).rjust(8) for n in lengths) + tail
+    body = [name.ljust(width) + _format_row(values) + end for name, values, end in rows]
+    return "\n".join([title, header, *body])
 
 
 def _shown(lengths: np.ndarray) -> np.ndarray:
@@ -337,11 +243,6 @@ def _mean(x: np.ndarray) -> float:
     return float(known.mean()) if known.size else math.nan
 
 
-def _round_if_near(x: float) -> float:
-    """`x`, or the nearest integer if they differ only by rounding."""
-    return round(x) if math.isclose(x, round(x), rel_tol=1e-12) else x
-
-
 def _half_octave(n: Any) -> Any:
     """The group of n keys: −i for the half octave around 2^{i/2}, and n itself for n ≤ 4."""
     n = np.maximum(n, 1)
@@ -356,9 +257,9 @@ class Recorder:
         self.factors = tuple(factors)
         self.names: tuple[str, ...] | None = None  # of the layers
         self._heads: dict[int, int] = {}  # the number of heads of each layer
-        # By (group, layer): the number of queries, the sum of log n, and the sums of entropies
-        # (factors, heads). A group is n, or −i for the half octave around 2^{i/2}.
-        self._sums: dict[tuple[int, int], tuple[float, float, Any]] = {}
+        # By (group, layer): the number of queries, the sum of log n, and the sums of the entropies of
+        # all heads and factors. A group is n, or −i for the half octave around 2^{i/2}.
+        self._sums: dict[tuple[int, int], Any] = {}
 
     def add(
         self,
@@ -393,48 +294,37 @@ class Recorder:
         weight = np.broadcast_to(weight, shape)[used]
         if not np.isfinite(h).all():
             raise value_error(self.argument, "have finite entropies", f"NaN in layer {layer}")
-        for group in np.unique(groups):
-            in_group = groups == group
-            count, log_n, total = self._sums.get((int(group), layer), (0.0, 0.0, 0.0))
-            w = weight[in_group]
-            self._sums[int(group), layer] = (
-                count + w.sum(),
-                log_n + w @ np.log(n[in_group]),
-                total + (h[:, :, in_group] @ w).T,
-            )
+        summed = np.concatenate((np.ones((1, n.size)), np.log(n)[None], h.reshape(-1, n.size)))
+        for group in np.unique(groups).tolist():
+            inside = groups == group
+            sums = self._sums.get((group, layer), 0.0)
+            self._sums[group, layer] = sums + summed[:, inside] @ weight[inside]
 
     def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Lengths (G,), numbers of queries (G,), and mean entropies (factors, G, layers, heads)."""
         if not self._sums:
             raise value_error(self.argument, "have queries that see two keys or more", "none")
-        groups = {group for group, _ in self._sums}
+        found = {group for group, _ in self._sums}
         # A single length and a half octave beside it would be two lengths that hardly differ.
-        if min(groups) < 0 or len(groups) > _MOST_LENGTHS:
-            self._merge_into_half_octaves()
-        layers = sorted(self._heads)
-        shape = len(self.factors), len(layers), max(self._heads.values())
+        is_merged = min(found) < 0 or len(found) > _MOST_LENGTHS
+        groups: dict[int, dict[int, Any]] = {}
+        for (group, layer), sums in self._sums.items():
+            merged = int(_half_octave(group)) if is_merged and group > 0 else group
+            layers = groups.setdefault(merged, {})
+            layers[layer] = layers.get(layer, 0.0) + sums
         means = []
-        for group in {group for group, _ in self._sums}:
-            sums = {layer: self._sums[group, layer] for layer in layers if (group, layer) in self._sums}
-            mean = np.full(shape, np.nan)
-            for layer, (count, _, total) in sums.items():
-                mean[:, layers.index(layer), : self._heads[layer]] = total / count
-            counts = [count for count, _, _ in sums.values()]
-            log_n = sum(total for _, total, _ in sums.values()) / sum(counts)
-            length = _round_if_near(math.exp(log_n)) if group < 0 else group
-            means.append((length, max(counts), mean))
+        for layers in groups.values():
+            mean = np.full((len(self.factors), len(self._heads), max(self._heads.values())), np.nan)
+            for layer, sums in layers.items():
+                heads = self._heads[layer]
+                mean[:, layer, :heads] = (sums[2:] / sums[0]).reshape(heads, -1).T
+            counts, log_n = np.stack([sums[:2] for sums in layers.values()], axis=1)
+            # The logarithm of 62 keys leads back to 62.00000000000001.
+            mean_length = float(f"{math.exp(log_n.sum() / counts.sum()):.13g}")
+            means.append((mean_length, counts.max(), mean))
         means.sort(key=lambda mean: mean[0])
         lengths, counts, entropy = zip(*means, strict=True)
-        counts = np.rint(counts).astype(int)
-        return np.asarray(lengths, dtype=np.float64), counts, np.stack(entropy, axis=1)
-
-    def _merge_into_half_octaves(self) -> None:
-        """Merge the groups of a single length into half octaves."""
-        sums, self._sums = self._sums, {}
-        for (group, layer), added in sums.items():
-            merged = int(_half_octave(group)) if group > 0 else group, layer
-            others = self._sums.get(merged, (0, 0.0, 0.0))
-            self._sums[merged] = tuple(a + b for a, b in zip(added, others, strict=True))
+        return np.asarray(lengths), np.rint(counts).astype(int), np.stack(entropy, axis=1)
 
     def report(self) -> DriftReport:
         """The entropies at the factor 1."""
@@ -462,12 +352,12 @@ class Recorder:
         target: np.ndarray,
         current: Sequence[Law] | None = None,
     ) -> CalibrationReport:
-        """The factors with which the heads have the target entropies (layers, heads).
+        """The factors with which the heads have the target entropies (layers, heads), and their laws.
 
         If the entropies were measured with `current` laws, the factors multiply those of these laws.
         """
         lengths, counts, entropy = self.means()
-        factors = np.full(entropy.shape[1:], np.nan)
+        factors, laws = np.full(entropy.shape[1:], np.nan), []
         for layer, heads in sorted(self._heads.items()):
             known = np.isfinite(entropy[0, :, layer, 0])
             aim = target[layer, :heads]
@@ -476,16 +366,12 @@ class Recorder:
                 start = None if current is None else to_numpy(current[layer](lengths[known])).T
                 measured = entropy[:, known, layer, :heads]
                 factors[known, layer, :heads] = holding_factors(self.factors, measured, aim, start)
-        return CalibrationReport(lengths, counts, factors, reference_length, target, self.names)
-
-    def laws(self, report: CalibrationReport, family: str) -> list[Law]:
-        """One law per layer, with parameters (heads,), through the factors of a report."""
-        laws = []
-        for layer, heads in sorted(self._heads.items()):
-            held = report._held(layer)
-            held = held._replace(factor=held.factor[:, :heads], entropy=held.entropy[:heads])
-            laws.append(FAMILIES[family](held))
-        return laws
+            weight = counts * lengths  # the number of logits
+            held = Held(lengths, factors[:, layer, :heads], weight, reference_length)
+            laws.append(law_through(held))
+        return CalibrationReport(
+            tuple(laws), lengths, counts, factors, reference_length, target, self.names
+        )
 
 
 def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -518,7 +404,6 @@ def entropy_drift(
     samples: Iterable[Array | tuple[Any, ...]],
     *,
     law: Law | None = None,
-    head_axis: int = -3,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
@@ -530,15 +415,11 @@ def entropy_drift(
     ----------
     samples : iterable
         Tuples ``(query, key)`` or ``(query, key, mask)``, with query (..., H, L, E) and key
-        (..., H, S, E). The mask is one of those of `attention`, the same for all heads. A sample may
-        also be an array (2, ..., H, L, E) of query and key. Samples should have several lengths, and
-        there should be several samples of each length. A single length has no drift: the slope of the
-        report is NaN, and its table says so.
+        (..., H, S, E), or (L, E) and (S, E) for one head. The mask is one of those of `attention`, the
+        same for all heads. A sample may also be an array (2, ..., H, L, E) of query and key. Samples
+        should have several lengths, and there should be several samples of each length.
     law : Law or None
         The law to measure; None for standard attention.
-    head_axis : int
-        The axis of the heads in queries and keys, −3 or −2. The other of the two axes is that of the
-        positions. Arrays (L, E) have a single head.
     is_causal, scale, softcap, enable_gqa
         As in `attention`.
 
@@ -557,68 +438,26 @@ def entropy_drift(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import entropy_drift
+    >>> from isentropic import drift
     >>> rng = np.random.default_rng(0)
-    >>> report = entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256, 1024))
+    >>> report = drift.entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256, 1024))
     >>> np.round(report.slope, 1)  # random scores: the entropy grows like log n
     array([[1., 1., 1., 1.]])
     """
     check_law(law, optional=True)
-    options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    return _record(samples, (1.0,), law, head_axis, options)[0].report()
+    options = {"scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
+    return _record(samples, (1.0,), law, is_causal, **options)[0].report()
 
 
-@overload
 def calibrate(
     samples: Iterable[Array | tuple[Any, ...]],
     *,
     reference_length: float,
-    family: Literal["affine"] = ...,
-    report: Literal[False] = ...,
-    head_axis: int = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    enable_gqa: bool = ...,
-) -> AffineLog: ...
-@overload
-def calibrate(
-    samples: Iterable[Array | tuple[Any, ...]],
-    *,
-    reference_length: float,
-    family: str,
-    report: Literal[False] = ...,
-    head_axis: int = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    enable_gqa: bool = ...,
-) -> Law: ...
-@overload
-def calibrate(
-    samples: Iterable[Array | tuple[Any, ...]],
-    *,
-    reference_length: float,
-    family: str = ...,
-    report: Literal[True],
-    head_axis: int = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    enable_gqa: bool = ...,
-) -> tuple[Law, CalibrationReport]: ...
-def calibrate(
-    samples: Iterable[Array | tuple[Any, ...]],
-    *,
-    reference_length: float,
-    family: str = "affine",
-    report: bool = False,
-    head_axis: int = -3,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-) -> Law | tuple[Law, CalibrationReport]:
+) -> CalibrationReport:
     """Fit a law to each head that keeps its mean entropy constant, from samples of several lengths.
 
     Parameters
@@ -628,57 +467,32 @@ def calibrate(
     reference_length : float
         The number of keys at which the law is 1. The entropy at this length is the target at the other
         lengths. It must lie between the shortest and the longest length of the samples.
-    family : {"affine", "power", "knots", "auto"}
-        The kind of law:
-
-        - affine: ``1 + slope · log(n/reference)``, an `AffineLog`.
-        - power: ``(n/reference)^exponent``, a `Power`. It suits keys in few dimensions.
-        - knots: through the factors of all lengths, a `Knots`. It suits lengths within those of the
-          samples. Beyond them it extends the line through the last two, without a warning.
-        - auto: a `Knots` that is extrapolated for each head by what its factors are like. It suits
-          contexts longer than the samples.
-    report : bool
-        Whether to return a report too.
-    head_axis, is_causal, scale, softcap, enable_gqa
-        As in `entropy_drift`.
+    is_causal, scale, softcap, enable_gqa
+        As in `attention`.
 
     Returns
     -------
-    law : Law
-        Its parameters are arrays with the axis of the heads, (H,) or (H, knots), in the library and on
-        the device of the samples, in float32 or float64.
-    report : CalibrationReport
-        The factors at each length, and those to expect beyond. Only with ``report=True``.
+    CalibrationReport
+        Its `law` is a `laws.Knots` with factors (H, knots), in the library and on the device of the
+        samples, in float32 or float64.
 
     Raises
     ------
     TypeError, ValueError
-        As in `entropy_drift`; also for a reference length outside of the samples, and for an unknown
-        family.
+        As in `entropy_drift`; also for a reference length outside of the samples.
 
     Notes
     -----
     For each head and length, `calibrate` finds the factor at which the mean entropy is that at the
-    reference length. Then it fits the law to these factors, by least squares. Each length is weighted
-    by its number of logits, because the law will be extrapolated to longer contexts. The factor stays
-    near 1 for a head whose entropy hardly depends on it. A length is not used if no factor from 0.35 to
-    4 reaches the entropy; 2 nats, for example, are out of reach for 5 keys. The law is never below the
-    smallest factor of the fit: that of each head, or of all heads for "knots" and "auto".
+    reference length, from the entropies at eight factors. The law goes through these factors. The
+    factor stays near 1 for a head whose entropy hardly depends on it. A length is not used if no factor
+    from 0.35 to 4 reaches the entropy; 2 nats, for example, are out of reach for 5 keys.
 
-    Each sample costs eight computations of the entropy.
-
-    The family "auto" has two guesses for lengths beyond the fit, from the factors at the reference
-    length and above. The first is ``(1 + p · slope · log(n/reference))^(1/p)``. The shape p is one of 8
-    numbers from 0, a power of n, to 2, the root of log n. It is the one that fits best, unless p = 1
-    fits nearly as well. The second guess is the factor of random keys that are uniform on a sphere (see
-    `theory.invariant_factor`), with the same entropy, and in the dimension that fits best; or a power
-    of it, if factors grow less than in infinitely many dimensions or more than in four. The law is the
-    geometric mean of both guesses, weighted by their likelihoods, where log factors have errors of
-    0.02. With two lengths above the reference length, the factors hardly tell one guess from the other,
-    and both count the same. With three, up to eight times the reference, the factors tell them apart.
-    Below the reference length the law goes
-    through the factors themselves. Its last knot is at 64 times the longest length or more. The first
-    call takes some seconds longer, for the entropies of random keys.
+    Beyond the longest length the law follows the curve ``(1 + p · slope · log(n/reference))^(1/p)``, up
+    to 64 times that length. It is fitted to the factors from the reference on, and each length counts
+    by its number of logits. The shape p is one of 8 numbers from 0, a power of n, to 2, the root of
+    log n: the one that fits best, unless p = 1, a line in log n, fits nearly as well. So it takes two
+    lengths above the reference to tell the shape. The law is never below its smallest factor.
 
     In a model, the law of a layer changes the inputs of the layers after it. Samples of queries and
     keys cannot show this; `integrations.huggingface.calibrate` takes it into account.
@@ -690,62 +504,54 @@ def calibrate(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import calibrate, entropy_drift
+    >>> from isentropic import drift
     >>> rng = np.random.default_rng(0)
     >>> scores = {n: 3 * rng.normal(size=(2, 4, n, 32)) for n in (64, 128, 256)}
-    >>> law = calibrate(scores.values(), reference_length=128)
-    >>> drift = entropy_drift(scores.values(), law=law).slope
-    >>> bool(abs(drift).max() < 0.05)
+    >>> report = drift.calibrate(scores.values(), reference_length=128)
+    >>> slope = drift.entropy_drift(scores.values(), law=report.law).slope
+    >>> bool(abs(slope).max() < 0.05)
     True
+    >>> lowest, expected, highest = report.at(1024)
+    >>> expected.shape, bool((lowest <= expected).all() and (expected <= highest).all())
+    ((1, 4), True)
     """
     check_real("reference_length", reference_length, least=2)
-    check_choice("family", family, tuple(FAMILIES))
-    check_flag(report=report)
-    options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
-    recorder, like = _record(samples, FACTORS, None, head_axis, options)
-
+    options = {"scale": scale, "softcap": softcap, "enable_gqa": enable_gqa}
+    recorder, like = _record(samples, FACTORS, None, is_causal, **options)
     found = recorder.calibration(reference_length, recorder.target(reference_length))
     dtype = accumulator(namespace(samples=like), like.dtype)
-    (law,) = recorder.laws(found, family)
-    law = law._with_arrays(lambda x: from_numpy(x, like, dtype))
-    return (law, found) if report else law
+    law = found.law._with_arrays(lambda x: from_numpy(x, like, dtype))
+    return replace(found, laws=(law,))
 
 
 def _record(
     samples: Iterable[Array | tuple[Any, ...]],
     factors: Sequence[float],
     law: Law | None,
-    head_axis: int,
-    options: dict[str, Any],
+    is_causal: bool,
+    **options: Any,
 ) -> tuple[Recorder, Array]:
     """The entropies of all samples at all factors, and a query as a model for arrays of the result."""
-    if not is_integer(head_axis) or head_axis not in (-3, -2):
-        raise value_error("head_axis", "be -3 or -2", head_axis)
-    check_flag(is_causal=options["is_causal"])
+    check_flag(is_causal=is_causal)
     if not isinstance(samples, Iterable) or getattr(samples, "ndim", 1) == 0:
         raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
     if _is_pair(samples):
         raise type_error("samples", "be an iterable of tuples (query, key)", "one such tuple")
     recorder = Recorder("samples", factors)
-    others = {name: x for name, x in options.items() if name != "is_causal"}
+    laws = [scaled(law or Constant(1.0), f) for f in factors]
     like = None
     for i, sample in enumerate(samples):
         query, key, mask = _query_key_mask(f"samples[{i}]", sample)
         namespace(**{"samples[0][0]": query if like is None else like, f"samples[{i}][0]": query})
-        query, key = (_with_heads(x, head_axis) for x in (query, key))
+        query, key = (x[None, ...] if x.ndim == 2 else x for x in (query, key))
         if query.shape[-3] == 0:
             raise value_error(f"samples[{i}]", "have one head or more", 0)
         visible = None if mask is None else as_mask(mask)
-        if options["is_causal"]:
+        if is_causal:
             visible = causal() if visible is None else visible & causal()
         n = _visible_count(f"samples[{i}]", visible, query, key)
-        entropies = [
-            attention_state(
-                query, key, mask=visible, law=scaled(law or Constant(1.0), f), **others
-            ).entropy()
-            for f in factors
-        ]
-        recorder.add(0, n, entropies)
+        states = [attention_state(query, key, mask=visible, law=x, **options) for x in laws]
+        recorder.add(0, n, [state.entropy() for state in states])
         like = query
     if like is None:
         raise value_error("samples", "have one or more tuples (query, key)", "none")
@@ -781,10 +587,3 @@ def _visible_count(name: str, mask: Mask | None, query: Array, key: Array) -> np
         raise value_error(f"{name}[2]", "hide the same keys from all heads", f"{n.shape[-2]} heads")
     n = n[..., 0, :] if n.ndim > 1 else n
     return np.broadcast_to(n, (*n.shape[:-1], query.shape[-2]))
-
-
-def _with_heads(x: Array, head_axis: int) -> Array:
-    """`x` as (..., H, rows, E)."""
-    if x.ndim == 2:
-        return x[None, ...]
-    return x if head_axis == -3 else namespace(x=x).moveaxis(x, -2, -3)

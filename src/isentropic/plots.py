@@ -33,7 +33,7 @@ def entropy(
     Parameters
     ----------
     reports : DriftReport, or mapping of names to them
-        From `isentropic.entropy_drift` or `integrations.huggingface.profile`.
+        From `drift.entropy_drift` or `integrations.huggingface.profile`.
     curves : mapping of names to functions, optional
         Theoretical curves, as functions of an array of lengths, such as those of `isentropic.theory`
         with the other parameters fixed. The curve log n, the entropy of uniform attention, is always
@@ -55,7 +55,8 @@ def entropy(
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import entropy_drift, plots, theory
+    >>> from isentropic import plots, theory
+    >>> from isentropic.drift import entropy_drift
     >>> rng = np.random.default_rng(0)
     >>> report = entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256, 1024))
     >>> gaussian = {"Gaussian scores": lambda n: theory.gaussian_entropy(n, 1.0)}
@@ -108,7 +109,8 @@ def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
     Examples
     --------
     >>> import numpy as np
-    >>> from isentropic import entropy_drift, plots
+    >>> from isentropic import plots
+    >>> from isentropic.drift import entropy_drift
     >>> rng = np.random.default_rng(0)
     >>> report = entropy_drift(rng.normal(size=(2, 4, n, 32)) for n in (64, 256))
     >>> plots.drift(report).get_xlabel()

@@ -1,4 +1,4 @@
-"""Theory: the mean entropy of attention under models of its scores, in closed form or by quadrature.
+r"""Theory: the mean entropy of attention under models of its scores, in closed form or by quadrature.
 
 All entropies are in nats. They are those of the softmax over the n keys of one query, averaged over
 the model. The inverse temperature of a model is in units of its scores: β = factor · scale · (standard
@@ -9,8 +9,23 @@ in float64. Otherwise it is an array of the same library and device, in the prom
 the arrays, or in the default dtype if all of them are integers. It is computed in float64 if the
 library and the device have it, and in float32 otherwise, as in JAX without x64.
 
-The functions never inspect the values in arrays, so they trace under `jax.jit`. A number out of
-range raises an error; an array entry out of range gives NaN.
+Arguments that are neither real numbers nor arrays of them raise a TypeError, and shapes that do not
+broadcast a ValueError. The functions never inspect the values in arrays, so they trace under `jax.jit`.
+A number out of range raises a ValueError; an array entry out of range gives NaN.
+
+Means over independent scores are exact for any n, up to the error of a quadrature: 1e-9 for Gaussian
+scores and 1e-8 on the sphere. In float32 it is 1e-4 for Gaussian scores and β up to 10⁵, and the larger
+of 1e-4 and 3e-8 d on the sphere. With :math:`L(t) = E\,e^{-te^{βs}}`,
+
+.. math:: E \log Z = \int_0^\infty \left(e^{-t} - L(t)^n\right) \frac{dt}{t},
+    \qquad E H = (1 - β\,∂_β)\, E \log Z.
+
+The derivative is taken under the integral and combined with the integrand, so that no digits cancel.
+
+The entropy of ``order=2`` is that of Tsallis, 1 − Σp². The sensitivity of the softmax to its logits l,
+the sum of the magnitudes in its Jacobian, is twice as large: :math:`Σ_{ij} |∂p_i/∂l_j| = 2 (1 - Σp^2)`.
+That to the scores is the factor times larger still. For the attention of given arrays the entropy is
+``attention_entropy(query, key, order=2, family="tsallis")``.
 
 >>> from isentropic import theory
 >>> round(theory.gaussian_entropy(512, 1.0), 3)
@@ -26,26 +41,22 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from isentropic._checks import (
     check_choice,
     check_numeric,
     check_real,
     common_shape,
     is_array,
+    is_real,
     type_error,
     value_error,
 )
 from isentropic._loops import scan_blocks
 from isentropic._namespace import common_device, default_dtype, isdtype, namespace, promoted
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly
-from isentropic._quadrature import (
-    GaussianScores,
-    SphereScores,
-    Term,
-    entropy_term,
-    mean_over_scores,
-    tsallis_term,
-)
+from isentropic._quadrature import TERMS, gaussian_scores, mean_over_scores, sphere_scores
 from isentropic._special import digamma_gap, von_mises_fisher
 from isentropic.jl._dimensions import entropy_criterion_dim, matched_key_dim
 
@@ -53,19 +64,13 @@ __all__ = [
     "entropy_criterion_dim",
     "frozen_entropy",
     "gaussian_entropy",
-    "gaussian_sensitivity",
     "invariant_factor",
     "matched_key_dim",
     "needle_entropy",
-    "needle_sensitivity",
     "needle_weight",
     "sphere_entropy",
-    "sphere_sensitivity",
     "tied_entropy",
 ]
-
-GAUSSIAN_METHODS = ("exact", "annealed", "first-order", "frozen")
-SPHERE_METHODS = ("exact", "annealed")
 
 # The quadrature is verified up to these limits.
 _MOST_KEYS = 1e15
@@ -77,7 +82,7 @@ _LARGEST_EXPONENT = 50.0
 
 
 @quietly
-def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
+def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1) -> Any:
     r"""Mean entropy of ``softmax(beta · s)`` over n independent standard normal scores s.
 
     Parameters
@@ -86,37 +91,29 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
         The number of keys; at most 10¹⁵ for ``"exact"``.
     beta : number or array ≥ 0
         Inverse temperature times the standard deviation of the scores; at most 10⁷ for ``"exact"``.
-    method : {"exact", "annealed", "first-order", "frozen"}
+    method : {"exact", "annealed", "first-order"}
         - ``"exact"``: for any n, by quadrature.
         - ``"annealed"``: ``log n − β²/2``, the limit of many keys for ``β < √(2 log n)``. For larger β
-          this formula is negative, and wrong.
+          this formula is negative, and wrong: the limit is ``frozen_entropy(β/√(2 log n))``.
         - ``"first-order"``: the annealed entropy plus the correction of order 1/n,
           ``((2β² − 1) e^{β²} + 1)/(2n)``. The series is asymptotic, and useful for ``β² ≪ log n``.
-        - ``"frozen"``: ``frozen_entropy(β/√(2 log n))``, the limit of many keys for ``β > √(2 log n)``.
-          For smaller β it is ∞.
+    order : {1, 2}
+        2 is the entropy of Tsallis, for ``"exact"`` alone.
 
     Returns
     -------
     float or array
-        Nats. ``"exact"`` is in [0, log n]. Its error is below 1e-9 in float64, and below 1e-4 in
-        float32 for β up to 10⁵.
+        ``"exact"`` is in [0, log n], or in [0, 1 − 1/n] for the order 2.
 
     Raises
     ------
-    TypeError
-        For an argument that is neither a real number nor an array of real numbers.
-    ValueError
-        For numbers out of range, shapes that do not broadcast, or an unknown method.
+    TypeError, ValueError
+        As all functions of this module.
 
     Notes
     -----
-    For any n, with :math:`L(t) = E\,e^{-te^{βs}}`,
-
-    .. math:: E \log Z = \int_0^\infty \left(e^{-t} - L(t)^n\right) \frac{dt}{t},
-        \qquad E H = (1 - β\,∂_β)\, E \log Z.
-
-    The derivative is taken under the integral and combined with the integrand, so that no digits
-    cancel. This model is the random energy model, and it converges slowly to the frozen limit.
+    This model is the random energy model, and it converges slowly to the frozen limit. By integration
+    by parts :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. It increases with β to the mean of the largest score.
 
     References
     ----------
@@ -130,21 +127,27 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact") -> Any:
     array([3.685, 5.742, 7.818])
     >>> round(theory.gaussian_entropy(4096, 1.0, method="annealed"), 4)
     7.8178
+    >>> [round(2 * beta * theory.gaussian_entropy(512, beta, order=2), 3) for beta in (1.0, 8.0, 64.0)]
+    [1.99, 5.977, 6.087]
     """
-    check_choice("method", method, GAUSSIAN_METHODS)
-    exact = method == "exact"
+    check_choice("method", method, ("exact", "annealed", "first-order"))
+    exact = _check_order(order, method)
     xp, (n, beta), finish = _checked_arrays(
         n=(n, 1, _MOST_KEYS if exact else math.inf),
         beta=(beta, 0, _HIGHEST_STRENGTH if exact else math.inf),
     )
-    return finish(_GAUSSIAN[method](xp, n, beta))
+    if exact:
+        return finish(_gaussian(xp, n, beta, order))
+    annealed = xp.log(n) - beta * beta / 2
+    return finish(annealed if method == "annealed" else annealed + _first_order(xp, n, beta))
 
 
 @quietly
 def frozen_entropy(beta_over_critical: Any) -> Any:
     """Mean entropy of the frozen phase, ``ψ(1) − ψ(1 − β_c/β)``, as n → ∞.
 
-    In this phase a few keys have almost all the weight, and the entropy no longer grows with n.
+    In this phase a few keys have almost all the weight, by the Poisson–Dirichlet law with the parameter
+    ``β_c/β``, and the entropy no longer grows with n.
 
     Parameters
     ----------
@@ -159,11 +162,7 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
     Raises
     ------
     TypeError, ValueError
-        For an argument that is neither a number ≥ 0 nor an array of numbers.
-
-    Notes
-    -----
-    The weights follow the Poisson–Dirichlet law with the parameter ``β_c/β``.
+        As all functions of this module.
 
     References
     ----------
@@ -176,15 +175,13 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
     1.386294
     """
     xp, (ratio,), finish = _checked_arrays(beta_over_critical=(beta_over_critical, 0, math.inf))
-    return finish(_frozen(xp, ratio))
+    frozen = ratio > 1
+    return finish(xp.where(frozen, digamma_gap(xp, 1 / xp.where(frozen, ratio, 2.0)), math.inf))
 
 
 @quietly
-def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
+def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact", order: int = 1) -> Any:
     r"""Mean entropy of ``softmax(kappa · cos θ)`` over n independent directions on a sphere.
-
-    For queries and keys with norms ‖q‖ and ‖k‖ and uniform directions, κ is the scale of attention
-    times ‖q‖ ‖k‖. At the standard scale 1/√d and with norms √d, it is √d.
 
     Parameters
     ----------
@@ -193,24 +190,24 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     d : number or array ≥ 2
         The dimension of the space, which is the head size; at most 10⁶ for ``"exact"``.
     kappa : number or array ≥ 0
-        Inverse temperature; at most 10⁷ for ``"exact"``.
+        The scale of attention times ‖q‖ ‖k‖; at most 10⁷ for ``"exact"``. At the standard scale 1/√d
+        and with norms √d, it is √d.
     method : {"exact", "annealed"}
-        - ``"exact"``: for any n, by quadrature, as in `gaussian_entropy`.
+        - ``"exact"``: for any n, by quadrature.
         - ``"annealed"``: ``log n − KL``, the limit of many keys. It is accurate only where it is well
           above 0; for large κ it is negative.
+    order : {1, 2}
+        2 is the entropy of Tsallis, for ``"exact"`` alone.
 
     Returns
     -------
     float or array
-        Nats. ``"exact"`` is in [0, log n]. Its error is below 1e-8 in float64, and below the larger of
-        1e-4 and 3e-8 d in float32.
+        ``"exact"`` is in [0, log n], or in [0, 1 − 1/n] for the order 2.
 
     Raises
     ------
-    TypeError
-        For an argument that is neither a real number nor an array of real numbers.
-    ValueError
-        For numbers out of range, shapes that do not broadcast, or an unknown method.
+    TypeError, ValueError
+        As all functions of this module.
 
     Notes
     -----
@@ -235,131 +232,41 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact") -> Any:
     >>> round(theory.sphere_entropy(64, 64, 8.0, method="annealed"), 3)  # log 64 − 0.489
     3.67
     """
-    check_choice("method", method, SPHERE_METHODS)
-    exact = method == "exact"
+    check_choice("method", method, ("exact", "annealed"))
+    exact = _check_order(order, method)
     xp, (n, d, kappa), finish = _checked_arrays(
         n=(n, 1, _MOST_KEYS if exact else math.inf),
         d=(d, 2, _MOST_DIMENSIONS if exact else math.inf),
         kappa=(kappa, 0, _HIGHEST_STRENGTH if exact else math.inf),
     )
     if exact:
-        return finish(_sphere_exact(xp, n, d, kappa))
+        return finish(_sphere(xp, n, d, kappa, order))
     return finish(xp.log(n) - von_mises_fisher(xp, d, kappa)[2])
 
 
 @quietly
-def gaussian_sensitivity(n: Any, beta: Any) -> Any:
-    r"""Mean sensitivity of ``softmax(beta · s)`` to its logits, over n standard normal scores s.
-
-    It is the sum of the magnitudes in the Jacobian, :math:`Σ_{ij} |∂p_i/∂l_j| = 2 (1 - Σ p_i^2)` with
-    the logits l = βs. The sensitivity to the scores s is β times as large.
-
-    Parameters
-    ----------
-    n : number or array ≥ 1
-        The number of keys, at most 10¹⁵.
-    beta : number or array ≥ 0
-        Inverse temperature times the standard deviation of the scores, at most 10⁷.
-
-    Returns
-    -------
-    float or array
-        In [0, 2 (1 − 1/n)]; for any n, by quadrature, as in `gaussian_entropy`. Its error is below 1e-9
-        in float64, and below 1e-4 in float32 for β up to 10⁵.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
-
-    Notes
-    -----
-    The sensitivity is twice the Tsallis entropy of order 2. For the attention of given arrays it is
-    ``2 * attention_entropy(query, key, order=2, family="tsallis")``, or 2 (1 − e^{−H}) with the Rényi
-    entropy H of order 2.
-
-    For normal scores integration by parts gives :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. So the mean
-    sensitivity to the scores is twice the mean score under the weights. It increases with β towards
-    twice the mean of the largest score, and has no maximum. For many keys it is 2β up to
-    β = :math:`\sqrt{2\log n}`, and constant above. Each single row has a maximum. Far above it, nearly
-    all of the weight of the row is on one key.
-
-    Examples
-    --------
-    >>> from isentropic import theory
-    >>> [round(theory.gaussian_sensitivity(512, beta), 3) for beta in (0.0, 1.0, 8.0)]
-    [1.996, 1.99, 0.747]
-    >>> [round(beta * theory.gaussian_sensitivity(512, beta), 3) for beta in (1.0, 8.0, 64.0)]
-    [1.99, 5.977, 6.087]
-    """
-    xp, (n, beta), finish = _checked_arrays(n=(n, 1, _MOST_KEYS), beta=(beta, 0, _HIGHEST_STRENGTH))
-    return finish(_to_sensitivity(xp, n, _mean_gaussian(xp, tsallis_term, n, beta)))
-
-
-@quietly
-def sphere_sensitivity(n: Any, d: Any, kappa: Any) -> Any:
-    """Mean sensitivity of ``softmax(kappa · cos θ)`` to its logits, over n directions on a sphere.
-
-    Parameters
-    ----------
-    n : number or array ≥ 1
-        The number of keys, at most 10¹⁵.
-    d : number or array ≥ 2
-        The dimension of the space, which is the head size; at most 10⁶.
-    kappa : number or array ≥ 0
-        Inverse temperature, at most 10⁷; see `sphere_entropy`.
-
-    Returns
-    -------
-    float or array
-        ``Σ_ij |∂p_i/∂l_j| = 2 (1 − Σp²)``, in [0, 2 (1 − 1/n)]; see `gaussian_sensitivity`. The errors
-        are those of `sphere_entropy`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
-
-    Notes
-    -----
-    The sensitivity to the cosines is κ times as large, and has no maximum. In more than two dimensions
-    it tends to twice the density, at 0, of the gap between the two largest cosines. In two dimensions
-    it grows like log κ.
-
-    Examples
-    --------
-    >>> from isentropic import theory
-    >>> [round(k * theory.sphere_sensitivity(64, 3, k), 3) for k in (1.0, 100.0, 1e4)]
-    [1.959, 52.079, 63.86]
-    """
-    xp, (n, d, kappa), finish = _checked_arrays(
-        n=(n, 1, _MOST_KEYS), d=(d, 2, _MOST_DIMENSIONS), kappa=(kappa, 0, _HIGHEST_STRENGTH)
-    )
-    return finish(_to_sensitivity(xp, n, _mean_sphere(xp, tsallis_term, n, d, kappa)))
-
-
-@quietly
-def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
+def needle_entropy(n: Any, n_relevant: Any, gap: Any, *, order: int = 1) -> Any:
     """Entropy of attention if some keys are relevant: their logits exceed the others by `gap`.
 
     Parameters
     ----------
-    n : number or array ≥ 1
-        The number of keys.
-    n_relevant : number or array in [1, n]
-        The number of keys with the logit `gap`. The others have the logit 0.
+    n, n_relevant : numbers or arrays, ≥ 1 and in [1, n]
+        The number of keys, and of those with the logit `gap`. The others have the logit 0.
     gap : number or array
         In nats. For attention with a law, multiply it by the factor of the law.
+    order : {1, 2}
+        2 is the entropy of Tsallis.
 
     Returns
     -------
     float or array
-        Nats, in [0, log n], and for a gap ≥ 0 in [log n_relevant, log n]. The formula is exact.
+        In [0, log n], and for a gap ≥ 0 in [log n_relevant, log n]; for the order 2 in [0, 1 − 1/n].
+        The formulas are exact.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
+        As all functions of this module.
 
     Notes
     -----
@@ -372,41 +279,35 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any) -> Any:
     >>> [round(theory.needle_entropy(n, 8, 7.5), 2) for n in (64, 8192)]
     [2.11, 5.24]
     """
-    return _needle_function(_needle, n, n_relevant, gap)
+    _check_order(order)
+    return _needle_function(_needle if order == 1 else _needle_tsallis, n, n_relevant, gap)
 
 
 @quietly
 def needle_weight(n: Any, n_relevant: Any, gap: Any) -> Any:
-    """The weight that the relevant keys have together; the model is that of `needle_entropy`.
+    """The weight in [0, 1] that the relevant keys of `needle_entropy` have together.
 
     Parameters
     ----------
-    n : number or array ≥ 1
-        The number of keys.
-    n_relevant : number or array in [1, n]
-        The number of keys with the logit `gap`. The others have the logit 0.
-    gap : number or array
-        In nats. For attention with a law, multiply it by the factor of the law.
+    n, n_relevant, gap : numbers or arrays
+        As in `needle_entropy`.
 
     Returns
     -------
     float or array
-        In [0, 1]. The formula is exact.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
+        As all functions of this module.
 
     Notes
     -----
-    For k relevant keys at the gap Δ it is ``1/(1 + r)`` with ``r = (n − k) e^{−Δ}/k``.
-
-    For a law ``γ log n`` the gap is γ log n times the gap Δ at the factor 1, and ``r`` is
-    ``(n − k) n^{−γΔ}/k``. So there is a critical coefficient ``γ_c = 1/Δ``. Below it the weight tends
-    to 0 as n grows, above it to 1, and at it to k/(k + 1). For ``laws.LogLength(base)``, where γ is
-    1/log base, the critical gap is log base. Where each token is its own relevant key, and all
-    tokens have the cosine ρ with each other, the gap is 1 − ρ.
+    With r as in `needle_entropy` it is ``1/(1 + r)``. For a law ``γ log n`` the gap is γ log n times
+    the gap Δ at the factor 1, and r is ``(n − k) n^{−γΔ}/k``. So there is a critical coefficient
+    ``γ_c = 1/Δ``. Below it the weight tends to 0 as n grows, above it to 1, and at it to k/(k + 1). For
+    ``laws.LogLength(base)``, where γ is 1/log base, the critical gap is log base. Where each token is
+    its own relevant key, and all tokens have the cosine ρ with each other, the gap is 1 − ρ.
 
     References
     ----------
@@ -425,68 +326,28 @@ def needle_weight(n: Any, n_relevant: Any, gap: Any) -> Any:
 
 
 @quietly
-def needle_sensitivity(n: Any, n_relevant: Any, gap: Any) -> Any:
-    """Sensitivity of the weights to the logits, in the model of `needle_entropy`.
-
-    Parameters
-    ----------
-    n : number or array ≥ 1
-        The number of keys.
-    n_relevant : number or array in [1, n]
-        The number of keys with the logit `gap`. The others have the logit 0.
-    gap : number or array
-        In nats. For attention with a law, multiply it by the factor of the law.
-
-    Returns
-    -------
-    float or array
-        ``Σ_ij |∂p_i/∂l_j| = 2 (1 − Σp²)``, in [0, 2 (1 − 1/n)]; see `gaussian_sensitivity`. The
-        formula is exact.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
-
-    Notes
-    -----
-    With a single relevant key, the sensitivity to the scores, which is the factor times as large, has
-    a maximum. For many keys, ``2 w² · gap = 1 + w`` there, where w is the `needle_weight`. So the gap
-    is log n minus a term in log log n, and w is near ``1/√(2 log n)``.
-
-    Examples
-    --------
-    >>> from isentropic import theory
-    >>> [round(theory.needle_sensitivity(512, 1, gap), 3) for gap in (0.0, 6.0, 12.0)]
-    [1.996, 1.609, 0.012]
-    """
-    return _needle_function(_needle_sensitivity, n, n_relevant, gap)
-
-
-@quietly
 def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     """Mean entropy of attention with queries equal to keys, of norm √d and uniform directions.
 
-    Every query has its own key, with the logit ``factor · √d``, among n − 1 others.
+    Every query has its own key, with the logit ``factor · √d``, among n − 1 others. The others are
+    treated in the annealed approximation.
 
     Parameters
     ----------
-    n : number or array ≥ 1
-        The number of keys, including the query's own.
-    d : number or array ≥ 2
-        The head size.
+    n, d : numbers or arrays, ≥ 1 and ≥ 2
+        The number of keys, including the query's own, and the head size.
     factor : number or array ≥ 0
         The factor on the standard scale 1/√d.
 
     Returns
     -------
     float or array
-        Nats, in [0, log n]. The other keys are treated in the annealed approximation.
+        In [0, log n].
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that is neither a real number nor an array, and for numbers out of range.
+        As all functions of this module.
 
     Notes
     -----
@@ -498,9 +359,8 @@ def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     where h is the binary entropy. For d ≫ κ, with c the factor, this becomes
     ``r = (n − 1) e^{c²/2 − c√d}`` and KL = c²/2.
 
-    The approximation replaces the weight of the other keys by its mean. It is accurate for n ≫ e^{KL},
-    by the law of large numbers, and for r ≪ 1 at any n. Between these regimes the result is too large.
-    In simulations with n = 16 to 512 the error is up to 0.09 nats for d ≤ 4, 0.03 for d = 8, 0.013 for
+    The approximation is accurate for n ≫ e^{KL} and for r ≪ 1. Between these regimes the result is too
+    large: in simulations with n = 16 to 512 by up to 0.09 nats for d ≤ 4, 0.03 for d = 8, 0.013 for
     d = 16 and 0.003 for d = 64.
 
     Examples
@@ -528,8 +388,7 @@ def invariant_factor(
 ) -> Any:
     """The factor on the standard scale at which the mean entropy of a model with n keys is `target`.
 
-    As a function of n it is the law that keeps the entropy of the model exactly constant. Compare it
-    with the laws of `isentropic.laws`.
+    As a function of n it is the law that keeps the entropy of the model exactly constant.
 
     Parameters
     ----------
@@ -542,12 +401,9 @@ def invariant_factor(
         - ``"sphere"``: `sphere_entropy` in `d` dimensions at κ = factor · √d.
         - ``"needle"``: `needle_entropy` with `n_relevant` keys at the gap factor · `gap`.
         - ``"tied"``: `tied_entropy` with the head size `d`.
-    std : number or array > 0, optional
-        For ``"gaussian"``: the standard deviation of the scores at the factor 1; by default 1.
-    d : number or array ≥ 2
-        For ``"sphere"`` and ``"tied"``, which require it: the dimension, which is the head size.
-    n_relevant, gap : numbers or arrays, ≥ 1 and > 0
-        For ``"needle"``, which requires them: the number of relevant keys, and the gap at the factor 1.
+    std, d, n_relevant, gap : numbers or arrays, > 0, ≥ 2, ≥ 1 and > 0
+        The parameters of the model, which requires them; those of others must be left out. By default
+        `std` is 1.
 
     Returns
     -------
@@ -556,24 +412,18 @@ def invariant_factor(
         target, because the target is at most 0, or at most log `n_relevant` for ``"needle"``. For
         ``"gaussian"`` and ``"sphere"`` it is also ∞ if the target requires a β or κ above 10⁷ (8·10⁴ in
         float32). In two or three dimensions the entropy decreases only with log κ, so that limit may
-        apply to targets of several nats. The accuracy is that of the entropies: for a target within
-        1e-5 of log n, the factor has five correct digits.
+        apply to targets of several nats. For a target within 1e-5 of log n, the factor has five correct
+        digits.
 
     Raises
     ------
-    TypeError
-        For an argument that is neither a real number nor an array, and for a parameter of another
-        model.
-    ValueError
-        For numbers out of range, shapes that do not broadcast, a missing parameter, or an unknown
-        model.
+    TypeError, ValueError
+        As all functions of this module; also for a parameter too many or too few.
 
     Notes
     -----
-    The entropy decreases with the factor. Chandrupatla's method finds the root in a fixed number of
-    steps: inverse quadratic interpolation, with bisection where the interpolation is not safe. One
-    entropy takes about 1 ms for ``"gaussian"`` and 3 ms for ``"sphere"``, and one factor takes fifteen
-    times as long. The limits on n and d are those of the entropies.
+    Chandrupatla's method finds the root in a fixed number of steps. One entropy takes about 1 ms for
+    ``"gaussian"`` and 3 ms for ``"sphere"``, and one factor fifteen times as long.
 
     As n grows, the factor grows like log n for ``"needle"``, like √log n for ``"gaussian"``, and like
     ``n^{2/(d−1)}`` for ``"sphere"`` and ``"tied"``. With S the surface of the unit sphere, and for
@@ -595,7 +445,7 @@ def invariant_factor(
     [0.7, 1.04, 1.35]
     """
     check_choice("model", model, tuple(_MODELS))
-    minimums, strength_at_one, entropy, infimum, highest, steps = _MODELS[model]
+    names, entropy, highest, steps = _MODELS[model]
     if model == "needle" and n_relevant is not None:
         _check_needles(n, n_relevant)
     given = {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap}
@@ -603,13 +453,16 @@ def invariant_factor(
     xp, (n, target, *parameters), finish = _checked_arrays(
         n=(n, 1, most_keys),
         target=(target, -math.inf, math.inf),
-        **_model_parameters(model, minimums, given),
+        **_model_parameters(model, names, given),
     )
     shape = n.shape
     n, target, *parameters = (xp.reshape(x, (1, -1)) for x in (n, target, *parameters))
-    log_n, lowest = xp.log(n), infimum(xp, *parameters)
+    unit = xp.sqrt(parameters[0]) if names == ("d",) else parameters.pop()
+    log_n = xp.log(n)
+    lowest = xp.log(parameters[0]) if model == "needle" else xp.zeros_like(n)
     tiny = float(xp.finfo(n.dtype).smallest_normal)
-    highest = min(highest, 0.01 / float(xp.finfo(n.dtype).eps))  # above, rounding spoils the entropy
+    # Above this, rounding spoils the entropy.
+    highest = min(highest, 0.01 / float(xp.finfo(n.dtype).eps))
 
     # The logit of the entropy between its bounds is nearly linear in the logarithm of the strength.
     def transformed(h: Any) -> Any:
@@ -625,12 +478,20 @@ def invariant_factor(
     ends = surplus(xp.concat((low, high), axis=0))
     first, last = ends[:1, :], ends[1:, :]
     factor = xp.exp(_root(xp, surplus, low, high, first, last, steps))
-    unit = strength_at_one(xp, *parameters)
     factor = factor / xp.where(unit > 0, unit, 1.0)
     factor = xp.where((last <= 0) | (target <= lowest), math.inf, factor)
     factor = xp.where(lowest > log_n, math.nan, factor)  # more needles than keys
     factor = xp.where(((first >= 0) | (target >= log_n)) & (lowest <= log_n), 0.0, factor)
     return finish(xp.reshape(xp.where(unit > 0, factor, math.nan), shape))
+
+
+def _check_order(order: Any, method: str = "exact") -> bool:
+    """Whether the method is exact, as it must be for the order 2."""
+    if not is_real(order) or order not in (1, 2):
+        raise value_error("order", "be 1 or 2", order)
+    if order == 2 and method != "exact":
+        raise value_error("order", f"be 1 for the method {method!r}", order)
+    return method == "exact"
 
 
 def _needle_function(function: Callable[..., Any], n: Any, n_relevant: Any, gap: Any) -> Any:
@@ -650,32 +511,18 @@ def _check_needles(n: Any, n_relevant: Any) -> None:
         raise value_error("n_relevant", "be at most `n`", f"{n_relevant} and {n}")
 
 
-def _gaussian_exact(xp: ModuleType, n: Any, beta: Any) -> Any:
-    return _clip_to_log_n(xp, n, _mean_gaussian(xp, entropy_term, n, beta))
+def _gaussian(xp: ModuleType, n: Any, beta: Any, order: int = 1) -> Any:
+    return _mean(xp, order, gaussian_scores, n, beta)
 
 
-def _sphere_exact(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
-    return _clip_to_log_n(xp, n, _mean_sphere(xp, entropy_term, n, d, kappa))
+def _sphere(xp: ModuleType, n: Any, d: Any, kappa: Any, order: int = 1) -> Any:
+    return _mean(xp, order, sphere_scores, n, d, kappa)
 
 
-def _mean_gaussian(xp: ModuleType, term: Term, n: Any, beta: Any) -> Any:
-    return mean_over_scores(xp, term, GaussianScores, n, clip(xp, beta, min=_LOWEST_STRENGTH))
-
-
-def _mean_sphere(xp: ModuleType, term: Term, n: Any, d: Any, kappa: Any) -> Any:
-    return mean_over_scores(xp, term, SphereScores.of, n, d, clip(xp, kappa, min=_LOWEST_STRENGTH))
-
-
-def _to_sensitivity(xp: ModuleType, n: Any, tsallis: Any) -> Any:
-    return 2 * xp.minimum(clip(xp, tsallis, min=0.0), 1 - 1 / n)
-
-
-def _clip_to_log_n(xp: ModuleType, n: Any, entropy: Any) -> Any:
-    return xp.minimum(clip(xp, entropy, min=0.0), xp.log(n))
-
-
-def _annealed(xp: ModuleType, n: Any, beta: Any) -> Any:
-    return xp.log(n) - beta * beta / 2
+def _mean(xp: ModuleType, order: int, scores: Any, n: Any, *parameters: Any) -> Any:
+    strength = clip(xp, parameters[-1], min=_LOWEST_STRENGTH)
+    mean = mean_over_scores(xp, TERMS[order], scores, n, *parameters[:-1], strength)
+    return xp.minimum(clip(xp, mean, min=0.0), xp.log(n) if order == 1 else 1 - 1 / n)
 
 
 def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
@@ -683,26 +530,7 @@ def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
     exponent = square - xp.log(n) - math.log(2)
     diverges = exponent > _LARGEST_EXPONENT
     correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
-    return xp.where(diverges, math.inf, _annealed(xp, n, beta) + correction)
-
-
-def _frozen(xp: ModuleType, ratio: Any) -> Any:
-    frozen = ratio > 1
-    return xp.where(frozen, digamma_gap(xp, 1 / xp.where(frozen, ratio, 2.0)), math.inf)
-
-
-def _frozen_gaussian(xp: ModuleType, n: Any, beta: Any) -> Any:
-    # For a single key β_c is 0, and the entropy is 0 for every β.
-    critical = xp.sqrt(2 * xp.log(n))
-    return xp.where(n == 1, 0.0, _frozen(xp, divide_or_zero(xp, beta, critical)))
-
-
-_GAUSSIAN: dict[str, Callable[[ModuleType, Any, Any], Any]] = {
-    "exact": _gaussian_exact,
-    "annealed": _annealed,
-    "first-order": _first_order,
-    "frozen": _frozen_gaussian,
-}
+    return xp.where(diverges, math.inf, correction)
 
 
 def _needle_log_odds(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
@@ -726,13 +554,12 @@ def _needle_weight(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
     return _log1p_exp(xp, -_needle_log_odds(xp, n, relevant, gap))[1]
 
 
-def _needle_sensitivity(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
+def _needle_tsallis(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
     z = _needle_log_odds(xp, n, relevant, gap)
     weight, rest = (_log1p_exp(xp, x)[1] for x in (-z, z))
     others = clip(xp, n - relevant, min=1.0)
     # weight · (1 − weight/relevant) + rest · (1 − rest/others), of terms that are each ≥ 0
-    pairs = weight * (relevant - 1 + rest) / relevant + rest * (others - 1 + weight) / others
-    return 2 * pairs
+    return weight * (relevant - 1 + rest) / relevant + rest * (others - 1 + weight) / others
 
 
 def _tied(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
@@ -750,55 +577,25 @@ def _log1p_exp(xp: ModuleType, z: Any) -> tuple[Any, Any]:
     return xp.where(positive, z, 0.0) + xp.log1p(e), xp.where(positive, 1.0, e) / (1 + e)
 
 
-# For each model:
-# - its parameters and their minimums;
-# - as functions of the parameters: the strength (β, κ or gap) at the factor 1, the entropy at a given
-#   strength, and the infimum of the entropy;
-# - the highest strength, and how many steps the root takes.
-_MODELS: dict[str, tuple[dict[str, float], Any, Any, Any, float, int]] = {
-    "gaussian": (
-        {"std": 0.0},
-        lambda xp, std: std,
-        lambda xp, n, std, beta: _gaussian_exact(xp, n, beta),
-        lambda xp, std: xp.zeros_like(std),
-        _HIGHEST_STRENGTH,
-        12,
-    ),
-    "sphere": (
-        {"d": 2.0},
-        lambda xp, d: xp.sqrt(d),
-        _sphere_exact,
-        lambda xp, d: xp.zeros_like(d),
-        _HIGHEST_STRENGTH,
-        12,
-    ),
-    "needle": (
-        {"n_relevant": 1.0, "gap": 0.0},
-        lambda xp, relevant, gap: gap,
-        lambda xp, n, relevant, gap, strength: _needle(xp, n, relevant, strength),
-        lambda xp, relevant, gap: xp.log(relevant),
-        1e3,
-        60,
-    ),
-    "tied": (
-        {"d": 2.0},
-        lambda xp, d: xp.sqrt(d),
-        _tied,
-        lambda xp, d: xp.zeros_like(d),
-        1e30,
-        60,
-    ),
+# For each model: its parameters, the entropy of n, the parameters and the strength (β, κ or gap), the
+# highest strength, and how many steps the root takes. `std` and `gap` are the strength at the factor 1.
+_MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Any], float, int]] = {
+    "gaussian": (("std",), _gaussian, _HIGHEST_STRENGTH, 12),
+    "sphere": (("d",), _sphere, _HIGHEST_STRENGTH, 12),
+    "needle": (("n_relevant", "gap"), _needle, 1e3, 60),
+    "tied": (("d",), _tied, 1e30, 60),
 }
 
 
-def _model_parameters(model: str, minimums: dict[str, float], given: dict[str, Any]) -> dict[str, Any]:
+def _model_parameters(model: str, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a model for `_checked_arrays`; those of other models must be None."""
     for name, x in given.items():
-        if name not in minimums and x is not None:
+        if name not in names and x is not None:
             raise type_error(name, f"be left out for the model {model!r}", type(x).__name__)
     parameters = {}
-    for name, least in minimums.items():
+    for name in names:
         x = 1.0 if name == "std" and given[name] is None else given[name]
+        least = {"d": 2.0, "n_relevant": 1.0}.get(name, 0.0)
         if x is None:
             raise value_error(name, f"be given for the model {model!r}", None)
         if least == 0 and not is_array(x):
@@ -851,8 +648,12 @@ def _checked_arrays(
             check_real(name, x, least=least)
             if x > most:
                 raise value_error(name, f"be at most {most:g}", x)
-    xp, device, dtype = _result_kind(arrays)
-    shape = common_shape(**{name: x.shape for name, x in arrays.items()} or {"": ()})
+    given = arrays or {"": np.zeros(())}
+    xp, device = namespace(**given), common_device(**given)
+    check_numeric(xp, **given)
+    floating = [x.dtype for x in given.values() if isdtype(xp, x.dtype, "real floating")]
+    dtype = promoted(xp, *floating) if floating else default_dtype(xp, "real floating", device)
+    shape = common_shape(**{name: x.shape for name, x in given.items()})
 
     float64 = "float64" in xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
     working = xp.float64 if float64 else xp.float32
@@ -872,16 +673,3 @@ def _checked_arrays(
         return xp.astype(result, dtype) if arrays else float(result)
 
     return xp, list(xp.broadcast_arrays(*values)), finish
-
-
-def _result_kind(arrays: dict[str, Any]) -> tuple[ModuleType, Any, Any]:
-    """The namespace, device and floating dtype of the result; NumPy's if there are no arrays."""
-    if not arrays:
-        import array_api_compat.numpy as xp
-
-        return xp, "cpu", xp.float64
-    xp, device = namespace(**arrays), common_device(**arrays)
-    check_numeric(xp, **arrays)
-    floating = [x.dtype for x in arrays.values() if isdtype(xp, x.dtype, "real floating")]
-    dtype = promoted(xp, *floating) if floating else default_dtype(xp, "real floating", device)
-    return xp, device, dtype

@@ -218,8 +218,8 @@ def sensitivity_at_held_entropies():
     lengths = np.asarray([64, 4096, 2**18])
 
     def share(factor):
-        top = 1e6 * theory.gaussian_sensitivity(lengths, 1e6)
-        return [100 * float(x) for x in factor * theory.gaussian_sensitivity(lengths, factor) / top]
+        top = 1e6 * theory.gaussian_entropy(lengths, 1e6, order=2)
+        return (100 * factor * theory.gaussian_entropy(lengths, factor, order=2) / top).tolist()
 
     return {
         "held": share(theory.invariant_factor(lengths, 2.0)),
@@ -243,7 +243,7 @@ def sensitivity_at_held_entropies():
     "n = 64, 4096 and 262 144, at λσ = 1 it is @{standard:.0f} %. So there the two agree. For a single key that stands out the gradient is largest just before the key has "
     r"the weight, at 1/$\sqrt{2\log n}$ of it, where the entropy grows with log n. There the two do not agree.",
     numbers=sensitivity_at_held_entropies,
-    function="isentropic.theory.gaussian_sensitivity",
+    function="isentropic.theory.gaussian_entropy",
 )
 def test_entropy_and_gradient():
     rng = np.random.default_rng(126)
@@ -258,16 +258,16 @@ def test_entropy_and_gradient():
     assert (np.diff(shares["held"]) > 0).all()
     assert (np.diff(shares["standard"]) < 0).all()
     beta = np.geomspace(0.1, 1e4, 30)
-    assert (np.diff(beta * theory.gaussian_sensitivity(4096, beta)) > -1e-8).all()
+    assert (np.diff(beta * theory.gaussian_entropy(4096, beta, order=2)) > -1e-8).all()
     scores = rng.normal(size=(2000, 64))
     measured = 5 * 2 * it.entropy_from_logits(5 * scores, order=2, family="tsallis")
     mean, error = mean_and_error(measured)
-    assert abs(mean - 5 * theory.gaussian_sensitivity(64, 5.0)) < 4 * error
+    assert abs(mean - 10 * theory.gaussian_entropy(64, 5.0, order=2)) < 4 * error
 
     gap = np.linspace(0.01, 60, 60_000)
     entropies = []
     for n in (1e3, 1e6, 1e12):
-        best = gap[np.argmax(gap * theory.needle_sensitivity(n, 1, gap))]
+        best = gap[np.argmax(gap * theory.needle_entropy(n, 1, gap, order=2))]
         weight = theory.needle_weight(n, 1, best)
         assert weight * math.sqrt(2 * math.log(n)) == pytest.approx(1.15, abs=0.1)
         entropies.append(theory.needle_entropy(n, 1, best) / math.log(n))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import isentropic as it
-from isentropic import laws, masks
+from isentropic import drift, laws, masks
 from isentropic._namespace import Array
 
 
@@ -37,13 +37,11 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
     assert_type(laws.scaled(laws.AffineLog(x, laws.per_query(x)), laws.per_query(x)), laws.Law)
     assert_type(laws.Knots([64, 512], [1.0, 1.5]), laws.Knots)
     assert_type(laws.Knots((64, 512.0), x, minimum=1), laws.Knots)
-    assert_type(it.calibrate([(x, x)], reference_length=128), laws.AffineLog)
-    assert_type(it.calibrate([(x, x)], reference_length=128, family="auto"), laws.Law)
-    law, _ = it.calibrate([(x, x)], reference_length=128, report=True)
+    law = drift.calibrate([(x, x)], reference_length=128).law
     assert_type(law, laws.Law)
-    assert_type(it.entropy_drift([(x, x)]).slope, np.ndarray)
-    it.entropy_drift([(x, x, masks.causal())])
-    it.entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64))
+    assert_type(drift.entropy_drift([(x, x)]).slope, np.ndarray)
+    drift.entropy_drift([(x, x, masks.causal())])
+    drift.entropy_drift(np.zeros((2, 4, n, 8)) for n in (16, 64))
 
     projection = it.jl.hadamard_projection(100, 10, rng=0, like=x)
     assert_type(projection(x), np.ndarray)

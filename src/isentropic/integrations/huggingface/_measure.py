@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from isentropic import laws as laws_module
 from isentropic._attention.functions import attention_entropy
-from isentropic._calibration import FAMILIES
-from isentropic._checks import check_choice, check_flag, check_real, type_error, value_error
+from isentropic._checks import check_flag, check_real, type_error, value_error
 from isentropic._namespace import to_numpy
 from isentropic.drift import FACTORS, CalibrationReport, DriftReport, Recorder, at_rows, some_queries
 from isentropic.integrations._observe import Call, listening, visible_counts
@@ -32,7 +31,6 @@ from isentropic.integrations.huggingface._hooks import (
 from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._modules import attention_modules, evaluation
-from isentropic.laws._formulas import AffineLog
 from isentropic.laws._law import Constant, Law
 from isentropic.masks import as_mask
 
@@ -86,7 +84,7 @@ def profile(
     -----
     The entropies are exact. They need no L×S arrays beyond the masks that transformers makes, and cost
     as much as computing attention once more. The model runs without gradients, in evaluation mode.
-    Queries are grouped as in `isentropic.entropy_drift`.
+    Queries are grouped as in `drift.entropy_drift`.
 
     Models that do not use the AttentionInterface of transformers materialize the weights, most of them
     L×S. Their entropies are computed from these weights. That takes about as much memory as such a
@@ -118,17 +116,6 @@ def calibrate(
     batches: Iterable[Any],
     *,
     reference_length: float | None = ...,
-    family: Literal["affine"] = ...,
-    report: Literal[False] = ...,
-    progress: bool | str = ...,
-) -> list[AffineLog]: ...
-@overload
-def calibrate(
-    model: Any,
-    batches: Iterable[Any],
-    *,
-    reference_length: float | None = ...,
-    family: str,
     report: Literal[False] = ...,
     progress: bool | str = ...,
 ) -> list[Law]: ...
@@ -138,7 +125,6 @@ def calibrate(
     batches: Iterable[Any],
     *,
     reference_length: float | None = ...,
-    family: str = ...,
     report: Literal[True],
     progress: bool | str = ...,
 ) -> tuple[list[Law], CalibrationReport]: ...
@@ -147,10 +133,9 @@ def calibrate(
     batches: Iterable[Any],
     *,
     reference_length: float | None = None,
-    family: str = "affine",
     report: bool = False,
     progress: bool | str = False,
-) -> Sequence[Law] | tuple[list[Law], CalibrationReport]:
+) -> list[Law] | tuple[list[Law], CalibrationReport]:
     """Fit a law to every attention head of a model, to hold its entropy at the value for one length.
 
     Parameters
@@ -162,17 +147,14 @@ def calibrate(
         The number of keys at which the laws are 1. The entropies at this length are the targets at the
         other lengths. By default it is the geometric mean of the smallest and the largest number of
         keys that queries see.
-    family : {"affine", "power", "knots", "auto"}
-        The kind of law, as in `isentropic.calibrate`: "knots" suits lengths within those of the
-        batches, and "auto" longer ones.
     report : bool
         Whether to return a report too.
 
     Returns
     -------
     laws : list of Law
-        One law per layer, in the order of `layer_names`, with NumPy arrays (H,) or (H, knots) as
-        parameters, for `use` and `save_laws`. For a layer whose queries never see as many keys as the
+        One law per layer, in the order of `layer_names`, a `laws.Knots` with NumPy factors (H, knots),
+        for `use` and `save_laws`. For a layer whose queries never see as many keys as the
         reference length, the law is 1 everywhere, which is standard attention.
     report : CalibrationReport
         The factors at each length, and those to expect beyond. Only with ``report=True``.
@@ -180,12 +162,11 @@ def calibrate(
     Raises
     ------
     TypeError, ValueError
-        As in `profile`; also for a reference length outside of the range of the batches, and for an
-        unknown family.
+        As in `profile`; also for a reference length outside of the range of the batches.
 
     Notes
     -----
-    The fit is that of `isentropic.calibrate`. The target entropies are those of standard attention,
+    The fit is that of `drift.calibrate`. The target entropies are those of standard attention,
     even if the model has laws. The law of a layer changes the inputs of the layers after it. So the
     second run applies laws through the factors of the first, and corrects these factors.
 
@@ -202,12 +183,11 @@ def calibrate(
     >>> model = BertModel(BertConfig(**size, num_hidden_layers=3))
     >>> batches = [torch.randint(8, (4, n)) for n in (16, 32, 64)]
     >>> laws = huggingface.calibrate(model, batches, reference_length=32)
-    >>> len(laws), laws[0].slope.shape
+    >>> len(laws), laws[0](64).shape
     (3, (2,))
     """
     if reference_length is not None:
         check_real("reference_length", reference_length, least=2)
-    check_choice("family", family, tuple(FAMILIES))
     check_flag(report=report)
     if isinstance(batches, Iterator):
         batches = list(batches)
@@ -218,11 +198,10 @@ def calibrate(
         lengths = standard.report().lengths
         reference_length = math.sqrt(lengths[0] * lengths[-1])
     target = standard.target(reference_length)
-    first = standard.laws(standard.calibration(reference_length, target), "knots")
+    first = standard.calibration(reference_length, target).laws
     second = _measure(model, batches, Recorder("batches", _NEAR), first, labels[1])
     found = second.calibration(reference_length, target, first)
-    laws = second.laws(found, family)
-    return (laws, found) if report else laws
+    return (list(found.laws), found) if report else list(found.laws)
 
 
 def check_batches(batches: Any) -> None:
