@@ -225,14 +225,6 @@ class Integration:
 _JAX, _TORCH = "integrations/test_jax.py", "integrations/test_torch.py"
 _SHARDED, _FLEX = "integrations/test_sharded.py", "integrations/test_flex.py"
 _HF, _PLOTS = "integrations/huggingface/test_", "test_plots.py"
-_RING = Integration(
-    "JAX arrays, in `jax.shard_map`, on every device", "`jax.jit`", "in reverse mode",
-    (f"{_SHARDED}:TestJAX.test_eight_devices", f"{_SHARDED}:TestJAX.test_one_device"),
-)  # fmt: skip
-_DISTRIBUTED = Integration(
-    "PyTorch tensors, on the devices of a process group", "not tried", "first",
-    (f"{_SHARDED}:TestTorch.test_four_processes", f"{_SHARDED}:TestTorch.test_one_process"),
-)  # fmt: skip
 _MODEL = "a model of transformers, on its device"
 
 
@@ -249,8 +241,10 @@ INTEGRATIONS = {
         "JAX arrays, in modules of Flax, on every device", "`jax.jit`", "all",
         (f"{_JAX}:TestAgainstFlax.test_gradients", f"{_JAX}:TestNNX.test_law"),
     ),
-    "integrations.jax.ring_attention": _RING,
-    "integrations.jax.ring_attention_state": _RING,
+    "integrations.jax.ring_attention_state": Integration(
+        "JAX arrays, in `jax.shard_map`, on every device", "`jax.jit`", "in reverse mode",
+        (f"{_SHARDED}:TestJAX.test_eight_devices", f"{_SHARDED}:TestJAX.test_one_device"),
+    ),
     "integrations.torch.LawModule": Integration(
         "a law, whose parameters are on every device", "`torch.compile`", "all",
         ("test_torch.py:TestGraphs.test_parameters_and_buffers_of_modules_compile",
@@ -261,8 +255,10 @@ INTEGRATIONS = {
         (f"{_TORCH}:TestCompile.test_few_graphs_for_many_lengths",
          f"{_TORCH}:TestAgainstTorch.test_outputs_weights_and_gradients"),
     ),
-    "integrations.torch.distributed_attention": _DISTRIBUTED,
-    "integrations.torch.distributed_attention_state": _DISTRIBUTED,
+    "integrations.torch.distributed_attention_state": Integration(
+        "PyTorch tensors, on the devices of a process group", "not tried", "first",
+        (f"{_SHARDED}:TestTorch.test_four_processes", f"{_SHARDED}:TestTorch.test_one_process"),
+    ),
     "integrations.torch.to_mask_mod": Integration(
         "a mask", "`torch.compile`", "–",
         (f"{_FLEX}:TestMaskMod.test_arrays", f"{_FLEX}:TestBlockMask.test_compiles_again_only_for_other_kinds"),
