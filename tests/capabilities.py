@@ -154,9 +154,7 @@ ROWS = {
     "laws.per_query": ALL,
     "laws.scaled": ALL,
     "laws.shifted": ALL,
-    "laws.from_kappa": ALL,
     "laws.preset": ALL,
-    "laws.to_dict": READ,
     "laws.from_dict": Row(
         compile=Cell(
             False,
@@ -259,13 +257,10 @@ INTEGRATIONS = {
         "PyTorch tensors, on the devices of a process group", "not tried", "first",
         (f"{_SHARDED}:TestTorch.test_four_processes", f"{_SHARDED}:TestTorch.test_one_process"),
     ),
-    "integrations.torch.to_mask_mod": Integration(
-        "a mask", "`torch.compile`", "–",
-        (f"{_FLEX}:TestMaskMod.test_arrays", f"{_FLEX}:TestBlockMask.test_compiles_again_only_for_other_kinds"),
-    ),
     "integrations.torch.to_block_mask": Integration(
         "a mask", "`torch.compile`", "–",
-        (f"{_FLEX}:TestBlockMask.test_is_made_inside_a_compiled_function",),
+        (f"{_FLEX}:TestMaskMod.test_arrays", f"{_FLEX}:TestBlockMask.test_compiles_again_only_for_other_kinds",
+         f"{_FLEX}:TestBlockMask.test_is_made_inside_a_compiled_function"),
     ),
     "integrations.torch.observe": Integration(
         "a PyTorch module, on its device", "`torch.compile`; observed passes run eagerly",
@@ -328,9 +323,7 @@ WITHOUT_ROW = {
     "jl.FailureRate": "a result",
     "layers.LinearAttentionError": "a result",
     "laws.Law": "abstract",
-    "laws.ModelRule": "a result",
     "laws.from_config": "takes a configuration",
-    "laws.presets": "takes no arguments",
 }
 
 _ROW_OF_CALLS = {name.rpartition(".")[2]: row for name, row in ROWS.items()}

@@ -249,12 +249,10 @@ TRIED = {
     "Knots": lambda a: laws.Knots((2, 4, 8, 16), a["slope"])(_lengths(a)),
     "per_query": lambda a: laws.AffineLog(laws.per_query(a["target"]), 0.5)(_lengths(a)),
     "shifted": lambda a: laws.shifted(laws.AffineLog(a["slope"]), 1)(_lengths(a)),
-    "from_kappa": lambda a: laws.from_kappa(a["slope"], 8)(_lengths(a)),
     "preset": lambda a: laws.preset("ssmax", slope=a["slope"])(_lengths(a)),
     "from_dict": lambda a: laws.from_dict(
         {"law": "AffineLog", "slope": [0.25, 0.5]}, like=a["x"]
     ).arrays,
-    "to_dict": lambda a: laws.to_dict(laws.AffineLog(a["slope"])),
     "causal": lambda a: masks.causal(a["n_keys"][2]).visible_count(*_lengths_of(a), like=a["q"]),
     "window": lambda a: masks.window(2, offset=a["n_keys"][2]).visible_count(*_lengths_of(a), like=a["q"]),
     "padding": lambda a: masks.padding(a["lengths"]).visible_count(*_lengths_of(a), like=a["q"]),

@@ -39,7 +39,6 @@ FORMULAS = [
     ),
     (laws.scaled(laws.LogLength(), 0.5), LN / math.log(512) / 2),
     (laws.shifted(laws.LogLength(), 1), np.log(NS + 1) / math.log(512)),
-    (laws.from_kappa(1.282, 64), 1.282 * LN / 8),
     (laws.Knots(KNOTS, KNOT_FACTORS.tolist()), through_knots(NS)),
     (laws.Knots((16, 512, 8192), (0.5, 1.5, 1.25), minimum=1), np.maximum(through_knots(NS), 1)),
     (laws.Knots((2, 9000), (0, 2)), 2 * (LN - math.log(2)) / math.log(4500)),

@@ -401,7 +401,7 @@ def test_two_devices():
         for spec in (P(), P("batch")):
             law = it.laws.AffineLog(jax.device_put(slopes, NamedSharding(mesh, spec)))
             assert law == it.laws.AffineLog(slopes)
-            assert it.laws.to_dict(law)["slope"] == [0.25, 0.5]
+            assert law.to_dict()["slope"] == [0.25, 0.5]
         """,
         XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
     )

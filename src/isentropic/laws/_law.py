@@ -51,8 +51,9 @@ class Law(Node, ABC):
 
     Call a law with an integer (the result is a float) or with an array of lengths.
 
-    A law refuses parameters that are not finite or out of range when it is made. It checks arrays too
-    if their values can be read: in the memory of the host, and outside of transformations.
+    When it is made, a law refuses parameters that are not numbers or arrays of floats by a `TypeError`,
+    and those that are not finite or out of range by a `ValueError`. It checks arrays too if their
+    values can be read: in the memory of the host, and outside of transformations.
 
     In JAX and PyTorch a law is a *pytree*. Its leaves are the arrays; the numbers belong to its
     structure. So a law can be an argument of `jax.jit`, `jax.grad`, `jax.vmap` and functions of
@@ -176,6 +177,38 @@ class Law(Node, ABC):
             return vars(self)
         return {name: x for name, x in vars(self).items() if name not in self._cached_properties}
 
+    def to_dict(self) -> dict[str, Any]:
+        """The law as a dictionary of plain values, for JSON and YAML.
+
+        Its arrays must be readable (not traced) and finite.
+
+        Returns
+        -------
+        dict
+            ``"law"`` is the name of the class. The parameters follow; the law that `scaled` and
+            `shifted` change is under ``"of"``. Arrays become nested lists. A one-dimensional array of
+            `Knots` becomes ``{"array": [...]}``, as a plain list stands for a sequence of numbers
+            there. `from_dict` makes an equal law from the dictionary, except that 0-d arrays become
+            numbers.
+
+        Raises
+        ------
+        TypeError
+            If the class is not one of this package, or if a parameter is made by `per_query`, which
+            belongs to the queries of one call.
+        ValueError
+            If an array is not finite.
+
+        Examples
+        --------
+        >>> from isentropic import laws
+        >>> laws.AffineLog(0.5).to_dict()
+        {'law': 'AffineLog', 'slope': 0.5, 'intercept': 0.0, 'minimum': None}
+        """
+        from isentropic.laws._dictionaries import to_dict
+
+        return to_dict(self)
+
     @property
     def arrays(self) -> tuple[Array, ...]:
         """The parameters that are arrays."""
@@ -276,13 +309,6 @@ class Law(Node, ABC):
 class Constant(Law):
     """The factor does not depend on n. ``Constant(1)`` is standard attention.
 
-    Raises
-    ------
-    TypeError
-        If `value` is not a real number or an array of them.
-    ValueError
-        If `value` is not finite.
-
     Examples
     --------
     >>> from isentropic import laws
@@ -350,8 +376,8 @@ def per_query(value: Array) -> PerQuery:
 
     Notes
     -----
-    A law with such a parameter belongs to the queries of one call, so make it for each call. `to_dict`
-    refuses it. Its factors have the shape (..., L), also if it is called with a number.
+    A law with such a parameter belongs to the queries of one call, so make it for each call.
+    `Law.to_dict` refuses it. Its factors have the shape (..., L), also if it is called with a number.
 
     With h a learned function of each query, (..., L), the factors of these papers are:
 
@@ -396,13 +422,6 @@ class LogLength(Law):
         The length at which the factor is 1.
     minimum : float, optional
         The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
-
-    Raises
-    ------
-    TypeError
-        If `base` is not a real number or an array of them, or `minimum` not a real number.
-    ValueError
-        If `base` is not above 1, or a number is not finite.
 
     References
     ----------
