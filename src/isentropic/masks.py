@@ -21,7 +21,7 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -125,24 +125,9 @@ class Mask(Node, Record, ABC):
         return _call(type(self).__name__, **vars(self))
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
-        """The arrays that the mask holds."""
-        arrays: list[Array] = []
-        for x in vars(self).values():
-            if isinstance(x, Mask):
-                arrays += x.arrays
-            elif x is not None and is_array(x):
-                arrays.append(x)
-        return tuple(arrays)
-
-    @property
     def is_shift_invariant(self) -> bool:
         """Whether the mask depends on the difference of the positions of query and key alone."""
         return False
-
-    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The properties of the mask, except for the values of its arrays."""
-        return (type(self), *(_signature(x, array_signature) for x in vars(self).values()))
 
     def counts(self, frame: Frame) -> range | None:
         """`visible_count` if numbers alone determine it and it grows by 1 from query to query."""
@@ -817,12 +802,6 @@ def from_description(description: Description) -> Mask | None:
         return None if word == "None" else word
 
     return part()
-
-
-def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
-    if isinstance(x, Mask):
-        return x.signature(array_signature)
-    return array_signature(x) if is_array(x) else x
 
 
 def _call(name: str, *arguments: Any, **options: Any) -> str:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Number, Real
+from numbers import Real
 from types import ModuleType
 from typing import Any, ClassVar, TypeAlias
 
@@ -92,8 +92,7 @@ class Law(Node, ABC):
     1.0
     """
 
-    # `_signature`: the cached signature, for laws without arrays. Arrays can change device and flags.
-    __slots__ = ("_signature",)
+    __slots__ = ()
     _argument = "law"
     _cached_properties: ClassVar[frozenset[str]] = frozenset()
 
@@ -209,24 +208,6 @@ class Law(Node, ABC):
 
         return to_dict(self)
 
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """The parameters that are arrays."""
-        return tuple([x for _, x in self._named_arrays()])
-
-    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The properties of the law, except for the values of its arrays."""
-        cached = getattr(self, "_signature", None)
-        if cached is not None:
-            return cached
-        parts = (
-            (name, type(x), _signature(x, array_signature)) for name, x in self._named_values().items()
-        )
-        signature = (type(self), *parts)
-        if not self.arrays:
-            object.__setattr__(self, "_signature", signature)
-        return signature
-
     def evaluate_unchecked(self, xp: ModuleType, n: Array) -> Array:
         """``law(n)`` in the dtype of `n`, without checks, for lengths (..., L) that fit the law."""
         dtype, has_no_arrays = n.dtype, getattr(self, "_signature", None) is not None
@@ -234,17 +215,6 @@ class Law(Node, ABC):
             dtype = _compute_dtype(xp, dtype, parameters)
         # A copy, as `evaluate` may compute in place.
         return xp.astype(self.evaluate(xp, xp.astype(n, dtype)), n.dtype, copy=False)
-
-    def _named_arrays(self) -> list[tuple[str, Array]]:
-        arrays = []
-        for name, x in self._named_values().items():
-            if isinstance(x, PerQuery):
-                x = x.value  # listed under the name of the parameter
-            if isinstance(x, Law):
-                arrays += x._named_arrays()
-            elif x is not None and is_array(x):
-                arrays.append((name, x))
-        return arrays
 
     def _with_arrays(self, change: Callable[[Array], Array]) -> Law:
         changes: dict[str, Any] = {}
@@ -444,17 +414,6 @@ class LogLength(Law):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = log_length(xp, n) / log_of(xp, over_queries(xp, self.base, n))
         return at_least(xp, factor, self.minimum)
-
-
-def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
-    if isinstance(x, Law):
-        return x.signature(array_signature)
-    if is_array(x):
-        return array_signature(x)
-    if isinstance(x, tuple):
-        return tuple(_signature(part, array_signature) for part in x)
-    # Other objects may change. A list has no hash, so that no plan is kept for them.
-    return x if x is None or isinstance(x, (Number, str, bytes)) else [x]
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
