@@ -173,7 +173,6 @@ ROWS = {
     "layers.additive_attention": ALL,
     "layers.rotary": ALL,
     "layers.positive_features": DRAWN,
-    "layers.PositiveFeatures": ALL,
     "layers.linear_attention": ALL,
     "layers.linear_attention_error": ALL,
     "jl.min_dim": SIZES,
@@ -315,13 +314,10 @@ INTEGRATIONS = {
 WITHOUT_ROW = {
     "integrations.huggingface.Diagnosis": "a result",
     "integrations.huggingface.Effect": "a result",
-    "integrations.torch.Observation": "a result",
-    "integrations.torch.Observer": "a result",
     "drift.CalibrationReport": "a result",
     "drift.DriftReport": "a result",
     "jl.DistortionReport": "a result",
     "jl.FailureRate": "a result",
-    "layers.LinearAttentionError": "a result",
     "laws.Law": "abstract",
     "laws.from_config": "takes a configuration",
 }

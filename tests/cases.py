@@ -11,6 +11,7 @@ import numpy as np
 
 import isentropic as it
 from isentropic import laws, masks, theory
+from isentropic.layers._linear_attention import PositiveFeatures
 
 
 def inputs(dtype="float32", n=7):
@@ -175,26 +176,26 @@ CASES = {
     "Rotation-fold_into": lambda a: rotation(a).fold_into(a["w"], side="output"),
     "hadamard_transform": lambda a: it.jl.hadamard_transform(a["x"]),
     "hadamard_transform-axis": lambda a: it.jl.hadamard_transform(a["q"], axis=1, norm="backward"),
-    "PositiveFeatures": lambda a: it.layers.PositiveFeatures(a["omega"])(a["q"] * 0.3),
-    "PositiveFeatures-variance": lambda a: it.layers.PositiveFeatures(
+    "linear_attention-features": lambda a: PositiveFeatures(a["omega"])(a["q"] * 0.3),
+    "linear_attention-features-variance": lambda a: PositiveFeatures(
         a["omega"], a["weights_scale"]
     )(a["q"] * 0.3),
     "linear_attention-variance": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"], a["weights_scale"]),
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"], a["weights_scale"]),
         is_causal=True, scale=0.2,
     ),
     "linear_attention_error-variance": lambda a: it.layers.linear_attention_error(
-        a["q"], a["k"], it.layers.PositiveFeatures(a["omega"], a["weights_scale"]), scale=0.1
+        a["q"], a["k"], PositiveFeatures(a["omega"], a["weights_scale"]), scale=0.1
     ),
     "linear_attention": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
     ),
     "linear_attention-causal": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True, scale=0.2,
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"]), is_causal=True, scale=0.2,
         law=laws.AffineLog(a["slope"], 0.5),
     ),
     "linear_attention_error": lambda a: it.layers.linear_attention_error(
-        a["q"], a["k"], it.layers.PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
+        a["q"], a["k"], PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
     ),
     "factor_for_entropy": lambda a: it.factor_for_entropy(a["bias"], 0.7, axis=-2, mask=a["visible"][:1, ...]),
     "factor_for_entropy-target": lambda a: it.factor_for_entropy(a["bias"], a["target"][:1, ...] * 0.1 + 1.0),

@@ -126,7 +126,7 @@ WITH_PRODUCTS = [
     "attention-all", "attention_state-sinks", "attention_entropy", "attention_weights-sinks",
     "attention_statistics-all", "attention_received", "attention_information", "multi_head_attention",
     "additive_attention", "DenseProjection-axis", "HadamardProjection", "Rotation-fold_into",
-    "hadamard_transform", "PositiveFeatures", "linear_attention-causal", "linear_attention_error",
+    "hadamard_transform", "linear_attention-features", "linear_attention-causal", "linear_attention_error",
     "factor_for_attention_entropy",
 ]  # fmt: skip
 

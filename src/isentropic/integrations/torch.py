@@ -31,8 +31,6 @@ with requires_extra(__name__):
 __all__ = [
     "LawModule",
     "MultiheadAttention",
-    "Observation",
-    "Observer",
     "announce_attention",
     "distributed_attention_state",
     "observe",
