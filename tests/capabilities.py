@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import isentropic
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -121,7 +123,8 @@ _NODES = Cell(
 )
 QUADRATURE = Row(compile=_NODES)
 
-ROWS = {
+# The rows of public functions that do not do what `DEFAULTS` say.
+_ROWS = {
     "attention": NATIVE,
     "attention_state": ALL,
     "AttentionState": ALL,
@@ -142,19 +145,6 @@ ROWS = {
     "cross_entropy": ALL,
     "kl_divergence": ALL,
     "entropy_penalty": ALL,
-    "laws.LogLength": ALL,
-    "laws.Constant": ALL,
-    "laws.SqrtLogLength": ALL,
-    "laws.AffineLog": ALL,
-    "laws.PowerLog": ALL,
-    "laws.Power": ALL,
-    "laws.StepLog": ALL,
-    "laws.InfoScale": ALL,
-    "laws.Knots": ALL,
-    "laws.per_query": ALL,
-    "laws.scaled": ALL,
-    "laws.shifted": ALL,
-    "laws.preset": ALL,
     "laws.from_dict": Row(
         compile=Cell(
             False,
@@ -164,17 +154,8 @@ ROWS = {
         gradient=NOTHING,
         second=NOTHING,
     ),
-    "masks.Mask": NOT_SMOOTH,
-    "masks.causal": NOT_SMOOTH,
-    "masks.window": NOT_SMOOTH,
-    "masks.padding": NOT_SMOOTH,
-    "masks.segments": NOT_SMOOTH,
     "layers.multi_head_attention": NATIVE,
-    "layers.additive_attention": ALL,
-    "layers.rotary": ALL,
     "layers.positive_features": DRAWN,
-    "layers.linear_attention": ALL,
-    "layers.linear_attention_error": ALL,
     "jl.min_dim": SIZES,
     "jl.failure_probability": SIZES,
     "jl.eps": SIZES,
@@ -206,6 +187,27 @@ ROWS = {
     ),
     "theory.entropy_criterion_dim": SIZES,
     "theory.matched_key_dim": SIZES,
+}
+
+# Public names without a row.
+WITHOUT_ROW = {
+    "integrations.huggingface.Diagnosis": "a result",
+    "integrations.huggingface.Effect": "a result",
+    "drift.CalibrationReport": "a result",
+    "drift.DriftReport": "a result",
+    "jl.DistortionReport": "a result",
+    "jl.FailureRate": "a result",
+    "laws.Law": "abstract",
+    "laws.from_config": "takes a configuration",
+}
+
+# What the other functions of a module do.
+DEFAULTS = {"laws": ALL, "masks": NOT_SMOOTH, "layers": ALL}
+ROWS = _ROWS | {
+    f"{module}.{name}": row
+    for module, row in DEFAULTS.items()
+    for name in getattr(isentropic, module).__all__
+    if f"{module}.{name}" not in _ROWS | WITHOUT_ROW
 }
 
 
@@ -309,18 +311,6 @@ INTEGRATIONS = {
     "plots.observations": _plot("observations", "TestObservations.test_lines"),
 }  # fmt: skip
 
-
-# Public names without a row.
-WITHOUT_ROW = {
-    "integrations.huggingface.Diagnosis": "a result",
-    "integrations.huggingface.Effect": "a result",
-    "drift.CalibrationReport": "a result",
-    "drift.DriftReport": "a result",
-    "jl.DistortionReport": "a result",
-    "jl.FailureRate": "a result",
-    "laws.Law": "abstract",
-    "laws.from_config": "takes a configuration",
-}
 
 _ROW_OF_CALLS = {name.rpartition(".")[2]: row for name, row in ROWS.items()}
 

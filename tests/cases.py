@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 
 import numpy as np
+from law_cases import RANGES
 
 import isentropic as it
 from isentropic import laws, masks, theory
@@ -226,6 +227,16 @@ def _sizes(a):
     return a["slope"] * 0.0 + 50.0
 
 
+def _calls_of_laws():
+    """The call of each law that `law_cases` makes of an array."""
+
+    def call_of(make):
+        return lambda a: make(a["slope"] + 2.0)(_lengths(a))
+
+    calls = {type(make(np.ones(1) + 1)).__name__: call_of(make) for make, *_ in reversed(RANGES)}
+    return {name: call for name, call in calls.items() if name not in CASES}
+
+
 def _samples(a):
     return [(a["q"][..., :4, :], a["k"][..., :4, :]), (a["q"], a["k"])]
 
@@ -239,14 +250,7 @@ TRIED = {
     "attention_backends": lambda a: it.attention_backends(a["q"], a["k"], a["v"], mask=a["visible"]),
     "calibrate": lambda a: it.calibrate(_samples(a), reference_length=5).arrays,
     "entropy_drift": lambda a: it.entropy_drift(_samples(a)),
-    "AffineLog": lambda a: laws.AffineLog(a["slope"], 0.5)(_lengths(a)),
-    "Constant": lambda a: laws.Constant(a["slope"])(_lengths(a)),
-    "InfoScale": lambda a: laws.InfoScale(a["slope"] + 2.0, 8)(_lengths(a)),
-    "LogLength": lambda a: laws.LogLength(a["slope"] + 2.0)(_lengths(a)),
-    "Power": lambda a: laws.Power(a["slope"])(_lengths(a)),
-    "SqrtLogLength": lambda a: laws.SqrtLogLength(a["slope"] + 2.0)(_lengths(a)),
-    "StepLog": lambda a: laws.StepLog(a["slope"], 4)(_lengths(a)),
-    "scaled": lambda a: laws.scaled(laws.LogLength(), a["slope"])(_lengths(a)),
+    **_calls_of_laws(),
     "Knots": lambda a: laws.Knots((2, 4, 8, 16), a["slope"])(_lengths(a)),
     "per_query": lambda a: laws.AffineLog(laws.per_query(a["target"]), 0.5)(_lengths(a)),
     "shifted": lambda a: laws.shifted(laws.AffineLog(a["slope"]), 1)(_lengths(a)),

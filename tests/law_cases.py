@@ -46,12 +46,13 @@ FORMULAS = [
 
 
 # What each law asks of the numbers in an array: a maker, the name, numbers that it takes, others.
+# The first maker of a law is also the call of it in `cases`.
 RANGES = [
     (laws.LogLength, "base", [1.5, 512.0], [1.0, 0.5, -3.0]),
     (laws.SqrtLogLength, "base", [1.5, 512.0], [1.0, 0.5]),
     (lambda x: laws.InfoScale(x, 64), "base", [1.5, 512.0], [1.0, 0.0]),
+    (lambda x: laws.StepLog(x, 4), "coefficient", [-0.1, 0.0], []),
     (lambda x: laws.StepLog(0.1, x), "period", [0.3, 8192.0], [0.0, -1.0]),
-    (lambda x: laws.StepLog(x, 8192), "coefficient", [-0.1, 0.0], []),
     (lambda x: laws.Power(0.1, x), "base", [0.5, 2048.0], [0.0, -1.0]),
     (lambda x: laws.Power(x), "exponent", [-0.5, 0.1], []),
     (lambda x: laws.Power(0.5, minimum=x), "minimum", [-0.5, 0.5], []),

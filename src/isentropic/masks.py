@@ -84,10 +84,8 @@ class Mask(Node, Record, ABC):
     the queries of the tile, ``frame.positions(columns)`` those of its keys, and ``frame.n_queries`` and
     ``frame.n_keys`` are L and S. Arrays in fields have the batch and head axes.
 
-    In JAX and PyTorch a mask is a *pytree*. Its leaves are its arrays; numbers and the kinds of masks
-    belong to its structure. So a mask can be an argument of `jax.jit`, `jax.vmap` and functions of
-    ``torch.func``. Masks are equal if they are made of the same parts with equal numbers and arrays.
-    Masks without arrays are hashable, and can be static arguments. A mask has no truth value:
+    In JAX and PyTorch a mask is a *pytree*. It is equal and hashable as `isentropic.laws.Law` says.
+    Its leaves are its arrays. Masks without arrays can be static arguments. A mask has no truth value:
     ``bool(mask)`` raises a `TypeError`.
 
     Examples
