@@ -14,7 +14,7 @@ from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
-from isentropic.laws._presets import _RULES
+from isentropic.laws._presets import RULES as LAW_RULES
 
 PATH = Path(__file__).parent / "reference" / "law-vectors.json"
 PRECISION = 50  # digits, of which float64 has 17
@@ -137,7 +137,7 @@ def vectors() -> dict[str, Any]:
             "rule": name,
             "parameters": parameters,
             "formula": formula,
-            "n_counts": None if _RULES[name].counts == "–" else _RULES[name].counts,
+            "n_counts": None if LAW_RULES[name].counts == "–" else LAW_RULES[name].counts,
             "factors": factors(function, parameters),
         }
         for name, (parameters, formula, function) in RULES.items()

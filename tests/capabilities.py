@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
+import isentropic
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -122,7 +124,8 @@ _NODES = Cell(
 )
 QUADRATURE = Row(compile=_NODES)
 
-ROWS = {
+# The rows of public functions that do not do what `DEFAULTS` say.
+_ROWS = {
     "attention": NATIVE,
     "attention_state": ALL,
     "AttentionState": ALL,
@@ -146,21 +149,6 @@ ROWS = {
     "cross_entropy": ALL,
     "kl_divergence": ALL,
     "entropy_penalty": ALL,
-    "laws.LogLength": ALL,
-    "laws.Constant": ALL,
-    "laws.SqrtLogLength": ALL,
-    "laws.AffineLog": ALL,
-    "laws.PowerLog": ALL,
-    "laws.Power": ALL,
-    "laws.StepLog": ALL,
-    "laws.InfoScale": ALL,
-    "laws.Knots": ALL,
-    "laws.per_query": ALL,
-    "laws.scaled": ALL,
-    "laws.shifted": ALL,
-    "laws.from_kappa": ALL,
-    "laws.preset": ALL,
-    "laws.to_dict": READ,
     "laws.from_dict": Row(
         compile=Cell(
             False,
@@ -170,18 +158,8 @@ ROWS = {
         gradient=NOTHING,
         second=NOTHING,
     ),
-    "masks.Mask": NOT_SMOOTH,
-    "masks.causal": NOT_SMOOTH,
-    "masks.window": NOT_SMOOTH,
-    "masks.padding": NOT_SMOOTH,
-    "masks.segments": NOT_SMOOTH,
     "layers.multi_head_attention": NATIVE,
-    "layers.additive_attention": ALL,
-    "layers.rotary": ALL,
     "layers.positive_features": DRAWN,
-    "layers.PositiveFeatures": ALL,
-    "layers.linear_attention": ALL,
-    "layers.linear_attention_error": ALL,
     "jl.min_dim": SIZES,
     "jl.failure_probability": SIZES,
     "jl.eps": SIZES,
@@ -212,6 +190,25 @@ ROWS = {
     "theory.matched_key_dim": SIZES,
 }
 
+# Public names without a row.
+WITHOUT_ROW = {
+    "integrations.huggingface.Diagnosis": "a result",
+    "integrations.huggingface.Effect": "a result",
+    "jl.DistortionReport": "a result",
+    "jl.FailureRate": "a result",
+    "laws.Law": "abstract",
+    "laws.from_config": "takes a configuration",
+}
+
+# What the other functions of a module do.
+DEFAULTS = {"laws": ALL, "masks": NOT_SMOOTH, "layers": ALL}
+ROWS = _ROWS | {
+    f"{module}.{name}": row
+    for module, row in DEFAULTS.items()
+    for name in getattr(isentropic, module).__all__
+    if f"{module}.{name}" not in _ROWS | WITHOUT_ROW
+}
+
 
 @dataclass(frozen=True)
 class Integration:
@@ -226,14 +223,6 @@ class Integration:
 _JAX, _TORCH = "integrations/test_jax.py", "integrations/test_torch.py"
 _SHARDED, _FLEX = "integrations/test_sharded.py", "integrations/test_flex.py"
 _HF, _PLOTS = "integrations/huggingface/test_", "test_plots.py"
-_RING = Integration(
-    "JAX arrays, in `jax.shard_map`, on every device", "`jax.jit`", "in reverse mode",
-    (f"{_SHARDED}:TestJAX.test_eight_devices", f"{_SHARDED}:TestJAX.test_one_device"),
-)  # fmt: skip
-_DISTRIBUTED = Integration(
-    "PyTorch tensors, on the devices of a process group", "not tried", "first",
-    (f"{_SHARDED}:TestTorch.test_four_processes", f"{_SHARDED}:TestTorch.test_one_process"),
-)  # fmt: skip
 _MODEL = "a model of transformers, on its device"
 
 
@@ -250,8 +239,10 @@ INTEGRATIONS = {
         "JAX arrays, in modules of Flax, on every device", "`jax.jit`", "all",
         (f"{_JAX}:TestAgainstFlax.test_gradients", f"{_JAX}:TestNNX.test_law"),
     ),
-    "integrations.jax.ring_attention": _RING,
-    "integrations.jax.ring_attention_state": _RING,
+    "integrations.jax.ring_attention_state": Integration(
+        "JAX arrays, in `jax.shard_map`, on every device", "`jax.jit`", "in reverse mode",
+        (f"{_SHARDED}:TestJAX.test_eight_devices", f"{_SHARDED}:TestJAX.test_one_device"),
+    ),
     "integrations.torch.LawModule": Integration(
         "a law, whose parameters are on every device", "`torch.compile`", "all",
         ("test_torch.py:TestGraphs.test_parameters_and_buffers_of_modules_compile",
@@ -262,15 +253,14 @@ INTEGRATIONS = {
         (f"{_TORCH}:TestCompile.test_few_graphs_for_many_lengths",
          f"{_TORCH}:TestAgainstTorch.test_outputs_weights_and_gradients"),
     ),
-    "integrations.torch.distributed_attention": _DISTRIBUTED,
-    "integrations.torch.distributed_attention_state": _DISTRIBUTED,
-    "integrations.torch.to_mask_mod": Integration(
-        "a mask", "`torch.compile`", "–",
-        (f"{_FLEX}:TestMaskMod.test_arrays", f"{_FLEX}:TestBlockMask.test_compiles_again_only_for_other_kinds"),
+    "integrations.torch.distributed_attention_state": Integration(
+        "PyTorch tensors, on the devices of a process group", "not tried", "first",
+        (f"{_SHARDED}:TestTorch.test_four_processes", f"{_SHARDED}:TestTorch.test_one_process"),
     ),
     "integrations.torch.to_block_mask": Integration(
         "a mask", "`torch.compile`", "–",
-        (f"{_FLEX}:TestBlockMask.test_is_made_inside_a_compiled_function",),
+        (f"{_FLEX}:TestMaskMod.test_arrays", f"{_FLEX}:TestBlockMask.test_compiles_again_only_for_other_kinds",
+         f"{_FLEX}:TestBlockMask.test_is_made_inside_a_compiled_function"),
     ),
     "integrations.torch.observe": Integration(
         "a PyTorch module, on its device", "`torch.compile`; observed passes run eagerly",
@@ -319,22 +309,6 @@ INTEGRATIONS = {
     "plots.laws": _plot("laws, with arrays of every library", "TestLaws.test_factors"),
     "plots.observations": _plot("observations", "TestObservations.test_lines"),
 }  # fmt: skip
-
-
-# Public names without a row.
-WITHOUT_ROW = {
-    "integrations.huggingface.Diagnosis": "a result",
-    "integrations.huggingface.Effect": "a result",
-    "integrations.torch.Observation": "a result",
-    "integrations.torch.Observer": "a result",
-    "jl.DistortionReport": "a result",
-    "jl.FailureRate": "a result",
-    "layers.LinearAttentionError": "a result",
-    "laws.Law": "abstract",
-    "laws.ModelRule": "a result",
-    "laws.from_config": "takes a configuration",
-    "laws.presets": "takes no arguments",
-}
 
 
 def bare(name: str) -> str:

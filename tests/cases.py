@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 
 import numpy as np
+from law_cases import RANGES
 
 import isentropic as it
 from isentropic import laws, masks, theory
+from isentropic.layers._linear_attention import PositiveFeatures
 
 
 def inputs(dtype="float32", n=7):
@@ -174,26 +176,26 @@ CASES = {
     "Rotation-fold_into": lambda a: rotation(a).fold_into(a["w"], side="output"),
     "hadamard_transform": lambda a: it.jl.hadamard_transform(a["x"]),
     "hadamard_transform-axis": lambda a: it.jl.hadamard_transform(a["q"], axis=1, norm="backward"),
-    "PositiveFeatures": lambda a: it.layers.PositiveFeatures(a["omega"])(a["q"] * 0.3),
-    "PositiveFeatures-variance": lambda a: it.layers.PositiveFeatures(
+    "linear_attention-features": lambda a: PositiveFeatures(a["omega"])(a["q"] * 0.3),
+    "linear_attention-features-variance": lambda a: PositiveFeatures(
         a["omega"], a["weights_scale"]
     )(a["q"] * 0.3),
     "linear_attention-variance": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"], a["weights_scale"]),
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"], a["weights_scale"]),
         is_causal=True, scale=0.2,
     ),
     "linear_attention_error-variance": lambda a: it.layers.linear_attention_error(
-        a["q"], a["k"], it.layers.PositiveFeatures(a["omega"], a["weights_scale"]), scale=0.1
+        a["q"], a["k"], PositiveFeatures(a["omega"], a["weights_scale"]), scale=0.1
     ),
     "linear_attention": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
     ),
     "linear_attention-causal": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True, scale=0.2,
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"]), is_causal=True, scale=0.2,
         law=laws.AffineLog(a["slope"], 0.5),
     ),
     "linear_attention_error": lambda a: it.layers.linear_attention_error(
-        a["q"], a["k"], it.layers.PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
+        a["q"], a["k"], PositiveFeatures(a["omega"]), is_causal=True, scale=0.1
     ),
     "factor_for_entropy": lambda a: it.factor_for_entropy(a["bias"], 0.7, axis=-2, mask=a["visible"][:1, ...]),
     "factor_for_entropy-target": lambda a: it.factor_for_entropy(a["bias"], a["target"][:1, ...] * 0.1 + 1.0),
@@ -224,6 +226,16 @@ def _sizes(a):
     return a["slope"] * 0.0 + 50.0
 
 
+def _calls_of_laws():
+    """The call of each law that `law_cases` makes of an array."""
+
+    def call_of(make):
+        return lambda a: make(a["slope"] + 2.0)(_lengths(a))
+
+    calls = {type(make(np.ones(1) + 1)).__name__: call_of(make) for make, *_ in reversed(RANGES)}
+    return {name: call for name, call in calls.items() if name not in CASES}
+
+
 def _samples(a):
     return [(a["q"][..., :4, :], a["k"][..., :4, :]), (a["q"], a["k"])]
 
@@ -246,23 +258,14 @@ TRIED = {
     "AttentionDistribution.backends": lambda a: it.AttentionDistribution(a["q"], a["k"], mask=a["visible"]).backends(a["v"]),
     "calibrate": lambda a: it.drift.calibrate(_samples(a), reference_length=5).law.arrays,
     "entropy_drift": lambda a: it.drift.entropy_drift(_samples(a)),
-    "AffineLog": lambda a: laws.AffineLog(a["slope"], 0.5)(_lengths(a)),
-    "Constant": lambda a: laws.Constant(a["slope"])(_lengths(a)),
-    "InfoScale": lambda a: laws.InfoScale(a["slope"] + 2.0, 8)(_lengths(a)),
-    "LogLength": lambda a: laws.LogLength(a["slope"] + 2.0)(_lengths(a)),
-    "Power": lambda a: laws.Power(a["slope"])(_lengths(a)),
-    "SqrtLogLength": lambda a: laws.SqrtLogLength(a["slope"] + 2.0)(_lengths(a)),
-    "StepLog": lambda a: laws.StepLog(a["slope"], 4)(_lengths(a)),
-    "scaled": lambda a: laws.scaled(laws.LogLength(), a["slope"])(_lengths(a)),
+    **_calls_of_laws(),
     "Knots": lambda a: laws.Knots((2, 4, 8, 16), a["slope"])(_lengths(a)),
     "per_query": lambda a: laws.AffineLog(laws.per_query(a["target"]), 0.5)(_lengths(a)),
     "shifted": lambda a: laws.shifted(laws.AffineLog(a["slope"]), 1)(_lengths(a)),
-    "from_kappa": lambda a: laws.from_kappa(a["slope"], 8)(_lengths(a)),
     "preset": lambda a: laws.preset("ssmax", slope=a["slope"])(_lengths(a)),
     "from_dict": lambda a: laws.from_dict(
         {"law": "AffineLog", "slope": [0.25, 0.5]}, like=a["x"]
     ).arrays,
-    "to_dict": lambda a: laws.to_dict(laws.AffineLog(a["slope"])),
     "causal": lambda a: masks.causal(a["n_keys"][2]).visible_count(*_lengths_of(a), like=a["q"]),
     "window": lambda a: masks.window(2, offset=a["n_keys"][2]).visible_count(*_lengths_of(a), like=a["q"]),
     "padding": lambda a: masks.padding(a["lengths"]).visible_count(*_lengths_of(a), like=a["q"]),

@@ -39,7 +39,6 @@ FORMULAS = [
     ),
     (laws.scaled(laws.LogLength(), 0.5), LN / math.log(512) / 2),
     (laws.shifted(laws.LogLength(), 1), np.log(NS + 1) / math.log(512)),
-    (laws.from_kappa(1.282, 64), 1.282 * LN / 8),
     (laws.Knots(KNOTS, KNOT_FACTORS.tolist()), through_knots(NS)),
     (laws.Knots((16, 512, 8192), (0.5, 1.5, 1.25), minimum=1), np.maximum(through_knots(NS), 1)),
     (laws.Knots((2, 9000), (0, 2)), 2 * (LN - math.log(2)) / math.log(4500)),
@@ -47,12 +46,13 @@ FORMULAS = [
 
 
 # What each law asks of the numbers in an array: a maker, the name, numbers that it takes, others.
+# The first maker of a law is also the call of it in `cases`.
 RANGES = [
     (laws.LogLength, "base", [1.5, 512.0], [1.0, 0.5, -3.0]),
     (laws.SqrtLogLength, "base", [1.5, 512.0], [1.0, 0.5]),
     (lambda x: laws.InfoScale(x, 64), "base", [1.5, 512.0], [1.0, 0.0]),
+    (lambda x: laws.StepLog(x, 4), "coefficient", [-0.1, 0.0], []),
     (lambda x: laws.StepLog(0.1, x), "period", [0.3, 8192.0], [0.0, -1.0]),
-    (lambda x: laws.StepLog(x, 8192), "coefficient", [-0.1, 0.0], []),
     (lambda x: laws.Power(0.1, x), "base", [0.5, 2048.0], [0.0, -1.0]),
     (lambda x: laws.Power(x), "exponent", [-0.5, 0.1], []),
     (lambda x: laws.Power(0.5, minimum=x), "minimum", [-0.5, 0.5], []),

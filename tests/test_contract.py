@@ -26,7 +26,7 @@ IN_FLOAT32 = {
 
 # The cases that compute with some of the arrays themselves.
 COMPUTE_THEMSELVES = {
-    "PositiveFeatures": {"q"}, "PositiveFeatures-variance": {"q"}, "needle_entropy": {"target"},
+    "linear_attention-features": {"q"}, "linear_attention-features-variance": {"q"}, "needle_entropy": {"target"},
     "AttentionDistribution.factor_for_entropy": {"target"}, "factor_for_entropy-target": {"target"},
     "cross_entropy": {"p"}, "kl_divergence": {"p"},
 }  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 
 import isentropic as it
 from isentropic import laws, masks
+from isentropic.layers._linear_attention import PositiveFeatures
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -401,7 +402,7 @@ def test_two_devices():
         for spec in (P(), P("batch")):
             law = it.laws.AffineLog(jax.device_put(slopes, NamedSharding(mesh, spec)))
             assert law == it.laws.AffineLog(slopes)
-            assert it.laws.to_dict(law)["slope"] == [0.25, 0.5]
+            assert law.to_dict()["slope"] == [0.25, 0.5]
         """,
         XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
     )
@@ -526,7 +527,7 @@ def test_tiles_out_of_reach_are_skipped_under_jit(tiny_tiles):
 
 
 def _heads_of_features(a):
-    return it.layers.PositiveFeatures(jnp.stack([a["omega"]] * 4))
+    return PositiveFeatures(jnp.stack([a["omega"]] * 4))
 
 
 # Cases, and calls with arrays of several ranks.
@@ -535,45 +536,44 @@ EXPLICIT_BROADCASTS = {
     for name, case in cases.CASES.items()
     if name.partition("-")[0]
     in {
-        "CountSketch", "DenseProjection", "HadamardProjection", "PositiveFeatures",
-        "Rotation", "hadamard_transform", "rotary",
-    }
+        "CountSketch", "DenseProjection", "HadamardProjection", "Rotation", "hadamard_transform", "rotary",
+    } or "-features" in name
 } | {
     "rotary-positions": lambda a: it.layers.rotary(a["q"], a["n_keys"][:1]),
     "rotary-interleaved-positions": lambda a: it.layers.rotary(a["q"], a["ids"], interleaved=True),
-    "PositiveFeatures-heads": lambda a: _heads_of_features(a)(a["q"]),
-    "PositiveFeatures-heads-variance": lambda a: it.layers.PositiveFeatures(
+    "linear_attention-features-heads": lambda a: _heads_of_features(a)(a["q"]),
+    "linear_attention-features-heads-variance": lambda a: PositiveFeatures(
         jnp.stack([a["omega"]] * 4), a["slope"] + 1
     )(a["q"]),
     "linear_attention": cases.CASES["linear_attention"],
     "linear_attention-variance": cases.CASES["linear_attention-variance"],
     "linear_attention-heads-variance": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(jnp.stack([a["omega"]] * 4), a["slope"] + 1)
+        a["q"], a["k"], a["v"], PositiveFeatures(jnp.stack([a["omega"]] * 4), a["slope"] + 1)
     ),
     "linear_attention_error-variance": cases.CASES["linear_attention_error-variance"],
     "linear_attention-causal": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"]), is_causal=True
     ),
     "linear_attention-no-law": lambda a: it.layers.linear_attention(
-        a["q"], a["k"], a["v"], it.layers.PositiveFeatures(a["omega"]), law=None
+        a["q"], a["k"], a["v"], PositiveFeatures(a["omega"]), law=None
     ),
     "linear_attention-heads": lambda a: it.layers.linear_attention(
         a["q"], a["k"], a["v"], _heads_of_features(a), is_causal=True
     ),
     "linear_attention-query": lambda a: it.layers.linear_attention(
-        a["q"][0, 0], a["k"], a["v"][0], it.layers.PositiveFeatures(a["omega"]), is_causal=True
+        a["q"][0, 0], a["k"], a["v"][0], PositiveFeatures(a["omega"]), is_causal=True
     ),
     "linear_attention-key": lambda a: it.layers.linear_attention(
-        a["q"], a["k"][0], a["v"][0, 0], it.layers.PositiveFeatures(a["omega"]), is_causal=True
+        a["q"], a["k"][0], a["v"][0, 0], PositiveFeatures(a["omega"]), is_causal=True
     ),
     "linear_attention-value": lambda a: it.layers.linear_attention(
-        a["q"][0], a["k"][0, 0], a["v"], it.layers.PositiveFeatures(a["omega"]), is_causal=True
+        a["q"][0], a["k"][0, 0], a["v"], PositiveFeatures(a["omega"]), is_causal=True
     ),
     "linear_attention_error": lambda a: it.layers.linear_attention_error(
-        a["q"], a["k"][0], it.layers.PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
+        a["q"], a["k"][0], PositiveFeatures(a["omega"]), n_keys=a["n_keys"]
     ),
     "linear_attention_error-query": lambda a: it.layers.linear_attention_error(
-        a["q"][0], a["k"], it.layers.PositiveFeatures(a["omega"])
+        a["q"][0], a["k"], PositiveFeatures(a["omega"])
     ),
     "linear_attention_error-heads": lambda a: it.layers.linear_attention_error(
         a["q"], a["k"], _heads_of_features(a)

@@ -127,7 +127,7 @@ WITH_PRODUCTS = [
     "attention-all", "attention_state-sinks", "attention_entropy", "AttentionDistribution.weights-sinks",
     "AttentionDistribution.statistics-all", "AttentionDistribution.received", "AttentionDistribution.information", "multi_head_attention",
     "additive_attention", "DenseProjection-axis", "HadamardProjection", "Rotation-fold_into",
-    "hadamard_transform", "PositiveFeatures", "linear_attention-causal", "linear_attention_error",
+    "hadamard_transform", "linear_attention-features", "linear_attention-causal", "linear_attention_error",
     "AttentionDistribution.factor_for_entropy",
 ]  # fmt: skip
 

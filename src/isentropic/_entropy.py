@@ -280,13 +280,8 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     ----------
     p : array of floats ≥ 0
         Probabilities or weights. Negative and infinite values give NaN.
-    order : float in [0, ∞], default 1
-        The order α, a Python number. 0 is the logarithm of the support size, 1 is Shannon's entropy, 2
-        the collision entropy, ∞ the min-entropy.
-    family : {"renyi", "tsallis"}
-        Rényi ``log Σp^α/(1 − α)`` or Tsallis ``(1 − Σp^α)/(α − 1)``.
-    axis : int
-        The axis of the distribution.
+    order, family, axis
+        As in `entropy_from_logits`.
 
     Returns
     -------
@@ -377,21 +372,18 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
 
     Parameters
     ----------
-    p, q : arrays of floats ≥ 0
-        Weights that broadcast; each is normalized to sum 1. Negative and infinite values give NaN.
-    axis : int
-        The axis of the distributions.
+    p, q, axis
+        As in `cross_entropy`.
 
     Returns
     -------
     array
-        Nats, in [0, ∞]. It is ∞ if q = 0 at some p > 0, and 0 if all of p is 0. It has the dtype to
-        which p and q promote, or float32 for half precision.
+        As in `cross_entropy`.
 
     Raises
     ------
     TypeError, ValueError
-        If the arrays are not of floats, do not broadcast, or belong to two libraries or devices.
+        As in `cross_entropy`.
 
     Notes
     -----

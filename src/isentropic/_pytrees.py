@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Number
 from typing import Any, ClassVar, Self
 
 from isentropic._checks import is_array, type_error
-from isentropic._namespace import imported_torch, same_arrays
+from isentropic._namespace import Array, imported_torch, same_arrays
 
 # Children, with keys or without, and the auxiliary data.
 Flat = tuple[list[Any], Any]
@@ -26,7 +27,8 @@ class Node:
     """
 
     # `_children`: the names of the children of an unflattened tree, whose leaves may be any objects.
-    __slots__ = ("_children",)
+    # `_signature`: kept for nodes without arrays. Arrays can change their device and flags.
+    __slots__ = ("_children", "_signature")
     _argument: ClassVar[str]  # the name that arguments of this kind have, for errors
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -36,6 +38,29 @@ class Node:
     def _named_values(self) -> dict[str, Any]:
         """The fields by name."""
         return vars(self)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays in the fields, also in those of nodes in them."""
+        arrays: list[Array] = []
+        for x in self._named_values().values():
+            if isinstance(x, Node):
+                arrays += x.arrays
+            elif x is not None and is_array(x):
+                arrays.append(x)
+        return tuple(arrays)
+
+    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The properties of the node, except for the values of its arrays."""
+        cached = getattr(self, "_signature", None)
+        if cached is not None:
+            return cached
+        items = self._named_values().items()
+        parts = ((name, type(x), _signature(x, array_signature)) for name, x in items)
+        signature = (type(self), *parts)
+        if not self.arrays:
+            object.__setattr__(self, "_signature", signature)
+        return signature
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -76,6 +101,17 @@ class Node:
             object.__setattr__(node, name, x)
         object.__setattr__(node, "_children", names)
         return node
+
+
+def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
+    if isinstance(x, Node):
+        return x.signature(array_signature)
+    if is_array(x):
+        return array_signature(x)
+    if isinstance(x, tuple):
+        return tuple(_signature(part, array_signature) for part in x)
+    # Other objects may change. A list has no hash, so that no plan is kept for them.
+    return x if x is None or isinstance(x, (Number, str, bytes)) else [x]
 
 
 def _is_same(a: Any, b: Any, argument: str) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import isentropic
 from isentropic import laws as laws_module
 from isentropic._checks import requires_extra
+from isentropic.laws._presets import RULES
 
 try:
     with requires_extra(__name__):
@@ -64,11 +65,11 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inst
 
 def _preset_label(name: str) -> str:
     """The name of a row; for an alias of a preset, also the rule that it is."""
-    formula = laws_module.presets().get(name, "")
-    return f"{name} ({formula})" if formula.startswith("as ") else name
+    rule = RULES.get(name)
+    return f"{name} ({rule.formula})" if rule and rule.formula.startswith("as ") else name
 
 
-@main.command(epilog=f"Presets: {', '.join(map(_preset_label, laws_module.presets()))}.")
+@main.command(epilog=f"Presets: {', '.join(map(_preset_label, RULES))}.")
 @click.argument("names", nargs=-1, metavar="[FILE|NAME[:PARAMETER=VALUE,...]]...")
 @click.option(
     "--lengths", type=_Numbers(), default=(64, 512, 4096, 32768), show_default="64,512,4096,32768",
@@ -142,7 +143,7 @@ def _law(text: str) -> laws_module.Law:
 
 
 def _laws_without_parameters() -> Iterator[tuple[str, laws_module.Law]]:
-    for name in laws_module.presets():
+    for name in RULES:
         try:
             yield name, laws_module.preset(name)
         except TypeError:

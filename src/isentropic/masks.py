@@ -21,7 +21,7 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -84,10 +84,8 @@ class Mask(Node, Record, ABC):
     the queries of the tile, ``frame.positions(columns)`` those of its keys, and ``frame.n_queries`` and
     ``frame.n_keys`` are L and S. Arrays in fields have the batch and head axes.
 
-    In JAX and PyTorch a mask is a *pytree*. Its leaves are its arrays; numbers and the kinds of masks
-    belong to its structure. So a mask can be an argument of `jax.jit`, `jax.vmap` and functions of
-    ``torch.func``. Masks are equal if they are made of the same parts with equal numbers and arrays.
-    Masks without arrays are hashable, and can be static arguments. A mask has no truth value:
+    In JAX and PyTorch a mask is a *pytree*. It is equal and hashable as `isentropic.laws.Law` says.
+    Its leaves are its arrays. Masks without arrays can be static arguments. A mask has no truth value:
     ``bool(mask)`` raises a `TypeError`.
 
     Examples
@@ -113,6 +111,7 @@ class Mask(Node, Record, ABC):
 
     _argument = "mask"
     _word = ""  # of the class, in descriptions
+    _own_axes = 0  # of its arrays, after the batch and head axes
     __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
 
     def __init_subclass__(cls) -> None:
@@ -124,18 +123,9 @@ class Mask(Node, Record, ABC):
         return _call(type(self).__name__, **vars(self))
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
-        """The arrays that the mask holds."""
-        return tuple(x for x in vars(self).values() if is_array(x))
-
-    @property
     def is_shift_invariant(self) -> bool:
         """Whether the mask depends on the difference of the positions of query and key alone."""
         return False
-
-    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The properties of the mask, except for the values of its arrays."""
-        return (type(self), *(_signature(x, array_signature) for x in vars(self).values()))
 
     def counts(self, frame: Frame) -> range | None:
         """`visible_count` if numbers alone determine it and it grows by 1 from query to query."""
@@ -147,7 +137,9 @@ class Mask(Node, Record, ABC):
         A `batch` of None stands for any shape.
         """
         for name, x in vars(self).items():
-            if is_array(x):
+            if isinstance(x, Mask):
+                x.check(batch, n_queries, n_keys)
+            elif x is not None and is_array(x):
                 _check_per_sequence(name, x.shape, batch)
 
     @abstractmethod
@@ -192,8 +184,13 @@ class Mask(Node, Record, ABC):
         Its parameters are integers or NumPy arrays. If the index consists of arrays, they are arrays of
         the library of the index.
         """
-        fields = vars(self).items()
-        return self.replaced(**{name: _element(x, batch, index) for name, x in fields if is_array(x)})
+        changes: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Mask):
+                changes[name] = x.element(batch, index)
+            elif x is not None and is_array(x):
+                changes[name] = _element(x, batch, index, self._own_axes)
+        return self.replaced(**changes)
 
     @quietly
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:
@@ -546,10 +543,6 @@ class _Band(_Contiguous):
         return _call("causal" if is_causal else "window", *sides, offset=self.offset)
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
-        return () if self.offset is None or isinstance(self.offset, int) else (self.offset,)
-
-    @property
     def is_shift_invariant(self) -> bool:
         return not self.arrays
 
@@ -607,10 +600,6 @@ class _Padding(_Contiguous):
     def __repr__(self) -> str:
         return _call("padding", self.lengths, side=self.side)
 
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        return () if isinstance(self.lengths, int) else (self.lengths,)
-
     def reach(self, frame: Frame, rows: Block) -> Span:
         if not isinstance(self.lengths, int):
             return super().reach(frame, rows)
@@ -643,13 +632,10 @@ class _Segments(Mask):
 
     ids: Array
     query_ids: Array | None
+    _own_axes = 1
 
     def __repr__(self) -> str:
         return _call("segments", self.ids, query_ids=self.query_ids)
-
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        return (self.ids,) if self.query_ids is None else (self.ids, self.query_ids)
 
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         if self.ids.shape[-1] != n_keys:
@@ -663,10 +649,6 @@ class _Segments(Mask):
                 must = f"have a last dimension of {n_queries}, one per query"
                 raise value_error("query_ids", must, self.query_ids.shape)
             _check_per_sequence("query_ids", self.query_ids.shape, batch, n_queries)
-
-    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
-        ids, query_ids = (_element(x, batch, index, 1) for x in (self.ids, self.query_ids))
-        return _Segments(ids, query_ids)
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         queries = self.query_ids
@@ -684,19 +666,13 @@ class _Dense(Mask):
     """The mask of a boolean array."""
 
     visible: Array
+    _own_axes = 2
 
     def __repr__(self) -> str:
         return _shown(self.visible)
 
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        return (self.visible,)
-
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
         _check_fits("mask", self.visible.shape, batch, n_queries, n_keys)
-
-    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
-        return _Dense(_element(self.visible, batch, index, 2))
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         x = self.visible
@@ -710,19 +686,8 @@ class _Pair(Mask):
     second: Mask
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
-        return self.first.arrays + self.second.arrays
-
-    @property
     def is_shift_invariant(self) -> bool:
         return self.first.is_shift_invariant and self.second.is_shift_invariant
-
-    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
-        self.first.check(batch, n_queries, n_keys)
-        self.second.check(batch, n_queries, n_keys)
-
-    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
-        return type(self)(self.first.element(batch, index), self.second.element(batch, index))
 
 
 class _And(_Pair):
@@ -784,18 +749,8 @@ class _Not(Mask):
         return self.hidden
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
-        return self.hidden.arrays
-
-    @property
     def is_shift_invariant(self) -> bool:
         return self.hidden.is_shift_invariant
-
-    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
-        self.hidden.check(batch, n_queries, n_keys)
-
-    def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
-        return _Not(self.hidden.element(batch, index))
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         return frame.xp.logical_not(self.hidden.block(frame, rows, columns))
@@ -847,12 +802,6 @@ def from_description(description: Description) -> Mask | None:
     return part()
 
 
-def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
-    if isinstance(x, Mask):
-        return x.signature(array_signature)
-    return array_signature(x) if is_array(x) else x
-
-
 def _call(name: str, *arguments: Any, **options: Any) -> str:
     """The call that makes a mask, as text for its `repr`."""
     given = [f"{key}={_shown(x)}" for key, x in options.items() if x is not None]
@@ -867,13 +816,11 @@ def _intersection(frame: Frame, a: Span, b: Span) -> Span:
     return larger(frame.xp, a[0], b[0]), smaller(frame.xp, a[1], b[1])
 
 
-def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int = 0) -> Any:
+def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int) -> Any:
     """One batch element of an array that has `n_last` further axes, as a NumPy array or an int.
 
     If the index consists of arrays, it is an array of their library.
     """
-    if x is None or isinstance(x, int):
-        return x
     on_host = all(isinstance(i, int) for i in index)
     x = lift(np.asarray(x) if on_host else x, len(batch) + n_last)
     part = x[tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))]

@@ -95,16 +95,11 @@ def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
     ----------
     report : DriftReport
     ax : matplotlib.axes.Axes, optional
-        The axes to draw in; by default those of a new figure.
+        As in `entropy`.
 
     Returns
     -------
     matplotlib.axes.Axes
-
-    Raises
-    ------
-    TypeError
-        For a `report` that is not a `DriftReport`.
 
     Examples
     --------
@@ -142,7 +137,7 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
         Attention weights of one head, as from `isentropic.AttentionDistribution.weights`, in any
         array library.
     ax : matplotlib.axes.Axes, optional
-        The axes to draw in; by default those of a new figure.
+        As in `entropy`.
 
     Returns
     -------
@@ -199,7 +194,7 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     lengths : sequence of float ≥ 1
         Two lengths are the ends of the plot. With more, the factors are computed at these lengths only.
     ax : matplotlib.axes.Axes, optional
-        The axes to draw in; by default those of a new figure.
+        As in `entropy`.
 
     Returns
     -------
@@ -253,7 +248,7 @@ def observations(history: Sequence[Any], quantity: str = "entropy", *, ax: Axes 
         A field of `Observation`, such as ``"entropy"``. Lines are means over the heads; for
         ``"largest_logit"`` they are maxima.
     ax : matplotlib.axes.Axes, optional
-        The axes to draw in; by default those of a new figure.
+        As in `entropy`.
 
     Returns
     -------
@@ -309,18 +304,13 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     report : DistortionReport
         From `isentropic.jl.distortion`. Errors that are not finite are omitted.
     ax : matplotlib.axes.Axes, optional
-        The axes to draw in; by default those of a new figure.
+        As in `entropy`.
     bins : int
         The number of bins of the histogram.
 
     Returns
     -------
     matplotlib.axes.Axes
-
-    Raises
-    ------
-    TypeError
-        For a `report` that is not a `DistortionReport`.
 
     Examples
     --------

@@ -14,7 +14,7 @@ from isentropic.laws import _dictionaries
 class TestDictionaries:
     @pytest.mark.parametrize("law", [law for law, _ in FORMULAS], ids=lambda x: repr(x)[:40])
     def test_round_trip(self, law):
-        data = json.loads(json.dumps(laws.to_dict(law), allow_nan=False))
+        data = json.loads(json.dumps(law.to_dict(), allow_nan=False))
         assert laws.from_dict(data) == law
 
     def test_every_law_has_a_name(self):
@@ -34,7 +34,7 @@ class TestDictionaries:
             },
             "shift": -1,
         }
-        assert laws.to_dict(law) == data
+        assert law.to_dict() == data
         again = laws.from_dict(data)
         np.testing.assert_array_equal(again(8), law(8))
         assert again.arrays[0].dtype == np.float64
@@ -48,7 +48,7 @@ class TestDictionaries:
         dtypes = [*backend.dtypes, *([backend.half] if backend.half else [])]
         for dtype in dtypes:
             slope = backend.array([[0.1, -2.5], [3.0, 1e-3]], dtype)
-            data = laws.to_dict(laws.AffineLog(slope, 1.0))
+            data = laws.AffineLog(slope, 1.0).to_dict()
             assert json.loads(json.dumps(data)) == data
             law = laws.from_dict(data, like=slope)
             backend.assert_close(law.slope, slope, rtol=0, atol=0)
@@ -60,7 +60,7 @@ class TestDictionaries:
     def test_numbers_of_bfloat16(self):
         torch = pytest.importorskip("torch")
         slope = torch.tensor([0.1, 1.0], dtype=torch.bfloat16, requires_grad=True)
-        data = laws.to_dict(laws.AffineLog(slope))
+        data = laws.AffineLog(slope).to_dict()
         assert data["slope"] == [0.10009765625, 1.0]
         assert laws.from_dict(data, like=slope).slope.dtype == torch.bfloat16
 
@@ -124,16 +124,12 @@ class TestDictionaries:
         with pytest.raises(
             TypeError, match=r"`law` must be a law that isentropic.laws defines, got Own"
         ):
-            laws.to_dict(Own())
-        with pytest.raises(
-            TypeError, match=r"`law` must be a law that isentropic.laws defines, got int"
-        ):
-            laws.to_dict(3)
+            Own().to_dict()
         slope = np.array([1.0, 2.0])
         law = laws.AffineLog(slope)
         slope[1] = math.nan
         with pytest.raises(ValueError, match=r"`slope` must be finite, got nan at \(1,\)"):
-            laws.to_dict(law)
+            law.to_dict()
         data = {"law": "Constant", "value": [1.0]}
         with pytest.raises(TypeError, match=r"`like` must be an array .*, got str"):
             laws.from_dict(data, like="numpy")

@@ -7,6 +7,7 @@ import pytest
 
 import isentropic as it
 from isentropic import laws
+from isentropic.layers._linear_attention import PositiveFeatures
 
 
 def log_ratio(w, s):
@@ -123,7 +124,7 @@ class TestFeatures:
     def test_one_variance_for_each_head(self, backend, rng):
         x, w = rng.normal(size=(2, 3, 4)), rng.normal(size=(2, 5, 4))
         s = np.asarray([1.5, 0.8])
-        phi = it.layers.PositiveFeatures(backend.array(w), backend.array(s))
+        phi = PositiveFeatures(backend.array(w), backend.array(s))
         for arrays in ((x, w), (x[0, 0], w)):
             got = phi(backend.array(arrays[0]))
             for i in range(2):
@@ -131,7 +132,7 @@ class TestFeatures:
                 expected = np.exp(own @ w[i].T - (own**2).sum(-1, keepdims=True) / 2)
                 expected = expected * np.exp(log_ratio(w[i], s[i]) / 2) / 5**0.5
                 backend.assert_close(got[i, ...], expected, rtol=1e-4)
-        wrong = it.layers.PositiveFeatures(backend.array(w), backend.array(np.ones(3)))
+        wrong = PositiveFeatures(backend.array(w), backend.array(np.ones(3)))
         with pytest.raises(ValueError, match="`features` must have one variance, or one for each head"):
             wrong(backend.array(x))
 
@@ -213,7 +214,7 @@ class TestLinearAttention:
         expected = estimate(q, k, v, w, is_causal=is_causal, law=law, scale=0.4, s=s)
         variance = None if s == 1 else backend.array(np.asarray(s))
         got = it.layers.linear_attention(
-            *map(backend.array, (q, k, v)), it.layers.PositiveFeatures(backend.array(w), variance),
+            *map(backend.array, (q, k, v)), PositiveFeatures(backend.array(w), variance),
             is_causal=is_causal, law=law, scale=0.4,
         )  # fmt: skip
         backend.assert_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -309,9 +310,7 @@ class TestLinearAttention:
         phi = it.layers.positive_features(4, 20, rng=0)
         with xp.ArrayAPIStrictFlags(api_version="2024.12"):
             arrays = [xp.asarray(x) for x in (q, k, v, phi.weights)]
-            got = it.layers.linear_attention(
-                *arrays[:3], it.layers.PositiveFeatures(arrays[3]), is_causal=True
-            )
+            got = it.layers.linear_attention(*arrays[:3], PositiveFeatures(arrays[3]), is_causal=True)
         expected = it.layers.linear_attention(q, k, v, phi, is_causal=True)
         np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-12)
 
@@ -334,7 +333,7 @@ class TestLinearAttention:
     def test_no_features_of_queries(self, backend):
         q, phi = (backend.array(np.ones((n, 0)), "float32") for n in (3, 9))
         v = backend.array(np.asarray([[1.0], [2.0], [6.0]]), "float32")
-        phi = it.layers.PositiveFeatures(phi)
+        phi = PositiveFeatures(phi)
         out = it.layers.linear_attention(q, q, v, phi)
         backend.assert_close(out, np.full((3, 1), 3.0), rtol=1e-5)
         for error in it.layers.linear_attention_error(q, q, phi):

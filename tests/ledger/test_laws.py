@@ -64,26 +64,26 @@ def test_the_law():
     "8823-post-4",
     says=r"$\mathrm{Attn}(Q,K,V) = \mathrm{softmax}\left(\frac{κ\log n}dQK^\top\right)V$.",
     verdict="definition",
-    function="isentropic.laws.from_kappa",
+    function="isentropic.laws.AffineLog",
 )
 @claim(
     "8823-46",
     says=r"$\mathrm{Attn}(Q,K,V) = \mathrm{softmax}\left(\frac{κ\log n}dQK^\top\right)V$.",
     verdict="definition",
-    function="isentropic.laws.from_kappa",
+    function="isentropic.laws.AffineLog",
 )
 @claim(
     "8823-47",
     says=r"At n = 512 it is the standard attention: $κ\log512/d = 1/\sqrt d$.",
     verdict="holds with a condition",
     correct="κ is that of 48.",
-    function="isentropic.laws.from_kappa",
+    function="isentropic.laws.AffineLog",
 )
 @claim(
     "8823-48",
     says=r"$κ = \sqrt d/\log512$.",
     verdict="holds",
-    function="isentropic.laws.from_kappa",
+    function="isentropic.laws.AffineLog",
 )
 def test_kappa():
     for d in (16, 64):
@@ -91,9 +91,9 @@ def test_kappa():
         assert kappa * math.log(512) / d == pytest.approx(d**-0.5)
         for n in LENGTHS:
             q, k, v = draw(n, d)
-            out = it.attention(q, k, v, law=laws.from_kappa(0.7, d))
+            out = it.attention(q, k, v, law=laws.AffineLog(0.7 / math.sqrt(d)))
             np.testing.assert_allclose(out, reference(q, k, v, 0.7 * math.log(n) / d), atol=1e-12)
-            same = it.attention(q, k, v, law=laws.from_kappa(kappa, d))
+            same = it.attention(q, k, v, law=laws.AffineLog(kappa / math.sqrt(d)))
             np.testing.assert_allclose(same, it.attention(q, k, v), atol=1e-12)
 
 

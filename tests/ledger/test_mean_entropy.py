@@ -668,7 +668,7 @@ def test_base():
 
 
 def entropies_on_the_sphere(kappa, d=64):
-    law = laws.from_kappa(kappa, d)
+    law = laws.AffineLog(kappa / math.sqrt(d))
     # The factor is on 1/√d, and q·k = d·cos.
     return [theory.sphere_entropy(n, d, law(n) * math.sqrt(d)) for n in POWERS]
 
@@ -701,7 +701,7 @@ def on_the_sphere():
     verdict="holds with a condition",
     correct=r"It holds as a law of the form $κ\log n/d$, but not for its constant: see 11 of the post. At d = 64 it holds the entropy within @{range:.2f} for n from 64 to 8192.",
     numbers=on_the_sphere,
-    function="isentropic.laws.from_kappa",
+    function="isentropic.laws.AffineLog",
 )
 @claim(
     "8823-post-11",
@@ -710,12 +710,12 @@ def on_the_sphere():
     correct=r"κ must be large enough that attention is focused: at d = 64 the entropy stays within @{focused:.2f} for n from 64 to 8192 with κ from 5 to 6½. With "
     r"$κ = \sqrt d/\log512 = @{usual:.2f}$, the standard scale at 512, it grows by @{growth:.2f}.",
     numbers=on_the_sphere,
-    function="isentropic.laws.from_kappa",
+    function="isentropic.laws.AffineLog",
 )
 def test_laws_on_the_sphere():
     d, numbers, found = 64, on_the_sphere(), {}
     for kappa in (1 / 0.24, 5.0, numbers["usual"]):
-        law = laws.from_kappa(kappa, d)
+        law = laws.AffineLog(kappa / math.sqrt(d))
         for n in POWERS[::7]:
             strength = kappa * math.log(n)
             assert law(n) * math.sqrt(d) == pytest.approx(strength)
@@ -734,7 +734,7 @@ def test_laws_on_the_sphere():
 def where_the_constants_agree():
     return {
         "d": round((math.log(512) / 0.24) ** 2),
-        "factor": laws.from_kappa(1 / 0.24, 64)(512) / laws.LogLength(512)(512),
+        "factor": laws.AffineLog(1 / 0.24 / 8)(512) / laws.LogLength(512)(512),
     }
 
 
@@ -744,15 +744,17 @@ def where_the_constants_agree():
     verdict="does not hold",
     correct=r"The last equality needs $\sqrt d = \log512/0.24$: d = @{d} alone. For d = 64 the two sides differ by the factor @{factor:.2f}.",
     numbers=where_the_constants_agree,
-    function="isentropic.laws.from_kappa",
+    function="isentropic.laws.AffineLog",
 )
 def test_normalization():
     numbers = where_the_constants_agree()
     assert numbers["d"] == pytest.approx((math.log(512) / 0.24) ** 2, abs=0.5)
     for n in (64, 512, 8192):
         expected = laws.LogLength(512)(n)
-        assert laws.from_kappa(1 / 0.24, numbers["d"])(n) == pytest.approx(expected, rel=1e-3)
-        assert laws.from_kappa(1 / 0.24, 64)(n) == pytest.approx(numbers["factor"] * expected)
+        assert laws.AffineLog(1 / 0.24 / math.sqrt(numbers["d"]))(n) == pytest.approx(
+            expected, rel=1e-3
+        )
+        assert laws.AffineLog(1 / 0.24 / 8)(n) == pytest.approx(numbers["factor"] * expected)
 
 
 def slopes(factor):

@@ -33,8 +33,8 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
 
     assert_type(laws.preset("su"), laws.Law)
     assert_type(it.laws.LogLength(512), laws.LogLength)
-    assert_type(laws.scaled(it.laws.LogLength(), x), laws.Law)
-    assert_type(laws.scaled(laws.AffineLog(x, laws.per_query(x)), laws.per_query(x)), laws.Law)
+    assert_type(laws.scaled(it.laws.LogLength(), x), laws.scaled)
+    assert_type(laws.scaled(laws.AffineLog(x, laws.per_query(x)), laws.per_query(x)), laws.scaled)
     assert_type(laws.Knots([64, 512], [1.0, 1.5]), laws.Knots)
     assert_type(laws.Knots((64, 512.0), x, minimum=1), laws.Knots)
     law = drift.calibrate([(x, x)], reference_length=128).law

@@ -1,4 +1,4 @@
-"""Masks for PyTorch's `flex_attention`: its `mask_mod` functions and block masks."""
+"""Block masks for PyTorch's `flex_attention`."""
 
 from __future__ import annotations
 
@@ -24,52 +24,6 @@ from isentropic.masks import (
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
-def to_mask_mod(mask: Mask | Array, n_queries: int, n_keys: int) -> MaskMod:
-    """The `mask_mod` of a mask, for `torch.nn.attention.flex_attention`.
-
-    Parameters
-    ----------
-    mask : Mask or boolean tensor
-        A mask of `isentropic.masks`, or a tensor broadcastable to (B, H, L, S), True = attend. The
-        arrays of a mask are tensors.
-    n_queries, n_keys : int
-        L and S. The default offset of `causal` and `window`, and the side of `padding`, depend on them.
-
-    Returns
-    -------
-    function
-        ``mask_mod(b, h, q_idx, kv_idx)``, as `create_block_mask`, `and_masks` and `or_masks` of PyTorch
-        take it.
-
-    Raises
-    ------
-    TypeError
-        If `mask` is neither of these, or has arrays that are not tensors, or if a length is not an
-        integer.
-    ValueError
-        If the arrays of the mask do not fit, or if a length is less than 1.
-
-    See Also
-    --------
-    to_block_mask : the same as a block mask.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.nn.attention.flex_attention import create_mask
-    >>> from isentropic import masks
-    >>> from isentropic.integrations.torch import to_mask_mod
-    >>> mask_mod = to_mask_mod(masks.window(2), n_queries=3, n_keys=5)
-    >>> create_mask(mask_mod, None, None, 3, 5, device="cpu").to(torch.uint8)
-    tensor([[[[1, 1, 1, 0, 0],
-              [0, 1, 1, 1, 0],
-              [0, 0, 1, 1, 1]]]], dtype=torch.uint8)
-    """
-    mask = as_mask(mask)
-    frame, _ = _checked(mask, n_queries, n_keys)
-    return _mask_mod(mask, frame)
-
-
 @with_name_hints(
     mask_mod="mask", B=None, H=None, Q_LEN="n_queries", KV_LEN="n_keys", BLOCK_SIZE="block_size"
 )
@@ -81,9 +35,10 @@ def to_block_mask(
     Parameters
     ----------
     mask : Mask or boolean tensor
-        As in `to_mask_mod`.
+        A mask of `isentropic.masks`, or a tensor broadcastable to (B, H, L, S), True = attend. The
+        arrays of a mask are tensors.
     n_queries, n_keys : int
-        L and S.
+        L and S. The default offset of `causal` and `window`, and the side of `padding`, depend on them.
     device : torch.device, optional
         By default that of the tensors in the mask. If it has none, the accelerator of the machine or
         else the CPU, as in PyTorch.
@@ -94,16 +49,19 @@ def to_block_mask(
     -------
     torch.nn.attention.flex_attention.BlockMask
         It has the batch and head axes of the tensors in the mask, of length 1 where these do not
-        differ.
+        differ. Its ``mask_mod`` is the mask as a function, for `and_masks` and `or_masks` of PyTorch.
 
     Raises
     ------
-    TypeError, ValueError
-        As in `to_mask_mod`, and if `block_size` is not an integer of at least 1.
+    TypeError
+        If `mask` is neither of these, or has arrays that are not tensors, or if a number is not an
+        integer.
+    ValueError
+        If the arrays of the mask do not fit, or if a number is less than 1.
 
     Notes
     -----
-    It equals ``create_block_mask(to_mask_mod(mask, L, S), B, H, L, S)``, which forms the whole mask,
+    It equals what PyTorch's ``create_block_mask`` makes of the ``mask_mod``. That forms the whole mask,
     (B, H, L, S), if it is not compiled. Here one row of blocks is formed at a time.
 
     Examples

@@ -21,100 +21,12 @@ from typing import Any
 
 from isentropic._attention.functions import attention_state, scale_queries
 from isentropic._attention.state import AttentionState, merge_states
-from isentropic._checks import check_floating, check_given, check_ndim, type_error, value_error
+from isentropic._checks import check_floating, check_ndim, type_error, value_error
 from isentropic._entropy import shift_moment
-from isentropic._namespace import Array, ArrayT, accumulator, is_jax, is_torch, namespace, present
+from isentropic._namespace import Array, accumulator, is_jax, is_torch, namespace, present
 from isentropic._numerics import replace_infinite_minimum
 from isentropic.laws._law import DEFAULT_LAW, Constant, Law
 from isentropic.masks import causal
-
-
-def ring_attention(
-    query: ArrayT,
-    key: ArrayT,
-    value: ArrayT,
-    *,
-    axis_name: Hashable,
-    is_causal: bool = False,
-    scale: float | None = None,
-    law: Law | None = DEFAULT_LAW,
-    n_keys: int | Array | None = None,
-    softcap: float | None = None,
-    enable_gqa: bool = False,
-) -> ArrayT:
-    """Attention inside `jax.shard_map`, where each device holds a shard of the sequence.
-
-    It is equivalent to `isentropic.attention` on the whole sequence. Keys and values travel around the
-    ring of devices.
-
-    Parameters
-    ----------
-    query : array (..., L, E)
-    key : array (..., S, E)
-    value : array (..., S, Ev)
-        The shards of this device. The axes ``...`` broadcast.
-    axis_name : str
-        The mesh axis over which queries, keys and values are sharded, contiguously.
-    is_causal : bool
-        Whether a query sees only the keys up to its own position in the whole sequence, aligned
-        bottom-right as in `isentropic.attention`: the last query of the last device sees every key.
-        Other masks are not supported.
-    scale : float, optional
-        The scale at which the law is 1; ``1/√E`` by default.
-    law : Law or None, default ``LogLength(512)``
-        The factor on the scale as a function of n; None for standard attention.
-    n_keys : int or array broadcastable to the (..., L) of `query`, optional
-        The n of the law; by default the number of keys of the whole sequence that each query sees.
-        `n_keys` does not hide keys.
-    softcap : float > 0, optional
-        The c in ``c · tanh(logit / c)``.
-    enable_gqa : bool
-        Grouped heads: the length of axis −3 of `key` and `value` divides that of `query`.
-
-    Returns
-    -------
-    array (..., L, Ev)
-        The shard of the output that belongs to the queries of this device.
-
-    Raises
-    ------
-    TypeError
-        For arrays that are not JAX arrays, or are not floating-point.
-    ValueError
-        For shapes that do not fit, values out of range, or an axis that the surrounding
-        `jax.shard_map` does not have.
-
-    Notes
-    -----
-    P devices take P hops to the next neighbor, each with one shard of keys and values. The size of the
-    compiled program does not depend on P. Memory is O(L + S) per device, in the backward pass too.
-    Blocks hidden by causality are skipped, but the call takes as long as on the last device, which sees
-    all blocks. Only reverse-mode differentiation is supported.
-
-    References
-    ----------
-    Liu, Zaharia & Abbeel 2023 (arXiv 2310.01889).
-
-    Examples
-    --------
-    >>> import jax, numpy as np
-    >>> from isentropic.integrations.jax import ring_attention
-    >>> mesh = jax.sharding.Mesh(jax.devices(), ("sequence",))
-    >>> spec = jax.P(None, "sequence")  # (heads, positions, features)
-    >>> ring = jax.shard_map(
-    ...     lambda q, k, v: ring_attention(q, k, v, axis_name="sequence", is_causal=True),
-    ...     mesh=mesh, in_specs=spec, out_specs=spec,
-    ... )
-    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 8, 128, 64)).astype("float32")
-    >>> jax.jit(ring)(q, k, v).shape
-    (8, 128, 64)
-    """
-    check_given(value=value)
-    state = ring_attention_state(
-        query, key, value, axis_name=axis_name, is_causal=is_causal, scale=scale, law=law,
-        n_keys=n_keys, softcap=softcap, enable_gqa=enable_gqa,
-    )  # fmt: skip
-    return _output(state, query, key, value)
 
 
 def ring_attention_state(
@@ -130,48 +42,70 @@ def ring_attention_state(
     softcap: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionState:
-    """Output, log-normalizer and entropy of attention inside `jax.shard_map`.
+    """Attention inside `jax.shard_map`, where each device holds a shard of the sequence.
 
-    It is equivalent to `isentropic.attention_state` on the whole sequence.
+    It is equivalent to `isentropic.attention_state` on the whole sequence. Keys and values travel
+    around the ring of devices.
 
     Parameters
     ----------
     query : array (..., L, E)
     key : array (..., S, E)
     value : array (..., S, Ev), optional
-        The shards of this device. Without values the state has no output, and only keys travel.
-    axis_name, is_causal, scale, law, n_keys, softcap, enable_gqa
-        As in `ring_attention`.
+        The shards of this device. The axes ``...`` broadcast. Without values the state has no output,
+        and only keys travel.
+    axis_name : str
+        The mesh axis over which queries, keys and values are sharded, contiguously.
+    is_causal : bool
+        Whether a query sees only the keys up to its own position in the whole sequence, aligned
+        bottom-right as in `isentropic.attention`: the last query of the last device sees every key.
+        Other masks are not supported.
+    scale, law, n_keys, softcap, enable_gqa
+        As in `isentropic.attention`. `n_keys` counts keys of the whole sequence.
 
     Returns
     -------
     AttentionState
         The state of the queries of this device over all keys, in float32, or in float64 for float64
-        inputs.
+        inputs. ``state.output()`` is the shard of the output, (..., L, Ev).
 
     Raises
     ------
-    TypeError, ValueError
-        As in `ring_attention`.
+    TypeError
+        For arrays that are not JAX arrays, or are not floating-point.
+    ValueError
+        For shapes that do not fit, values out of range, or an axis that the surrounding
+        `jax.shard_map` does not have.
 
     Notes
     -----
-    Differentiation treats ``maximum`` as a constant. This is exact for the output, the entropy and the
-    log-normalizer, because they do not depend on the number that is subtracted from the logits.
+    P devices take P hops to the next neighbor, each with one shard of keys and values. The size of the
+    compiled program does not depend on P. Memory is O(L + S) per device, in the backward pass too.
+    Blocks hidden by causality are skipped, but the call takes as long as on the last device, which sees
+    all blocks.
+
+    Only reverse-mode differentiation is supported. It treats ``maximum`` as a constant. This is exact
+    for the output, the entropy and the log-normalizer, because they do not depend on the number that is
+    subtracted from the logits.
+
+    References
+    ----------
+    Liu, Zaharia & Abbeel 2023 (arXiv 2310.01889).
 
     Examples
     --------
     >>> import jax, numpy as np
     >>> from isentropic.integrations.jax import ring_attention_state
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("sequence",))
-    >>> spec = jax.P("sequence")
-    >>> ring = jax.shard_map(
-    ...     lambda q, k: ring_attention_state(q, k, axis_name="sequence").entropy(),
-    ...     mesh=mesh, in_specs=spec, out_specs=spec,
-    ... )
-    >>> q, k = np.random.default_rng(0).normal(size=(2, 128, 64)).astype("float32")
-    >>> jax.jit(ring)(q, k).shape
-    (128,)
+    >>> spec = jax.P(None, "sequence")  # (heads, positions, features)
+    >>> @jax.jit
+    ... @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
+    ... def attend(q, k, v):
+    ...     state = ring_attention_state(q, k, v, axis_name="sequence", is_causal=True)
+    ...     return state.output(), state.entropy()
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 8, 128, 64)).astype("float32")
+    >>> [x.shape for x in attend(q, k, v)]
+    [(8, 128, 64), (8, 128)]
     """
     xp = _check_library("JAX", is_jax, query, key, value)
     rank, size = _axis(axis_name)
@@ -181,10 +115,10 @@ def ring_attention_state(
     return _ring_of_keys(shards, axis_name, scaled, _block(key, value))
 
 
-def distributed_attention(
-    query: ArrayT,
-    key: ArrayT,
-    value: ArrayT,
+def distributed_attention_state(
+    query: Array,
+    key: Array,
+    value: Array | None = None,
     *,
     group: Any = None,
     is_causal: bool = False,
@@ -193,27 +127,30 @@ def distributed_attention(
     n_keys: int | Array | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
-) -> ArrayT:
+) -> AttentionState:
     """Attention over `torch.distributed`, where each process holds a shard of the sequence.
 
-    It is equivalent to `isentropic.attention` on the whole sequence. Keys and values stay on their
-    process. Queries travel around the ring with their states, and return.
+    It is equivalent to `isentropic.attention_state` on the whole sequence. Keys and values stay on
+    their process. Queries travel around the ring with their states, and return.
 
     Parameters
     ----------
     query : tensor (..., L, E)
     key : tensor (..., S, E)
-    value : tensor (..., S, Ev)
+    value : tensor (..., S, Ev), optional
         The shards of this process, of the same shapes in all processes. The axes ``...`` broadcast.
+        Without values the state has no output.
     group : torch.distributed.ProcessGroup, optional
         The processes that hold the shards, in the order of their ranks; by default all processes.
     is_causal, scale, law, n_keys, softcap, enable_gqa
-        As in `ring_attention`.
+        As in `isentropic.integrations.jax.ring_attention_state`.
 
     Returns
     -------
-    tensor (..., L, Ev)
-        The shard of the output that belongs to the queries of this process.
+    AttentionState
+        The state of the queries of this process over all keys, in float32, or in float64 for float64
+        inputs. ``state.output()`` is the shard of the output, (..., L, Ev). Its ``maximum`` has no
+        gradient: the output, the entropy and the log-normalizer do not depend on it.
 
     Raises
     ------
@@ -242,68 +179,12 @@ def distributed_attention(
     This example has a single process. ``torchrun`` starts several, and gives each its rank.
 
     >>> import torch, torch.distributed as dist
-    >>> from isentropic.integrations.torch import distributed_attention
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> q, k, v = torch.randn(3, 8, 128, 64)
-    >>> distributed_attention(q, k, v, is_causal=True).shape
-    torch.Size([8, 128, 64])
-    >>> dist.destroy_process_group()
-    """
-    check_given(value=value)
-    state = distributed_attention_state(
-        query, key, value, group=group, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys,
-        softcap=softcap, enable_gqa=enable_gqa,
-    )  # fmt: skip
-    return _output(state, query, key, value)
-
-
-def distributed_attention_state(
-    query: Array,
-    key: Array,
-    value: Array | None = None,
-    *,
-    group: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    law: Law | None = DEFAULT_LAW,
-    n_keys: int | Array | None = None,
-    softcap: float | None = None,
-    enable_gqa: bool = False,
-) -> AttentionState:
-    """Output, log-normalizer and entropy of attention over `torch.distributed`.
-
-    It is equivalent to `isentropic.attention_state` on the whole sequence.
-
-    Parameters
-    ----------
-    query : tensor (..., L, E)
-    key : tensor (..., S, E)
-    value : tensor (..., S, Ev), optional
-        The shards of this process. Without values the state has no output.
-    group
-        As in `distributed_attention`.
-    is_causal, scale, law, n_keys, softcap, enable_gqa
-        As in `ring_attention`.
-
-    Returns
-    -------
-    AttentionState
-        The state of the queries of this process over all keys, in float32, or in float64 for float64
-        inputs. Its ``maximum`` does not have a gradient, as in `ring_attention_state`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `distributed_attention`.
-
-    Examples
-    --------
-    >>> import torch, torch.distributed as dist
     >>> from isentropic.integrations.torch import distributed_attention_state
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> q, k = torch.randn(2, 128, 64)
-    >>> distributed_attention_state(q, k).entropy().shape
-    torch.Size([128])
+    >>> q, k, v = torch.randn(3, 8, 128, 64)
+    >>> state = distributed_attention_state(q, k, v, is_causal=True)
+    >>> state.output().shape, state.entropy().shape
+    (torch.Size([8, 128, 64]), torch.Size([8, 128]))
     >>> dist.destroy_process_group()
     """
     xp = _check_library("PyTorch", is_torch, query, key, value)
@@ -591,11 +472,6 @@ def _pull_back(
 
 def _block(key: Array, value: Array | None) -> tuple[Array, ...]:
     return (key,) if value is None else (key, value)
-
-
-def _output(state: AttentionState, query: Array, key: Array, value: Array) -> Any:
-    xp = namespace(query=query)
-    return xp.astype(state.output(), xp.result_type(query, key, value))
 
 
 def _check_library(

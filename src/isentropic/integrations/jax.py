@@ -9,7 +9,7 @@ from isentropic._attention.distribution import AttentionDistribution
 from isentropic._attention.functions import attention, attention_entropy
 from isentropic._checks import check_choice, check_ndim, requires_extra, value_error
 from isentropic._namespace import Array, ArrayT
-from isentropic.integrations._sharded import ring_attention, ring_attention_state
+from isentropic.integrations._sharded import ring_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 
@@ -17,7 +17,7 @@ with requires_extra(__name__):
     import jax
     import jax.numpy as jnp
 
-__all__ = ["attention_fn", "ring_attention", "ring_attention_state"]
+__all__ = ["attention_fn", "ring_attention_state"]
 
 
 def attention_fn(

@@ -16,8 +16,8 @@ from isentropic._attention.functions import attention, attention_entropy
 from isentropic._checks import check_flag, is_array, requires_extra, type_error, value_error
 from isentropic._namespace import namespace, present
 from isentropic._numerics import product
-from isentropic.integrations._flex import to_block_mask, to_mask_mod
-from isentropic.integrations._sharded import distributed_attention, distributed_attention_state
+from isentropic.integrations._flex import to_block_mask
+from isentropic.integrations._sharded import distributed_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
@@ -32,14 +32,10 @@ with requires_extra(__name__):
 __all__ = [
     "LawModule",
     "MultiheadAttention",
-    "Observation",
-    "Observer",
     "announce_attention",
-    "distributed_attention",
     "distributed_attention_state",
     "observe",
     "to_block_mask",
-    "to_mask_mod",
 ]
 
 
@@ -56,11 +52,9 @@ class LawModule(torch.nn.Module):
     law : Law
         Each `torch.nn.Parameter` of the law becomes a parameter of the module, with the name of its
         field. Other tensors are configuration, like numbers: they become buffers, which move with the
-        module but are not in its state dict. Casts to half precision leave buffers as they are. A law
-        keeps its numbers through `to_empty`, and through the meta device if it was not made there.
-
-        A law inside the law (of `isentropic.laws.scaled` and ``shifted``) becomes a submodule with the
-        name ``law``.
+        module but are not in its state dict, and which casts to half precision leave as they are. A law
+        inside the law becomes a submodule with the name ``law``. A law keeps its numbers through
+        `to_empty`, and through the meta device if it was not made there.
     borrow : bool
         Whether tensors that require gradients belong to someone else: then they are neither parameters
         nor buffers of the module.
@@ -225,8 +219,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     Notes
     -----
     n is counted per query and head. It does not include keys that are True in a boolean mask, or −∞ in
-    a floating-point mask. A key with the lowest finite number in a mask is still counted. All queries
-    see the keys that `add_bias_kv` and `add_zero_attn` append, and n includes them.
+    a floating-point mask; a lowest finite number hides no key. All queries see the keys that
+    `add_bias_kv` and `add_zero_attn` append, and n includes them.
 
     For a query that sees no key the weights are 0, and the output is the bias of the output projection.
     PyTorch's output is NaN in this case, if it materializes the weights.
@@ -241,18 +235,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     Dropout acts on the weights, as in PyTorch. While it is active (in training, with ``dropout > 0``),
     or with `need_weights`, the L×S weights are materialized. Otherwise they never are.
 
-    This module disables PyTorch's fast path, both its own and that of a
-    `torch.nn.TransformerEncoderLayer` around it, because the fast path computes attention without the
-    law. A hook on the module, which does nothing else, makes PyTorch's layers skip the fast path.
-    Nested tensors, which `torch.nn.TransformerEncoder` makes, are padded.
-
-    PEFT's LoRA treats the module like PyTorch's, and keeps the law. TorchScript cannot express a law.
-    Use `torch.compile` or `torch.export`.
+    PyTorch's fast path, also that of a `torch.nn.TransformerEncoderLayer` around the module, would
+    compute attention without the law, so it is disabled. Nested tensors, which
+    `torch.nn.TransformerEncoder` makes, are padded. TorchScript cannot express a law: use
+    `torch.compile` or `torch.export`.
 
     If a checkpoint contains no parameters of a law, those of this module keep their initial values,
-    even with ``strict=True``. If they have none, because they were made on the meta device, they are
-    missing keys. PyTorch's module loads the checkpoints of this one if the law has no parameters, and
-    otherwise with ``strict=False``.
+    even with ``strict=True``, unless they were made on the meta device. PyTorch's module loads the
+    checkpoints of this one with ``strict=False`` if the law has parameters.
 
     References
     ----------

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from isentropic.laws._law import Constant, Law, LogLength, per_query
 
 if TYPE_CHECKING:
-    from isentropic.laws._configurations import ModelRule, from_config
-    from isentropic.laws._dictionaries import from_dict, to_dict
+    from isentropic.laws._configurations import from_config
+    from isentropic.laws._dictionaries import from_dict
     from isentropic.laws._formulas import (
         AffineLog,
         InfoScale,
@@ -31,36 +31,19 @@ if TYPE_CHECKING:
         PowerLog,
         SqrtLogLength,
         StepLog,
-        from_kappa,
         scaled,
         shifted,
     )
-    from isentropic.laws._presets import preset, presets
+    from isentropic.laws._presets import preset
 else:  # a type checker that sees `__getattr__` accepts every attribute name
-    # Modules that attention does not need are imported on first use.
-    _LAZY = {
-        "AffineLog": "_formulas",
-        "InfoScale": "_formulas",
-        "Knots": "_formulas",
-        "ModelRule": "_configurations",
-        "Power": "_formulas",
-        "PowerLog": "_formulas",
-        "SqrtLogLength": "_formulas",
-        "StepLog": "_formulas",
-        "from_config": "_configurations",
-        "from_dict": "_dictionaries",
-        "from_kappa": "_formulas",
-        "preset": "_presets",
-        "presets": "_presets",
-        "scaled": "_formulas",
-        "shifted": "_formulas",
-        "to_dict": "_dictionaries",
-    }
+    # Attention does not need these names. They are imported on first use.
+    _MODULES = {"from_config": "_configurations", "from_dict": "_dictionaries", "preset": "_presets"}
 
     def __getattr__(name: str) -> Any:
-        if name not in _LAZY:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        module = importlib.import_module(f"{__name__}.{_MODULES.get(name, '_formulas')}")
+        return getattr(module, name)
 
 
 def __dir__() -> list[str]:
@@ -74,18 +57,14 @@ __all__ = [
     "Knots",
     "Law",
     "LogLength",
-    "ModelRule",
     "Power",
     "PowerLog",
     "SqrtLogLength",
     "StepLog",
     "from_config",
     "from_dict",
-    "from_kappa",
     "per_query",
     "preset",
-    "presets",
     "scaled",
     "shifted",
-    "to_dict",
 ]

@@ -29,39 +29,7 @@ _MOST_PARTS = 8
 
 
 class ModelRule(NamedTuple):
-    """A rule by which a model scales its attention logits itself, as `from_config` returns it.
-
-    Attributes
-    ----------
-    name : str
-        A name of `isentropic.laws.preset`, or "mscale" for the temperature that DeepSeek-V2 and the
-        models after it have if their context is extended by YaRN.
-    law : Law or None
-        The factor as a law. None if its numbers are weights of the model, as in "mistral-large-4".
-    counts : {"positions", "slots", "length"} or None
-        What the n of the law counts, as in the table of `isentropic.laws.preset`. None for constants.
-    layers : tuple of int, or None
-        The numbers of the decoder layers that have the rule. None for all layers with attention.
-        For "rotated products" None stands for those layers that rotate queries and keys.
-    scales : str
-        What the law multiplies:
-
-        - "products": the products of queries and keys,
-        - "rotated products": the part of the products that comes from the rotated features,
-        - "products and biases": the products and the position biases,
-        - "capped logits": the logits after the soft cap.
-    off : tuple of str
-        Assignments to fields of the configuration that switch the rule off, before the model is made.
-        Empty if the configuration cannot switch it off.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> config = {"model_type": "qwen", "use_logn_attn": True, "seq_length": 8192}
-    >>> (rule,) = laws.from_config(config)
-    >>> rule.law(65536).__round__(3), rule.counts, rule.off
-    (1.231, 'slots', ('use_logn_attn = False',))
-    """
+    """A rule by which a model scales its attention logits itself. `from_config` describes it."""
 
     name: str
     law: Law | None
@@ -88,7 +56,21 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     -------
     tuple of ModelRule
         Empty if the model scales its logits by nothing but the constant scale of its attention. If a
-        layer has several rules, their factors multiply.
+        layer has several rules, their factors multiply. A rule is a named tuple:
+
+        - ``name``: a name of `isentropic.laws.preset`, or "mscale" for the temperature that DeepSeek-V2
+          and the models after it have if their context is extended by YaRN.
+        - ``law``: the factor as a law. None if its numbers are weights of the model, as in
+          "mistral-large-4".
+        - ``counts``: what the n of the law counts, "positions", "slots" or "length", as in the table of
+          `isentropic.laws.preset`. None for constants.
+        - ``layers``: the numbers of the decoder layers that have the rule. None for all layers with
+          attention; for "rotated products" for those that rotate queries and keys.
+        - ``scales``: what the law multiplies, the "products" of queries and keys, "rotated products"
+          (the part of them that comes from rotated features), "products and biases" (of positions), or
+          "capped logits" (after the soft cap).
+        - ``off``: assignments to fields of the configuration that switch the rule off, before the model
+          is made. Empty if the configuration cannot switch it off.
 
     Raises
     ------
@@ -134,6 +116,10 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     ('yarn', 1.296, 'rotated products')
     >>> laws.from_config(config | {"rope_scaling": None})
     ()
+    >>> config = {"model_type": "qwen", "use_logn_attn": True, "seq_length": 8192}
+    >>> (rule,) = laws.from_config(config)
+    >>> rule.law(65536).__round__(3), rule.counts, rule.off
+    (1.231, 'slots', ('use_logn_attn = False',))
     """
     fields = _text_fields(config)
     ropes = list(_ropes(fields))

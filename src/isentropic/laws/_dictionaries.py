@@ -9,33 +9,11 @@ import numpy as np
 
 from isentropic._checks import check_choice, check_floating, is_array, type_error, value_error
 from isentropic._namespace import Array, from_numpy, namespace, to_numpy
-from isentropic.laws._formulas import (
-    AffineLog,
-    InfoScale,
-    Knots,
-    Power,
-    PowerLog,
-    Scaled,
-    Shifted,
-    SqrtLogLength,
-    StepLog,
-)
-from isentropic.laws._law import Constant, Law, LogLength, PerQuery, check_numbers
+from isentropic.laws import _formulas  # noqa: F401 - its laws are subclasses of `Law`
+from isentropic.laws._law import Law, PerQuery, check_numbers
 
-# The names in dictionaries, and their classes.
-_KINDS: dict[str, type[Law]] = {
-    "AffineLog": AffineLog,
-    "Constant": Constant,
-    "InfoScale": InfoScale,
-    "Knots": Knots,
-    "LogLength": LogLength,
-    "Power": Power,
-    "PowerLog": PowerLog,
-    "SqrtLogLength": SqrtLogLength,
-    "StepLog": StepLog,
-    "scaled": Scaled,
-    "shifted": Shifted,
-}
+# The laws of this package, by their names in dictionaries.
+_KINDS = {x.__name__: x for x in Law.__subclasses__() if x.__module__.startswith(f"{__package__}.")}
 # Parameters that are sequences of numbers or arrays.
 _SEQUENCES = ("lengths", "factors")
 # Dictionaries may come from untrusted sources, and deep nesting would end in a RecursionError.
@@ -43,63 +21,36 @@ _MAX_DEPTH = 32
 
 
 def to_dict(law: Law) -> dict[str, Any]:
-    """A law as a dictionary of plain values, for JSON and YAML.
-
-    Parameters
-    ----------
-    law : Law
-        Its arrays must be readable (not traced) and finite.
-
-    Returns
-    -------
-    dict
-        ``"law"`` is the name of the class, or "scaled" or "shifted"; the law that these two change is
-        under ``"of"``. The parameters follow. Arrays become nested lists. A one-dimensional array of
-        `Knots` becomes ``{"array": [...]}``, as a plain list stands for a sequence of numbers there.
-        `from_dict` makes an equal law from the dictionary, except that 0-d arrays become numbers.
-
-    Raises
-    ------
-    TypeError
-        If `law` is not a law of this module, or if it has a parameter made by `per_query`, which
-        belongs to the queries of one call.
-    ValueError
-        If an array is not finite.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.to_dict(laws.LogLength(512))
-    {'law': 'LogLength', 'base': 512, 'minimum': None}
-    """
+    """`Law.to_dict`."""
     if isinstance(law, PerQuery):
         raise _per_query_error("law")
-    kind = next((name for name, kind in _KINDS.items() if type(law) is kind), None)
-    if kind is None:
+    if type(law) not in _KINDS.values():
         raise type_error("law", "be a law that isentropic.laws defines", type(law).__name__)
-    data: dict[str, Any] = {"law": kind}
+    data: dict[str, Any] = {"law": type(law).__name__}
     for name, x in law._named_values().items():
         if isinstance(x, PerQuery) and name != "law":
             raise _per_query_error(name)
         if isinstance(x, Law):
             data["of"] = to_dict(x)
         elif is_array(x):
-            numbers = _plain_numbers(name, x)
-            data[name] = {"array": numbers} if name in _SEQUENCES and x.ndim == 1 else numbers
+            numbers = to_numpy(x)
+            check_numbers(name, numbers)
+            is_sequence = name in _SEQUENCES and x.ndim == 1
+            data[name] = {"array": numbers.tolist()} if is_sequence else numbers.tolist()
         else:
             data[name] = [_plain(y) for y in x] if isinstance(x, tuple) else _plain(x)
     return data
 
 
 def from_dict(data: dict[str, Any], *, like: Array | None = None) -> Law:
-    """The law that a dictionary made by `to_dict` describes.
+    """The law that a dictionary made by `Law.to_dict` describes.
 
     Nothing in the dictionary is executed or imported. It can only name laws of this module.
 
     Parameters
     ----------
     data : dict
-        A dictionary as `to_dict` returns it. Parameters that have a default may be omitted.
+        A dictionary as `Law.to_dict` returns it. Parameters that have a default may be omitted.
     like : array, optional
         An array whose library, device and dtype the arrays in the law get. By default they are NumPy
         arrays of float64.
@@ -133,7 +84,7 @@ def _from_dict(data: Any, depth: int) -> Law:
         raise value_error("data", f"be nested at most {_MAX_DEPTH} deep", "more")
     if "law" not in data:
         raise value_error("data", "name a law under 'law'", f"the keys {_listed(data)}")
-    check_choice("law", data["law"], tuple(_KINDS))
+    check_choice("law", data["law"], sorted(_KINDS))
     kind = _KINDS[data["law"]]
     given = {"law" if key == "of" else key: x for key, x in data.items() if key != "law"}
     known = {field.name: field.default is MISSING for field in fields(kind)}
@@ -166,13 +117,6 @@ def _plain(x: Any) -> int | float | None:
 
 def _listed(keys: Any) -> str:
     return ", ".join(sorted(map(str, keys))) or "none"
-
-
-def _plain_numbers(name: str, x: Array) -> Any:
-    """The numbers of an array as nested lists."""
-    numbers = to_numpy(x)
-    check_numbers(name, numbers)
-    return numbers.tolist()
 
 
 def _array(name: str, numbers: list[Any]) -> Any:

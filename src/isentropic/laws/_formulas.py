@@ -17,7 +17,6 @@ from isentropic._numerics import clip, root_or_zero
 from isentropic.laws._law import (
     Law,
     Parameter,
-    PerQuery,
     at_least,
     check_law,
     check_minimum,
@@ -38,13 +37,6 @@ class SqrtLogLength(Law):
         The length at which the factor is 1.
     minimum : float, optional
         The smallest factor.
-
-    Raises
-    ------
-    TypeError
-        If `base` is not a real number or an array of them, or `minimum` not a real number.
-    ValueError
-        If `base` is not above 1, or a number is not finite.
 
     References
     ----------
@@ -75,18 +67,13 @@ class SqrtLogLength(Law):
 class AffineLog(Law):
     """``slope · ln n + intercept``: the form of SSMax, of Chiang–Cholak and of calibrated heads.
 
+    Su's scale ``κ ln n / d`` is the slope ``κ/√d``, as factors multiply the scale ``1/√d``.
+
     Parameters
     ----------
     slope, intercept : float or array
     minimum : float or array, optional
         The smallest factor.
-
-    Raises
-    ------
-    TypeError
-        If a parameter is not a real number or an array of them.
-    ValueError
-        If a number is not finite.
 
     References
     ----------
@@ -126,13 +113,6 @@ class PowerLog(Law):
     ----------
     offset, coefficient, exponent : float or array
 
-    Raises
-    ------
-    TypeError
-        If a parameter is not a real number or an array of them.
-    ValueError
-        If a number is not finite.
-
     References
     ----------
     Vasylenko et al. 2025, arXiv 2506.16640. There coefficient and exponent depend on the query.
@@ -166,13 +146,6 @@ class StepLog(Law):
     ----------
     coefficient : float or array
     period : float > 0, or array
-
-    Raises
-    ------
-    TypeError
-        If a parameter is not a real number or an array of them.
-    ValueError
-        If `period` is not positive, or a number is not finite.
 
     Examples
     --------
@@ -214,13 +187,6 @@ class Power(Law):
 
     ``laws.shifted(laws.Power(exponent, period), period)`` is ``(1 + n / period)^exponent``.
 
-    Raises
-    ------
-    TypeError
-        If a parameter is not a real number or an array of them.
-    ValueError
-        If `base` is not positive, or a number is not finite.
-
     References
     ----------
     Bruno, Chen, Lin, Polyanskiy & Rigollet 2026, arXiv 2605.08505.
@@ -258,13 +224,6 @@ class InfoScale(Law):
         The length at which the factor is 1.
     head_dim : float > 0
         The head size d.
-
-    Raises
-    ------
-    TypeError
-        If `base` is not a real number or an array of them, or `head_dim` not a real number.
-    ValueError
-        If `base` is not above 1, `head_dim` is not positive, or a number is not finite.
 
     References
     ----------
@@ -305,14 +264,6 @@ class Knots(Law):
         The factors f_1, …, f_K at these lengths. An array has one row per head and can be learned.
     minimum : float, optional
         The smallest factor.
-
-    Raises
-    ------
-    TypeError
-        If lengths or factors are not real numbers.
-    ValueError
-        If there are fewer than two lengths, if they do not increase or are below 1, if there are not as
-        many factors as lengths, or if a number is not finite.
 
     Warns
     -----
@@ -418,8 +369,20 @@ class Knots(Law):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Scaled(Law):
-    """The law that `scaled` makes."""
+class scaled(Law):  # noqa: N801 - in lower case, as it is called like a function of laws
+    """``factor · law(n)``. A temperature τ is the factor 1/τ.
+
+    Parameters
+    ----------
+    law : Law
+    factor : float or array
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.scaled(laws.LogLength(16), 0.5)(256)
+    1.0
+    """
 
     law: Law
     factor: Parameter
@@ -428,16 +391,25 @@ class Scaled(Law):
         check_law(self.law)
         check_parameter("factor", self.factor)
 
-    def __repr__(self) -> str:
-        return f"scaled({self.law!r}, {self.factor!r})"
-
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return self.law.evaluate(xp, n) * over_queries(xp, self.factor, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Shifted(Law):
-    """The law that `shifted` makes."""
+class shifted(Law):  # noqa: N801 - in lower case, as it is called like a function of laws
+    """``law(n + shift)``, for rules that count one key more or less.
+
+    Parameters
+    ----------
+    law : Law
+    shift : float
+
+    Examples
+    --------
+    >>> from isentropic import laws
+    >>> laws.shifted(laws.LogLength(16), -1)(17)
+    1.0
+    """
 
     law: Law
     shift: float
@@ -446,103 +418,8 @@ class Shifted(Law):
         check_law(self.law)
         check_real("shift", self.shift)
 
-    def __repr__(self) -> str:
-        return f"shifted({self.law!r}, {self.shift!r})"
-
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return self.law.evaluate(xp, n + plain_float(self.shift))
-
-
-def scaled(law: Law, factor: Parameter) -> Law:
-    """``factor · law(n)``. A temperature τ is the factor 1/τ.
-
-    Parameters
-    ----------
-    law : Law
-    factor : float or array
-
-    Returns
-    -------
-    Law
-
-    Raises
-    ------
-    TypeError
-        If `law` is not a law, or if `factor` is neither a real number nor an array of floats.
-    ValueError
-        If `factor` is not finite.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.scaled(laws.LogLength(16), 0.5)(256)
-    1.0
-    """
-    return Scaled(law, factor)
-
-
-def shifted(law: Law, shift: float) -> Law:
-    """``law(n + shift)``, for rules that count one key more or less.
-
-    Parameters
-    ----------
-    law : Law
-    shift : float
-
-    Returns
-    -------
-    Law
-
-    Raises
-    ------
-    TypeError
-        If `law` is not a law, or if `shift` is not a real number.
-    ValueError
-        If `shift` is not finite.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.shifted(laws.LogLength(16), -1)(17)
-    1.0
-    """
-    return Shifted(law, shift)
-
-
-def from_kappa(kappa: Parameter, head_dim: int) -> Law:
-    """Su's other form of the scale, ``κ ln n / d``, as a factor on the usual ``1/√d``.
-
-    Parameters
-    ----------
-    kappa : float or array
-        ``κ = √d / ln base`` gives ``LogLength(base)``.
-    head_dim : int
-        The head size d.
-
-    Returns
-    -------
-    AffineLog
-        The law with slope κ/√d.
-
-    Raises
-    ------
-    TypeError
-        If `head_dim` is not a real number, or if `kappa` is neither a real number nor an array of
-        floats.
-    ValueError
-        If `head_dim` is not above 0, or if `kappa` is not finite.
-
-    Examples
-    --------
-    >>> import math
-    >>> from isentropic import laws
-    >>> round(laws.from_kappa(8 / math.log(512), head_dim=64)(512), 12)
-    1.0
-    """
-    check_real("head_dim", head_dim, above=0)
-    check_parameter("kappa", kappa)
-    root = math.sqrt(head_dim)
-    return AffineLog(PerQuery(kappa.value / root) if isinstance(kappa, PerQuery) else kappa / root)
 
 
 def _at_least(xp: ModuleType, factor: Array, minimum: Parameter | None, n: Array) -> Array:

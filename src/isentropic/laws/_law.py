@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Number, Real
+from numbers import Real
 from types import ModuleType
 from typing import Any, ClassVar, TypeAlias
 
@@ -51,8 +51,9 @@ class Law(Node, ABC):
 
     Call a law with an integer (the result is a float) or with an array of lengths.
 
-    A law refuses parameters that are not finite or out of range when it is made. It checks arrays too
-    if their values can be read: in the memory of the host, and outside of transformations.
+    When it is made, a law refuses parameters that are not numbers or arrays of floats by a `TypeError`,
+    and those that are not finite or out of range by a `ValueError`. It checks arrays too if their
+    values can be read: in the memory of the host, and outside of transformations.
 
     In JAX and PyTorch a law is a *pytree*. Its leaves are the arrays; the numbers belong to its
     structure. So a law can be an argument of `jax.jit`, `jax.grad`, `jax.vmap` and functions of
@@ -91,8 +92,7 @@ class Law(Node, ABC):
     1.0
     """
 
-    # `_signature`: the cached signature, for laws without arrays. Arrays can change device and flags.
-    __slots__ = ("_signature",)
+    __slots__ = ()
     _argument = "law"
     _cached_properties: ClassVar[frozenset[str]] = frozenset()
 
@@ -176,23 +176,37 @@ class Law(Node, ABC):
             return vars(self)
         return {name: x for name, x in vars(self).items() if name not in self._cached_properties}
 
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """The parameters that are arrays."""
-        return tuple([x for _, x in self._named_arrays()])
+    def to_dict(self) -> dict[str, Any]:
+        """The law as a dictionary of plain values, for JSON and YAML.
 
-    def signature(self, array_signature: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The properties of the law, except for the values of its arrays."""
-        cached = getattr(self, "_signature", None)
-        if cached is not None:
-            return cached
-        parts = (
-            (name, type(x), _signature(x, array_signature)) for name, x in self._named_values().items()
-        )
-        signature = (type(self), *parts)
-        if not self.arrays:
-            object.__setattr__(self, "_signature", signature)
-        return signature
+        Its arrays must be readable (not traced) and finite.
+
+        Returns
+        -------
+        dict
+            ``"law"`` is the name of the class. The parameters follow; the law that `scaled` and
+            `shifted` change is under ``"of"``. Arrays become nested lists. A one-dimensional array of
+            `Knots` becomes ``{"array": [...]}``, as a plain list stands for a sequence of numbers
+            there. `from_dict` makes an equal law from the dictionary, except that 0-d arrays become
+            numbers.
+
+        Raises
+        ------
+        TypeError
+            If the class is not one of this package, or if a parameter is made by `per_query`, which
+            belongs to the queries of one call.
+        ValueError
+            If an array is not finite.
+
+        Examples
+        --------
+        >>> from isentropic import laws
+        >>> laws.AffineLog(0.5).to_dict()
+        {'law': 'AffineLog', 'slope': 0.5, 'intercept': 0.0, 'minimum': None}
+        """
+        from isentropic.laws._dictionaries import to_dict
+
+        return to_dict(self)
 
     def evaluate_unchecked(self, xp: ModuleType, n: Array) -> Array:
         """``law(n)`` in the dtype of `n`, without checks, for lengths (..., L) that fit the law."""
@@ -201,17 +215,6 @@ class Law(Node, ABC):
             dtype = _compute_dtype(xp, dtype, parameters)
         # A copy, as `evaluate` may compute in place.
         return xp.astype(self.evaluate(xp, xp.astype(n, dtype)), n.dtype, copy=False)
-
-    def _named_arrays(self) -> list[tuple[str, Array]]:
-        arrays = []
-        for name, x in self._named_values().items():
-            if isinstance(x, PerQuery):
-                x = x.value  # listed under the name of the parameter
-            if isinstance(x, Law):
-                arrays += x._named_arrays()
-            elif x is not None and is_array(x):
-                arrays.append((name, x))
-        return arrays
 
     def _with_arrays(self, change: Callable[[Array], Array]) -> Law:
         changes: dict[str, Any] = {}
@@ -275,13 +278,6 @@ class Law(Node, ABC):
 @dataclass(frozen=True, eq=False, repr=False)
 class Constant(Law):
     """The factor does not depend on n. ``Constant(1)`` is standard attention.
-
-    Raises
-    ------
-    TypeError
-        If `value` is not a real number or an array of them.
-    ValueError
-        If `value` is not finite.
 
     Examples
     --------
@@ -350,8 +346,8 @@ def per_query(value: Array) -> PerQuery:
 
     Notes
     -----
-    A law with such a parameter belongs to the queries of one call, so make it for each call. `to_dict`
-    refuses it. Its factors have the shape (..., L), also if it is called with a number.
+    A law with such a parameter belongs to the queries of one call, so make it for each call.
+    `Law.to_dict` refuses it. Its factors have the shape (..., L), also if it is called with a number.
 
     With h a learned function of each query, (..., L), the factors of these papers are:
 
@@ -397,13 +393,6 @@ class LogLength(Law):
     minimum : float, optional
         The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
 
-    Raises
-    ------
-    TypeError
-        If `base` is not a real number or an array of them, or `minimum` not a real number.
-    ValueError
-        If `base` is not above 1, or a number is not finite.
-
     References
     ----------
     Su 2021, https://spaces.ac.cn/archives/8823.
@@ -425,17 +414,6 @@ class LogLength(Law):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = log_length(xp, n) / log_of(xp, over_queries(xp, self.base, n))
         return at_least(xp, factor, self.minimum)
-
-
-def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:
-    if isinstance(x, Law):
-        return x.signature(array_signature)
-    if is_array(x):
-        return array_signature(x)
-    if isinstance(x, tuple):
-        return tuple(_signature(part, array_signature) for part in x)
-    # Other objects may change. A list has no hash, so that no plan is kept for them.
-    return x if x is None or isinstance(x, (Number, str, bytes)) else [x]
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:

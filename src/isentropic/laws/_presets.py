@@ -20,7 +20,7 @@ from isentropic.laws._formulas import (
 from isentropic.laws._law import Constant, Law, LogLength, Parameter
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     """A row of the table in the documentation of `preset`, and the function that makes the law."""
 
     make: Callable[..., Law]
@@ -86,123 +86,105 @@ def _longrope(scale: float, length: float) -> Law:
     return Constant(1 + math.log(_static_factor(scale)) / math.log(length))
 
 
-_RULES = {
-    "asentmax-constant": _Rule(
+RULES = {
+    "asentmax-constant": Rule(
         _asentmax,
         "δ + β (ln(n + 1))^γ, δ = 1", "slots", "–",
         "Vasylenko et al. 2025, arXiv 2506.16640; github.com/deep-spin/asentmax, "
         "``synthetic/src/models/architectures/sparse_gemma.py``.",
     ),
-    "beam": _Rule(
+    "beam": Rule(
         _beam,
         "(1 + n/2048)^0.1", "positions", "above 1",
         "transformers, ``models/beam``; layers without rotary positions.",
     ),
-    "chiang-cholak": _Rule(
+    "chiang-cholak": Rule(
         lambda: AffineLog(1.0),
         "as ssmax, slope 1", "length", "0 at n = 1",
         "Chiang & Cholak 2022, arXiv 2202.12172; github.com/ndnlp/parity, ``encoder.py``.",
     ),
-    "entropy-abf": _Rule(
+    "entropy-abf": Rule(
         lambda length=4096: _at_least_1(length),
         "as su-decoder, L = 4096", "positions", "1",
         "Zhang et al. 2024, arXiv 2401.07004; github.com/GAIR-NLP/Entropy-ABF, "
         "``patch/EABF.py``; layers from the third on.",
     ),
-    "grok-2": _Rule(
+    "grok-2": Rule(
         _grok,
         "max(1, ln(n − 1) / ln L)", "positions", "1",
         "github.com/sgl-project/sglang, ``xai_temperature_len`` in the Triton kernels of "
         "attention.",
     ),
-    "infoscale": _Rule(
+    "infoscale": Rule(
         lambda length, head_dim: InfoScale(_checked(length), head_dim),
         "√((1 − n^(−2/d)) / (1 − L^(−2/d)))", "keys", "< 1",
         "Li et al. 2025, arXiv 2501.08570; github.com/HT-NEKO/Information-Entropy-Invariance, "
         "``model/my_gau_alpha_eval/layer.py``.",
     ),
-    "inkling": _Rule(
+    "inkling": Rule(
         _inkling,
         "max(1, 1 + 0.1 ln(n/L)), L = 128000", "slots", "1",
         "transformers, ``models/inkling``; layers without a window, and position biases too.",
     ),
-    "llama-4": _Rule(
+    "llama-4": Rule(
         lambda coefficient=0.1, period=8192: StepLog(coefficient, period),
         "1 + 0.1 ln(1 + ⌊n/8192⌋)", "slots", "1",
         "transformers, ``models/llama4``; layers without rotary positions.",
     ),
-    "lmdeploy": _Rule(
+    "lmdeploy": Rule(
         _grok,
         "as grok-2", "positions", "1",
         "github.com/InternLM/lmdeploy, ``LogNScaling`` in "
         "``src/turbomind/kernels/attention/rotary_embedding.h``.",
     ),
-    "longrope": _Rule(
+    "longrope": Rule(
         _longrope,
         "1 + ln s / ln L, s ≥ 1", "–", "1 (s ≤ 1)",
         "Ding et al. 2024, arXiv 2402.13753; transformers, ``modeling_rope_utils.py``.",
     ),
-    "lumina": _Rule(
+    "lumina": Rule(
         lambda length: SqrtLogLength(_checked(length)),
         "√(ln n / ln L)", "length", "< 1",
         "Jin et al. 2023, arXiv 2306.08645; github.com/Alpha-VLLM/Lumina-T2X, "
         "``lumina_next_t2i_mini/models/nextdit.py``; self-attention.",
     ),
-    "ministral-3": _Rule(
+    "ministral-3": Rule(
         _ministral,
         "1 + 0.1 ln(1 + ⌊(n − 1)/L⌋), L = 16384", "positions", "1",
         "transformers, ``models/ministral3`` and ``models/mistral4``.",
     ),
-    "mistral-large-4": _Rule(
+    "mistral-large-4": Rule(
         _affine,
         "as ssmax, per head", "positions", "may be 0",
         "transformers, ``models/mistral_large4``.",
     ),
-    "qwen": _Rule(
+    "qwen": Rule(
         lambda length: _at_least_1(length),
         "as su-decoder", "slots", "1",
         "huggingface.co/Qwen/Qwen-7B, ``modeling_qwen.py``; in inference.",
     ),
-    "ssmax": _Rule(
+    "ssmax": Rule(
         _affine,
         "slope ln n + intercept, learned", "keys", "0 at n = 1",
         "Nakanishi 2025, arXiv 2501.19399.",
     ),
-    "su": _Rule(
+    "su": Rule(
         _su,
         "ln max(n, 16) / ln L, L = 512", "keys", "< 1",
         'Su 2021, spaces.ac.cn/archives/8823; github.com/bojone/bert4keras, "softmax_plus" in '
         "``backend.py``.",
     ),
-    "su-decoder": _Rule(
+    "su-decoder": Rule(
         lambda length=512: _at_least_1(length),
         "max(1, ln n / ln L), L = 512", "positions", "1",
         "Su 2023, spaces.ac.cn/archives/9708; github.com/bojone/rerope, ``rerope_patch.py``.",
     ),
-    "yarn": _Rule(
+    "yarn": Rule(
         _yarn,
         "(0.1 ln s + 1)², s ≥ 1", "–", "1 (s ≤ 1)",
         "Peng et al. 2023, arXiv 2309.00071; transformers, ``modeling_rope_utils.py``.",
     ),
 }  # fmt: skip
-
-
-def presets() -> dict[str, str]:
-    """The names that `preset` knows, sorted, with their formulas.
-
-    Returns
-    -------
-    dict of str
-        The formula for each name. The formula of an alias begins with "as" and names the rule that the
-        alias stands for.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.presets()["su-decoder"], laws.presets()["qwen"]
-    ('max(1, ln n / ln L), L = 512', 'as su-decoder')
-    """
-    return {name: rule.formula for name, rule in _RULES.items()}
 
 
 def preset(name: str, **parameters: Any) -> Law:
@@ -226,7 +208,7 @@ def preset(name: str, **parameters: Any) -> Law:
     Parameters
     ----------
     name : str
-        One of `presets()`.
+        A name in the table.
     **parameters
         The letters of the formula: ``length`` (L), ``slope``, ``intercept``, ``scale`` (s),
         ``coefficient`` (c or β), ``period``, ``offset`` (δ), ``exponent`` (γ), ``head_dim`` (d).
@@ -264,8 +246,8 @@ def preset(name: str, **parameters: Any) -> Law:
     >>> laws.preset("qwen", length=2048)(1000)
     1.0
     """
-    check_choice("name", name, tuple(_RULES))
-    make = _RULES[name].make
+    check_choice("name", name, tuple(RULES))
+    make = RULES[name].make
     try:
         bound = inspect.signature(make).bind(**parameters)
     except TypeError:
@@ -279,7 +261,7 @@ def preset(name: str, **parameters: Any) -> Law:
 def _rows() -> list[str]:
     """The table of the rules in reStructuredText."""
     columns = [("name", "factor", "n counts", "below L")]
-    columns += [(name, rule.formula, rule.counts, rule.below) for name, rule in _RULES.items()]
+    columns += [(name, rule.formula, rule.counts, rule.below) for name, rule in RULES.items()]
     widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
     line = "  ".join("=" * width for width in widths)
     rows = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in columns]
@@ -291,5 +273,5 @@ if preset.__doc__:  # `python -OO` strips docstrings
     preset.__doc__ = (
         inspect.cleandoc(preset.__doc__)
         .replace("{table}", "\n".join(_rows()))
-        .replace("{sources}", "\n".join(f"- {name}: {rule.source}" for name, rule in _RULES.items()))
+        .replace("{sources}", "\n".join(f"- {name}: {rule.source}" for name, rule in RULES.items()))
     )

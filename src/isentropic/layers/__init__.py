@@ -2,8 +2,6 @@
 
 from isentropic.layers._additive import additive_attention
 from isentropic.layers._linear_attention import (
-    LinearAttentionError,
-    PositiveFeatures,
     linear_attention,
     linear_attention_error,
     positive_features,
@@ -12,8 +10,6 @@ from isentropic.layers._multi_head import multi_head_attention
 from isentropic.layers._rotary import rotary
 
 __all__ = [
-    "LinearAttentionError",
-    "PositiveFeatures",
     "additive_attention",
     "linear_attention",
     "linear_attention_error",

@@ -70,28 +70,7 @@ from isentropic.masks import causal
 
 @equal_by_value
 class PositiveFeatures(NamedTuple):
-    """Random features φ with E[φ(x)·φ(y)] = exp(x·y), all positive.
-
-    `positive_features` makes them, and its documentation gives their error.
-
-    Attributes
-    ----------
-    weights : array (..., m, d)
-        The directions ω. The axes ``...``, if any, give each head directions of its own.
-    variance : array () or (...), above 1/2, optional
-        The variance of the normal entries of the directions; 1 by default. One for all heads, or one
-        for each. In float32 or better.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic.layers import positive_features
-    >>> phi = positive_features(4, 100_000, rng=0)
-    >>> x, y = np.asarray([0.5, 0, 0, 0]), np.asarray([0.3, 0.4, 0, 0])
-    >>> estimate = phi(x) @ phi(y)
-    >>> bool(abs(estimate - np.exp(x @ y)) < 0.01)
-    True
-    """
+    """The result of `positive_features`, whose documentation describes it."""
 
     weights: Array
     variance: Array | None = None
@@ -137,25 +116,7 @@ class PositiveFeatures(NamedTuple):
 
 @equal_by_value
 class LinearAttentionError(NamedTuple):
-    """Relative errors of the kernel exp(x·y) that random features estimate, per query.
-
-    Attributes
-    ----------
-    measured : array (..., L)
-        The root mean square of estimate/exact − 1 over the keys, for the given features.
-    predicted : array (..., L)
-        The root of the expected square of `measured`, for independent features. For orthogonal features
-        this is an upper bound.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic.layers import linear_attention_error, positive_features
-    >>> q, k = np.random.default_rng(0).normal(size=(2, 5, 16)) / 4
-    >>> error = linear_attention_error(q, k, positive_features(16, 1024, rng=1))
-    >>> error.measured.shape, bool((error.predicted < 0.1).all())
-    ((5,), True)
-    """
+    """The result of `linear_attention_error`, whose documentation describes it."""
 
     measured: Array
     predicted: Array
@@ -171,7 +132,7 @@ def positive_features(
     rng: Any = None,
     like: Array | None = None,
 ) -> PositiveFeatures:
-    r"""Positive random features of the softmax kernel (FAVOR+, and FAVOR++ with `squared_norm`).
+    r"""Positive random features φ with E[φ(x)·φ(y)] = exp(x·y): FAVOR+, or FAVOR++ with `squared_norm`.
 
     Parameters
     ----------
@@ -192,6 +153,13 @@ def positive_features(
     Returns
     -------
     PositiveFeatures
+        A function φ: an array (..., d) gives the features (..., m), which may overflow for large x.
+        It is a named tuple of two arrays:
+
+        - ``weights``, the directions ω, (m, d). ``phi._replace(weights=...)`` with an array (H, m, d)
+          gives each head directions of its own.
+        - ``variance``, that of the normal entries of the directions, () or one for each head, in
+          float32 or better. None stands for 1.
 
     Raises
     ------
@@ -233,9 +201,12 @@ def positive_features(
     --------
     >>> import numpy as np
     >>> from isentropic.layers import linear_attention_error, positive_features
+    >>> phi = positive_features(4, 100_000, rng=0)
+    >>> x, y = np.asarray([0.5, 0, 0, 0]), np.asarray([0.3, 0.4, 0, 0])
+    >>> bool(abs(phi(x) @ phi(y) - np.exp(x @ y)) < 0.01)
+    True
+
     >>> phi = positive_features(16, 64, rng=0)
-    >>> phi.n_features, phi.n_components
-    (16, 64)
     >>> q, k = np.random.default_rng(0).normal(size=(2, 100, 16))  # ‖q + k‖² is 32 on average
     >>> wide = positive_features(16, 64, squared_norm=32 / 16**0.5, rng=0)
     >>> errors = [linear_attention_error(q, k, f, law=None).predicted.mean() for f in (phi, wide)]
@@ -421,9 +392,12 @@ def linear_attention_error(
     Returns
     -------
     LinearAttentionError
-        Two arrays (..., L) in float32 or better, both root mean squares over the visible keys: of the
-        relative error, and of its standard deviation, whose square is the relative variance that
-        `positive_features` states. 0 for a query that sees no key.
+        A named tuple of two arrays (..., L) in float32 or better, both root mean squares over the
+        visible keys, and 0 for a query that sees no key:
+
+        - ``measured``, of the relative error of the given features, estimate/exact − 1.
+        - ``predicted``, of its standard deviation, whose square is the relative variance that
+          `positive_features` states. For orthogonal features it is an upper bound.
 
     Raises
     ------

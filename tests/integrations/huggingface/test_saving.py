@@ -504,7 +504,7 @@ class TestTrainable:
         config = transformers.LlamaConfig.from_pretrained(tmp_path)
         fresh = transformers.AutoModelForCausalLM.from_config(config)
         assert huggingface.laws_of(fresh) == huggingface.laws_of(model)
-        assert entry(tmp_path)["layers"]["layers.0.self_attn"]["law"] != laws.to_dict(law)
+        assert entry(tmp_path)["layers"]["layers.0.self_attn"]["law"] != law.to_dict()
 
     def test_the_configuration_has_the_numbers_of_the_state_dict(self, tmp_path):
         model = decoder("Llama")

@@ -45,7 +45,7 @@ def save_laws(laws: Laws, path: str | os.PathLike[str]) -> None:
     1.0
     """
     if isinstance(laws, Law):
-        content: dict[str, Any] = {"law": laws_module.to_dict(laws)}
+        content: dict[str, Any] = {"law": laws.to_dict()}
     elif isinstance(laws, Mapping):
         check_keys(laws)
         content = {"layers": {str(key): _law_to_json(law) for key, law in laws.items()}}
@@ -121,7 +121,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _law_to_json(law: Law | None) -> Any:
-    return None if law is None else laws_module.to_dict(law)
+    return None if law is None else law.to_dict()
 
 
 def _law_from_json(data: Any) -> Law | None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from isentropic import laws as laws_module
 from isentropic._checks import check_choice, is_array, value_error
 from isentropic._namespace import to_numpy
 from isentropic.integrations.huggingface._modules import layer_device, n_heads
@@ -68,7 +67,7 @@ class LayerLaw(LawModule):
 
         `state` has tensors by name, instead of parameters of which this process has only a part.
         """
-        law = laws_module.to_dict(self._present({**dict(self.named_parameters()), **state}))
+        law = self._present({**dict(self.named_parameters()), **state}).to_dict()
         return {"law": law, "count": self.count} | ({"trainable": True} if self.trainable else {})
 
     def _present(self, tensors: Mapping[str, torch.Tensor]) -> Law:

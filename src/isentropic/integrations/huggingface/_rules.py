@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from isentropic.laws import Law, ModelRule, from_config
+from isentropic.laws import Law, from_config
+from isentropic.laws._configurations import ModelRule
 
 _CONSTANTS = {
     "longrope": "LongRoPE's factor on cosine and sine",
