@@ -44,6 +44,7 @@ ROOMS = {
     "_attention.statistics": "states",
     "_attention.plan": "plan",
     "_attention.torch_facts": "plan",
+    "_attention.nonfinite": "plan",
     "jl": "jl",
     "_row_maps": "jl",
     "laws": "laws",
@@ -60,8 +61,10 @@ COLUMNS = {
 # Libraries have their own code here. Elsewhere a condition on one is an exception to keep in mind.
 OF_LIBRARIES = (
     "_attention.numpy", "_attention.torch", "_attention.jax", "_attention.triton",
-    "_attention.backends", "_ops", "_loops", "_namespace", "_pytrees", "_mlx", "_jax_modes", "_threads",
-    "_torch_nodes", "_torch_products", "_triton_launch", "jl._triton_hadamard", "integrations",
+    "_attention.backends", "_attention.nonfinite",
+    "_ops", "_products", "_loops", "_row_maps", "_namespace", "_pytrees", "_mlx", "_jax_modes",
+    "_threads", "_torch_nodes", "_torch_products", "_triton_launch", "jl._triton_hadamard",
+    "integrations",
 )  # fmt: skip
 QUESTIONS = {"is_torch", "is_jax", "is_numpy", "is_cupy", "is_torch_array", "is_gpu"}
 OPTIONS = {"mask", "bias", "is_causal", "scale", "law", "n_keys", "softcap", "sinks", "enable_gqa"}

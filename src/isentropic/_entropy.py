@@ -40,16 +40,9 @@ from isentropic._namespace import (
     present,
     promoted,
 )
-from isentropic._numerics import (
-    clip,
-    divide_or_zero,
-    expm1_beyond,
-    last_axis,
-    lift,
-    log_or,
-    quiet_node,
-)
+from isentropic._numerics import clip, divide_or_zero, expm1_beyond, lift, log_or, quiet_node
 from isentropic._ops import LOWEST_SCORE, Ops
+from isentropic._products import last_axis
 
 FAMILIES = ("renyi", "tsallis")
 

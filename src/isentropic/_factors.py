@@ -42,9 +42,9 @@ from isentropic._numerics import (
     log_or,
     quiet_node,
     replace_infinite_minimum,
-    row_products,
 )
 from isentropic._ops import Ops
+from isentropic._products import row_products
 
 # Enough for float64 and every case of the tests; most rows converge in 6 to 9 steps.
 _MAX_STEPS = 28

@@ -280,7 +280,7 @@ def without_autocast(function: Callable[_Parameters, _Result]) -> Callable[_Para
     """Decorate a function of PyTorch's tensors by autocast switched off.
 
     Autocast rounds the operands of products to half precision. Functions that compute products in other
-    ways than `_numerics.product` need this.
+    ways than `_products.product` need this.
     """
 
     @functools.wraps(function)
@@ -565,6 +565,17 @@ def is_gpu(xp: ModuleType, device: Any) -> bool:
 
         return jax.default_backend() != "cpu"
     return is_cupy(xp) or (is_torch(xp) and device.type != "cpu")
+
+
+def logits_of_a_tile(xp: ModuleType, device: Any) -> int:
+    """The number of logits of a tile, over all batch and head axes."""
+    if is_numpy(xp):  # each thread holds several arrays of the size of a tile
+        return BLOCKS.tile // 4
+    if is_gpu(xp, device):  # small tiles leave a GPU idle
+        return BLOCKS.tile * 32
+    if is_torch(xp):  # a tile and what is computed from it then stay in the cache
+        return BLOCKS.tile // 2
+    return BLOCKS.tile
 
 
 def _is_traced(xp: ModuleType, result: Any) -> bool:

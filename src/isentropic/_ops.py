@@ -8,7 +8,8 @@ from typing import Any
 
 from isentropic._loops import largest
 from isentropic._namespace import is_cupy, is_jax, is_numpy
-from isentropic._numerics import clip, grouped_matmul
+from isentropic._numerics import clip
+from isentropic._products import grouped_matmul
 
 # Scores are clipped here if they are multiplied. Their weight is 0, and the products do not overflow.
 LOWEST_SCORE = -1e30

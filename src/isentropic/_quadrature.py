@@ -34,7 +34,8 @@ import numpy as np
 
 from isentropic._loops import Block, is_gpu, map_blocks, scan_blocks, take
 from isentropic._namespace import Array, common_device
-from isentropic._numerics import clip, lift, product, root_or_zero
+from isentropic._numerics import clip, lift, root_or_zero
+from isentropic._products import product
 from isentropic._special import log_gamma_step
 
 _PANELS = 24

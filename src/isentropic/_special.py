@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from isentropic._namespace import Array, common_device
-from isentropic._numerics import align, lift, product
+from isentropic._numerics import align, lift
+from isentropic._products import product
 
 # Arguments and orders are raised by this number, so that asymptotic series are accurate to 1e-12.
 _SHIFT = 16

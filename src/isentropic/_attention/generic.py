@@ -20,7 +20,7 @@ from isentropic._loops import (
     Block,
     compiled,
     fold,
-    is_gpu,
+    logits_of_a_tile,
     map_blocks,
     take,
 )
@@ -28,13 +28,9 @@ from isentropic._namespace import (
     Array,
     is_symbolic,
 )
-from isentropic._numerics import (
-    clip,
-    divide_or_zero,
-    replace_infinite_minimum,
-    sum_of_rows,
-)
+from isentropic._numerics import clip, divide_or_zero, replace_infinite_minimum
 from isentropic._ops import Ops, ops_of
+from isentropic._products import sum_of_rows
 from isentropic._records import Record
 
 
@@ -194,13 +190,7 @@ def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
     """The numbers of queries and of keys of a tile."""
     if plan.frame.is_compiling:
         return plan.n_queries, plan.n_keys
-    width, size = max(numbers_per_logit, 1), BLOCKS.tile
-    if plan.library == "numpy":  # each thread holds several arrays of the size of a tile
-        size = BLOCKS.tile // 4
-    elif is_gpu(plan.xp, plan.device):  # small tiles leave a GPU idle
-        size = BLOCKS.tile * 32
-    elif plan.library == "torch":  # a tile and what is computed from it then stay in the cache
-        size = BLOCKS.tile // 2
+    width, size = max(numbers_per_logit, 1), logits_of_a_tile(plan.xp, plan.device)
     columns = max(BLOCKS.columns // width, 1)
     known = math.prod([n for n in plan.batch if not is_symbolic(n)])
     rows = size // max(known * min(columns, plan.n_keys) * width, 1)

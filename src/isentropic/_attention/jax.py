@@ -14,8 +14,9 @@ from isentropic._attention.tile import Sums, absorb, empty_state, moved, output_
 from isentropic._entropy import INFINITE_ORDER
 from isentropic._loops import BLOCKS, Block, is_gpu, take
 from isentropic._namespace import Array, is_symbolic
-from isentropic._numerics import lift, matmul_precision, row_products
+from isentropic._numerics import lift
 from isentropic._ops import Ops
+from isentropic._products import matmul_precision, row_products
 from isentropic.masks import Mask
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+
+from isentropic._attention.nonfinite import are_known_finite, without_nonfinite
 from isentropic._attention.torch_facts import torch_facts
 from isentropic._checks import (
     check_broadcastable,
@@ -151,7 +153,7 @@ class Operands(NamedTuple):
     mask: Mask | None
     multiplier: float | Array  # the factor on the queries, (..., L, 1)
     lengths: Array | None  # the n of the law, (..., L); None if it follows from the plan
-    nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `_without_nonfinite`
+    nonfinite: tuple[Array, Array] | None  # NaN for nonfinite rows; see `nonfinite`
     sinks: Array | None = None  # (..., 1, 1). They join the states of the backends; see `with_sinks`
     # Whether a mask may hide numbers that are not finite. `finite` then replaces them. That takes
     # several passes over the memory, which kernels do not need, and operators of torch.compile only if
@@ -334,7 +336,7 @@ def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...], list[Ar
     in_mask, in_law = _arrays_of(mask), _arrays_of(a.law)
     groups = (("mask", in_mask), ("law", in_law))
     xp = namespace(*groups, **arrays, **optional)
-    device = "cpu" if is_numpy(xp) else common_device(*groups, **arrays, **optional)
+    device = common_device(*groups, **arrays, **optional)
 
     check_floating(xp, **arrays, **floats)
     batch = _check_shapes(a, arrays)
@@ -372,8 +374,6 @@ def _factors(a: Arguments, mask: Mask | None, frame: Frame, compute: Any, scale:
         return None
     if a.law.arrays or not (is_numpy(frame.xp) or is_torch(frame.xp)):
         return None
-    import numpy as np
-
     dtype = numpy_dtype(frame.xp, compute)
     factors = a.law(np.arange(counts.start, counts.stop, dtype=dtype)) * scale
     if factors.shape != (len(counts),):  # as a law of somebody else may return them
@@ -389,8 +389,6 @@ def _factors(a: Arguments, mask: Mask | None, frame: Frame, compute: Any, scale:
 
 def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
     """The dtype of a computation, as `accumulator` returns it, as one of NumPy."""
-    import numpy as np
-
     return np.float64 if dtype == xp.float64 else np.float32
 
 
@@ -455,7 +453,7 @@ def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     if not plan.is_aligned:
         query, key, value, bias = (None if x is None else lift(x, plan.ndim) for x in arrays)
     # Without a mask every query sees every key, and the NaN that the products give is right.
-    is_raw = mask is not None and not _are_known_finite(plan, query, key, value)
+    is_raw = mask is not None and not are_known_finite(plan, query, key, value)
     multiplier: Any = plan.multiplier
     lengths = None
     if multiplier is None:
@@ -475,111 +473,13 @@ def finite(plan: Plan, operands: Operands) -> Operands:
     """The operands with nonfinite numbers replaced, if a mask may hide some."""
     if not operands.is_raw:
         return operands
-    query, key, value, nonfinite = _without_nonfinite(plan, *operands[:3])
+    query, key, value, nonfinite = without_nonfinite(plan, *operands[:3])
     return operands._replace(query=query, key=key, value=value, nonfinite=nonfinite, is_raw=False)
 
 
 def _sink_logits(plan: Plan, sinks: Any) -> Array:
     """The logits of the sinks, as those of one key for all queries, (..., 1, 1)."""
     return lift(plan.xp.astype(sinks, plan.compute, copy=False)[..., None, None], plan.ndim)
-
-
-def _without_nonfinite(
-    plan: Plan, query: Array, key: Array, value: Array | None
-) -> tuple[Array, Array, Array | None, tuple[Array, Array]]:
-    """Replace NaN and ∞ by 0 in the arrays, and return what to add to the logits in exchange.
-
-    A hidden key has weight 0, but 0 · NaN is NaN in the products, forward and backward. So nonfinite
-    numbers are replaced by 0 in the products. Instead NaN is added to the logits of the queries that
-    see a nonfinite row.
-    """
-    xp = plan.xp
-    zero = xp.zeros((1,), dtype=plan.compute, device=plan.device)
-    query, query_is_finite = _finite_numbers(plan, query)
-    key, key_is_finite = _finite_numbers(plan, key)
-    if value is not None:
-        value, value_is_finite = _finite_numbers(plan, value)
-        key_is_finite = key_is_finite & value_is_finite
-
-    query_nan = xp.where(query_is_finite[..., None], zero, math.nan)
-    key_nan = xp.where(key_is_finite, zero, math.nan)[..., None, :]
-    if key_nan.ndim > 2 and query.ndim > 2 and query.shape[-3] > key_nan.shape[-3] > 1:
-        key_nan = xp.repeat(key_nan, query.shape[-3] // key_nan.shape[-3], axis=-3)
-    return query, key, value, (query_nan, key_nan)
-
-
-def _finite_numbers(plan: Plan, x: Array) -> tuple[Array, Array]:
-    """`x` with 0 in place of NaN and ∞, and whether each row had neither of them."""
-    xp: Any = plan.xp
-    if plan.library == "torch" and not plan.is_differentiated and x.shape[-1] > 0:
-        # Three passes over the memory. PyTorch's `isfinite` alone takes six.
-        largest = xp.linalg.vector_norm(x, ord=math.inf, axis=-1)
-        return xp.nan_to_num(x, 0.0, 0.0, 0.0), largest < math.inf
-    if plan.library == "torch":
-        from isentropic._attention import triton
-
-        if triton.has_finite_rows(plan):
-            return triton.finite_rows(x)
-    is_finite = xp.isfinite(x)
-    return xp.where(is_finite, x, 0.0), xp.all(is_finite, axis=-1)
-
-
-def _are_known_finite(plan: Plan, query: Any, key: Any, value: Any) -> bool:
-    """Whether all numbers are known to be finite. False if the values cannot be read."""
-    if not plan.is_readable:
-        return False
-    xp = plan.xp
-    # Two operations of PyTorch take less time than views of three tensors as arrays of NumPy.
-    is_tiny = plan.library == "torch" and plan.facts.is_tiny
-    if is_tiny and math.isfinite(xp.addcmul(query, key, value).sum().item()):
-        return True
-    arrays = (query, key) if value is None else (query, key, value)
-    if plan.library == "jax":  # inside a JAX trace no result can be read
-        return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
-    # One sum is faster than a test of each number. The sum of finite numbers may overflow.
-    return math.isfinite(_checksum(plan, *arrays)) or all(bool(xp.all(xp.isfinite(x))) for x in arrays)
-
-
-def _checksum(plan: Plan, *arrays: Any) -> float:
-    """A number that tells whether the numbers in readable arrays of NumPy or PyTorch are finite.
-
-    It is finite only if all of them are finite, and NaN if any of them is NaN. It is a sum of products
-    of pairs of numbers where possible, because BLAS computes such a sum fastest.
-    """
-    # `vdot` and sums of Python's floats never warn, where `dot` and sums of NumPy's do.
-    are_tensors, total, waiting = plan.library == "torch", 0.0, None
-    vdot = _implementation("vdot")
-    for x in arrays:
-        is_contiguous = x.is_contiguous() if are_tensors else x.flags.c_contiguous
-        if x.dtype != plan.compute or not is_contiguous:
-            total += x.sum().item()
-            continue
-        # `force`: the tensor may need a gradient, or have a sign that is not in memory yet.
-        numbers = x.numpy(force=True) if are_tensors else x
-        if waiting is None:
-            waiting = numbers
-        elif waiting.size == numbers.size:
-            total, waiting = total + float(vdot(waiting, numbers)), None
-        else:
-            total, waiting = total + float(vdot(waiting, waiting)), numbers
-    return total if waiting is None else total + float(vdot(waiting, waiting))
-
-
-def count_nonzero(x: Any) -> int:
-    """The number of nonzero numbers of a NumPy array."""
-    return int(_implementation("count_nonzero")(x))
-
-
-@functools.cache
-def _implementation(name: str) -> Any:
-    """A function of NumPy for NumPy arrays alone.
-
-    `np.vdot` looks for arrays of other libraries first, which takes as long as a small product.
-    """
-    import numpy as np
-
-    function = getattr(np, name)
-    return getattr(function, "_implementation", function)
 
 
 def four_axes(plan: Plan, x: Any, *, expand: bool = False) -> Any:

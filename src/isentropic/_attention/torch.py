@@ -9,8 +9,9 @@ from typing import Any
 
 from isentropic._attention import triton
 from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, tile_shape
+from isentropic._attention.nonfinite import count_nonzero
 from isentropic._attention.numpy import takes_mask
-from isentropic._attention.plan import Operands, Plan, count_nonzero, finite, four_axes
+from isentropic._attention.plan import Operands, Plan, finite, four_axes
 from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._attention.torch_facts import TRANSFORMED, is_batched

@@ -11,7 +11,7 @@ import numpy as np
 from isentropic._checks import check_choice, check_flag, check_real, counts, requires_extra, value_error
 from isentropic._loops import BLOCKS
 from isentropic._namespace import accumulator, common_device, isdtype, namespace
-from isentropic._numerics import product
+from isentropic._products import product
 from isentropic.jl._dimensions import min_dim
 from isentropic.jl._draws import draw_rows
 from isentropic.jl._maps import CountSketch, HadamardProjection, Projection

@@ -15,7 +15,7 @@ from isentropic._attention.distribution import AttentionDistribution
 from isentropic._attention.functions import attention, attention_entropy
 from isentropic._checks import check_flag, is_array, requires_extra, type_error, value_error
 from isentropic._namespace import namespace, present
-from isentropic._numerics import product
+from isentropic._products import product
 from isentropic.integrations._flex import to_block_mask
 from isentropic.integrations._sharded import distributed_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law

@@ -22,7 +22,8 @@ from isentropic._namespace import (
     promoted,
     to_numpy,
 )
-from isentropic._numerics import clip, divide_or_zero, quietly, root_or_zero, row_products
+from isentropic._numerics import clip, divide_or_zero, quietly, root_or_zero
+from isentropic._products import row_products
 from isentropic._row_maps import in_host_memory
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng

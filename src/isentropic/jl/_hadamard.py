@@ -19,7 +19,8 @@ import numpy as np
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
 from isentropic._loops import is_gpu, map_chunks, outside_of_traces
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace, to_numpy
-from isentropic._numerics import matmul_precision, product, quietly, row_products
+from isentropic._numerics import quietly
+from isentropic._products import matmul_precision, product, row_products
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 from isentropic._threads import copies_small_operands
 from isentropic._triton_launch import gpu_kind, refuse_capture

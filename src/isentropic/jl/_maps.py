@@ -34,7 +34,8 @@ from isentropic._namespace import (
     namespace,
     namespace_with_drawn,
 )
-from isentropic._numerics import product, quietly
+from isentropic._numerics import quietly
+from isentropic._products import product
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 from isentropic.jl._hadamard import (
     Order,

@@ -9,7 +9,8 @@ from isentropic._attention.tile import output_of_columns
 from isentropic._checks import check_floating, check_ndim, value_error
 from isentropic._loops import Block, take
 from isentropic._namespace import Array, ArrayT, common_device, namespace
-from isentropic._numerics import lift, product
+from isentropic._numerics import lift
+from isentropic._products import product
 from isentropic.masks import Mask
 
 

@@ -54,8 +54,9 @@ from isentropic._namespace import (
     namespace_with_drawn,
     present,
 )
-from isentropic._numerics import align, clip, lift, log_or, product, quietly
+from isentropic._numerics import align, clip, lift, log_or, quietly
 from isentropic._ops import Ops
+from isentropic._products import product
 from isentropic.jl._draws import (
     convert_draw,
     draw_matrix,

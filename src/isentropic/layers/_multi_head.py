@@ -17,7 +17,8 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._namespace import Array, ArrayT, common_device, namespace, present, promoted
-from isentropic._numerics import lift, product
+from isentropic._numerics import lift
+from isentropic._products import product
 from isentropic.laws._law import DEFAULT_LAW, Law
 from isentropic.masks import Mask
 

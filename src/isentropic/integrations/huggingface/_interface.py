@@ -16,7 +16,7 @@ from isentropic._attention.distribution import AttentionDistribution
 from isentropic._attention.functions import attention, scale_queries
 from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
-from isentropic._numerics import grouped_matmul
+from isentropic._products import grouped_matmul
 from isentropic.integrations._observe import visible_counts
 from isentropic.laws._law import Law
 from isentropic.masks import Mask, causal
