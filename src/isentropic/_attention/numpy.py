@@ -328,7 +328,7 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
     if plan.library == "torch":
         # `force`: the tensor may need a gradient, or have a sign that is not in memory yet.
         return (x if x.dtype == plan.compute else x.to(plan.compute)).numpy(force=True)
-    return np.asarray(x, dtype=numpy_dtype(plan.xp, plan.compute))
+    return np.asarray(x, dtype=plan.compute)
 
 
 def _to_library(plan: Plan, x: Any) -> Any:
