@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
-from isentropic._loops import is_gpu, map_chunks, outside_of_traces
+from isentropic._loops import is_gpu, map_chunks
 from isentropic._namespace import Array, ArrayT, is_dask, is_jax, is_numpy, namespace, to_numpy
 from isentropic._numerics import matmul_precision, product, quietly, row_products
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 from isentropic._threads import copies_small_operands
-from isentropic._triton_launch import gpu_kind, refuse_capture
+from isentropic._triton_launch import gpu_kind, self_test_failure
 from isentropic.jl._rounds import INPUT, OUTPUT, Factor, Program, Round, slots_of
 
 # The orders of Paley's matrices that projections use. With order 1, and times powers of two, these are
@@ -36,6 +35,7 @@ _MAX_COLUMNS = 1024  # the most columns of one product, where NumPy splits a pro
 _SAMPLED_BITS = (5, 7)
 _MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
 _MAX_LARGE_DENSE = 128  # the same where the BLAS copies the operands
+_SELF_TEST_ERROR = 1e-4  # of numbers of size 1, with products in float32
 
 # An order as (base, doublings): base · 2^doublings.
 Order = tuple[int, int]
@@ -235,55 +235,40 @@ def kernel_factors(
 
 def has_kernel(xp: ModuleType, program: Program, n_rows: int, device: Any) -> bool:
     """Whether the kernel computes a program for a matrix on a GPU."""
-    return program.supports(n_rows) and _kernel_is_correct(xp, device)
+    return program.supports(n_rows) and _self_test_failure(xp, device) is None
 
 
-# What `_kernel_is_correct` has found, and the matrices of `_kept_matrix`, by library and device, which
-# is a string here: devices of CuPy have no hash.
-_correct: dict[tuple[str, str], bool] = {}
-_matrices: dict[tuple[Any, ...], Array] = {}
+def _self_test_failure(xp: ModuleType, device: Any) -> str | None:
+    error = functools.partial(_self_test_error, xp, device)
+    return self_test_failure(
+        "Triton kernels of Hadamard matrices", xp, device, xp.float32, error, _SELF_TEST_ERROR
+    )
 
 
-def _kernel_is_correct(xp: ModuleType, device: Any) -> bool:
-    """Whether the kernel compiles for a device, and computes a small map there as NumPy does.
-
-    A warning tells if it does not.
-    """
-    facts = (xp.__name__, str(device))
-    if facts not in _correct:
-        refuse_capture(xp)
-        is_new = gpu_kind(xp, device) != "old"
-        why = _fault_of_kernel(xp, device) if is_new else "the GPU is older than its instructions"
-        if why:
-            warnings.warn(
-                f"The Triton kernel of Hadamard matrices does not run on the device {device}, so that "
-                f"their products take several passes over the data. The reason: {why}",
-                stacklevel=2,
-            )
-        _correct[facts] = not why
-    return _correct[facts]
-
-
-def _fault_of_kernel(xp: ModuleType, device: Any) -> str:
-    """Why the kernel does not compute a small map right; empty if it does."""
+def _self_test_error(xp: ModuleType, device: Any) -> float:
+    """The largest error of the kernel for a small map, which NumPy computes in float64."""
+    if gpu_kind(xp, device) == "old":
+        raise RuntimeError("the GPU is older than the instructions of the kernel")
     order: Order = (12, 4)
     x, rows = np.sin(np.arange(5 * 192.0)).reshape(5, 192), np.arange(1, 192, 3)
     signs = 1 - 2.0 * (np.arange(192) % 2)
-    factors = _numpy_factors(order, 0.5, np.float64, None, False)
-    expected = apply_kronecker(cast(Any, np), factors, x * signs, 1)[:, rows]
-    try:
-        with outside_of_traces(xp):
-            kind = {"dtype": xp.float32, "device": device}
-            numbers, choice = xp.asarray(x, **kind), xp.asarray(rows, dtype=xp.int32, device=device)
-            split, arrays = kernel_factors(xp, order, device)
-            part = Round(split, 0.5, (192, 192), (192, 64), 1, INPUT, 2, OUTPUT)
-            arrays = (*arrays, xp.asarray(signs, **kind), slots_of(xp, choice, 192))
-            y = to_numpy(Program((part,), 1, 1).run(xp, numbers, arrays))
-        return "" if np.all(np.abs(y - expected) < 1e-4) else "its result is wrong"
-    except Exception as error:  # Triton needs a compiler for C, and may not know the GPU
-        if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
-            raise
-        return f"{type(error).__name__}: {error}"
+    exact = apply_kronecker(
+        cast(Any, np),
+        hadamard_factors(cast(Any, np), order, scale=0.5, dtype=np.float64, device=None),
+        x * signs,
+        1,
+    )
+    kind = {"dtype": xp.float32, "device": device}
+    numbers, choice = xp.asarray(x, **kind), xp.asarray(rows, dtype=xp.int32, device=device)
+    split, arrays = kernel_factors(xp, order, device)
+    part = Round(split, 0.5, (192, 192), (192, 64), 1, INPUT, 2, OUTPUT)
+    arrays = (*arrays, xp.asarray(signs, **kind), slots_of(xp, choice, 192))
+    y = to_numpy(Program((part,), 1, 1).run(xp, numbers, arrays))
+    return float(np.max(np.abs(y - exact[:, rows])))
+
+
+# The matrices of `_kept_matrix`, by library, order, dtype and device; devices of CuPy have no hash.
+_matrices: dict[tuple[Any, ...], Array] = {}
 
 
 def _kept_matrix(xp: ModuleType, order: Order, dtype: Any, device: Any) -> Array:
