@@ -30,11 +30,11 @@ def linear_map(name, n, like, trail):
         linear = _row_maps.LinearMap(None, None, (n * trail, n * trail), None, program=make)
     elif kind == "projection":
         f = it.jl.hadamard_projection(n, n // 4, rng=0)
-        linear = _maps._linear_map(type(f)((like(f.signs[0]),), like(f.rows)), trail)
+        linear = type(f)((like(f.signs[0]),), like(f.rows))._linear_map(trail)
     else:
         f = it.jl.rotation(n, rng=0)
         f = type(f)((like(f.signs[0]),), tuple([like(x) for x in f.factors]))
-        linear = _maps._linear_map(f, trail)
+        linear = f._linear_map(trail)
     return linear.adjoint() if "adjoint" in parts else linear
 
 
