@@ -1,5 +1,6 @@
 """Random maps: what they compute, their moments, where they fail, and the same draw everywhere."""
 
+import functools
 import re
 
 import numpy as np
@@ -7,10 +8,11 @@ import pytest
 import scipy.linalg
 
 import isentropic as it
+from isentropic.jl import _maps
 
 MAPS = {
     "gaussian": it.jl.gaussian_projection,
-    "rademacher": it.jl.rademacher_projection,
+    "rademacher": functools.partial(it.jl.sparse_projection, density=1),
     "sparse": it.jl.sparse_projection,
     "orthogonal": it.jl.orthogonal_projection,
     "hadamard": it.jl.hadamard_projection,
@@ -211,7 +213,7 @@ class TestMoments:
         ("draw", "variance"),
         [
             (it.jl.gaussian_projection, lambda k, fourth: 2 / k),
-            (it.jl.rademacher_projection, lambda k, fourth: (2 - 2 * fourth) / k),
+            (MAPS["rademacher"], lambda k, fourth: (2 - 2 * fourth) / k),
             (it.jl.sparse_projection, lambda k, fourth: 2 / k),  # s = 3
             (
                 lambda d, k, rng: it.jl.sparse_projection(d, k, density=0.5, rng=rng),
@@ -413,11 +415,11 @@ class TestHadamard:
             it.jl.hadamard_projection(8, 2, rounds=0)
         rows = np.arange(2)
         with pytest.raises(ValueError, match=r"`signs` must hold an array for each round, got \(\)"):
-            it.jl.HadamardProjection((), rows).matrix()
+            _maps.HadamardProjection((), rows).matrix()
         with pytest.raises(TypeError, match="`signs` must be a tuple of arrays, got ndarray"):
-            it.jl.HadamardProjection(np.ones(8), rows)(np.ones(8))
+            _maps.HadamardProjection(np.ones(8), rows)(np.ones(8))
         with pytest.raises(ValueError, match=r"`signs\[1\]` must have the shape \(12,\), got \(9,\)"):
-            it.jl.HadamardProjection((np.ones(9), np.ones(9)), rows)(np.ones(9))
+            _maps.HadamardProjection((np.ones(9), np.ones(9)), rows)(np.ones(9))
 
 
 @pytest.mark.host
@@ -440,7 +442,7 @@ class TestCountSketch:
         with pytest.raises(
             ValueError, match=r"`components` must have the shape \(1, 100\), got \(10, 10\)"
         ):
-            it.jl.CountSketch(f.signs, f.features, f.components)(np.ones(100))
+            _maps.CountSketch(f.signs, f.features, f.components)(np.ones(100))
 
 
 @pytest.mark.host
@@ -461,7 +463,7 @@ def test_memory_of_float32_draws():
 @pytest.mark.parametrize(
     "function",
     [
-        it.jl.gaussian_projection, it.jl.rademacher_projection, it.jl.sparse_projection,
+        it.jl.gaussian_projection, it.jl.sparse_projection,
         it.jl.orthogonal_projection, it.jl.hadamard_projection, it.jl.count_sketch, it.layers.positive_features,
         it.jl.distortion, it.jl.rotation,
     ],

@@ -281,7 +281,7 @@ class TestCompilers:
 
 MAPS = {
     "gaussian": lambda like: it.jl.gaussian_projection(20, 6, rng=1, like=like),
-    "rademacher": lambda like: it.jl.rademacher_projection(20, 6, rng=1, like=like),
+    "rademacher": lambda like: it.jl.sparse_projection(20, 6, density=1, rng=1, like=like),
     "hadamard": lambda like: it.jl.hadamard_projection(20, 6, rounds=2, rng=1, like=like),
     "sketch": lambda like: it.jl.count_sketch(20, 6, nonzeros=2, rng=1, like=like),
     "rotation": lambda like: it.jl.rotation(30, blocks=3, independent=True, rng=1, like=like),

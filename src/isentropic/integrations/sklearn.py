@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,6 @@ from isentropic.jl._projections import (
     gaussian_projection,
     hadamard_projection,
     orthogonal_projection,
-    rademacher_projection,
     sparse_entries,
     sparse_projection,
     sparse_scale,
@@ -46,7 +46,7 @@ __all__ = ["JLTransformer"]
 _KINDS: dict[str, tuple[Any, str]] = {
     "hadamard": (hadamard_projection, "exact"),
     "gaussian": (gaussian_projection, "exact"),
-    "rademacher": (rademacher_projection, "achlioptas"),
+    "rademacher": (functools.partial(sparse_projection, density=1), "achlioptas"),
     "sparse": (sparse_projection, "achlioptas"),
     "orthogonal": (orthogonal_projection, "haar"),
     "count_sketch": (count_sketch, "exact"),

@@ -13,26 +13,18 @@ True
 """
 
 from isentropic.jl._dimensions import eps, failure_probability, lower_bound, min_dim
-from isentropic.jl._distortion import DistortionReport, FailureRate, distortion
+from isentropic.jl._distortion import distortion
 from isentropic.jl._hadamard import hadamard_transform
-from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection, Rotation
 from isentropic.jl._projections import (
     count_sketch,
     gaussian_projection,
     hadamard_projection,
     orthogonal_projection,
-    rademacher_projection,
+    rotation,
     sparse_projection,
 )
-from isentropic.jl._rotation import rotation
 
 __all__ = [
-    "CountSketch",
-    "DenseProjection",
-    "DistortionReport",
-    "FailureRate",
-    "HadamardProjection",
-    "Rotation",
     "count_sketch",
     "distortion",
     "eps",
@@ -43,7 +35,6 @@ __all__ = [
     "lower_bound",
     "min_dim",
     "orthogonal_projection",
-    "rademacher_projection",
     "rotation",
     "sparse_projection",
 ]

@@ -203,7 +203,7 @@ class DenseProjection(Projection, _DenseArrays):
 
     @property
     def _shape(self) -> tuple[int, int]:
-        return self.weights.shape
+        return self.weights.shape[0], self.weights.shape[1]
 
     def _check(self) -> None:
         check_shape("weights", self.weights, (None, None))
