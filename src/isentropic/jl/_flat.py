@@ -47,46 +47,29 @@ def factor_orders(n: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=16)  # a matrix takes up to 8 MB
 def flat_matrix(n: int) -> np.ndarray:
     """The flattest orthogonal matrix of order n that is known here, in float64."""
-    factors = [_elementary(part) for part in _elements(n).orders]
+    factors = [_elementary(part) for part in _split(n).orders]
     return functools.reduce(np.kron, factors, np.ones((1, 1)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _split(n: int, limit: int) -> Split | None:
-    """The best split of n into orders of at most `limit`."""
+def _split(n: int, limit: int | None = None) -> Split | None:
+    """The best split of n into orders of at most `limit`; without a limit, of elementary matrices."""
     if n == 1:
         return Split(0.0, 0, ())
     splits = []
     for order in _divisors(n):
-        rest = _split(n // order, limit) if order <= limit else None
-        if rest:
-            orders = tuple(sorted((order, *rest.orders)))
-            log_flatness = _rounded_sum(rest.log_flatness, _elements(order).log_flatness)
-            splits.append(Split(log_flatness, rest.work + order + _FIXED_COST, orders))
+        if limit is None:
+            log_flatness, cost = _log_flatness(order), order
+        else:
+            whole = _split(order) if order <= limit else None
+            log_flatness, cost = whole and whole.log_flatness, order + _FIXED_COST
+        rest = None if log_flatness is None else _split(n // order, limit)
+        if rest and log_flatness is not None:
+            orders = (order, *rest.orders)
+            # Rounded, so that the choice does not depend on the rounding of a library.
+            total = round(math.fsum((rest.log_flatness, log_flatness)), 9) + 0.0
+            splits.append(Split(total, rest.work + cost, tuple(sorted(orders)) if limit else orders))
     return min(splits, default=None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _elements(n: int) -> Split:
-    """The best split of n into orders of elementary matrices."""
-    if n == 1:
-        return Split(0.0, 0, ())
-    splits = []
-    for order in _divisors(n):
-        flatness = _log_flatness(order)
-        if flatness is not None:
-            rest = _elements(n // order)
-            splits.append(
-                Split(
-                    _rounded_sum(rest.log_flatness, flatness), rest.work + order, (order, *rest.orders)
-                )
-            )
-    return min(splits)
-
-
-def _rounded_sum(*log_flatness: float) -> float:
-    # Rounded, so that the choice does not depend on the rounding of a library.
-    return round(math.fsum(log_flatness), 9) + 0.0
 
 
 def _divisors(n: int) -> Iterable[int]:
