@@ -204,11 +204,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         draw, _ = _KINDS[self.kind]
         if self.kind != "sparse":
             return draw(n_features, k, rng=seed, like=self._like)
-        self.density_ = density = self.density
-        if isinstance(density, str):
-            if density != "auto":
-                raise value_error("density", "be a number in (0, 1] or 'auto'", repr(density))
-            self.density_ = n_features**-0.5
+        if isinstance(self.density, str) and self.density != "auto":
+            raise value_error("density", "be a number in (0, 1] or 'auto'", repr(self.density))
+        self.density_ = n_features**-0.5 if isinstance(self.density, str) else self.density
         if not is_sparse:
             return draw(n_features, k, density=self.density_, rng=seed, like=self._like)
         # A dense matrix might take more memory than the data.
@@ -344,11 +342,12 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             return found.matrix()
         dtype = _sparse_dtype(like.dtype)
         if isinstance(found, CountSketch):  # its matrix might take more memory than the data
-            s, d = found.signs.shape
-            entries = (found.signs * s**-0.5).astype(dtype).ravel()
-            features = np.broadcast_to(np.arange(d, dtype=found.components.dtype), (s, d))
-            indices = (found.components.ravel(), features.ravel())
-            return sparse.csr_array((entries, indices), shape=(self.n_components_, d))
+            signs, components = np.asarray(found.signs), np.asarray(found.components)
+            s, d = signs.shape
+            entries = (signs * s**-0.5).astype(dtype)
+            features = np.broadcast_to(np.arange(d, dtype=components.dtype), (s, d))
+            indices = (components.ravel(), features.ravel())
+            return sparse.csr_array((entries.ravel(), indices), shape=(self.n_components_, d))
         return sparse.csr_array(found.matrix().astype(dtype, copy=False))
 
     @property

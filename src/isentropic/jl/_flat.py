@@ -47,7 +47,9 @@ def factor_orders(n: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=16)  # a matrix takes up to 8 MB
 def flat_matrix(n: int) -> np.ndarray:
     """The flattest orthogonal matrix of order n that is known here, in float64."""
-    factors = [_elementary(part) for part in _split(n).orders]
+    split = _split(n)
+    assert split is not None  # 2 and odd orders have elementary matrices
+    factors = [_elementary(part) for part in split.orders]
     return functools.reduce(np.kron, factors, np.ones((1, 1)))
 
 

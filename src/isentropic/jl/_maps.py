@@ -1,8 +1,10 @@
 """Linear maps that preserve distances, applied along any axis: dense, Hadamard, count sketch, rotation.
 
-`_rows` and `_adjoint_rows` return a function of a matrix (lead, size · trail), which maps each row.
-`size` is the length of the mapped axis, `lead` is the product of the axes before it, and `trail` of
-those after it. `_row_size` is the number of intermediates of a row.
+A new map is a `Projection` with its arrays, and with `_shape`, `_check`, `_row_size`, `_rows` and
+`_adjoint_rows`. The last two, of which `xp`, `dtype`, `device` and `trail` are the arguments, return a
+function of a matrix (lead, size · trail), which maps each row. `size` is the length of the mapped axis,
+`lead` is the product of the axes before it, and `trail` of those after it. `_row_size` is the number of
+intermediates of a row.
 """
 
 from __future__ import annotations
@@ -121,12 +123,6 @@ class Projection:
         raise NotImplementedError
 
     def _row_size(self, trail: int) -> int | None:
-        raise NotImplementedError
-
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        raise NotImplementedError
-
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
         raise NotImplementedError
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
@@ -318,13 +314,13 @@ class HadamardProjection(Projection, _HadamardArrays):
             lead = block.shape[0]
             z = _pad(xp, xp.reshape(block, (lead, d, trail)) * all_signs[0], size)
             for signs in all_signs[1:]:
-                z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
-                z = xp.reshape(z, (lead, size, trail)) * signs
-            z = xp.reshape(z, (lead, size * trail))
+                z = _apply_along_second(xp, factors, z) * signs
             if sampled is not None:
-                return sample_kronecker(xp, sampled, z, trail, self.rows)
-            z = xp.reshape(apply_kronecker(xp, factors, z, trail), (lead, size, trail))
-            return xp.reshape(xp.take(z, self.rows, axis=1), (lead, k * trail))
+                return sample_kronecker(
+                    xp, sampled, xp.reshape(z, (lead, size * trail)), trail, self.rows
+                )
+            z = xp.take(_apply_along_second(xp, factors, z), self.rows, axis=1)
+            return xp.reshape(z, (lead, k * trail))
 
         return mix
 
@@ -343,8 +339,7 @@ class HadamardProjection(Projection, _HadamardArrays):
             z = xp.take(xp.reshape(block, (lead, k, trail)), source, axis=1)
             z = xp.where(kept, z, xp.zeros((), dtype=dtype, device=common_device(z=z)))
             for i, signs in reversed(list(enumerate(all_signs))):
-                z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
-                z = xp.reshape(z, (lead, size, trail))
+                z = _apply_along_second(xp, factors, z)
                 z = (z if i or d == size else z[:, :d, :]) * signs
             return xp.reshape(z, (lead, d * trail))
 
@@ -541,7 +536,7 @@ class Rotation(Projection, _RotationArrays):
                 z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
                 z = xp.reshape(z, (lead * n_blocks, size, trail))
                 head = z if order == size else z[:, :order, :]
-                head = _kronecker_of_axis(xp, factors, head)
+                head = _apply_along_second(xp, factors, head)
                 # What is left out moves to the front, where the next round takes it.
                 block = head if order == size else _concat(xp, z[:, order:, :], head)
             return xp.reshape(block, (lead, n_blocks * size * trail))
@@ -562,7 +557,7 @@ class Rotation(Projection, _RotationArrays):
             for signs in reversed(all_signs):
                 z = xp.reshape(block, (lead * n_blocks, size, trail))
                 head = z[:, rest:, :] if rest else z  # autograd cannot batch slices of all
-                head = _kronecker_of_axis(xp, factors, head)
+                head = _apply_along_second(xp, factors, head)
                 z = _concat(xp, head, z[:, :rest, :]) if rest else head
                 block = xp.reshape(z, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
             return xp.reshape(block, (lead, n_blocks * size * trail))
@@ -582,7 +577,7 @@ class Rotation(Projection, _RotationArrays):
         return program, tuple([xp.astype(x, xp.float32, copy=False) for x in arrays])
 
 
-def _kronecker_of_axis(xp: ModuleType, factors: list[Array], z: Array) -> Array:
+def _apply_along_second(xp: ModuleType, factors: list[Array], z: Array) -> Array:
     """The product F₁ ⊗ F₂ ⊗ … along the second of three axes."""
     lead, order, trail = z.shape
     y = apply_kronecker(xp, factors, xp.reshape(z, (lead, order * trail)), trail)

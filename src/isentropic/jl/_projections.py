@@ -247,9 +247,8 @@ def hadamard_projection(
     coordinates, so padding loses nothing. With k = D the map is an isometry.
 
     With k = d the map is a rotation, whose inverse is its adjoint, for d = 64, 80, 768, 896, 4096 or
-    28672, but not for d = 104, 1000, 4864, 11008, 13696 or 29568. For those, the map with one round
-    usually has no inverse: the first 20 matrices for d = 104 are all singular. `rotation` draws a
-    rotation for every d.
+    28672. It usually has no inverse for d = 104, 1000, 4864, 11008, 13696 or 29568: the first 20
+    matrices for d = 104 are all singular. `rotation` draws a rotation for every d.
 
     **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem. Verify it on
     the data with `distortion`. An example where it fails: a difference vector with 8 equal nonzero
