@@ -41,8 +41,9 @@ _KERNEL_DTYPES = ("float32", "float16", "bfloat16")
 
 # ``function(rows, out)`` maps each row of a matrix. With NumPy it may write into `out`; see `map_rows`.
 RowFunction = Callable[[Array, Any], Array]
-# ``make(xp, arrays, dtype, device)`` returns such a function for matrices of this dtype.
-MakeRowFunction = Callable[[ModuleType, Any, Any, Any], RowFunction]
+# ``make(xp, arrays, dtype, device, is_adjoint)`` returns such a function, or that of the adjoint, for
+# matrices of this dtype.
+MakeRowFunction = Callable[[ModuleType, Any, Any, Any, bool], RowFunction]
 
 
 class Program(Protocol):
@@ -65,8 +66,7 @@ class LinearMap(NamedTuple):
     """A linear map of rows and its adjoint, for arrays of any library."""
 
     rows: MakeRowFunction
-    adjoint_rows: MakeRowFunction
-    widths: tuple[int, int]  # the sizes of a row that the two functions return
+    widths: tuple[int, int]  # the sizes of a row that the map and its adjoint return
     # The number of intermediates of a row; None if the map is a single product of matrices.
     row_size: int | None
     arrays: tuple[Any, ...] = ()  # all arrays that the functions use, in nested tuples
@@ -74,12 +74,7 @@ class LinearMap(NamedTuple):
     is_adjoint: bool = False
 
     def adjoint(self) -> LinearMap:
-        return self._replace(
-            rows=self.adjoint_rows,
-            adjoint_rows=self.rows,
-            widths=self.widths[::-1],
-            is_adjoint=not self.is_adjoint,
-        )
+        return self._replace(widths=self.widths[::-1], is_adjoint=not self.is_adjoint)
 
 
 def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) -> Array:
@@ -97,7 +92,8 @@ def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) 
         else:
             y = _through_numpy_in_jax(linear, wide)
         return xp.astype(y, x.dtype, copy=False)
-    function = linear.rows(xp, linear.arrays, dtype, common_device(x=x))
+    device = common_device(x=x)
+    function = linear.rows(xp, linear.arrays, dtype, device, linear.is_adjoint)
 
     def in_dtype(part: Array, out: Any) -> Array:
         y = function(xp.astype(part, dtype, copy=False), out if x.dtype == dtype else None)

@@ -101,27 +101,20 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
 
     scale = {"backward": 1.0, "ortho": n**-0.5, "forward": 1.0 / n}[norm]
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    # Sylvester's matrix is symmetric, so the transform is its own adjoint.
-    transform = functools.partial(_sylvester_rows, (1, n.bit_length() - 1), scale, trail)
-    width = n * trail
+    width, order = n * trail, (1, n.bit_length() - 1)
+
+    def rows(xp: ModuleType, arrays: Any, dtype: Any, device: Any, is_adjoint: bool) -> RowFunction:
+        # Sylvester's matrix is symmetric, so the transform is its own adjoint.
+        factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=device)
+        return lambda rows, out: apply_kronecker(xp, factors, rows, trail, out)
+
+    def program(xp: ModuleType, arrays: Any, n_rows: int, device: Any) -> Any:
+        found = Program((Round(((n, None),), scale, (n, n), (n, n)),), 1, trail)
+        return (found, ()) if n > 1 and has_kernel(xp, found, n_rows, device) else None
+
     row_size = width if n > _MAX_DENSE else None
-    program = functools.partial(_sylvester_program, n, scale, trail)
-    linear = LinearMap(transform, transform, (width, width), row_size, program=program)
+    linear = LinearMap(rows, (width, width), row_size, program=program)
     return xp.reshape(apply_to_rows(xp, linear, xp.reshape(x, (lead, width))), x.shape)
-
-
-def _sylvester_rows(
-    order: Order, scale: float, trail: int, xp: ModuleType, arrays: Any, dtype: Any, device: Any
-) -> RowFunction:
-    factors = hadamard_factors(xp, order, scale=scale, dtype=dtype, device=device)
-    return lambda rows, out: apply_kronecker(xp, factors, rows, trail, out)
-
-
-def _sylvester_program(
-    n: int, scale: float, trail: int, xp: ModuleType, arrays: Any, n_rows: int, device: Any
-) -> tuple[Program, tuple[Array, ...]] | None:
-    program = Program((Round(((n, None),), scale, (n, n), (n, n)),), 1, trail)
-    return (program, ()) if n > 1 and has_kernel(xp, program, n_rows, device) else None
 
 
 def hadamard_order(n: int) -> Order:

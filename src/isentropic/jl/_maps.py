@@ -1,10 +1,8 @@
 """Linear maps that preserve distances, applied along any axis: dense, Hadamard, count sketch, rotation.
 
-A new map is a `Projection` with its arrays, and with `_shape`, `_check`, `_row_size`, `_rows` and
-`_adjoint_rows`. The last two, of which `xp`, `dtype`, `device` and `trail` are the arguments, return a
-function of a matrix (lead, size · trail), which maps each row. `size` is the length of the mapped axis,
-`lead` is the product of the axes before it, and `trail` of those after it. `_row_size` is the number of
-intermediates of a row.
+`_rows` returns a function of a matrix (lead, size · trail), which maps each row, by the map or by its
+adjoint. `size` is the length of the mapped axis, `lead` is the product of the axes before it, and
+`trail` of those after it. `_row_size` is the number of intermediates of a row.
 """
 
 from __future__ import annotations
@@ -125,6 +123,11 @@ class Projection:
     def _row_size(self, trail: int) -> int | None:
         raise NotImplementedError
 
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
+        raise NotImplementedError
+
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
         """The map for the kernel; None if the kernel does not have it."""
         return None
@@ -161,8 +164,7 @@ class Projection:
     def _linear_map(self, trail: int) -> LinearMap:
         k, d = self._shape
         return LinearMap(
-            lambda xp, f, dtype, device: f._rows(xp, dtype, device, trail),
-            lambda xp, f, dtype, device: f._adjoint_rows(xp, dtype, device, trail),
+            lambda xp, f, dtype, device, is_adjoint: f._rows(xp, dtype, device, trail, is_adjoint),
             (k * trail, d * trail),
             self._row_size(trail),
             self,  # type: ignore[arg-type]
@@ -208,13 +210,10 @@ class DenseProjection(Projection, _DenseArrays):
     def _row_size(self, trail: int) -> int | None:
         return None  # the map is a single product
 
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        return self._multiply(xp, self.weights, dtype, trail)
-
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        return self._multiply(xp, xp.permute_dims(self.weights, (1, 0)), dtype, trail)
-
-    def _multiply(self, xp: ModuleType, weights: Array, dtype: Any, trail: int) -> RowFunction:
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
+        weights = xp.permute_dims(self.weights, (1, 0)) if is_adjoint else self.weights
         weights = xp.astype(weights, dtype, copy=False)
         scale = xp.astype(self.scale, dtype, copy=False)
 
@@ -303,10 +302,14 @@ class HadamardProjection(Projection, _HadamardArrays):
         scale = self._scale
         return hadamard_factors(xp, self._order, scale=scale, dtype=dtype, device=device, last=last)
 
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
         factors = self._factors(xp, dtype, device)
         size, (k, d) = self._size, self._shape
         all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
+        if is_adjoint:
+            return self._mix_back(xp, [xp.permute_dims(f, (1, 0)) for f in factors], all_signs, trail)
         last = doublings_to_sample(xp, self._order, k)
         sampled = None if last is None else self._factors(xp, dtype, device, last)
 
@@ -324,10 +327,10 @@ class HadamardProjection(Projection, _HadamardArrays):
 
         return mix
 
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        factors = [xp.permute_dims(f, (1, 0)) for f in self._factors(xp, dtype, device)]
+    def _mix_back(
+        self, xp: ModuleType, factors: list[Array], all_signs: list[Array], trail: int
+    ) -> RowFunction:
         size, (k, d) = self._size, self._shape
-        all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
         # The component that holds each of the D coordinates. `rows` is sorted, so bisection finds it.
         coordinates = xp.arange(size, dtype=self.rows.dtype, device=common_device(rows=self.rows))
         source = xp.searchsorted(self.rows, coordinates)
@@ -337,7 +340,7 @@ class HadamardProjection(Projection, _HadamardArrays):
         def mix(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), source, axis=1)
-            z = xp.where(kept, z, xp.zeros((), dtype=dtype, device=common_device(z=z)))
+            z = xp.where(kept, z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
             for i, signs in reversed(list(enumerate(all_signs))):
                 z = _apply_along_second(xp, factors, z)
                 z = (z if i or d == size else z[:, :d, :]) * signs
@@ -404,10 +407,12 @@ class CountSketch(Projection, _SketchArrays):
     def _row_size(self, trail: int) -> int:
         return self.signs.shape[0] * self.signs.shape[1] * trail
 
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
         (s, d), (k, m) = self.signs.shape, self.features.shape
         signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
-        sources = xp.reshape(self.features, (k * m,))
+        sources = xp.reshape(self.components if is_adjoint else self.features, (-1,))
 
         def sketch(block: Array, out: Any) -> Array:
             lead = block.shape[0]
@@ -416,20 +421,13 @@ class CountSketch(Projection, _SketchArrays):
             z = xp.reshape(xp.take(z, sources, axis=1), (lead, k, m, trail))
             return xp.reshape(xp.sum(z, axis=2), (lead, k * trail))
 
-        return sketch
-
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        (s, d), k = self.signs.shape, self.n_components
-        signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
-        sources = xp.reshape(self.components, (s * d,))
-
         def spread(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), sources, axis=1)
             z = xp.reshape(z, (lead, s, d, trail)) * signs[None, :, :, None]
             return xp.reshape(xp.sum(z, axis=1), (lead, d * trail))
 
-        return spread
+        return spread if is_adjoint else sketch
 
 
 class _RotationArrays(NamedTuple):
@@ -522,47 +520,42 @@ class Rotation(Projection, _RotationArrays):
         n_blocks, size = self.signs[0].shape
         return n_blocks == trail == len(self.factors) == 1 and self._order == size
 
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
         factors = [xp.astype(factor, dtype, copy=False) for factor in self.factors]
         all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
         if self._is_product(trail):
-            transposed = xp.permute_dims(factors[0] * all_signs[0], (1, 0))
-            return lambda rows, out: product(xp, rows, transposed)
+            weights = factors[0] * all_signs[0]
+            weights = weights if is_adjoint else xp.permute_dims(weights, (1, 0))
+            return lambda rows, out: product(xp, rows, weights)
+        if is_adjoint:
+            factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
         (n_blocks, size), order = self.signs[0].shape, self._order
+        rest = size - order
 
         def rotate(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             for signs in all_signs:
                 z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
                 z = xp.reshape(z, (lead * n_blocks, size, trail))
-                head = z if order == size else z[:, :order, :]
-                head = _apply_along_second(xp, factors, head)
-                # What is left out moves to the front, where the next round takes it.
-                block = head if order == size else _concat(xp, z[:, order:, :], head)
+                head = z[:, :order, :] if rest else z  # autograd cannot batch slices of all
+                block = _apply_along_second(xp, factors, head)
+                if rest:  # it moves to the front, where the next round takes it
+                    block = _concat(xp, z[:, order:, :], block)
             return xp.reshape(block, (lead, n_blocks * size * trail))
-
-        return rotate
-
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        factors = [xp.astype(xp.permute_dims(f, (1, 0)), dtype, copy=False) for f in self.factors]
-        all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
-        if self._is_product(trail):
-            weights = xp.permute_dims(factors[0], (1, 0)) * all_signs[0]
-            return lambda rows, out: product(xp, rows, weights)
-        (n_blocks, size), order = self.signs[0].shape, self._order
-        rest = size - order
 
         def rotate_back(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             for signs in reversed(all_signs):
                 z = xp.reshape(block, (lead * n_blocks, size, trail))
-                head = z[:, rest:, :] if rest else z  # autograd cannot batch slices of all
+                head = z[:, rest:, :] if rest else z
                 head = _apply_along_second(xp, factors, head)
                 z = _concat(xp, head, z[:, :rest, :]) if rest else head
                 block = xp.reshape(z, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
             return xp.reshape(block, (lead, n_blocks * size * trail))
 
-        return rotate_back
+        return rotate_back if is_adjoint else rotate
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
         n_blocks, size = self.signs[0].shape
