@@ -62,13 +62,12 @@ def min_dim(
           is at most `n_features`.
         - ``"dasgupta-gupta"``: a closed form for both maps. It is 10–40 % above the exact values for
           10³ to 10⁶ points, eps up to 0.5 and delta 0.01, and further above for fewer points.
-        - ``"achlioptas"``: the closed form that is proven for `rademacher_projection` and for
-          `sparse_projection` with density 1/3.
+        - ``"achlioptas"``: the closed form that is proven for `sparse_projection` with the densities 1
+          and 1/3.
         - ``"chernoff"``: ``(16/ε²) log(2n²/δ)``. It is valid, but 3.5 to 5 times too large for the
           same points, eps and delta.
 
-        No such bound is proven for `hadamard_projection`. Start with the value of ``"exact"`` and
-        verify it with `distortion`; the notes of `hadamard_projection` say where it fails.
+        No such bound is proven for `hadamard_projection`, whose notes say where ``"exact"`` fails.
     n_features : number or array ≥ 1, optional
         The dimension d of the points. Only ``"haar"`` uses it, and requires it.
 
@@ -79,10 +78,9 @@ def min_dim(
 
     Raises
     ------
-    TypeError
-        For arguments that are not real numbers.
-    ValueError
-        For arguments out of range, an unknown method, or ``"haar"`` without `n_features`.
+    TypeError, ValueError
+        For arguments that are not real numbers, or out of range, an unknown method, or ``"haar"``
+        without `n_features`.
 
     Notes
     -----
@@ -259,16 +257,15 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
     """Su's entropy criterion for the size of an embedding or an attention head: ``8.33 log n``.
 
     A rule of thumb for how many dimensions a skip-gram model needs to tell n items apart by their
-    inner products. Its first version had the coefficient 8. It does **not guarantee distances**: at
-    k = 48 and n = 300, thousands of pairs are off by more than 30 %. For a guarantee see
-    `isentropic.jl.min_dim`.
+    inner products. It does **not guarantee distances**: at k = 48 and n = 300, thousands of pairs are
+    off by more than 30 %. For a guarantee see `isentropic.jl.min_dim`.
 
     Parameters
     ----------
     n : number or array of numbers ≥ 1
         The size of the vocabulary, or the length of the context.
     coefficient : float > 0
-        8.33 or 8.
+        8.33, or 8 as in its first version.
 
     Returns
     -------

@@ -65,16 +65,14 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
 
     Raises
     ------
-    TypeError
-        For an `x` that is not a floating-point array.
-    ValueError
-        For a length that is not a power of two, an axis out of range, an unknown norm.
+    TypeError, ValueError
+        For an `x` that is not a floating-point array, a length that is not a power of two, an axis out
+        of range, an unknown norm.
 
     Notes
     -----
-    ``H_1 = [1]`` and ``H_2n = [[H_n, H_n], [H_n, −H_n]]``. The matrix is applied as a Kronecker product
-    of small factors, with one pass over the data for each factor. On GPUs with Triton, one pass
-    applies all factors, or two for n > 16384.
+    ``H_1 = [1]`` and ``H_2n = [[H_n, H_n], [H_n, −H_n]]``. Each of a few Kronecker factors takes a pass
+    over the data. On GPUs with Triton, one pass applies all of them, or two for n > 16384.
 
     Examples
     --------
@@ -101,6 +99,11 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
 
     scale = {"backward": 1.0, "ortho": n**-0.5, "forward": 1.0 / n}[norm]
     lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    y = apply_to_rows(xp, _sylvester_map(n, scale, trail), xp.reshape(x, (lead, n * trail)))
+    return xp.reshape(y, x.shape)
+
+
+def _sylvester_map(n: int, scale: float, trail: int) -> LinearMap:
     width, order = n * trail, (1, n.bit_length() - 1)
 
     def rows(xp: ModuleType, arrays: Any, dtype: Any, device: Any, is_adjoint: bool) -> RowFunction:
@@ -113,8 +116,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
         return (found, ()) if n > 1 and has_kernel(xp, found, n_rows, device) else None
 
     row_size = width if n > _MAX_DENSE else None
-    linear = LinearMap(rows, (width, width), row_size, program=program)
-    return xp.reshape(apply_to_rows(xp, linear, xp.reshape(x, (lead, width))), x.shape)
+    return LinearMap(rows, (width, width), row_size, program=program)
 
 
 def hadamard_order(n: int) -> Order:

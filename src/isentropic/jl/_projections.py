@@ -126,9 +126,8 @@ def sparse_projection(
     Warns
     -----
     UserWarning
-        For a density below 1/3, because the map distorts vectors with few large entries. With the
-        density 1/√d, d = 10⁴ and 1000 points that have one nonzero entry each, at the dimension of the
-        lemma, 23 % of the squared distances are off by more than half, and 4 % of the points become 0.
+        For a density below 1/3, because the map distorts vectors with few large entries: "Very sparse
+        maps" in the documentation has an example.
 
     Notes
     -----
@@ -250,12 +249,11 @@ def hadamard_projection(
     28672. It usually has no inverse for d = 104, 1000, 4864, 11008, 13696 or 29568: the first 20
     matrices for d = 104 are all singular. `rotation` draws a rotation for every d.
 
-    **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem. Verify it on
-    the data with `distortion`. An example where it fails: a difference vector with 8 equal nonzero
-    entries on a subgroup, such as features 0, 512, …, 3584 of 4096. One round maps it to few distinct
-    values. At k = 316 its squared length is off by more than half with probability 3e-5, where the χ²
-    tail gives 2e-8. Two rounds remove such cases. The proven bounds require more dimensions by
-    logarithmic factors.
+    **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem: the proven
+    bounds require more dimensions by logarithmic factors. Verify it on the data with `distortion`. One
+    round fails more often for a difference vector with 8 equal nonzero entries on a subgroup, such as
+    features 0, 512, …, 3584 of 4096: at k = 316 its squared length is off by more than half with
+    probability 3e-5, where the χ² tail gives 2e-8. Two rounds remove such cases.
 
     References
     ----------
@@ -407,8 +405,8 @@ def rotation(
     nonzero entry is its flatness, √d times the largest absolute entry of R; 1 is the least possible.
     The factors are, in the order of preference:
 
-    - Hadamard matrices of Sylvester and Paley, with the flatness 1. They exist for many widths of
-      current models, such as 64, 80, 96, 104, 112, 576, 768, 896, 3584, 4096, 4864, 5120, 14336, 29568;
+    - Hadamard matrices of Sylvester and Paley, with the flatness 1, for many widths of current models,
+      such as 64, 80, 96, 104, 112, 576, 768, 896, 3584, 4096, 4864, 5120, 14336 and 29568;
     - conference matrices of order q + 1: 1.01 for 1000 and 18944;
     - Jacobsthal's matrix with a multiple of the matrix of ones, and the discrete Hartley transform, for
       odd orders: 1.12 for 11008, 1.08 for 13696, 1.04 for 577, 1.53 for 1023. The largest flatness of
@@ -439,11 +437,6 @@ def rotation(
     >>> round(float(abs(y).max() * 1000**0.5), 2), bool(np.allclose(f.adjoint(y), spike))
     (1.01, True)
 
-    The heads of a projection, side by side:
-
-    >>> f = rotation(32 * 128, blocks=32, rng=0)
-    >>> f(np.ones((5, 32 * 128))).shape
-    (5, 4096)
     """
     n_features, blocks = counts(n_features=n_features, blocks=blocks)
     check_choice("kind", kind, ("hadamard", "haar"))
