@@ -75,6 +75,16 @@ def launches(backend, monkeypatch):
     return found
 
 
+@pytest.fixture
+def torch(backend):
+    return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
+
+
+@pytest.fixture
+def jax(backend):
+    return pytest.importorskip("jax") if backend.name == "jax" else pytest.skip("for JAX")
+
+
 def _projection(backend, d, k, rounds=1):
     """A map for the backend, and its matrix in float64."""
     matrix = it.jl.hadamard_projection(d, k, rounds=rounds, rng=0).matrix()
@@ -255,14 +265,6 @@ MAPS = {
 
 @pytest.mark.parametrize("name", MAPS)
 class TestGradients:
-    @pytest.fixture
-    def torch(self, backend):
-        return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
-
-    @pytest.fixture
-    def jax(self, backend):
-        return pytest.importorskip("jax") if backend.name == "jax" else pytest.skip("for JAX")
-
     def test_torch(self, backend, launches, torch, name, rng):
         f, matrix = MAPS[name](backend)
         x = torch.from_numpy(rng.normal(size=(7, matrix.shape[1])).astype("float32")).requires_grad_()
@@ -311,10 +313,6 @@ class TestGradients:
 
 
 class TestArraysOfTheMap:
-    @pytest.fixture
-    def torch(self, backend):
-        return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
-
     def test_their_gradients(self, backend, launches, torch, rng):
         f, _ = _projection(backend, 200, 24)
         signs = f.signs[0].clone().requires_grad_()
@@ -331,11 +329,7 @@ class TestArraysOfTheMap:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 
-    def test_the_self_test_runs_within_a_trace(self, backend, launches):
-        if backend.name != "jax":
-            pytest.skip("for JAX")
-        import jax
-
+    def test_the_self_test_runs_within_a_trace(self, backend, launches, jax):
         _triton_launch._failures.clear()
         f, _ = _projection(backend, 48, 48)
         x = backend.array(np.eye(48, dtype=np.float32))
@@ -344,11 +338,7 @@ class TestArraysOfTheMap:
         assert len(_triton_launch._failures) == 1
         assert len(launches) == 3
 
-    def test_maps_that_jax_traces(self, backend, launches, rng):
-        if backend.name != "jax":
-            pytest.skip("for JAX")
-        import jax
-
+    def test_maps_that_jax_traces(self, backend, launches, jax, rng):
         f, matrix = _projection(backend, 200, 24)
         x = backend.array(rng.normal(size=(5, 200)).astype("float32"))
         _assert_close(jax.jit(lambda f, x: f(x))(f, x), np.asarray(x) @ matrix.T)

@@ -1,8 +1,9 @@
 """Johnson–Lindenstrauss projections: choose the dimension, draw a map, and measure its distortion.
 
 `min_dim` tells how many dimensions preserve the distances between n points. The functions
-``*_projection`` and `count_sketch` draw a map. `distortion` measures how well the map preserved the
-distances.
+``*_projection``, `count_sketch` and `rotation` draw a map f, which applies along any axis by
+``f(x, axis=-1)``, and has ``f.adjoint(y, axis=-1)`` and ``f.matrix()``. `distortion` measures how well
+the map preserved the distances.
 
 >>> import numpy as np
 >>> from isentropic import jl
