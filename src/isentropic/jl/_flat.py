@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isentropic.jl._hadamard import conference, has_field, jacobsthal, paley
-
 # The largest order of a factor. The second limit is for sizes that cannot be split within the first.
 _LIMITS = (128, 1024)
 # The fixed cost of a factor, in multiplications per entry: a factor of order f takes as long as f more.
@@ -117,3 +115,57 @@ def _flat_jacobsthal(q: int) -> np.ndarray:
     a = 1 if q % 4 == 3 else 0
     b = ((a + q) ** 0.5 - a) / q  # the root of q·b² + 2ab − 1
     return (np.asarray(jacobsthal(q)) + a * np.eye(q) + b) * (q + a) ** -0.5
+
+
+def paley(order: int) -> list[list[float]] | None:
+    """Paley's Hadamard matrix of an order divisible by 4, or None if there is none.
+
+    The order is q + 1 for q = 3 modulo 4, or 2(q + 1) for q = 1 modulo 4, where q is a prime or the
+    square of a prime.
+    """
+    if is_prime(order - 1):
+        rows = [[1.0] * order] + [[-1.0, *row] for row in jacobsthal(order - 1)]
+        for i in range(1, order):
+            rows[i][i] = 1.0
+        return rows
+    q = order // 2 - 1
+    if q % 4 != 1 or not has_field(q):
+        return None
+    # In a conference matrix each entry e = ±1 becomes the block e·[[1, 1], [1, −1]], and each 0 becomes
+    # the block [[1, −1], [−1, −1]].
+    rows = conference(order // 2)
+    upper = [[y for e in row for y in ((e, e) if e else (1.0, -1.0))] for row in rows]
+    lower = [[y for e in row for y in ((e, -e) if e else (-1.0, -1.0))] for row in rows]
+    return [row for pair in zip(upper, lower, strict=True) for row in pair]
+
+
+def conference(order: int) -> list[list[float]]:
+    """The symmetric matrix C with zeros on the diagonal, else ±1, and C² = q·I.
+
+    The order is q + 1, where q = 1 modulo 4 is a prime or the square of a prime.
+    """
+    return [[0.0] + [1.0] * (order - 1)] + [[1.0, *row] for row in jacobsthal(order - 1)]
+
+
+def jacobsthal(q: int) -> list[list[float]]:
+    """The matrix whose entry (i, j) tells whether j − i is a square in the field of q elements.
+
+    The entry is 1 for a square, −1 for an element that is not a square, and 0 for i = j. Rows sum to 0.
+    The product with the transpose is q·I − J, where J is the matrix of ones.
+    """
+    p = q if is_prime(q) else math.isqrt(q)
+    # The field is that of integers modulo p, or that of a + b√r, where r is not a square.
+    r = next(i for i in range(2, 2 * p) if pow(i, p // 2, p) != 1)
+    field = [(a, b) for a in range(p) for b in range(q // p)]
+    squares = {((a * a + r * b * b) % p, 2 * a * b % p) for a, b in field}
+    symbol = {x: 1.0 if x in squares else -1.0 for x in field} | {(0, 0): 0.0}
+    return [[symbol[(c - a) % p, (d - b) % p] for c, d in field] for a, b in field]
+
+
+def has_field(q: int) -> bool:
+    """Whether q is an odd prime or the square of one, so that `jacobsthal` has its field."""
+    return q % 2 == 1 and (is_prime(q) or (math.isqrt(q) ** 2 == q and is_prime(math.isqrt(q))))
+
+
+def is_prime(n: int) -> bool:
+    return n > 1 and all(n % i for i in range(2, math.isqrt(n) + 1))

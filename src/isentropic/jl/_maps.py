@@ -8,6 +8,7 @@ adjoint. `size` is the length of the mapped axis, `lead` is the product of the a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -36,14 +37,13 @@ from isentropic._numerics import product, quietly
 from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
 from isentropic.jl._hadamard import (
     Order,
-    apply_kronecker,
     doublings_to_sample,
     hadamard_factors,
     hadamard_order,
     has_kernel,
     kernel_factors,
-    sample_kronecker,
 )
+from isentropic.jl._kronecker import apply_kronecker, sample_kronecker
 from isentropic.jl._rounds import INPUT, OUTPUT, Program, Round, slots_of
 
 KernelProgram = tuple[Program, tuple[Array, ...]]  # with its arrays
@@ -305,48 +305,18 @@ class HadamardProjection(Projection, _HadamardArrays):
     def _rows(
         self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
     ) -> RowFunction:
-        factors = self._factors(xp, dtype, device)
         size, (k, d) = self._size, self._shape
-        all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
-        if is_adjoint:
-            return self._mix_back(xp, [xp.permute_dims(f, (1, 0)) for f in factors], all_signs, trail)
-        last = doublings_to_sample(xp, self._order, k)
-        sampled = None if last is None else self._factors(xp, dtype, device, last)
-
-        def mix(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            z = _pad(xp, xp.reshape(block, (lead, d, trail)) * all_signs[0], size)
-            for signs in all_signs[1:]:
-                z = _apply_along_second(xp, factors, z) * signs
-            if sampled is not None:
-                return sample_kronecker(
-                    xp, sampled, xp.reshape(z, (lead, size * trail)), trail, self.rows
-                )
-            z = xp.take(_apply_along_second(xp, factors, z), self.rows, axis=1)
-            return xp.reshape(z, (lead, k * trail))
-
-        return mix
-
-    def _mix_back(
-        self, xp: ModuleType, factors: list[Array], all_signs: list[Array], trail: int
-    ) -> RowFunction:
-        size, (k, d) = self._size, self._shape
-        # The component that holds each of the D coordinates. `rows` is sorted, so bisection finds it.
-        coordinates = xp.arange(size, dtype=self.rows.dtype, device=common_device(rows=self.rows))
-        source = xp.searchsorted(self.rows, coordinates)
-        source = xp.where(source < k, source, k - 1)
-        kept = (xp.take(self.rows, source) == coordinates)[None, :, None]
-
-        def mix(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            z = xp.take(xp.reshape(block, (lead, k, trail)), source, axis=1)
-            z = xp.where(kept, z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
-            for i, signs in reversed(list(enumerate(all_signs))):
-                z = _apply_along_second(xp, factors, z)
-                z = (z if i or d == size else z[:, :d, :]) * signs
-            return xp.reshape(z, (lead, d * trail))
-
-        return mix
+        last = None if is_adjoint else doublings_to_sample(xp, self._order, k)
+        transform = _product_with(xp, self._factors(xp, dtype, device), is_adjoint)
+        steps = [step for signs in self.signs for step in (_flip(xp, signs, dtype), transform)]
+        if d < size:
+            steps.insert(1, (lambda z: z[..., :d, :]) if is_adjoint else lambda z: _pad(xp, z, size))
+        if last is None:
+            steps.append(_choice(xp, self.rows, size, is_adjoint))
+        else:
+            factors = self._factors(xp, dtype, device, last)
+            steps[-1] = lambda z: sample_kronecker(xp, factors, z, self.rows)
+        return _in_turn(xp, steps, (k if is_adjoint else d, trail), is_adjoint)
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
         size, (k, d), last = self._size, self._shape, len(self.signs) - 1
@@ -524,38 +494,26 @@ class Rotation(Projection, _RotationArrays):
         self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
     ) -> RowFunction:
         factors = [xp.astype(factor, dtype, copy=False) for factor in self.factors]
-        all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
         if self._is_product(trail):
-            weights = factors[0] * all_signs[0]
+            weights = factors[0] * xp.astype(self.signs[0], dtype, copy=False)
             weights = weights if is_adjoint else xp.permute_dims(weights, (1, 0))
             return lambda rows, out: product(xp, rows, weights)
-        if is_adjoint:
-            factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
-        (n_blocks, size), order = self.signs[0].shape, self._order
-        rest = size - order
+        rotate = _product_with(xp, factors, is_adjoint)
+        n_blocks, size = self.signs[0].shape
+        rest = size - self._order
 
-        def rotate(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            for signs in all_signs:
-                z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
-                z = xp.reshape(z, (lead * n_blocks, size, trail))
-                head = z[:, :order, :] if rest else z  # autograd cannot batch slices of all
-                block = _apply_along_second(xp, factors, head)
-                if rest:  # it moves to the front, where the next round takes it
-                    block = _concat(xp, z[:, order:, :], block)
-            return xp.reshape(block, (lead, n_blocks * size * trail))
+        def rotate_first(z: Array) -> Array:
+            """Rotate as many coordinates as the factors have. The next round takes the rest first."""
+            if is_adjoint:
+                return _concat(xp, rotate(z[..., rest:, :]), z[..., :rest, :])
+            return _concat(xp, z[..., size - rest :, :], rotate(z[..., : size - rest, :]))
 
-        def rotate_back(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            for signs in reversed(all_signs):
-                z = xp.reshape(block, (lead * n_blocks, size, trail))
-                head = z[:, rest:, :] if rest else z
-                head = _apply_along_second(xp, factors, head)
-                z = _concat(xp, head, z[:, :rest, :]) if rest else head
-                block = xp.reshape(z, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
-            return xp.reshape(block, (lead, n_blocks * size * trail))
-
-        return rotate_back if is_adjoint else rotate
+        steps = [
+            step
+            for signs in self.signs
+            for step in (_flip(xp, signs, dtype), rotate_first if rest else rotate)
+        ]
+        return _in_turn(xp, steps, (n_blocks, size, trail), is_adjoint)
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
         n_blocks, size = self.signs[0].shape
@@ -570,13 +528,6 @@ class Rotation(Projection, _RotationArrays):
         return program, tuple([xp.astype(x, xp.float32, copy=False) for x in arrays])
 
 
-def _apply_along_second(xp: ModuleType, factors: list[Array], z: Array) -> Array:
-    """The product F₁ ⊗ F₂ ⊗ … along the second of three axes."""
-    lead, order, trail = z.shape
-    y = apply_kronecker(xp, factors, xp.reshape(z, (lead, order * trail)), trail)
-    return xp.reshape(y, (lead, order, trail))
-
-
 def _check_tuple(name: str, arrays: Any, *, can_be_empty: bool = False) -> None:
     if not isinstance(arrays, tuple):
         raise type_error(name, "be a tuple of arrays", type(arrays).__name__)
@@ -584,17 +535,67 @@ def _check_tuple(name: str, arrays: Any, *, can_be_empty: bool = False) -> None:
         raise value_error(name, "hold an array for each round", arrays)
 
 
+# A step of a map, along the second to last axis of arrays (..., size, trail).
+Step = Callable[[Array], Array]
+
+
+def _in_turn(xp: ModuleType, steps: list[Step], axes: tuple[int, ...], is_adjoint: bool) -> RowFunction:
+    """The steps one after another, for rows with these axes. Those of the adjoint are in reverse."""
+    steps = steps[::-1] if is_adjoint else steps
+
+    def apply(rows: Array, out: Any) -> Array:
+        z = xp.reshape(rows, (rows.shape[0], *axes))
+        for step in steps:
+            z = step(z)
+        return xp.reshape(z, (z.shape[0], math.prod(z.shape[1:])))
+
+    return apply
+
+
+def _flip(xp: ModuleType, signs: Array, dtype: Any) -> Step:
+    """Multiply coordinates by signs."""
+    factors = xp.astype(signs, dtype, copy=False)[..., None]
+    return lambda z: z * factors
+
+
+def _product_with(xp: ModuleType, factors: list[Array], is_adjoint: bool) -> Step:
+    """The product F₁ ⊗ F₂ ⊗ …, or its transpose."""
+    if is_adjoint:
+        factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
+
+    def apply(z: Array) -> Array:
+        *lead, order, trail = z.shape
+        y = apply_kronecker(xp, factors, xp.reshape(z, (math.prod(lead), order * trail)), trail)
+        return xp.reshape(y, z.shape)
+
+    return apply
+
+
+def _choice(xp: ModuleType, rows: Array, size: int, is_adjoint: bool) -> Step:
+    """Take coordinates, in ascending order, out of `size`; the adjoint puts them among zeros."""
+    if not is_adjoint:
+        return lambda z: xp.take(z, rows, axis=-2)
+    k = rows.shape[0]
+    coordinates = xp.arange(size, dtype=rows.dtype, device=common_device(rows=rows))
+    source = xp.searchsorted(rows, coordinates)
+    source = xp.where(source < k, source, k - 1)
+    kept = (xp.take(rows, source) == coordinates)[:, None]
+
+    def put_back(z: Array) -> Array:
+        z = xp.take(z, source, axis=-2)
+        return xp.where(kept, z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
+
+    return put_back
+
+
 def _pad(xp: ModuleType, z: Array, size: int) -> Array:
-    """Pad the second of three axes with zeros to the length `size`."""
-    lead, have, trail = z.shape
-    if have == size:
-        return z
-    return _concat(
-        xp, z, xp.zeros((lead, size - have, trail), dtype=z.dtype, device=common_device(z=z))
-    )
+    """Pad the second to last axis with zeros to the length `size`."""
+    *lead, have, trail = z.shape
+    shape = (*lead, size - have, trail)
+    return _concat(xp, z, xp.zeros(shape, dtype=z.dtype, device=common_device(z=z)))
 
 
 def _concat(xp: ModuleType, *parts: Array) -> Array:
-    """Join along the second axis."""
+    """Join along the second to last axis."""
     # Batched gradients of `torch.autograd` support `cat`, but not its alias `concat`.
-    return xp.cat(parts, 1) if is_torch(xp) else xp.concat(parts, axis=1)
+    return xp.cat(parts, -2) if is_torch(xp) else xp.concat(parts, axis=-2)
