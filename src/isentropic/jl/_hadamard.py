@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 
 from isentropic._checks import check_axis, check_choice, check_floating, value_error
-from isentropic._loops import map_chunks, outside_of_traces
+from isentropic._loops import outside_of_traces
 from isentropic._namespace import Array, ArrayT, is_dask, is_numpy, library_of, namespace, to_numpy
 from isentropic._numerics import quietly
-from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
+from isentropic._row_maps import LinearMap, RowFunction, apply_along
 from isentropic._threads import copies_small_operands
 from isentropic._triton_launch import gpu_kind, self_test_failure
 from isentropic.jl._flat import paley
@@ -96,13 +96,8 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
     if not n >= 1 or n % 1 or int(n) & (int(n) - 1):
         raise value_error("x", f"have a power of two of entries along axis {axis}", n)
     n = int(n)
-    if is_dask(x):
-        return map_chunks(x, lambda part: hadamard_transform(part, axis=axis, norm=norm), axis, n)
-
     scale = {"backward": 1.0, "ortho": n**-0.5, "forward": 1.0 / n}[norm]
-    lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    y = apply_to_rows(xp, _sylvester_map(n, scale, trail), xp.reshape(x, (lead, n * trail)))
-    return xp.reshape(y, x.shape)
+    return apply_along(xp, functools.partial(_sylvester_map, n, scale), x, axis, n)
 
 
 def _sylvester_map(n: int, scale: float, trail: int) -> LinearMap:

@@ -20,7 +20,6 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import map_chunks
 from isentropic._namespace import (
     Array,
     ArrayT,
@@ -33,8 +32,8 @@ from isentropic._namespace import (
     namespace,
     namespace_with_drawn,
 )
-from isentropic._numerics import product, quietly
-from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
+from isentropic._numerics import lift, product, quietly
+from isentropic._row_maps import LinearMap, RowFunction, apply_along
 from isentropic.jl._hadamard import (
     Order,
     doublings_to_sample,
@@ -149,27 +148,18 @@ class Projection:
         axis = int(axis) % x.ndim
         if x.shape[axis] != size:
             raise value_error(name, f"have {size} entries along axis {axis}", tuple(x.shape))
-        if is_dask(x):
-            return map_chunks(
-                x, lambda part: self._along(name, part, axis, is_adjoint=is_adjoint), axis, out
-            )
+        return apply_along(xp, lambda trail: self._linear_map(trail, is_adjoint), x, axis, out)
 
-        lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-        linear = self._linear_map(trail)
-        if is_adjoint:
-            linear = linear.adjoint()
-        y = apply_to_rows(xp, linear, xp.reshape(x, (lead, size * trail)))
-        return xp.reshape(y, (*x.shape[:axis], out, *x.shape[axis + 1 :]))
-
-    def _linear_map(self, trail: int) -> LinearMap:
+    def _linear_map(self, trail: int, is_adjoint: bool = False) -> LinearMap:
         k, d = self._shape
-        return LinearMap(
+        linear = LinearMap(
             lambda xp, f, dtype, device, is_adjoint: f._rows(xp, dtype, device, trail, is_adjoint),
             (k * trail, d * trail),
             self._row_size(trail),
             self,  # type: ignore[arg-type]
             lambda xp, f, n_rows, device: f._program(xp, n_rows, device, trail),
         )
+        return linear.adjoint() if is_adjoint else linear
 
 
 class _DenseArrays(NamedTuple):
@@ -554,8 +544,8 @@ def _in_turn(xp: ModuleType, steps: list[Step], axes: tuple[int, ...], is_adjoin
 
 def _flip(xp: ModuleType, signs: Array, dtype: Any) -> Step:
     """Multiply coordinates by signs."""
-    factors = xp.astype(signs, dtype, copy=False)[..., None]
-    return lambda z: z * factors
+    column = xp.astype(signs, dtype, copy=False)[..., None]
+    return lambda z: z * lift(column, z.ndim)
 
 
 def _product_with(xp: ModuleType, factors: list[Array], is_adjoint: bool) -> Step:
@@ -583,7 +573,7 @@ def _choice(xp: ModuleType, rows: Array, size: int, is_adjoint: bool) -> Step:
 
     def put_back(z: Array) -> Array:
         z = xp.take(z, source, axis=-2)
-        return xp.where(kept, z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
+        return xp.where(lift(kept, z.ndim), z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
 
     return put_back
 
