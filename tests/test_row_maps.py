@@ -135,8 +135,8 @@ class TestInNumPy:
         from isentropic.jl import _hadamard
 
         sizes = {"scale": 1.0, "dtype": np.float32, "device": None}
-        factors = _hadamard.hadamard_factors(np, (1, 8), **sizes)
-        assert factors is _hadamard.hadamard_factors(np, (1, 8), **sizes)
+        factors = _hadamard.hadamard_factors(np, _hadamard.Order(1, 8), **sizes)
+        assert factors is _hadamard.hadamard_factors(np, _hadamard.Order(1, 8), **sizes)
         assert not any(factor.flags.writeable for factor in factors)
 
 

@@ -179,8 +179,6 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             k: int = min_dim(
                 max(n_samples, 2), eps=self.eps, delta=self.delta, method=method, n_features=n_features
             )
-            if k <= n_features:
-                return k
             message = (
                 f"To keep the distances of {n_samples} points within eps = {self.eps} takes {k} "
                 f"components, more than the {n_features} features: the data are left as they are."
@@ -190,12 +188,12 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             raise value_error("n_components", must, repr(self.n_components))
         else:
             (k,) = counts(n_components=self.n_components)
-            if k <= n_features:
-                return k
             message = (
                 f"There are more components ({k}) than features ({n_features}): the dimension is not "
                 "reduced."
             )
+        if k <= n_features:
+            return k
         warnings.warn(message, DataDimensionalityWarning, stacklevel=3)
         return None if self.n_components == "auto" else k
 

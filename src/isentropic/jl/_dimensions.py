@@ -91,9 +91,6 @@ def min_dim(
     and ``"haar"`` is the same with :math:`\frac dk\,\mathrm{Beta}(\frac k2, \frac{d-k}2)` in place of
     :math:`χ^2_k/k`. For eps below 1e-4, rounding may change the result by one.
 
-    `sklearn.random_projection.johnson_lindenstrauss_min_dim` is the Achlioptas form at δ = 1, rounded
-    down. Its proof guarantees a success probability of only 1/n.
-
     References
     ----------
     Johnson & Lindenstrauss 1984; Dasgupta & Gupta 2003, Random Struct. Alg. 22; Achlioptas 2003,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -37,10 +37,32 @@ _MAX_DENSE = 64  # up to this order one product with the whole matrix is faster
 _MAX_LARGE_DENSE = 128  # the same where the BLAS copies the operands
 _SELF_TEST_ERROR = 1e-4  # of numbers of size 1, with products in float32
 
-# An order as (base, doublings): base · 2^doublings.
-Order = tuple[int, int]
-
 _matrices: dict[tuple[str, ...], Array] = {}  # Paley's for the kernel, by library, order and device
+
+
+class Order(NamedTuple):
+    """The order ``base · 2^doublings`` of a Hadamard matrix."""
+
+    base: int
+    doublings: int
+
+    @property
+    def size(self) -> int:
+        return self.base << self.doublings
+
+    @property
+    def first_doublings(self) -> int:
+        """How many doublings come before Paley's matrix in the Kronecker product; the others follow it.
+
+        This choice determines the Hadamard matrix of an order, and with it the map that a seed gives.
+        So it must never change.
+        """
+        if self.base == 1:
+            return 0
+        bits = math.log2(self.base) + self.doublings
+        last = min(self.doublings, 5)
+        bits_of_each = (bits - last) / (math.ceil(bits / 5) - 1)
+        return min(self.doublings - last, max(0, round(bits_of_each - math.log2(self.base))))
 
 
 @quietly
@@ -101,7 +123,7 @@ def hadamard_transform(x: ArrayT, *, axis: int = -1, norm: str = "ortho") -> Arr
 
 
 def _sylvester_map(n: int, scale: float, trail: int) -> LinearMap:
-    width, order = n * trail, (1, n.bit_length() - 1)
+    width, order = n * trail, Order(1, n.bit_length() - 1)
 
     def rows(xp: ModuleType, arrays: Any, dtype: Any, device: Any, is_adjoint: bool) -> RowFunction:
         # Sylvester's matrix is symmetric, so the transform is its own adjoint.
@@ -118,8 +140,8 @@ def _sylvester_map(n: int, scale: float, trail: int) -> LinearMap:
 
 def hadamard_order(n: int) -> Order:
     """The smallest order of a Hadamard matrix, among those of this module, that is at least n."""
-    orders = [(base, max(0, (-(-n // base) - 1).bit_length())) for base in (1, *_PALEY_ORDERS)]
-    return min(orders, key=lambda order: order[0] << order[1])
+    orders = [Order(base, max(0, (-(-n // base) - 1).bit_length())) for base in (1, *_PALEY_ORDERS)]
+    return min(orders, key=lambda order: order.size)
 
 
 def hadamard_factors(
@@ -156,13 +178,12 @@ def _factors(xp: ModuleType, orders: list[Order], scale: float, dtype: Any, devi
 
 def _factor_orders(order: Order, last: int | None = None, are_large: bool = False) -> list[Order]:
     """Split an order into those of factors. The last one is applied first."""
-    base, doublings = order
+    base, first = order.base, order.first_doublings
     are_large = are_large and last is None
     # A larger product of Paley's matrix would need another order of the factors, which must not change.
-    if base << doublings <= (_MAX_LARGE_DENSE if are_large and base == 1 else _MAX_DENSE):
+    if order.size <= (_MAX_LARGE_DENSE if are_large and base == 1 else _MAX_DENSE):
         return [order]
-    first = 0 if base == 1 else _doublings_of_paley(order)
-    rest = doublings - first
+    rest = order.doublings - first
     if are_large:
         parts = _split(rest, _LARGE_FACTOR_BITS)
     else:
@@ -170,7 +191,7 @@ def _factor_orders(order: Order, last: int | None = None, are_large: bool = Fals
             # It acts along rows, and the others on columns, which must not be too short for them.
             last = rest if rest <= _FACTOR_BITS + 1 else _FACTOR_BITS
         parts = [*_split(rest - last, _FACTOR_BITS), last]
-    return [*([] if base == 1 else [(base, first)]), *((1, part) for part in parts if part)]
+    return [*([] if base == 1 else [Order(base, first)]), *(Order(1, part) for part in parts if part)]
 
 
 def _split(bits: int, most: int) -> list[int]:
@@ -179,32 +200,17 @@ def _split(bits: int, most: int) -> list[int]:
     return [(bits + i) // count for i in range(count)]
 
 
-def _doublings_of_paley(order: Order) -> int:
-    """How many doublings come before Paley's matrix in the Kronecker product; the others follow it.
-
-    This choice determines the Hadamard matrix of an order, and with it the map that a seed gives. So it
-    must never change.
-    """
-    base, doublings = order
-    bits = math.log2(base) + doublings
-    last = min(doublings, 5)
-    bits_of_each = (bits - last) / (math.ceil(bits / 5) - 1)
-    return min(doublings - last, max(0, round(bits_of_each - math.log2(base))))
-
-
 def doublings_to_sample(xp: ModuleType, order: Order, count: int) -> int | None:
     """log₂ of the order of a last factor that is applied only to a sample of `count` coordinates.
 
     None if the sample is so large that it is faster to apply all factors in full. Each coordinate of
     the sample takes as many multiplications as the order.
     """
-    base, doublings = order
-    size = base << doublings
-    if size <= _MAX_DENSE:
+    if order.size <= _MAX_DENSE:
         return None
     least, most = _SAMPLED_BITS.get(library_of(xp), (_FACTOR_BITS, _FACTOR_BITS))
-    free = doublings - (0 if base == 1 else _doublings_of_paley(order))
-    last = min(most, free, (size // max(count, 1)).bit_length() - 1)
+    free = order.doublings - order.first_doublings
+    last = min(most, free, (order.size // max(count, 1)).bit_length() - 1)
     return last if last >= least else None
 
 
@@ -215,14 +221,13 @@ def kernel_factors(
     base, doublings = order
     if base == 1:
         return ((1 << doublings, None),), ()
-    is_small = base << doublings <= _MAX_DENSE
-    first = doublings if is_small else _doublings_of_paley(order)
+    first = doublings if order.size <= _MAX_DENSE else order.first_doublings
     factors: list[Factor] = [(1 << first, None), (base, 0), (1 << doublings - first, None)]
     # Devices of CuPy have no hash.
     facts = (xp.__name__, str(base), str(device))
     if facts not in _matrices:
         with outside_of_traces(xp):
-            _matrices[facts] = _matrix(xp, (base, 0), xp.float32, device)
+            _matrices[facts] = _matrix(xp, Order(base, 0), xp.float32, device)
     return tuple([factor for factor in factors if factor[0] > 1]), (_matrices[facts],)
 
 
@@ -242,7 +247,7 @@ def _self_test_error(xp: ModuleType, device: Any) -> float:
     """The largest error of the kernel for a small map, which NumPy computes in float64."""
     if gpu_kind(xp, device) == "old":
         raise RuntimeError("the GPU is older than the instructions of the kernel")
-    order: Order = (12, 4)
+    order = Order(12, 4)
     x, rows = np.sin(np.arange(5 * 192.0)).reshape(5, 192), np.arange(1, 192, 3)
     signs = 1 - 2.0 * (np.arange(192) % 2)
     exact = apply_kronecker(

@@ -254,7 +254,7 @@ class HadamardProjection(Projection, _HadamardArrays):
         >>> [hadamard_projection(d, d, rng=0).has_orthogonal_rows for d in (768, 1000, 4096, 11008)]
         [True, False, True, False]
         """
-        return self._size == self.n_features
+        return self._order.size == self.n_features
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -265,26 +265,21 @@ class HadamardProjection(Projection, _HadamardArrays):
         check_shape("rows", self.rows, (None,))
         check_shape("signs[0]", self.signs[0], (None,))
         for i, signs in enumerate(self.signs[1:], 1):
-            check_shape(f"signs[{i}]", signs, (self._size,))
+            check_shape(f"signs[{i}]", signs, (self._order.size,))
 
     @property
     def _order(self) -> Order:
+        """The order D of the Hadamard matrix."""
         return hadamard_order(max(self._shape))
 
-    @property
-    def _size(self) -> int:
-        """The order D of the Hadamard matrix."""
-        base, doublings = self._order
-        return base << doublings
-
     def _row_size(self, trail: int) -> int:
-        return self._size * trail
+        return self._order.size * trail
 
     @property
     def _scale(self) -> float:
         """The scale of the Hadamard matrix of one round."""
         # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
-        size = self._size
+        size = self._order.size
         return size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
 
     def _factors(self, xp: ModuleType, dtype: Any, device: Any, last: int | None = None) -> list[Array]:
@@ -295,7 +290,7 @@ class HadamardProjection(Projection, _HadamardArrays):
     def _rows(
         self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
     ) -> RowFunction:
-        size, (k, d) = self._size, self._shape
+        size, (k, d) = self._order.size, self._shape
         last = None if is_adjoint else doublings_to_sample(xp, self._order, k)
         transform = _product_with(xp, self._factors(xp, dtype, device), is_adjoint)
         steps = [step for signs in self.signs for step in (_flip(xp, signs, dtype), transform)]
@@ -309,7 +304,7 @@ class HadamardProjection(Projection, _HadamardArrays):
         return _in_turn(xp, steps, (k if is_adjoint else d, trail), is_adjoint)
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
-        size, (k, d), last = self._size, self._shape, len(self.signs) - 1
+        size, (k, d), last = self._order.size, self._shape, len(self.signs) - 1
         factors, matrices = kernel_factors(xp, self._order, device)
         rounds = [
             Round(

@@ -250,10 +250,8 @@ def hadamard_projection(
     matrices for d = 104 are all singular. `rotation` draws a rotation for every d.
 
     **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem: the proven
-    bounds require more dimensions by logarithmic factors. Verify it on the data with `distortion`. One
-    round fails more often for a difference vector with 8 equal nonzero entries on a subgroup, such as
-    features 0, 512, …, 3584 of 4096: at k = 316 its squared length is off by more than half with
-    probability 3e-5, where the χ² tail gives 2e-8. Two rounds remove such cases.
+    bounds require more dimensions by logarithmic factors. Verify it on the data with `distortion`. "The
+    fast map" in the documentation has vectors for which one round fails, and two rounds do not.
 
     References
     ----------
@@ -271,8 +269,7 @@ def hadamard_projection(
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     (rounds,) = counts(rounds=rounds)
-    base, doublings = hadamard_order(max(n_features, n_components))
-    size = base << doublings
+    size = hadamard_order(max(n_features, n_components)).size
     generator = generator_of(rng)
     signs = [random_signs(generator, (n_features if i == 0 else size,)) for i in range(rounds)]
     rows = np.sort(random_permutation(generator, size)[:n_components])
