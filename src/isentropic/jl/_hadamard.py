@@ -59,6 +59,8 @@ class Order(NamedTuple):
         """
         if self.base == 1:
             return 0
+        if self.size <= _MAX_DENSE:
+            return self.doublings
         bits = math.log2(self.base) + self.doublings
         last = min(self.doublings, 5)
         bits_of_each = (bits - last) / (math.ceil(bits / 5) - 1)
@@ -221,7 +223,7 @@ def kernel_factors(
     base, doublings = order
     if base == 1:
         return ((1 << doublings, None),), ()
-    first = doublings if order.size <= _MAX_DENSE else order.first_doublings
+    first = order.first_doublings
     factors: list[Factor] = [(1 << first, None), (base, 0), (1 << doublings - first, None)]
     # Devices of CuPy have no hash.
     facts = (xp.__name__, str(base), str(device))
