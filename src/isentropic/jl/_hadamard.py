@@ -142,8 +142,9 @@ def _sylvester_map(n: int, scale: float, trail: int) -> LinearMap:
 
 def hadamard_order(n: int) -> Order:
     """The smallest order of a Hadamard matrix, among those of this module, that is at least n."""
-    orders = [Order(base, max(0, (-(-n // base) - 1).bit_length())) for base in (1, *_PALEY_ORDERS)]
-    return min(orders, key=lambda order: order.size)
+    sizes = [(base << max(0, (-(-n // base) - 1).bit_length()), base) for base in (1, *_PALEY_ORDERS)]
+    size, base = min(sizes)
+    return Order(base, (size // base).bit_length() - 1)
 
 
 def hadamard_factors(

@@ -7,6 +7,7 @@ adjoint. `size` is the length of the mapped axis, `lead` is the product of the a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -275,41 +276,39 @@ class HadamardProjection(Projection, _HadamardArrays):
     def _row_size(self, trail: int) -> int:
         return self._order.size * trail
 
-    @property
-    def _scale(self) -> float:
+    def _scale(self, size: int) -> float:
         """The scale of the Hadamard matrix of one round."""
         # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
-        size = self._order.size
         return size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
-
-    def _factors(self, xp: ModuleType, dtype: Any, device: Any, last: int | None = None) -> list[Array]:
-        """The Kronecker factors of the scaled Hadamard matrix of one round; see `hadamard_factors`."""
-        scale = self._scale
-        return hadamard_factors(xp, self._order, scale=scale, dtype=dtype, device=device, last=last)
 
     def _rows(
         self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
     ) -> RowFunction:
-        size, (k, d) = self._order.size, self._shape
-        last = None if is_adjoint else doublings_to_sample(xp, self._order, k)
-        transform = _product_with(xp, self._factors(xp, dtype, device), is_adjoint)
+        order, (k, d) = self._order, self._shape
+        size = order.size
+        factors = functools.partial(
+            hadamard_factors, xp, order, scale=self._scale(size), dtype=dtype, device=device
+        )
+        last = None if is_adjoint else doublings_to_sample(xp, order, k)
+        transform = _product_with(xp, factors(), is_adjoint)
         steps = [step for signs in self.signs for step in (_flip(xp, signs, dtype), transform)]
         if d < size:
             steps.insert(1, (lambda z: z[..., :d, :]) if is_adjoint else lambda z: _pad(xp, z, size))
         if last is None:
             steps.append(_choice(xp, self.rows, size, is_adjoint))
         else:
-            factors = self._factors(xp, dtype, device, last)
-            steps[-1] = lambda z: sample_kronecker(xp, factors, z, self.rows)
+            sampled = factors(last=last)
+            steps[-1] = lambda z: sample_kronecker(xp, sampled, z, self.rows)
         return _in_turn(xp, steps, (k if is_adjoint else d, trail), is_adjoint)
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
-        size, (k, d), last = self._order.size, self._shape, len(self.signs) - 1
-        factors, matrices = kernel_factors(xp, self._order, device)
+        order, (k, d), last = self._order, self._shape, len(self.signs) - 1
+        size = order.size
+        factors, matrices = kernel_factors(xp, order, device)
         rounds = [
             Round(
                 factors,
-                self._scale,
+                self._scale(size),
                 widths=(size if i else d, size),
                 entries=(size if i else d, size if i < last else k),
                 signs=len(matrices) + i,
