@@ -2,7 +2,8 @@
 
 `_rows` returns a function of a matrix (lead, size · trail), which maps each row, by the map or by its
 adjoint. `size` is the length of the mapped axis, `lead` is the product of the axes before it, and
-`trail` of those after it. `_row_size` is the number of intermediates of a row.
+`trail` of those after it. `_row_size` is the number of intermediates of a row. Fast maps are lists of
+steps. Their adjoints are the adjoints of the steps, in reverse.
 """
 
 from __future__ import annotations
@@ -292,11 +293,11 @@ class HadamardProjection(Projection, _HadamardArrays):
         last = None if is_adjoint else doublings_to_sample(xp, order, k)
         transform = _product_with(xp, factors(), is_adjoint)
         steps = [step for signs in self.signs for step in (_flip(xp, signs, dtype), transform)]
-        if d < size:
+        if d < size:  # between the first signs and the first transform
             steps.insert(1, (lambda z: z[..., :d, :]) if is_adjoint else lambda z: _pad(xp, z, size))
         if last is None:
             steps.append(_choice(xp, self.rows, size, is_adjoint))
-        else:
+        else:  # the last transform is computed only at these coordinates
             sampled = factors(last=last)
             steps[-1] = lambda z: sample_kronecker(xp, sampled, z, self.rows)
         return _in_turn(xp, steps, (k if is_adjoint else d, trail), is_adjoint)
