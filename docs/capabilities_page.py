@@ -1,5 +1,7 @@
 """The generated part of the page "What runs where", from the declaration in tests/capabilities.py."""
 
+import re
+
 from capabilities import COLUMNS, INTEGRATIONS, ROWS, Cell, Row, bare
 
 TITLES = {
@@ -49,6 +51,8 @@ def table(module: str, notes: dict[str, int]) -> list[str]:
 
 def link(name: str, *, qualified: bool = False) -> str:
     shown = name.removeprefix("integrations.") if qualified else bare(name)
+    # The maps, which functions return, have their pages under the module that defines them.
+    name = re.sub(r"^jl\.(?=[A-Z])", "jl._maps.", name)
     return f"{{py:obj}}`{shown} <isentropic.{name}>`"
 
 

@@ -165,7 +165,6 @@ _ROWS = {
     "jl.eps": SIZES,
     "jl.lower_bound": SIZES,
     "jl.gaussian_projection": DRAWN,
-    "jl.rademacher_projection": DRAWN,
     "jl.sparse_projection": DRAWN,
     "jl.orthogonal_projection": DRAWN,
     "jl.hadamard_projection": DRAWN,
@@ -194,8 +193,6 @@ _ROWS = {
 WITHOUT_ROW = {
     "integrations.huggingface.Diagnosis": "a result",
     "integrations.huggingface.Effect": "a result",
-    "jl.DistortionReport": "a result",
-    "jl.FailureRate": "a result",
     "laws.Law": "abstract",
     "laws.from_config": "takes a configuration",
 }

@@ -12,6 +12,7 @@ from law_cases import RANGES
 
 import isentropic as it
 from isentropic import laws, masks, theory
+from isentropic.jl import _maps
 from isentropic.layers._linear_attention import PositiveFeatures
 
 
@@ -67,19 +68,19 @@ def _lengths_of(a):
 
 
 def dense(a):
-    return it.jl.DenseProjection(a["weights"], a["weights_scale"])
+    return _maps.DenseProjection(a["weights"], a["weights_scale"])
 
 
 def hadamard(a, rounds=2):
-    return it.jl.HadamardProjection((a["signs1"], a["signs2"])[:rounds], a["rows"])
+    return _maps.HadamardProjection((a["signs1"], a["signs2"])[:rounds], a["rows"])
 
 
 def sketch(a):
-    return it.jl.CountSketch(a["sketch_signs"], a["components"], a["features"])
+    return _maps.CountSketch(a["sketch_signs"], a["components"], a["features"])
 
 
 def rotation(a):
-    return it.jl.Rotation((a["rotation_signs"],), (a["rotation_factor"],))
+    return _maps.Rotation((a["rotation_signs"],), (a["rotation_factor"],))
 
 
 CASES = {
@@ -275,9 +276,9 @@ TRIED = {
     "gaussian_projection": lambda a: it.jl.gaussian_projection(16, 5, rng=0, like=a["x"]),
     "hadamard_projection": lambda a: it.jl.hadamard_projection(16, 5, rng=0, like=a["x"]),
     "orthogonal_projection": lambda a: it.jl.orthogonal_projection(16, 5, rng=0, like=a["x"]),
-    "rademacher_projection": lambda a: it.jl.rademacher_projection(16, 5, rng=0, like=a["x"]),
     "rotation": lambda a: it.jl.rotation(16, rng=0, like=a["x"]),
     "sparse_projection": lambda a: it.jl.sparse_projection(16, 5, rng=0, like=a["x"]),
+    "sparse_projection-signs": lambda a: it.jl.sparse_projection(16, 5, density=1, rng=0, like=a["x"]),
     "distortion": lambda a: it.jl.distortion(a["x"][0, ...], a["x"][0, :, :5]).distance,
     "min_dim": lambda a: it.jl.min_dim(_sizes(a), eps=0.3),
     "failure_probability": lambda a: it.jl.failure_probability(_sizes(a), 200, eps=0.3),

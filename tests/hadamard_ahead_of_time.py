@@ -6,7 +6,6 @@ or "cupy". A map may be followed by "+adjoint", and by "+trail" for an axis that
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from unittest import mock
@@ -26,15 +25,14 @@ def linear_map(name, n, like, trail):
     """The map of rows, whose arrays are those of the library of `like`."""
     kind, *parts = name.split("+")
     if kind == "transform":
-        make = functools.partial(_hadamard._sylvester_program, n, n**-0.5, trail)
-        linear = _row_maps.LinearMap(None, None, (n * trail, n * trail), None, program=make)
+        linear = _hadamard._sylvester_map(n, n**-0.5, trail)
     elif kind == "projection":
         f = it.jl.hadamard_projection(n, n // 4, rng=0)
-        linear = _maps._linear_map(type(f)((like(f.signs[0]),), like(f.rows)), trail)
+        linear = type(f)((like(f.signs[0]),), like(f.rows))._linear_map(trail)
     else:
         f = it.jl.rotation(n, rng=0)
         f = type(f)((like(f.signs[0]),), tuple([like(x) for x in f.factors]))
-        linear = _maps._linear_map(f, trail)
+        linear = f._linear_map(trail)
     return linear.adjoint() if "adjoint" in parts else linear
 
 
@@ -65,7 +63,7 @@ def measured(linear, dtype, target):
 
     precision = "ieee" if target == "gfx942" else "tf32x3"
     with (
-        mock.patch.object(_triton_launch, "launch", measure),
+        mock.patch.object(_rounds, "launch", measure),
         mock.patch.object(_rounds, "_precision", return_value=precision),
         mock.patch.object(_row_maps, "runs_kernels", return_value=True),
     ):

@@ -17,7 +17,7 @@ from isentropic import _row_maps
 from isentropic.jl import _hadamard
 
 _row_maps.runs_kernels = lambda xp, x: xp is jnp
-_hadamard._kernel_is_correct = lambda xp, device: True
+_hadamard._self_test_failure = lambda xp, device: None
 
 
 def main():

@@ -16,6 +16,7 @@ import pytest
 from capabilities import INTEGRATIONS, ROWS, WITHOUT_ROW, bare, row_of
 
 import isentropic as it
+from isentropic.jl._maps import Projection
 
 CALLS = cases.CASES | cases.TRIED | cases.REFUSED
 # One call of each function.
@@ -86,6 +87,7 @@ class TestRows:
             for name in module.__all__
             if not inspect.ismodule(getattr(module, name))
         }
+        public |= {f"jl.{kind.__name__}" for kind in Projection.__subclasses__()}  # which are returned
         public |= {f"plots.{name}" for name in exported(Path(it.__file__).parent / "plots.py")}
         folder = Path(it.__file__).parent / "integrations"
         for path in (x for x in folder.iterdir() if x.name[0] != "_"):

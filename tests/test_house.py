@@ -97,6 +97,7 @@ TESTED_IN = {
     "integrations/huggingface/_measure.py": "integrations/huggingface/test_calibrate.py",
     "integrations/huggingface/_modules.py": "integrations/huggingface/test_names.py",
     "jl/_flat.py": "jl/test_rotation.py",
+    "jl/_kronecker.py": "jl/test_hadamard.py",
     "jl/_maps.py": "jl/test_projections.py",
     "jl/_rounds.py": "jl/test_triton_hadamard.py",
 }

@@ -8,6 +8,7 @@ import pytest
 
 import isentropic as it
 from isentropic import laws, plots
+from isentropic.jl._distortion import DistortionReport
 
 matplotlib.use("Agg")
 
@@ -23,7 +24,7 @@ def _close():
 class TestDistortion:
     def test_histogram_and_theory(self, backend, rng):
         errors = backend.array((rng.chisquare(100, size=5000) / 100 - 1).astype("float32"))
-        report = it.jl.DistortionReport(errors, errors, errors, errors, 200, 300, 100, 19900)
+        report = DistortionReport(errors, errors, errors, errors, 200, 300, 100, 19900)
         ax = plots.distortion(report, bins=40)
         heights = np.asarray([patch.get_height() for patch in ax.patches])
         width = ax.patches[0].get_width()

@@ -28,12 +28,13 @@ def _tensors(torch, name, dtype=None):
     return f, torch.from_numpy(matrix)
 
 
+@pytest.fixture
+def torch(backend):
+    return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
+
+
 @pytest.mark.parametrize("name", ["transform", "hadamard", "sketch", "adjoint"])
 class TestThroughNumPy:
-    @pytest.fixture
-    def torch(self, backend):
-        return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
-
     @pytest.mark.parametrize("axis", [0, 1])
     def test_values_and_gradients(self, torch, name, axis, rng, tiny_tiles):
         f, matrix = _tensors(torch, name)
@@ -96,10 +97,6 @@ class TestThroughNumPy:
 
 
 class TestArraysOfTheMap:
-    @pytest.fixture
-    def torch(self, backend):
-        return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
-
     def test_their_gradients(self, torch, rng):
         f = it.jl.hadamard_projection(200, 24, rng=0, like=torch.zeros(1, dtype=torch.float64))
         signs = f.signs[0].clone().requires_grad_()
@@ -138,8 +135,8 @@ class TestInNumPy:
         from isentropic.jl import _hadamard
 
         sizes = {"scale": 1.0, "dtype": np.float32, "device": None}
-        factors = _hadamard.hadamard_factors(np, (1, 8), **sizes)
-        assert factors is _hadamard.hadamard_factors(np, (1, 8), **sizes)
+        factors = _hadamard.hadamard_factors(np, _hadamard.Order(1, 8), **sizes)
+        assert factors is _hadamard.hadamard_factors(np, _hadamard.Order(1, 8), **sizes)
         assert not any(factor.flags.writeable for factor in factors)
 
 

@@ -36,7 +36,7 @@ def absorb(norm: nn.Module, *layers: nn.Linear) -> None:
     norm.weight.data = torch.ones_like(norm.weight.data)
 
 
-def rotated(model: Any, f: it.jl.Rotation) -> Any:
+def rotated(model: Any, f: Any) -> Any:
     """A copy of a Llama model whose residual stream is ``f`` of the stream of the original."""
     model = copy.deepcopy(model)
     inner, head = model.model, model.lm_head

@@ -23,6 +23,7 @@ from isentropic._loops import (
     is_plain,
     is_readable,
     jax_array,
+    map_chunks,
     map_rows,
     runs_kernels,
 )
@@ -30,19 +31,23 @@ from isentropic._namespace import (
     Array,
     accumulator,
     common_device,
+    is_dask,
     is_jax,
     is_symbolic,
     is_torch,
     leaves_of,
+    library_of,
     namespace,
 )
+from isentropic._numerics import quietly
 
 _KERNEL_DTYPES = ("float32", "float16", "bfloat16")
 
 # ``function(rows, out)`` maps each row of a matrix. With NumPy it may write into `out`; see `map_rows`.
 RowFunction = Callable[[Array, Any], Array]
-# ``make(xp, arrays, dtype, device)`` returns such a function for matrices of this dtype.
-MakeRowFunction = Callable[[ModuleType, Any, Any, Any], RowFunction]
+# ``make(xp, arrays, dtype, device, is_adjoint)`` returns such a function, or that of the adjoint, for
+# matrices of this dtype.
+MakeRowFunction = Callable[[ModuleType, Any, Any, Any, bool], RowFunction]
 
 
 class Program(Protocol):
@@ -65,8 +70,7 @@ class LinearMap(NamedTuple):
     """A linear map of rows and its adjoint, for arrays of any library."""
 
     rows: MakeRowFunction
-    adjoint_rows: MakeRowFunction
-    widths: tuple[int, int]  # the sizes of a row that the two functions return
+    widths: tuple[int, int]  # the sizes of a row that the map and its adjoint return
     # The number of intermediates of a row; None if the map is a single product of matrices.
     row_size: int | None
     arrays: tuple[Any, ...] = ()  # all arrays that the functions use, in nested tuples
@@ -74,12 +78,20 @@ class LinearMap(NamedTuple):
     is_adjoint: bool = False
 
     def adjoint(self) -> LinearMap:
-        return self._replace(
-            rows=self.adjoint_rows,
-            adjoint_rows=self.rows,
-            widths=self.widths[::-1],
-            is_adjoint=not self.is_adjoint,
-        )
+        return self._replace(widths=self.widths[::-1], is_adjoint=not self.is_adjoint)
+
+
+def apply_along(xp: ModuleType, make: Callable[[int], LinearMap], x: Any, axis: int, size: int) -> Any:
+    """Apply ``make(trail)`` to rows that hold vectors along an axis, `trail` of them side by side.
+
+    The axis, which counts from the front, then has `size` entries. A Dask array stays lazy.
+    """
+    if is_dask(x):
+        return map_chunks(x, quietly(lambda part: apply_along(xp, make, part, axis, size)), axis, size)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    lead, trail = math.prod(before), math.prod(after)
+    y = apply_to_rows(xp, make(trail), xp.reshape(x, (lead, x.shape[axis] * trail)))
+    return xp.reshape(y, (*before, size, *after))
 
 
 def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) -> Array:
@@ -91,13 +103,10 @@ def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) 
     if (kernel := _kernel(xp, linear, x)) is not None:
         return _through_kernel(xp, linear, x, *kernel)
     if _is_for_numpy(xp, linear, x):
-        wide: Any = xp.astype(x, dtype, copy=False)
-        if is_torch(xp):
-            y = _custom().apply(wide, linear, _in_torch, *leaves_of(linear.arrays))
-        else:
-            y = _through_numpy_in_jax(linear, wide)
+        y: Array = _THROUGH_NUMPY[library_of(xp)](linear, xp.astype(x, dtype, copy=False))
         return xp.astype(y, x.dtype, copy=False)
-    function = linear.rows(xp, linear.arrays, dtype, common_device(x=x))
+    device = common_device(x=x)
+    function = linear.rows(xp, linear.arrays, dtype, device, linear.is_adjoint)
 
     def in_dtype(part: Array, out: Any) -> Array:
         y = function(xp.astype(part, dtype, copy=False), out if x.dtype == dtype else None)
@@ -110,7 +119,7 @@ def apply_to_rows(xp: ModuleType, linear: LinearMap, x: Array, out: Any = None) 
 
 def _is_for_numpy(xp: ModuleType, linear: LinearMap, x: Array) -> bool:
     """Whether NumPy computes the map: not if the map's own arrays have gradients."""
-    if not (is_torch(xp) or is_jax(xp)) or linear.row_size is None or not is_readable(xp, x):
+    if library_of(xp) not in _THROUGH_NUMPY or linear.row_size is None or not is_readable(xp, x):
         return False
     leaves = tuple(leaves_of(linear.arrays))
     return all(is_readable(xp, a) for a in leaves) and not is_differentiable(xp, *leaves)
@@ -147,10 +156,16 @@ def in_host_memory(xp: Any, x: Any) -> Any:
     return np.asarray(x)
 
 
-def _in_torch(linear: LinearMap, x: Any) -> Any:
+def _through_numpy_in_torch(linear: LinearMap, x: Any) -> Any:
     import torch
 
-    return torch.from_numpy(_in_numpy(linear, x))
+    def compute(linear: LinearMap, x: Any) -> Any:
+        return torch.from_numpy(_in_numpy(linear, x))
+
+    return _custom().apply(x, linear, compute, *leaves_of(linear.arrays))
+
+
+_THROUGH_NUMPY = {"torch": _through_numpy_in_torch, "jax": _through_numpy_in_jax}
 
 
 @functools.cache

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from isentropic._loops import outside_of_traces
 from isentropic._namespace import Array, is_jax, is_torch
 from isentropic._numerics import quietly
 
@@ -106,13 +108,41 @@ def _kind_of_capability(capability: int) -> str:
     return "nvidia" if capability >= _LEAST_CAPABILITY else "old"
 
 
-def refuse_capture(xp: Any) -> None:
-    """Refuse to test a kernel while PyTorch captures a CUDA graph, in which results cannot be read."""
+# What `self_test_failure` has found. The device is a string here: devices of CuPy have no hash.
+_failures: dict[tuple[str, ...], str | None] = {}
+
+
+def self_test_failure(
+    kernels: str, xp: Any, device: Any, dtype: Any, error: Callable[[], float], bound: float
+) -> str | None:
+    """The reason why kernels cannot be trusted on a device, or None. A warning tells it, too.
+
+    `error` computes a small input with them, and tells by how much the results are off. This takes
+    place once in a process.
+    """
+    facts = (kernels, xp.__name__, str(device), str(dtype))
+    if facts in _failures:
+        return _failures[facts]
     if is_torch(xp) and xp.cuda.is_available() and xp.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "The first call on a GPU tests the kernels, which is not possible while a CUDA graph is "
             "captured: make the same call once before the capture."
         )
+    why = None
+    try:
+        with outside_of_traces(xp):
+            found = error()
+        if not found < bound:
+            why = f"their results are off by {found:.1e}"
+    except Exception as problem:  # Triton needs a compiler for C, and may not know the GPU
+        if "OutOfMemory" in type(problem).__name__:  # which passes, so it is not remembered
+            raise
+        why = f"Triton cannot run them: {type(problem).__name__}: {problem}"
+    if why is not None:
+        why = f"a self-test of the kernels failed on this device: {why}"
+        warnings.warn(f"The {kernels} are not used, as {why}", stacklevel=2)
+    _failures[facts] = why
+    return why
 
 
 def _launcher(xp: Any) -> Callable[[Call], tuple[Any, ...]]:

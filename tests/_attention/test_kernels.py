@@ -565,13 +565,13 @@ class TestSelfTest:
 
         x = backend.array(np.zeros(1), dtype)
         assert triton._self_test_error(backend.xp, backend.device, x.dtype) < error
-        triton._failures.clear()
+        _triton_launch._failures.clear()
         assert triton.self_test_failure(backend.xp, backend.device, x.dtype) is None
         if backend.library == "jax":
             import jax
 
             def traced(x):
-                triton._failures.clear()
+                _triton_launch._failures.clear()
                 assert triton.self_test_failure(backend.xp, None, x.dtype) is None
                 return x
 
@@ -590,10 +590,10 @@ class TestSelfTest:
             return results._replace(moment=change(results.moment))
 
         monkeypatch.setattr(triton, "forward", wrong)
-        triton._failures.clear()
+        _triton_launch._failures.clear()
         with pytest.warns(UserWarning, match=f"The Triton kernels are not used, .*{why}"):
             assert why in triton.self_test_failure(backend.xp, backend.device, backend.xp.float32)
-        triton._failures.clear()
+        _triton_launch._failures.clear()
 
     def test_takes_place_once_for_a_device_without_a_hash(self, backend, kernel, monkeypatch):
         from isentropic._attention import triton
@@ -606,10 +606,10 @@ class TestSelfTest:
 
         errors = iter([1e-7])
         monkeypatch.setattr(triton, "_self_test_error", lambda *facts: next(errors))
-        triton._failures.clear()
+        _triton_launch._failures.clear()
         for _ in range(2):
             assert triton.self_test_failure(backend.xp, Device(), backend.xp.float32) is None
-        triton._failures.clear()
+        _triton_launch._failures.clear()
 
     def test_of_arrays_in_the_way_of_cupy(self, backend, monkeypatch):
         """CuPy's arrays are those of NumPy but for the launcher, which `test_triton_compiler` tests."""

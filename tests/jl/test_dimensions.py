@@ -1,5 +1,6 @@
 """Dimensions of the lemma: against SciPy and mpmath, against one another, and against simulation."""
 
+import functools
 import math
 
 import numpy as np
@@ -190,7 +191,12 @@ class TestSimulation:
         # n points e_1 … e_n: all distances alike, and their pairs nearly independent.
         n, eps, delta, d, draws = 40, 0.5, 0.1, 60, 400
         method = {"gaussian": "exact", "orthogonal": "haar"}.get(kind, "achlioptas")
-        draw = getattr(it.jl, f"{kind}_projection")
+        draw = {
+            "gaussian": it.jl.gaussian_projection,
+            "orthogonal": it.jl.orthogonal_projection,
+            "rademacher": functools.partial(it.jl.sparse_projection, density=1),
+            "sparse": it.jl.sparse_projection,
+        }[kind]
         k = it.jl.min_dim(n, eps=eps, delta=delta, method=method, n_features=d)
         x = np.eye(n, d)
         i, j = np.triu_indices(n, 1)

@@ -5,7 +5,7 @@ import pytest
 import scipy.linalg
 
 import isentropic as it
-from isentropic.jl import _hadamard
+from isentropic.jl import _hadamard, _kronecker
 
 NORMS = {"ortho": lambda n: n**-0.5, "backward": lambda n: 1.0, "forward": lambda n: 1 / n}
 
@@ -79,7 +79,8 @@ class TestTransform:
 class TestMatrices:
     @pytest.fixture(autouse=True, params=[False, True], ids=["small", "large"])
     def _factors_for_every_blas(self, request, monkeypatch):
-        monkeypatch.setattr(_hadamard, "copies_small_operands", lambda: request.param)
+        for module in (_hadamard, _kronecker):
+            monkeypatch.setattr(module, "copies_small_operands", lambda: request.param)
 
     @pytest.mark.parametrize("doublings", range(6, 13))
     def test_transform_of_every_length(self, doublings, rng, tiny_tiles):
@@ -94,7 +95,7 @@ class TestMatrices:
         factors = _hadamard.hadamard_factors(
             np, base_doublings, scale=1.0, dtype=np.float64, device=None
         )
-        h = _hadamard.apply_kronecker(np, factors, np.eye(order), 1)
+        h = _kronecker.apply_kronecker(np, factors, np.eye(order), 1)
         assert h.shape == (order, order)
         np.testing.assert_array_equal(np.abs(h), 1)
         np.testing.assert_array_equal(h @ h.T, order * np.eye(order))
@@ -104,7 +105,7 @@ class TestMatrices:
         wanted = {"scale": 1.0, "dtype": np.float64, "device": None}
         base_doublings = _hadamard.hadamard_order(order)
         matrices = [
-            _hadamard.apply_kronecker(np, factors, np.eye(order)[:, : order // 8].T, 1)
+            _kronecker.apply_kronecker(np, factors, np.eye(order)[:, : order // 8].T, 1)
             for factors in (
                 _hadamard.hadamard_factors(np, base_doublings, **wanted),
                 _hadamard._factors(np, _hadamard._factor_orders(base_doublings), 1.0, np.float64, None),
@@ -126,28 +127,28 @@ class TestMatrices:
             assert factors[-1].shape == (2**last, 2**last)
             orders.add(last)
             np.testing.assert_array_equal(
-                _hadamard.apply_kronecker(np, factors, x, 1),
-                _hadamard.apply_kronecker(np, whole, x, 1),
+                _kronecker.apply_kronecker(np, factors, x, 1),
+                _kronecker.apply_kronecker(np, whole, x, 1),
             )
         assert orders
         assert _hadamard.doublings_to_sample(np, base_doublings, order) is None
 
     def test_the_result_is_written_where_the_caller_wants_it(self, rng):
         x, out = rng.normal(size=(5, 4096)), np.empty((5, 4096))
-        factors = _hadamard.hadamard_factors(np, (1, 12), scale=1.0, dtype=np.float64, device=None)
-        assert _hadamard.apply_kronecker(np, factors, x, 1, out) is out
-        np.testing.assert_array_equal(out, _hadamard.apply_kronecker(np, factors, x, 1))
+        factors = _hadamard.hadamard_factors(
+            np, _hadamard.Order(1, 12), scale=1.0, dtype=np.float64, device=None
+        )
+        assert _kronecker.apply_kronecker(np, factors, x, 1, out) is out
+        np.testing.assert_array_equal(out, _kronecker.apply_kronecker(np, factors, x, 1))
 
     def test_orders_leave_small_gaps(self):
         for n in range(1, 3000):
-            base, doublings = _hadamard.hadamard_order(n)
-            order = base << doublings
+            order = _hadamard.hadamard_order(n).size
             assert order >= n
             if n > 16:
                 assert order <= 1.18 * n
         for n in (12, 20, 384, 640, 768, 896, 1024, 5120):
-            base, doublings = _hadamard.hadamard_order(n)
-            assert base << doublings == n
+            assert _hadamard.hadamard_order(n).size == n
 
 
 @pytest.mark.host

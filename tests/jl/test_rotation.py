@@ -118,13 +118,13 @@ class TestFlatMatrices:
         assert m.shape == (n, n)
         np.testing.assert_allclose(m @ m.T, np.eye(n), atol=1e-13)
         flatness = np.abs(m).max() * n**0.5
-        np.testing.assert_allclose(math.log(flatness), _flat._elements(n).log_flatness, atol=1e-8)
+        np.testing.assert_allclose(math.log(flatness), _flat._split(n).log_flatness, atol=1e-8)
         assert flatness < 2**0.5
 
     def test_hadamard_orders(self):
         # Orders of Paley's construction for primes and squares of primes, and of products of them: all
         # multiples of 4 up to 128 but these, which need other fields or constructions.
-        others = {n for n in range(4, 129, 4) if _flat._elements(n).log_flatness > 0}
+        others = {n for n in range(4, 129, 4) if _flat._split(n).log_flatness > 0}
         assert others == {92, 116}
 
     def test_orders_multiply_to_the_size(self):
@@ -135,7 +135,7 @@ class TestFlatMatrices:
     def test_a_smaller_order_for_large_primes(self, n):
         order = math.prod(_flat.factor_orders(n))
         assert n / 2 <= order < n
-        assert sum(_flat._elements(m).log_flatness for m in _flat.factor_orders(n)) == 0
+        assert sum(_flat._split(m).log_flatness for m in _flat.factor_orders(n)) == 0
 
 
 class TestEveryLibrary:
@@ -281,7 +281,7 @@ class TestCompilers:
 
 MAPS = {
     "gaussian": lambda like: it.jl.gaussian_projection(20, 6, rng=1, like=like),
-    "rademacher": lambda like: it.jl.rademacher_projection(20, 6, rng=1, like=like),
+    "rademacher": lambda like: it.jl.sparse_projection(20, 6, density=1, rng=1, like=like),
     "hadamard": lambda like: it.jl.hadamard_projection(20, 6, rounds=2, rng=1, like=like),
     "sketch": lambda like: it.jl.count_sketch(20, 6, nonzeros=2, rng=1, like=like),
     "rotation": lambda like: it.jl.rotation(30, blocks=3, independent=True, rng=1, like=like),

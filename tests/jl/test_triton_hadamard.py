@@ -70,9 +70,19 @@ def launches(backend, monkeypatch):
     monkeypatch.setattr(_triton_launch, f"launch_on_{backend.library}", run)
     monkeypatch.setattr(_row_maps, "runs_kernels", runs_kernels)
     for device in {backend.device, None if backend.library == "jax" else backend.device}:
-        assert _hadamard._kernel_is_correct(backend.xp, device)
+        assert _hadamard._self_test_failure(backend.xp, device) is None
     found.clear()
     return found
+
+
+@pytest.fixture
+def torch(backend):
+    return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
+
+
+@pytest.fixture
+def jax(backend):
+    return pytest.importorskip("jax") if backend.name == "jax" else pytest.skip("for JAX")
 
 
 def _projection(backend, d, k, rounds=1):
@@ -219,7 +229,7 @@ class TestUnusualInput:
             raise RuntimeError("no compiler")
 
         monkeypatch.setattr(_triton_launch, f"launch_on_{backend.library}", run)
-        _hadamard._correct.clear()
+        _triton_launch._failures.clear()
         x = rng.normal(size=(3, 128)).astype("float32")
         try:
             with pytest.warns(UserWarning, match="RuntimeError: no compiler"):
@@ -229,7 +239,7 @@ class TestUnusualInput:
                 warnings.simplefilter("error")
                 it.jl.hadamard_transform(backend.array(x))
         finally:
-            _hadamard._correct.clear()
+            _triton_launch._failures.clear()
 
     def test_wrong_results_of_the_kernel_are_noticed(self, backend, launches, monkeypatch):
         name = f"launch_on_{backend.library}"
@@ -240,10 +250,10 @@ class TestUnusualInput:
             return [x * factor for x in right(call)]
 
         monkeypatch.setattr(_triton_launch, name, run)
-        _hadamard._correct.clear()
-        with pytest.warns(UserWarning, match="its result is wrong"):
-            assert not _hadamard._kernel_is_correct(backend.xp, backend.device)
-        _hadamard._correct.clear()
+        _triton_launch._failures.clear()
+        with pytest.warns(UserWarning, match="their results are off by"):
+            assert _hadamard._self_test_failure(backend.xp, backend.device)
+        _triton_launch._failures.clear()
 
 
 MAPS = {
@@ -255,14 +265,6 @@ MAPS = {
 
 @pytest.mark.parametrize("name", MAPS)
 class TestGradients:
-    @pytest.fixture
-    def torch(self, backend):
-        return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
-
-    @pytest.fixture
-    def jax(self, backend):
-        return pytest.importorskip("jax") if backend.name == "jax" else pytest.skip("for JAX")
-
     def test_torch(self, backend, launches, torch, name, rng):
         f, matrix = MAPS[name](backend)
         x = torch.from_numpy(rng.normal(size=(7, matrix.shape[1])).astype("float32")).requires_grad_()
@@ -311,10 +313,6 @@ class TestGradients:
 
 
 class TestArraysOfTheMap:
-    @pytest.fixture
-    def torch(self, backend):
-        return pytest.importorskip("torch") if backend.name == "torch" else pytest.skip("for PyTorch")
-
     def test_their_gradients(self, backend, launches, torch, rng):
         f, _ = _projection(backend, 200, 24)
         signs = f.signs[0].clone().requires_grad_()
@@ -331,24 +329,16 @@ class TestArraysOfTheMap:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 
-    def test_the_self_test_runs_within_a_trace(self, backend, launches):
-        if backend.name != "jax":
-            pytest.skip("for JAX")
-        import jax
-
-        _hadamard._correct.clear()
+    def test_the_self_test_runs_within_a_trace(self, backend, launches, jax):
+        _triton_launch._failures.clear()
         f, _ = _projection(backend, 48, 48)
         x = backend.array(np.eye(48, dtype=np.float32))
         y = jax.jit(lambda x: f.adjoint(f(x)))(x)
         _assert_close(backend.numpy(y), np.eye(48))
-        assert len(_hadamard._correct) == 1
+        assert len(_triton_launch._failures) == 1
         assert len(launches) == 3
 
-    def test_maps_that_jax_traces(self, backend, launches, rng):
-        if backend.name != "jax":
-            pytest.skip("for JAX")
-        import jax
-
+    def test_maps_that_jax_traces(self, backend, launches, jax, rng):
         f, matrix = _projection(backend, 200, 24)
         x = backend.array(rng.normal(size=(5, 200)).astype("float32"))
         _assert_close(jax.jit(lambda f, x: f(x))(f, x), np.asarray(x) @ matrix.T)

@@ -151,7 +151,7 @@ def test_gaussian_map():
     "9588-5",
     says=r"$R_{ij} = \pm1$ with probability ½ each.",
     verdict="definition",
-    function="isentropic.jl.rademacher_projection",
+    function="isentropic.jl.sparse_projection",
 )
 @claim(
     "9588-6",
@@ -163,7 +163,7 @@ def test_gaussian_map():
 def test_maps_of_signs():
     k, d = 500, 400
     error = 4 * 0.5 / math.sqrt(k * d)
-    signs = it.jl.rademacher_projection(d, k, rng=24).matrix() * math.sqrt(k)
+    signs = it.jl.sparse_projection(d, k, density=1, rng=24).matrix() * math.sqrt(k)
     assert set(np.unique(signs.round(12))) == {-1.0, 1.0}
     assert abs((signs > 0).mean() - 1 / 2) < error
     sparse = it.jl.sparse_projection(d, k, density=1 / 3, rng=25).matrix() * math.sqrt(k)
@@ -233,7 +233,7 @@ def test_one_pair():
 def test_moments_of_one_row():
     for projection, kurtosis in (
         (it.jl.gaussian_projection, 3.0),
-        (it.jl.rademacher_projection, 1.0),
+        (functools.partial(it.jl.sparse_projection, density=1), 1.0),
         (lambda d, k, rng: it.jl.sparse_projection(d, k, density=1 / 2, rng=rng), 2.0),
     ):
         x = row_products(projection)
@@ -257,7 +257,7 @@ def test_variance_of_a_squared_length():
     v, k, draws = unit_vector(), 20, 20_000
     for projection, expected in (
         (it.jl.gaussian_projection, 2 / k),
-        (it.jl.rademacher_projection, (2 - 2 * (v**4).sum()) / k),
+        (functools.partial(it.jl.sparse_projection, density=1), (2 - 2 * (v**4).sum()) / k),
     ):
         # The rows of one map of many dimensions are those of many maps.
         x = projection(v.size, k * draws, rng=26)(v).reshape(draws, k) * math.sqrt(draws)

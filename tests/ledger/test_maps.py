@@ -10,7 +10,7 @@ from scipy.spatial.distance import pdist
 from scipy.stats import chi2, hypergeom
 
 import isentropic as it
-from isentropic.jl._hadamard import hadamard_factors
+from isentropic.jl._hadamard import Order, hadamard_factors
 from ledger import claim
 from ledger.test_mean_entropy import mean_and_error
 
@@ -123,7 +123,7 @@ def test_fast_map_is_no_gaussian_map():
     assert sum(part.size for part in f.signs) + f.rows.size == d + k
     # Products per feature, factor by factor: in proportion to log d. (Up to order 64 one product is faster.)
     for doublings in (12, 18, 24):
-        factors = hadamard_factors(np, (1, doublings), scale=1.0, dtype=np.float64, device=None)
+        factors = hadamard_factors(np, Order(1, doublings), scale=1.0, dtype=np.float64, device=None)
         assert sum(len(factor) for factor in factors) <= 6.4 * doublings
 
     # v has 8 equal entries at 0, 512, …, 3584. Its transform is constant on 8 blocks of 512; where the

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 import isentropic as it
 from isentropic import drift, laws, masks
 from isentropic._namespace import Array
+from isentropic.jl._distortion import FailureRate
 
 
 def calls(x: np.ndarray, ids: np.ndarray) -> None:
@@ -47,7 +48,7 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
     assert_type(projection(x), np.ndarray)
     assert_type(projection.n_components, int)
     assert_type(it.jl.rotation(100, rng=0).fold_into(x, side="input"), np.ndarray)
-    assert_type(it.jl.distortion(x, projection(x)).failure_rate(0.1), it.jl.FailureRate)
+    assert_type(it.jl.distortion(x, projection(x)).failure_rate(0.1), FailureRate)
     assert_type(it.jl.min_dim(100), Any)  # an int, or an array of them
 
 

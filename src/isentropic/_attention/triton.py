@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import array_api_compat.numpy
 import numpy as np
 
+from isentropic import _triton_launch
 from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._attention.tile import Sums, absorb, gradient, logits, output_of_columns
 from isentropic._attention.torch_facts import TRANSFORMED, is_batched
 from isentropic._entropy import INFINITE_ORDER, is_far_from_1, slope_of_moment
-from isentropic._loops import is_gpu, is_installed, outside_of_traces
+from isentropic._loops import is_gpu, is_installed
 from isentropic._namespace import Array, is_jax, is_symbolic, is_torch, to_numpy
 from isentropic._numerics import clip, divide_or_zero, lift
 from isentropic._ops import Ops
@@ -33,7 +33,6 @@ from isentropic._triton_launch import (
     gpu_kind,
     is_interpreted,
     launch,
-    refuse_capture,
 )
 
 # For wider heads the kernels need more registers or shared memory than GPUs have.
@@ -803,36 +802,19 @@ def _on_jax(setting: Setting, others: Others) -> Any:
     return lambda arrays: attend(arrays, mask_arrays)
 
 
-# What `self_test_failure` has found, by library, device and dtype. Devices of CuPy have no hash.
-_failures: dict[tuple[str, str, str], str | None] = {}
-
-
 def self_test_failure(xp: Any, device: Any, dtype: Any) -> str | None:
     """The reason why the kernels cannot be trusted on a device, or None.
 
     Their results and gradients for a small input are compared with those of NumPy in float64 and of
-    `isentropic._attention.tile`. This takes place once in a process.
+    `isentropic._attention.tile`.
     """
-    facts = (xp.__name__, str(device), str(dtype))
-    if facts in _failures:
-        return _failures[facts]
-    refuse_capture(xp)
-    why = None
-    try:
-        with outside_of_traces(xp), xp.inference_mode() if is_torch(xp) else contextlib.nullcontext():
-            error = _self_test_error(xp, device, dtype)
-        bound = max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
-        if not error < bound:
-            why = f"their results are off by {error:.1e}"
-    except Exception as error:
-        if "OutOfMemory" in type(error).__name__:  # which passes, so it is not remembered
-            raise
-        why = f"Triton cannot run them: {type(error).__name__}: {error}"
-    if why is not None:
-        why = f"a self-test of the kernels failed on this device: {why}"
-        warnings.warn(f"The Triton kernels are not used, as {why}", stacklevel=2)
-    _failures[facts] = why
-    return why
+
+    def error() -> float:
+        with xp.inference_mode() if is_torch(xp) else contextlib.nullcontext():
+            return _self_test_error(xp, device, dtype)
+
+    bound = max(_SELF_TEST_ROUNDINGS * float(xp.finfo(dtype).eps), _SELF_TEST_ERROR)
+    return _triton_launch.self_test_failure("Triton kernels", xp, device, dtype, error, bound)
 
 
 def _self_test_error(xp: Any, device: Any, dtype: Any) -> float:

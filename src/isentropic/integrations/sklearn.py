@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,6 @@ from isentropic.jl._projections import (
     gaussian_projection,
     hadamard_projection,
     orthogonal_projection,
-    rademacher_projection,
     sparse_entries,
     sparse_projection,
     sparse_scale,
@@ -46,7 +46,7 @@ __all__ = ["JLTransformer"]
 _KINDS: dict[str, tuple[Any, str]] = {
     "hadamard": (hadamard_projection, "exact"),
     "gaussian": (gaussian_projection, "exact"),
-    "rademacher": (rademacher_projection, "achlioptas"),
+    "rademacher": (functools.partial(sparse_projection, density=1), "achlioptas"),
     "sparse": (sparse_projection, "achlioptas"),
     "orthogonal": (orthogonal_projection, "haar"),
     "count_sketch": (count_sketch, "exact"),
@@ -57,17 +57,16 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     """Reduce the dimension by a random map that preserves distances.
 
     It is like `sklearn.random_projection.GaussianRandomProjection` and
-    `sklearn.random_projection.SparseRandomProjection`. In addition, it has the fast Hadamard map,
-    computes the dimension for a failure probability `delta`, and takes arrays of every library with
-    ``sklearn.set_config(array_api_dispatch=True)``.
+    `sklearn.random_projection.SparseRandomProjection`, with the fast Hadamard map, and with a dimension
+    for a failure probability `delta`. With ``sklearn.set_config(array_api_dispatch=True)`` it takes
+    arrays of every library.
 
     Parameters
     ----------
     n_components : int ≥ 1 or "auto"
         The dimension k. ``"auto"`` takes the dimension of `isentropic.jl.min_dim` for the number of
         samples in `fit`. If that exceeds the number of features, the map is the identity, with a
-        warning: the identity preserves distances exactly, in fewer dimensions. Then sparse data stay
-        sparse, and features keep their names.
+        warning: then sparse data stay sparse, and features keep their names.
     kind : {"hadamard", "gaussian", "rademacher", "sparse", "orthogonal", "count_sketch"}
         The map. For ``"hadamard"`` and ``"count_sketch"`` the dimension of ``"auto"`` is a heuristic.
         Verify it with `isentropic.jl.distortion`.
@@ -80,8 +79,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         features, as in scikit-learn. No bound is proven below 1/3.
     dense_output : bool
         Whether images are dense arrays even if the data and the map are sparse. The map is sparse for
-        the kinds ``"sparse"`` and ``"count_sketch"``, and for the identity. The other kinds always give
-        dense arrays.
+        the kinds ``"sparse"`` and ``"count_sketch"``, and for the identity.
     compute_inverse_components : bool
         Whether `fit` computes the pseudo-inverse, a dense array, for `inverse_transform`.
     random_state : None, int or numpy.random.RandomState
@@ -145,11 +143,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         Raises
         ------
-        TypeError
-            For a parameter of the wrong type.
-        ValueError
-            For a parameter out of range or an unknown name, and for `X` that is not a matrix of finite
-            numbers with at least one row and one column.
+        TypeError, ValueError
+            For a parameter of the wrong type, out of range or of an unknown name, and for `X` that is
+            not a matrix of finite numbers with at least one row and one column.
         """
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"]))
         n_samples, n_features = X.shape
@@ -168,6 +164,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             self.__dict__.pop(name, None)
         k = self._choose_dimension(n_samples, n_features)
         self.n_components_ = n_features if k is None else k
+        # None for the identity, and a sparse matrix for the kind "sparse" and sparse data.
         self._map: Any = None if k is None else self._draw(n_features, k, sparse.issparse(X))
         self._is_sparse = sparse.issparse(X) if k is None else self.kind in ("sparse", "count_sketch")
         if self.compute_inverse_components:
@@ -182,35 +179,32 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             k: int = min_dim(
                 max(n_samples, 2), eps=self.eps, delta=self.delta, method=method, n_features=n_features
             )
-            if k <= n_features:
-                return k
-            warnings.warn(
+            message = (
                 f"To keep the distances of {n_samples} points within eps = {self.eps} takes {k} "
-                f"components, more than the {n_features} features: the data are left as they are.",
-                DataDimensionalityWarning,
-                stacklevel=3,
+                f"components, more than the {n_features} features: the data are left as they are."
             )
-            return None
-        if isinstance(self.n_components, str):
+        elif isinstance(self.n_components, str):
             must = "be an integer of at least 1 or 'auto'"
             raise value_error("n_components", must, repr(self.n_components))
-        (k,) = counts(n_components=self.n_components)
-        if k > n_features:
-            warnings.warn(
-                f"There are more components ({k}) than features ({n_features}): the dimension is "
-                "not reduced.",
-                DataDimensionalityWarning,
-                stacklevel=3,
+        else:
+            (k,) = counts(n_components=self.n_components)
+            message = (
+                f"There are more components ({k}) than features ({n_features}): the dimension is not "
+                "reduced."
             )
-        return k
+        if k <= n_features:
+            return k
+        warnings.warn(message, DataDimensionalityWarning, stacklevel=3)
+        return None if self.n_components == "auto" else k
 
     def _draw(self, n_features: int, k: int, is_sparse: bool) -> Any:
-        """The map, or a sparse matrix for the kind "sparse" and sparse data."""
         seed = check_random_state(self.random_state).randint(2**31 - 1, size=4)
         draw, _ = _KINDS[self.kind]
         if self.kind != "sparse":
             return draw(n_features, k, rng=seed, like=self._like)
-        self.density_ = self._choose_density(n_features)
+        if isinstance(self.density, str) and self.density != "auto":
+            raise value_error("density", "be a number in (0, 1] or 'auto'", repr(self.density))
+        self.density_ = n_features**-0.5 if isinstance(self.density, str) else self.density
         if not is_sparse:
             return draw(n_features, k, density=self.density_, rng=seed, like=self._like)
         # A dense matrix might take more memory than the data.
@@ -218,13 +212,6 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         signs = sparse.vstack([sparse.csr_array(part) for part in parts], format="csr")
         dtype = _sparse_dtype(self._like.dtype)
         return signs.astype(dtype) * dtype.type(sparse_scale(k, self.density_))
-
-    def _choose_density(self, n_features: int) -> float:
-        if not isinstance(self.density, str):
-            return self.density
-        if self.density != "auto":
-            raise value_error("density", "be a number in (0, 1] or 'auto'", repr(self.density))
-        return n_features**-0.5
 
     def transform(self, X: Any) -> Any:
         """Apply the map to the rows of `X`.
@@ -242,8 +229,8 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Raises
         ------
         ValueError
-            Before `fit`. For `X` that is not a matrix of finite numbers, has another
-            number of columns than in `fit`, or is of another library or device.
+            Before `fit`. For `X` that is not a matrix of finite numbers, has another number of columns
+            than in `fit`, or is of another library or device.
         """
         check_is_fitted(self)
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"], reset=False))
@@ -252,21 +239,17 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             return self._copy(X)
         if not (sparse.issparse(X) or sparse.issparse(self._map)):
             return self._map(X)
-        if not self._is_sparse:
-            return self._transform_in_blocks(X.tocsr())
+        if not self._is_sparse:  # the rows are made dense a block at a time
+            X, y = X.tocsr(), np.empty((X.shape[0], self.n_components_), X.dtype)
+            rows = max(1, BLOCKS.sparse_numbers // X.shape[1])
+            for start in range(0, X.shape[0], rows):
+                y[start : start + rows] = self._map(X[start : start + rows].toarray())
+            return y
         dtype = accumulator(np, X.dtype)
         y = X.astype(dtype, copy=False) @ self.components_.astype(dtype, copy=False).T
         return (
             y.toarray() if self.dense_output and sparse.issparse(y) else y.astype(X.dtype, copy=False)
         )
-
-    def _transform_in_blocks(self, X: Any) -> Any:
-        """The images of the rows of a sparse matrix, made dense a block of rows at a time."""
-        out = np.empty((X.shape[0], self.n_components_), X.dtype)
-        rows = max(1, BLOCKS.sparse_numbers // X.shape[1])
-        for start in range(0, X.shape[0], rows):
-            out[start : start + rows] = self._map(X[start : start + rows].toarray())
-        return out
 
     def inverse_transform(self, X: Any) -> Any:
         """The shortest vectors whose images are the rows of `X`, by the pseudo-inverse of the map.
@@ -283,8 +266,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Raises
         ------
         ValueError
-            Before `fit`. For `X` that is not a matrix of finite numbers, does not
-            have ``n_components_`` columns, or is of another library or device than the data in `fit`.
+            As for `transform`, for `X` with ``n_components_`` columns.
         """
         check_is_fitted(self)
         X = _floating(check_array(X, accept_sparse=["csr", "csc"]))
@@ -319,8 +301,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Raises
         ------
         ValueError
-            Before `fit`. For names that are not those of the data in `fit`, or too
-            few or too many of them.
+            Before `fit`, and for names that are not those of the data in `fit`.
         """
         check_is_fitted(self)
         kind = OneToOneFeatureMixin if self._map is None else ClassNamePrefixFeaturesOutMixin
@@ -331,11 +312,6 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The map, in the library, device and dtype of the data, or None for the identity.
 
         For the kind ``"sparse"`` and sparse data, each access makes a dense matrix.
-
-        Raises
-        ------
-        ValueError
-            Before `fit`: the `NotFittedError` of scikit-learn.
         """
         check_is_fitted(self)
         if not sparse.issparse(self._map):
@@ -348,31 +324,29 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         For NumPy arrays and SciPy matrices, it is a sparse SciPy array for the kinds ``"sparse"`` and
         ``"count_sketch"``, and for the identity with sparse data.
-
-        Raises
-        ------
-        ValueError
-            Before `fit`: the `NotFittedError` of scikit-learn.
         """
         check_is_fitted(self)
-        projection, on_host = self._map, isinstance(self._like, np.ndarray)
-        if sparse.issparse(projection):
-            return projection
-        if projection is None:
-            return self._identity()
-        if not (self._is_sparse and on_host):
-            return projection.matrix()
-        if isinstance(projection, CountSketch):
-            return _sparse_matrix(projection)
-        matrix = projection.matrix()
-        return sparse.csr_array(matrix.astype(_sparse_dtype(matrix.dtype), copy=False))
-
-    def _identity(self) -> Any:
-        d, dtype = self.n_features_in_, self._like.dtype
-        if self._is_sparse:
-            return sparse.eye_array(d, dtype=_sparse_dtype(dtype), format="csr")
-        xp, device = namespace(X=self._like), common_device(X=self._like)
-        return xp.eye(d, dtype=dtype, device=device)
+        found, like = self._map, self._like
+        if sparse.issparse(found):
+            return found
+        if found is None:
+            xp, device = namespace(X=like), common_device(X=like)
+            if self._is_sparse:
+                return sparse.eye_array(
+                    self.n_features_in_, dtype=_sparse_dtype(like.dtype), format="csr"
+                )
+            return xp.eye(self.n_features_in_, dtype=like.dtype, device=device)
+        if not (self._is_sparse and isinstance(like, np.ndarray)):
+            return found.matrix()
+        dtype = _sparse_dtype(like.dtype)
+        if isinstance(found, CountSketch):  # its matrix might take more memory than the data
+            signs, components = np.asarray(found.signs), np.asarray(found.components)
+            s, d = signs.shape
+            entries = (signs * s**-0.5).astype(dtype)
+            features = np.broadcast_to(np.arange(d, dtype=components.dtype), (s, d))
+            indices = (components.ravel(), features.ravel())
+            return sparse.csr_array((entries.ravel(), indices), shape=(self.n_components_, d))
+        return sparse.csr_array(found.matrix().astype(dtype, copy=False))
 
     @property
     def _has_orthogonal_rows(self) -> bool:
@@ -421,15 +395,6 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 def _sparse_dtype(dtype: Any) -> Any:
     """The dtype of a sparse matrix for data of a dtype: SciPy has none of half precision."""
     return np.dtype(accumulator(np, dtype))
-
-
-def _sparse_matrix(sketch: CountSketch) -> Any:
-    """The matrix of a count sketch with NumPy arrays, as a sparse array."""
-    signs, components = np.asarray(sketch.signs), np.asarray(sketch.components)
-    features = np.broadcast_to(np.arange(sketch.n_features, dtype=components.dtype), components.shape)
-    entries = (signs * signs.shape[0] ** -0.5).astype(_sparse_dtype(signs.dtype))
-    indices = (components.ravel(), features.ravel())
-    return sparse.csr_array((entries.ravel(), indices), shape=(sketch.n_components, sketch.n_features))
 
 
 def _floating(X: Any) -> Any:

@@ -1,8 +1,9 @@
 """Johnson–Lindenstrauss projections: choose the dimension, draw a map, and measure its distortion.
 
 `min_dim` tells how many dimensions preserve the distances between n points. The functions
-``*_projection`` and `count_sketch` draw a map. `distortion` measures how well the map preserved the
-distances.
+``*_projection``, `count_sketch` and `rotation` draw a map f, which applies along any axis by
+``f(x, axis=-1)``, and has ``f.adjoint(y, axis=-1)`` and ``f.matrix()``. `distortion` measures how well
+the map preserved the distances.
 
 >>> import numpy as np
 >>> from isentropic import jl
@@ -13,26 +14,18 @@ True
 """
 
 from isentropic.jl._dimensions import eps, failure_probability, lower_bound, min_dim
-from isentropic.jl._distortion import DistortionReport, FailureRate, distortion
+from isentropic.jl._distortion import distortion
 from isentropic.jl._hadamard import hadamard_transform
-from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection, Rotation
 from isentropic.jl._projections import (
     count_sketch,
     gaussian_projection,
     hadamard_projection,
     orthogonal_projection,
-    rademacher_projection,
+    rotation,
     sparse_projection,
 )
-from isentropic.jl._rotation import rotation
 
 __all__ = [
-    "CountSketch",
-    "DenseProjection",
-    "DistortionReport",
-    "FailureRate",
-    "HadamardProjection",
-    "Rotation",
     "count_sketch",
     "distortion",
     "eps",
@@ -43,7 +36,6 @@ __all__ = [
     "lower_bound",
     "min_dim",
     "orthogonal_projection",
-    "rademacher_projection",
     "rotation",
     "sparse_projection",
 ]

@@ -13,7 +13,7 @@ the host, in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -62,13 +62,12 @@ def min_dim(
           is at most `n_features`.
         - ``"dasgupta-gupta"``: a closed form for both maps. It is 10–40 % above the exact values for
           10³ to 10⁶ points, eps up to 0.5 and delta 0.01, and further above for fewer points.
-        - ``"achlioptas"``: the closed form that is proven for `rademacher_projection` and for
-          `sparse_projection` with density 1/3.
+        - ``"achlioptas"``: the closed form that is proven for `sparse_projection` with the densities 1
+          and 1/3.
         - ``"chernoff"``: ``(16/ε²) log(2n²/δ)``. It is valid, but 3.5 to 5 times too large for the
           same points, eps and delta.
 
-        No such bound is proven for `hadamard_projection`. Start with the value of ``"exact"`` and
-        verify it with `distortion`; the notes of `hadamard_projection` say where it fails.
+        No such bound is proven for `hadamard_projection`, whose notes say where ``"exact"`` fails.
     n_features : number or array ≥ 1, optional
         The dimension d of the points. Only ``"haar"`` uses it, and requires it.
 
@@ -79,10 +78,9 @@ def min_dim(
 
     Raises
     ------
-    TypeError
-        For arguments that are not real numbers.
-    ValueError
-        For arguments out of range, an unknown method, or ``"haar"`` without `n_features`.
+    TypeError, ValueError
+        For arguments that are not real numbers, or out of range, an unknown method, or ``"haar"``
+        without `n_features`.
 
     Notes
     -----
@@ -92,9 +90,6 @@ def min_dim(
 
     and ``"haar"`` is the same with :math:`\frac dk\,\mathrm{Beta}(\frac k2, \frac{d-k}2)` in place of
     :math:`χ^2_k/k`. For eps below 1e-4, rounding may change the result by one.
-
-    `sklearn.random_projection.johnson_lindenstrauss_min_dim` is the Achlioptas form at δ = 1, rounded
-    down. Its proof guarantees a success probability of only 1/n.
 
     References
     ----------
@@ -111,10 +106,8 @@ def min_dim(
     >>> min_dim(10_000, eps=0.1, method="haar", n_features=1000)
     930
     """
-    check_choice("method", method, METHODS)
-    (n, e, level, *d), scalar = _broadcast(
-        n_samples=n_samples, eps=eps, delta=delta, **_required_features(method, n_features)
-    )
+    named = {"n_samples": n_samples, "eps": eps, "delta": delta}
+    (n, e, level, *d), scalar = _arguments(method, n_features, **named)
     log_delta = np.log(level)
     closed_form = method if method in _CLOSED_FORMS else "dasgupta-gupta"
     log_count, rate = _CLOSED_FORMS[closed_form]
@@ -143,16 +136,10 @@ def failure_probability(
 
     Parameters
     ----------
-    n_samples : number or array of numbers ≥ 2
-        The number of points.
     n_components : number or array of numbers ≥ 1
         The dimension k of the map.
-    eps : number or array in (0, 1)
-        The distortion of squared distances.
-    method : {"exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"}
+    n_samples, eps, method, n_features
         As for `min_dim`.
-    n_features : number or array ≥ 1, optional
-        The dimension of the points, for ``"haar"``.
 
     Returns
     -------
@@ -161,10 +148,8 @@ def failure_probability(
 
     Raises
     ------
-    TypeError
-        For arguments that are not real numbers.
-    ValueError
-        For arguments out of range, an unknown method, or ``"haar"`` without `n_features`.
+    TypeError, ValueError
+        As for `min_dim`.
 
     Examples
     --------
@@ -172,14 +157,8 @@ def failure_probability(
     >>> round(failure_probability(10_000, 2206, eps=0.2), 5)
     0.00998
     """
-    check_choice("method", method, METHODS)
-    (n, k, e, *d), scalar = _broadcast(
-        n_samples=n_samples,
-        n_components=n_components,
-        eps=eps,
-        **_required_features(method, n_features),
-    )
-    _check_components(n_components, k, *d)
+    named = {"n_samples": n_samples, "n_components": n_components, "eps": eps}
+    (n, k, e, *d), scalar = _arguments(method, n_features, **named)
     return _result(np.exp(np.minimum(_log_failure_bound(method, n, k, e, *d), 0.0)), scalar)
 
 
@@ -197,16 +176,10 @@ def eps(
 
     Parameters
     ----------
-    n_samples : number or array of numbers ≥ 2
-        The number of points.
     n_components : number or array of numbers ≥ 1
         The dimension k of the map.
-    delta : number or array in (0, 1)
-        The probability that at least one distance fails.
-    method : {"exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff"}
+    n_samples, delta, method, n_features
         As for `min_dim`.
-    n_features : number or array ≥ 1, optional
-        The dimension of the points, for ``"haar"``.
 
     Returns
     -------
@@ -215,10 +188,8 @@ def eps(
 
     Raises
     ------
-    TypeError
-        For arguments that are not real numbers.
-    ValueError
-        For arguments out of range, an unknown method, or ``"haar"`` without `n_features`.
+    TypeError, ValueError
+        As for `min_dim`.
 
     Examples
     --------
@@ -226,14 +197,8 @@ def eps(
     >>> round(eps(10_000, 2206), 4)
     0.2
     """
-    check_choice("method", method, METHODS)
-    (n, k, level, *d), scalar = _broadcast(
-        n_samples=n_samples,
-        n_components=n_components,
-        delta=delta,
-        **_required_features(method, n_features),
-    )
-    _check_components(n_components, k, *d)
+    named = {"n_samples": n_samples, "n_components": n_components, "delta": delta}
+    (n, k, level, *d), scalar = _arguments(method, n_features, **named)
     log_delta = np.log(level)
     low, high = np.zeros_like(k), np.ones_like(k)
     reachable = _log_failure_bound(method, n, k, high, *d) <= log_delta
@@ -247,10 +212,9 @@ def eps(
 def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
     """The dimension that *any* map needs, up to a constant factor: ``log(eps² n)/eps²``.
 
-    Take any map, random or not, linear or not. If it embeds every set of n points in n dimensions with
-    the distortion eps, then its image has at least a constant times this many dimensions. The theorem
-    does not give the constant, so compare ratios, not values. It says that random maps are optimal up
-    to a constant factor.
+    The map may be random or not, linear or not. If it embeds every set of n points in n dimensions with
+    the distortion eps, its image has at least a constant times this many dimensions. The theorem does
+    not give the constant, so compare ratios, not values. It says that random maps are optimal up to it.
 
     Parameters
     ----------
@@ -266,10 +230,8 @@ def lower_bound(n_samples: Any, *, eps: Any = 0.1) -> Any:
 
     Raises
     ------
-    TypeError
-        For arguments that are not real numbers.
-    ValueError
-        For arguments out of range.
+    TypeError, ValueError
+        For arguments that are not real numbers, or out of range.
 
     References
     ----------
@@ -292,16 +254,15 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
     """Su's entropy criterion for the size of an embedding or an attention head: ``8.33 log n``.
 
     A rule of thumb for how many dimensions a skip-gram model needs to tell n items apart by their
-    inner products. Its first version had the coefficient 8. It does **not guarantee distances**: at
-    k = 48 and n = 300, thousands of pairs are off by more than 30 %. For a guarantee see
-    `isentropic.jl.min_dim`.
+    inner products. It does **not guarantee distances**: at k = 48 and n = 300, thousands of pairs are
+    off by more than 30 %. For a guarantee see `isentropic.jl.min_dim`.
 
     Parameters
     ----------
     n : number or array of numbers ≥ 1
         The size of the vocabulary, or the length of the context.
     coefficient : float > 0
-        8.33 or 8.
+        8.33, or 8 as in its first version.
 
     Returns
     -------
@@ -310,10 +271,8 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
 
     Raises
     ------
-    TypeError
-        For arguments that are not real numbers.
-    ValueError
-        For arguments out of range, or a result of 2**53 or more.
+    TypeError, ValueError
+        For arguments that are not real numbers, or out of range, or a result of 2**53 or more.
 
     Notes
     -----
@@ -340,10 +299,9 @@ def entropy_criterion_dim(n: Any, *, coefficient: float = 8.33) -> Any:
 def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
     """The head size that would match n keys if `head_dim` matches `base` keys: ``d log n / log base``.
 
-    This is the Johnson–Lindenstrauss reading of the log n law. Suppose the head size should grow with
-    log n, but is fixed. Then the sum over its features has too few terms, and the factor
-    ``matched_key_dim(n, d)/d``, which is ``LogLength(base)(n)``, compensates for it. This is an
-    analogy, not a theorem.
+    This is the Johnson–Lindenstrauss reading of the log n law: an analogy, not a theorem. If the head
+    size should grow with log n but is fixed, the sum over its features has too few terms. The factor
+    ``matched_key_dim(n, d)/d``, which is ``LogLength(base)(n)``, compensates for it.
 
     Parameters
     ----------
@@ -360,10 +318,8 @@ def matched_key_dim(n: Any, head_dim: float, *, base: float = 512) -> Any:
 
     Raises
     ------
-    TypeError
-        For arguments that are not real numbers.
-    ValueError
-        For arguments out of range.
+    TypeError, ValueError
+        For arguments that are not real numbers, or out of range.
 
     References
     ----------
@@ -396,28 +352,30 @@ def _log_failure_bound(method: str, n: Any, k: Any, eps: Any, d: Any = None) -> 
     return np.where(complete, -math.inf, log_pairs + tails)
 
 
-def _is_size(x: Any) -> Any:
-    # Above 2**53 not every integer is a float64.
-    return (x >= 1) & (x % 1 == 0) & (x <= 2.0**53)
-
-
+# Above 2**53 not every integer is a float64.
+_SIZE = (lambda x: (x >= 1) & (x % 1 == 0) & (x <= 2.0**53), "be at least 1, whole, and at most 2**53")
+_SHARE = (lambda x: (x > 0) & (x < 1), "be in (0, 1)")
 _RANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "n_samples": (lambda x: (x >= 2) & (x % 1 == 0), "be at least 2, and whole"),
-    "n_components": (_is_size, "be at least 1, whole, and at most 2**53"),
-    "n_features": (_is_size, "be at least 1, whole, and at most 2**53"),
+    "n_components": _SIZE,
+    "n_features": _SIZE,
     "n": (lambda x: x >= 1, "be at least 1"),
-    "eps": (lambda x: (x > 0) & (x < 1), "be in (0, 1)"),
-    "delta": (lambda x: (x > 0) & (x < 1), "be in (0, 1)"),
+    "eps": _SHARE,
+    "delta": _SHARE,
 }
 
 
-def _required_features(method: str, n_features: Any) -> dict[str, Any]:
-    """The argument `n_features` for `_broadcast`, if the method needs it."""
+def _arguments(method: str, n_features: Any, **named: Any) -> tuple[Sequence[np.ndarray], bool]:
+    """`_broadcast` of the arguments, with `n_features` at the end if the method needs it."""
+    check_choice("method", method, METHODS)
     if method != "haar":
-        return {}
+        return _broadcast(**named)
     if n_features is None:
         raise value_error("n_features", "be given for the method 'haar'", None)
-    return {"n_features": n_features}
+    arrays, scalar = _broadcast(**named, n_features=n_features)
+    if "n_components" in named and np.any(arrays[1] > arrays[-1]):
+        raise value_error("n_components", "be at most `n_features`", named["n_components"])
+    return arrays, scalar
 
 
 def _broadcast(**named: Any) -> tuple[Sequence[np.ndarray], bool]:
@@ -433,17 +391,11 @@ def _broadcast(**named: Any) -> tuple[Sequence[np.ndarray], bool]:
     try:
         return np.broadcast_arrays(*arrays), all(scalars)
     except ValueError:
-        shapes = ", ".join(str(x.shape) for x in arrays)
-        raise ValueError(f"{_join_names(named)} must broadcast together, got {shapes}.") from None
-
-
-def _join_names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _check_components(n_components: Any, k: np.ndarray, d: np.ndarray | None = None) -> None:
-    if d is not None and (k > d).any():
-        raise value_error("n_components", "be at most `n_features`", n_components)
+        names, shapes = (
+            ", ".join(f"`{name}`" for name in named),
+            ", ".join(str(x.shape) for x in arrays),
+        )
+        raise ValueError(f"{names} must broadcast together, got {shapes}.") from None
 
 
 def _to_float64(name: str, x: Any) -> tuple[np.ndarray, bool]:

@@ -49,14 +49,6 @@ class FailureRate(NamedTuple):
     low, high : float
         The Clopper–Pearson interval for the share among all pairs. If all pairs were compared, both
         are equal to `rate`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic.jl import distortion
-    >>> x = np.eye(3)
-    >>> distortion(x, x[:, :2]).failure_rate(0.6)  # no pair is off by more than half
-    FailureRate(rate=0.0, low=0.0, high=0.0)
     """
 
     rate: float
@@ -116,8 +108,8 @@ class DistortionReport:
     def failure_rate(self, eps: float, *, confidence: float = 0.95) -> FailureRate:
         """The share of pairs whose squared distance is off by more than `eps`.
 
-        The rate is that of this map and these points. The δ of the lemma is something else: the
-        probability, over draws of the map, that *any* pair is off.
+        It is that of this map and these points. The δ of the lemma is the probability, over draws of
+        the map, that *any* pair is off.
 
         Parameters
         ----------
@@ -132,10 +124,16 @@ class DistortionReport:
 
         Raises
         ------
-        TypeError
-            If a number is not a real number.
-        ValueError
-            If `eps` is not positive, or if `confidence` is not in [0.5, 1).
+        TypeError, ValueError
+            For numbers that are not real, or out of range.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from isentropic.jl import distortion
+        >>> x = np.eye(3)
+        >>> distortion(x, x[:, :2]).failure_rate(0.6)  # no pair is off by more than half
+        FailureRate(rate=0.0, low=0.0, high=0.0)
         """
         check_real("eps", eps, above=0)
         check_real("confidence", confidence, least=0.5)
@@ -152,18 +150,19 @@ class DistortionReport:
     def __repr__(self) -> str:
         compared = self.distance.shape[0]
         sample = "all" if compared == self.n_pairs else f"{compared} of"
+        heads = ("mean", "sd", "min", "1 %", "50 %", "99 %", "max")
+        rows = {
+            "squared distance": self.distance,
+            "squared norm": self.norm,
+            "inner product": self.inner_product,
+            "angle (rad)": self.angle,
+        }
         lines = [
             f"Distortion of {self.n_points} points, {self.n_features} → {self.n_components} "
             f"dimensions, {sample} {self.n_pairs} pairs",
-            f"{'error of':<18}"
-            + "".join(f"{h:>9}" for h in ("mean", "sd", "min", "1 %", "50 %", "99 %", "max")),
+            f"{'error of':<18}" + "".join(f"{head:>9}" for head in heads),
         ]
-        for name, errors in (
-            ("squared distance", self.distance),
-            ("squared norm", self.norm),
-            ("inner product", self.inner_product),
-            ("angle (rad)", self.angle),
-        ):
+        for name, errors in rows.items():
             lines.append(f"{name:<18}" + "".join(f"{v:>9.4f}" for v in _summary(errors)))
         lines.append("squared distances off by more than")
         for eps in _SHOWN_EPS:
@@ -203,19 +202,18 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
 
     Raises
     ------
-    TypeError
-        For arrays that are not floating-point, or are of different libraries.
-    ValueError
-        For arrays that are not matrices, have different numbers of rows, or are on different devices.
+    TypeError, ValueError
+        For arrays that are not floating-point, not matrices, or that differ in their numbers of rows,
+        libraries or devices.
 
     Notes
     -----
     Distances of close points do not lose digits: they are computed from differences. On a CPU, and if
     no gradient is recorded, NumPy computes other distances from inner products in float64, which is
-    much faster. Features and pairs are processed in blocks. So temporary arrays hold a few million
-    numbers, or a few numbers per pair if these are more. The error of the distance between two equal
-    points with equal images is 0. The error of an inner product with a point at the origin is also 0.
-    The angle with a zero vector is taken as 0, for points and for images.
+    much faster. Temporary arrays hold a few million numbers, or a few for each pair.
+
+    The error of the distance between two equal points with equal images is 0, and that of an inner
+    product with a point at the origin. The angle with a zero vector is taken as 0.
 
     Examples
     --------
@@ -434,13 +432,9 @@ def _angle(xp: Any, square_difference: Array, square_sum: Array) -> Array:
 def _summary(errors: Array) -> list[float]:
     """The mean, the standard deviation and the quantiles `_QUANTILES`; NaN and ∞ are possible."""
     values = to_numpy(errors)
-    if not np.isfinite(values).all():
-        worst = float(values.max()) if not np.isnan(values).any() else math.nan
-        return [
-            math.nan,
-            math.nan,
-            *(float(v) for v in np.quantile(values, _QUANTILES[:-1], method="nearest")),
-            worst,
-        ]
-    quantiles = np.quantile(values, _QUANTILES, method="nearest")
-    return [float(v) for v in (values.mean(dtype=np.float64), values.std(dtype=np.float64), *quantiles)]
+    moments = [math.nan, math.nan]
+    if np.isfinite(values).all():
+        moments = [values.mean(dtype=np.float64), values.std(dtype=np.float64)]
+    # The last one is the maximum: `np.quantile` would subtract two infinities.
+    quantiles = np.quantile(values, _QUANTILES[:-1], method="nearest")
+    return [float(v) for v in (*moments, *quantiles, values.max())]

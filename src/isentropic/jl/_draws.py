@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +52,11 @@ def generator_of(rng: Any) -> np.random.Generator:
 
 def draw_matrix(rng: Any, columns: int, rows: int, like: Array | None, draw: Draw) -> Array:
     """A matrix (rows, columns) of independent entries, from ``draw(generator, shape)``."""
-    values = np.empty((rows, columns), _host_dtype(like))
+    dtype = "float64"
+    if like is not None:
+        xp, like = _library_of(like)
+        dtype = "float64" if accumulator(xp, like.dtype) == xp.float64 else "float32"
+    values = np.empty((rows, columns), dtype)
     start = 0
     for part in draw_rows(rng, columns, rows, draw):
         values[start : start + part.shape[0]] = part
@@ -144,35 +149,23 @@ def random_orthonormal(generator: np.random.Generator, rows: int, columns: int) 
     return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0)).T
 
 
-def convert_draw(values: np.ndarray, like: Array | None, *, integer: bool = False) -> Any:
-    """`values` in the library, on the device and in the dtype of `like`; integers become int32."""
+def convert_draw(
+    values: np.ndarray, like: Array | None, *, is_index: bool = False, is_wide: bool = False
+) -> Any:
+    """`values` in the library, on the device and in the dtype of `like`.
+
+    Indices become int32, and wide numbers float32 or better.
+    """
     if like is None:
         return values
-    like = _block_sample(like)
+    xp, like = _library_of(like)
+    dtype = xp.int32 if is_index else accumulator(xp, like.dtype) if is_wide else None
+    return from_numpy(values, like, dtype)
+
+
+def _library_of(like: Array) -> tuple[ModuleType, Array]:
+    """The library of `like`, and `like`; for a Dask array an empty array of the type of its blocks."""
+    like = like._meta if is_dask(like) else like  # type: ignore[attr-defined]
     xp = namespace(like=like)
     check_floating(xp, like=like)
-    return from_numpy(values, like, xp.int32 if integer else None)
-
-
-def convert_wide(values: np.ndarray, like: Array | None) -> Any:
-    """As `convert_draw`, in float32 or better."""
-    if like is None:
-        return values
-    like = _block_sample(like)
-    xp = namespace(like=like)
-    check_floating(xp, like=like)
-    return from_numpy(values, like, accumulator(xp, like.dtype))
-
-
-def _host_dtype(like: Array | None) -> str:
-    if like is None:
-        return "float64"
-    like = _block_sample(like)
-    xp = namespace(like=like)
-    check_floating(xp, like=like)
-    return "float64" if accumulator(xp, like.dtype) == xp.float64 else "float32"
-
-
-def _block_sample(like: Array) -> Array:
-    """`like`, or for a Dask array an empty array of the type of its blocks."""
-    return like._meta if is_dask(like) else like  # type: ignore[attr-defined]
+    return xp, like

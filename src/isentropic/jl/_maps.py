@@ -1,15 +1,16 @@
 """Linear maps that preserve distances, applied along any axis: dense, Hadamard, count sketch, rotation.
 
-A map is an immutable tuple of arrays, and so a pytree in JAX and PyTorch. `_projections` draws maps.
-
-`_rows` and `_adjoint_rows` return a function of a matrix (lead, size · trail), which maps each row.
-`size` is the length of the mapped axis, `lead` is the product of the axes before it, and `trail` of
-those after it. `_row_size` is the number of intermediates of a row.
+`_rows` returns a function of a matrix (lead, size · trail), which maps each row, by the map or by its
+adjoint. `size` is the length of the mapped axis, `lead` is the product of the axes before it, and
+`trail` of those after it. `_row_size` is the number of intermediates of a row. Fast maps are lists of
+steps. Their adjoints are the adjoints of the steps, in reverse.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from isentropic._checks import (
     type_error,
     value_error,
 )
-from isentropic._loops import map_chunks
 from isentropic._namespace import (
     Array,
     ArrayT,
@@ -34,36 +34,28 @@ from isentropic._namespace import (
     namespace,
     namespace_with_drawn,
 )
-from isentropic._numerics import quietly
+from isentropic._numerics import lift, quietly
 from isentropic._products import product
-from isentropic._row_maps import LinearMap, RowFunction, apply_to_rows
+from isentropic._row_maps import LinearMap, RowFunction, apply_along
 from isentropic.jl._hadamard import (
     Order,
-    apply_kronecker,
     doublings_to_sample,
     hadamard_factors,
     hadamard_order,
     has_kernel,
     kernel_factors,
-    sample_kronecker,
 )
+from isentropic.jl._kronecker import apply_kronecker, sample_kronecker
 from isentropic.jl._rounds import INPUT, OUTPUT, Program, Round, slots_of
 
 KernelProgram = tuple[Program, tuple[Array, ...]]  # with its arrays
 
 
-@equal_by_value
-class DenseProjection(NamedTuple):
-    """A linear map as a matrix: ``f(x) = scale · weights x``.
+class Projection:
+    """What the maps of `isentropic.jl` have in common.
 
-    Made by `gaussian_projection`, `rademacher_projection`, `sparse_projection` and
-    `orthogonal_projection`.
-
-    Attributes
-    ----------
-    weights : array (n_components, n_features)
-    scale : array ()
-        In float32 or better. A scale in half precision would change the lengths of images.
+    A map is an immutable tuple of arrays, and so a pytree in JAX and PyTorch. Two maps are equal if
+    their arrays are.
 
     Examples
     --------
@@ -74,18 +66,17 @@ class DenseProjection(NamedTuple):
     ((5, 7, 64), (64, 3))
     """
 
-    weights: Array
-    scale: Array
+    __slots__ = ()
 
     @property
     def n_features(self) -> int:
         """The dimension d of the vectors."""
-        return self.weights.shape[1]
+        return self._shape[1]
 
     @property
     def n_components(self) -> int:
         """The dimension k of their images."""
-        return self.weights.shape[0]
+        return self._shape[0]
 
     def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the map along an axis with n_features entries; the result has n_components there.
@@ -99,19 +90,17 @@ class DenseProjection(NamedTuple):
         ValueError
             If the axis does not have n_features entries, or if `x` is on another device than the map.
         """
-        return _along("x", x, axis, self)
+        return self._along("x", x, axis)
 
     def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
         """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩.
 
         Raises
         ------
-        TypeError
-            If `y` is not a floating-point array of the library of the map.
-        ValueError
-            If the axis does not have n_components entries, or if `y` is on another device than the map.
+        TypeError, ValueError
+            As for the map itself, for an axis with n_components entries.
         """
-        return _along("y", y, axis, self, adjoint=True)
+        return self._along("y", y, axis, is_adjoint=True)
 
     def matrix(self) -> Array:
         """The matrix (n_components, n_features) of the map.
@@ -121,10 +110,91 @@ class DenseProjection(NamedTuple):
         TypeError, ValueError
             If the arrays of the map do not fit each other, or belong to different libraries.
         """
-        xp = _checked_namespace(self)
+        xp, like = self._checked_namespace(), next(leaves_of(self))
+        device = common_device(like=like)
+        return self.adjoint(xp.eye(self.n_components, dtype=like.dtype, device=device))
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        """Check that the arrays fit each other."""
+        raise NotImplementedError
+
+    def _row_size(self, trail: int) -> int | None:
+        raise NotImplementedError
+
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
+        raise NotImplementedError
+
+    def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
+        """The map for the kernel; None if the kernel does not have it."""
+        return None
+
+    def _checked_namespace(self) -> ModuleType:
+        xp = namespace(("projection", tuple(leaves_of(self))))
+        self._check()
+        return xp
+
+    @quietly
+    def _along(self, name: str, x: Array, axis: int, *, is_adjoint: bool = False) -> Any:
+        """Apply the map, or its adjoint, along an axis of x."""
+        sample = x._meta if is_dask(x) else x  # type: ignore[attr-defined]
+        xp = namespace_with_drawn(("projection", tuple(leaves_of(self))), **{name: sample})
+        check_floating(xp, **{name: sample})
+        self._check()
+        out, size = self._shape[::-1] if is_adjoint else self._shape
+        check_axis(axis, x.ndim)
+        axis = int(axis) % x.ndim
+        if x.shape[axis] != size:
+            raise value_error(name, f"have {size} entries along axis {axis}", tuple(x.shape))
+        return apply_along(xp, lambda trail: self._linear_map(trail, is_adjoint), x, axis, out)
+
+    def _linear_map(self, trail: int, is_adjoint: bool = False) -> LinearMap:
+        k, d = self._shape
+        linear = LinearMap(
+            lambda xp, f, dtype, device, is_adjoint: f._rows(xp, dtype, device, trail, is_adjoint),
+            (k * trail, d * trail),
+            self._row_size(trail),
+            self,  # type: ignore[arg-type]
+            lambda xp, f, n_rows, device: f._program(xp, n_rows, device, trail),
+        )
+        return linear.adjoint() if is_adjoint else linear
+
+
+class _DenseArrays(NamedTuple):
+    weights: Array
+    scale: Array
+
+
+@equal_by_value
+class DenseProjection(Projection, _DenseArrays):
+    """A linear map as a matrix: ``f(x) = scale · weights x``.
+
+    Made by `gaussian_projection`, `sparse_projection` and `orthogonal_projection`. It also has all
+    that `Projection` has.
+
+    Attributes
+    ----------
+    weights : array (n_components, n_features)
+    scale : array ()
+        In float32 or better. A scale in half precision would change the lengths of images.
+    """
+
+    __slots__ = ()
+
+    def matrix(self) -> Array:
+        xp = self._checked_namespace()
         weights = xp.astype(self.weights, accumulator(xp, self.weights.dtype), copy=False)
         scale = xp.astype(self.scale, weights.dtype, copy=False)
         return xp.astype(weights * scale, self.weights.dtype, copy=False)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.weights.shape[0], self.weights.shape[1]
 
     def _check(self) -> None:
         check_shape("weights", self.weights, (None, None))
@@ -133,13 +203,10 @@ class DenseProjection(NamedTuple):
     def _row_size(self, trail: int) -> int | None:
         return None  # the map is a single product
 
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        return self._multiply(xp, self.weights, dtype, trail)
-
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        return self._multiply(xp, xp.permute_dims(self.weights, (1, 0)), dtype, trail)
-
-    def _multiply(self, xp: ModuleType, weights: Array, dtype: Any, trail: int) -> RowFunction:
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
+        weights = xp.permute_dims(self.weights, (1, 0)) if is_adjoint else self.weights
         weights = xp.astype(weights, dtype, copy=False)
         scale = xp.astype(self.scale, dtype, copy=False)
 
@@ -153,11 +220,17 @@ class DenseProjection(NamedTuple):
         return multiply
 
 
+class _HadamardArrays(NamedTuple):
+    signs: tuple[Array, ...]
+    rows: Array
+
+
 @equal_by_value
-class HadamardProjection(NamedTuple):
+class HadamardProjection(Projection, _HadamardArrays):
     """Fast Johnson–Lindenstrauss: random signs, a Hadamard transform, a sample of its coordinates.
 
-    Made by `hadamard_projection`, whose notes have the formula and what is known about it.
+    Made by `hadamard_projection`, whose notes have the formula and what is known about it. It also has
+    all that `Projection` has.
 
     Attributes
     ----------
@@ -166,69 +239,9 @@ class HadamardProjection(NamedTuple):
         the order of the Hadamard matrix.
     rows : integer array (n_components,)
         The coordinates that are kept, in ascending order.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic.jl import hadamard_projection
-    >>> f = hadamard_projection(65536, 512, rng=0)
-    >>> f(np.ones((3, 65536))).shape, sum(part.size for part in f.signs)
-    ((3, 512), 65536)
     """
 
-    signs: tuple[Array, ...]
-    rows: Array
-
-    @property
-    def n_features(self) -> int:
-        """The dimension d of the vectors."""
-        return self.signs[0].shape[0]
-
-    @property
-    def n_components(self) -> int:
-        """The dimension k of their images."""
-        return self.rows.shape[0]
-
-    def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Apply the map along an axis with n_features entries; the result has n_components there.
-
-        The image has the dtype of `x`. A Dask array stays lazy.
-
-        Raises
-        ------
-        TypeError
-            If `x` is not a floating-point array of the library of the map.
-        ValueError
-            If the axis does not have n_features entries, or if `x` is on another device than the map.
-        """
-        return _along("x", x, axis, self)
-
-    def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩.
-
-        Raises
-        ------
-        TypeError
-            If `y` is not a floating-point array of the library of the map.
-        ValueError
-            If the axis does not have n_components entries, or if `y` is on another device than the map.
-        """
-        return _along("y", y, axis, self, adjoint=True)
-
-    def matrix(self) -> Array:
-        """The matrix (n_components, n_features) of the map.
-
-        Its rows are orthogonal where `has_orthogonal_rows` is true.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the arrays of the map do not fit each other, or belong to different libraries.
-        """
-        xp, signs = _checked_namespace(self), self.signs[0]
-        return self.adjoint(
-            xp.eye(self.n_components, dtype=signs.dtype, device=common_device(signs=signs))
-        )
+    __slots__ = ()
 
     @property
     def has_orthogonal_rows(self) -> bool:
@@ -236,8 +249,7 @@ class HadamardProjection(NamedTuple):
 
         They are if d is the order of the Hadamard matrix, so that vectors are not padded. Then the
         adjoint times k/d is the pseudo-inverse, and for k = d the map is a rotation, whose inverse is
-        the adjoint. Otherwise a map with k = d omits some of the D > d coordinates. Then it is not a
-        rotation, and with one round it usually has no inverse.
+        the adjoint.
 
         Examples
         --------
@@ -245,93 +257,60 @@ class HadamardProjection(NamedTuple):
         >>> [hadamard_projection(d, d, rng=0).has_orthogonal_rows for d in (768, 1000, 4096, 11008)]
         [True, False, True, False]
         """
-        return self._size == self.n_features
+        return self._order.size == self.n_features
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.rows.shape[0], self.signs[0].shape[0]
 
     def _check(self) -> None:
-        if not isinstance(self.signs, tuple):
-            raise type_error("signs", "be a tuple of arrays", type(self.signs).__name__)
-        if not self.signs:
-            raise value_error("signs", "hold an array for each round", self.signs)
+        _check_tuple("signs", self.signs)
         check_shape("rows", self.rows, (None,))
         check_shape("signs[0]", self.signs[0], (None,))
         for i, signs in enumerate(self.signs[1:], 1):
-            check_shape(f"signs[{i}]", signs, (self._size,))
+            check_shape(f"signs[{i}]", signs, (self._order.size,))
 
     @property
     def _order(self) -> Order:
-        return hadamard_order(max(self.n_features, self.n_components))
-
-    @property
-    def _size(self) -> int:
         """The order D of the Hadamard matrix."""
-        base, doublings = self._order
-        return base << doublings
+        return hadamard_order(max(self._shape))
 
     def _row_size(self, trail: int) -> int:
-        return self._size * trail
+        return self._order.size * trail
 
-    @property
-    def _scale(self) -> float:
+    def _scale(self, size: int) -> float:
         """The scale of the Hadamard matrix of one round."""
         # All rounds use the same factors, so the scale √(D/k) is divided equally among them.
-        size = self._size
         return size**-0.5 * (size / self.n_components) ** (0.5 / len(self.signs))
 
-    def _factors(self, xp: ModuleType, dtype: Any, device: Any, last: int | None = None) -> list[Array]:
-        """The Kronecker factors of the scaled Hadamard matrix of one round; see `hadamard_factors`."""
-        scale = self._scale
-        return hadamard_factors(xp, self._order, scale=scale, dtype=dtype, device=device, last=last)
-
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        factors = self._factors(xp, dtype, device)
-        size, d = self._size, self.n_features
-        all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
-        last = doublings_to_sample(xp, self._order, self.n_components)
-        sampled = None if last is None else self._factors(xp, dtype, device, last)
-
-        def mix(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            z = _pad(xp, xp.reshape(block, (lead, d, trail)) * all_signs[0], size)
-            for signs in all_signs[1:]:
-                z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
-                z = xp.reshape(z, (lead, size, trail)) * signs
-            z = xp.reshape(z, (lead, size * trail))
-            if sampled is not None:
-                return sample_kronecker(xp, sampled, z, trail, self.rows)
-            z = xp.reshape(apply_kronecker(xp, factors, z, trail), (lead, size, trail))
-            return xp.reshape(xp.take(z, self.rows, axis=1), (lead, self.n_components * trail))
-
-        return mix
-
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        factors = [xp.permute_dims(f, (1, 0)) for f in self._factors(xp, dtype, device)]
-        size, d, k = self._size, self.n_features, self.n_components
-        all_signs = [xp.astype(signs, dtype, copy=False)[None, :, None] for signs in self.signs]
-        # The component that holds each of the D coordinates. `rows` is sorted, so bisection finds it.
-        coordinates = xp.arange(size, dtype=self.rows.dtype, device=common_device(rows=self.rows))
-        source = xp.searchsorted(self.rows, coordinates)
-        source = xp.where(source < k, source, k - 1)
-        kept = (xp.take(self.rows, source) == coordinates)[None, :, None]
-
-        def mix(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            z = xp.take(xp.reshape(block, (lead, k, trail)), source, axis=1)
-            z = xp.where(kept, z, xp.zeros((), dtype=dtype, device=common_device(z=z)))
-            for i, signs in reversed(list(enumerate(all_signs))):
-                z = apply_kronecker(xp, factors, xp.reshape(z, (lead, size * trail)), trail)
-                z = xp.reshape(z, (lead, size, trail))
-                z = (z if i or d == size else z[:, :d, :]) * signs
-            return xp.reshape(z, (lead, d * trail))
-
-        return mix
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
+        order, (k, d) = self._order, self._shape
+        size = order.size
+        factors = functools.partial(
+            hadamard_factors, xp, order, scale=self._scale(size), dtype=dtype, device=device
+        )
+        last = None if is_adjoint else doublings_to_sample(xp, order, k)
+        transform = _product_with(xp, factors(), is_adjoint)
+        steps = [step for signs in self.signs for step in (_flip(xp, signs, dtype), transform)]
+        if d < size:  # between the first signs and the first transform
+            steps.insert(1, (lambda z: z[..., :d, :]) if is_adjoint else lambda z: _pad(xp, z, size))
+        if last is None:
+            steps.append(_choice(xp, self.rows, size, is_adjoint))
+        else:  # the last transform is computed only at these coordinates
+            sampled = factors(last=last)
+            steps[-1] = lambda z: sample_kronecker(xp, sampled, z, self.rows)
+        return _in_turn(xp, steps, (k if is_adjoint else d, trail), is_adjoint)
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
-        d, k, size, last = self.n_features, self.n_components, self._size, len(self.signs) - 1
-        factors, matrices = kernel_factors(xp, self._order, device)
+        order, (k, d), last = self._order, self._shape, len(self.signs) - 1
+        size = order.size
+        factors, matrices = kernel_factors(xp, order, device)
         rounds = [
             Round(
                 factors,
-                self._scale,
+                self._scale(size),
                 widths=(size if i else d, size),
                 entries=(size if i else d, size if i < last else k),
                 signs=len(matrices) + i,
@@ -348,11 +327,17 @@ class HadamardProjection(NamedTuple):
         return program, (*matrices, *all_signs, slots_of(xp, self.rows, size))
 
 
+class _SketchArrays(NamedTuple):
+    signs: Array
+    components: Array
+    features: Array
+
+
 @equal_by_value
-class CountSketch(NamedTuple):
+class CountSketch(Projection, _SketchArrays):
     """A sparse map: each feature is added, with random signs, to a few of the components.
 
-    Made by `count_sketch`.
+    Made by `count_sketch`. It also has all that `Projection` has.
 
     Attributes
     ----------
@@ -362,66 +347,13 @@ class CountSketch(NamedTuple):
     features : integer array (n_components, m)
         The inverse of `components`: the features that each component sums, as indices into the
         flattened `signs`. Rows with fewer than m features are padded with the index s · n_features.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic.jl import count_sketch
-    >>> count_sketch(1000, 64, rng=0)(np.ones((5, 1000))).shape
-    (5, 64)
     """
 
-    signs: Array
-    components: Array
-    features: Array
+    __slots__ = ()
 
     @property
-    def n_features(self) -> int:
-        """The dimension d of the vectors."""
-        return self.signs.shape[1]
-
-    @property
-    def n_components(self) -> int:
-        """The dimension k of their images."""
-        return self.features.shape[0]
-
-    def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Apply the map along an axis with n_features entries; the result has n_components there.
-
-        The image has the dtype of `x`. A Dask array stays lazy.
-
-        Raises
-        ------
-        TypeError
-            If `x` is not a floating-point array of the library of the map.
-        ValueError
-            If the axis does not have n_features entries, or if `x` is on another device than the map.
-        """
-        return _along("x", x, axis, self)
-
-    def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Apply the transposed matrix along an axis: ⟨f(x), y⟩ = ⟨x, f.adjoint(y)⟩.
-
-        Raises
-        ------
-        TypeError
-            If `y` is not a floating-point array of the library of the map.
-        ValueError
-            If the axis does not have n_components entries, or if `y` is on another device than the map.
-        """
-        return _along("y", y, axis, self, adjoint=True)
-
-    def matrix(self) -> Array:
-        """The matrix (n_components, n_features) of the map.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the arrays of the map do not fit each other, or belong to different libraries.
-        """
-        xp = _checked_namespace(self)
-        device = common_device(signs=self.signs)
-        return self.adjoint(xp.eye(self.n_components, dtype=self.signs.dtype, device=device))
+    def _shape(self) -> tuple[int, int]:
+        return self.features.shape[0], self.signs.shape[1]
 
     def _check(self) -> None:
         check_shape("signs", self.signs, (None, None))
@@ -431,10 +363,12 @@ class CountSketch(NamedTuple):
     def _row_size(self, trail: int) -> int:
         return self.signs.shape[0] * self.signs.shape[1] * trail
 
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
         (s, d), (k, m) = self.signs.shape, self.features.shape
         signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
-        sources = xp.reshape(self.features, (k * m,))
+        sources = xp.reshape(self.components if is_adjoint else self.features, (-1,))
 
         def sketch(block: Array, out: Any) -> Array:
             lead = block.shape[0]
@@ -443,27 +377,25 @@ class CountSketch(NamedTuple):
             z = xp.reshape(xp.take(z, sources, axis=1), (lead, k, m, trail))
             return xp.reshape(xp.sum(z, axis=2), (lead, k * trail))
 
-        return sketch
-
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        (s, d), k = self.signs.shape, self.n_components
-        signs = xp.astype(self.signs, dtype, copy=False) * s**-0.5
-        sources = xp.reshape(self.components, (s * d,))
-
         def spread(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = xp.take(xp.reshape(block, (lead, k, trail)), sources, axis=1)
             z = xp.reshape(z, (lead, s, d, trail)) * signs[None, :, :, None]
             return xp.reshape(xp.sum(z, axis=1), (lead, d * trail))
 
-        return spread
+        return spread if is_adjoint else sketch
+
+
+class _RotationArrays(NamedTuple):
+    signs: tuple[Array, ...]
+    factors: tuple[Array, ...]
 
 
 @equal_by_value
-class Rotation(NamedTuple):
-    """An orthogonal map ``f(x) = R x``, whose inverse is its adjoint.
+class Rotation(Projection, _RotationArrays):
+    """An orthogonal map ``f(x) = R x``: ``f.adjoint(f(x))`` is x up to rounding.
 
-    Made by `rotation`, whose notes have the formula.
+    Made by `rotation`, whose notes have the formula. It also has all that `Projection` has.
 
     Attributes
     ----------
@@ -471,69 +403,9 @@ class Rotation(NamedTuple):
         One array per round. Each of the blocks of `size` consecutive features is rotated by itself.
     factors : tuple of arrays (m, m)
         Orthogonal matrices, in float32 or better. Their Kronecker product has the order D ≤ size.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from isentropic.jl import rotation
-    >>> f = rotation(11_008, rng=0)
-    >>> x = np.ones((3, 11_008))
-    >>> bool(np.allclose(f.adjoint(f(x)), x)), [factor.shape for factor in f.factors]
-    (True, [(16, 16), (16, 16), (43, 43)])
     """
 
-    signs: tuple[Array, ...]
-    factors: tuple[Array, ...]
-
-    @property
-    def n_features(self) -> int:
-        """The dimension d of the vectors."""
-        n_blocks, size = self.signs[0].shape
-        return n_blocks * size
-
-    @property
-    def n_components(self) -> int:
-        """The dimension of their images, which is d too."""
-        return self.n_features
-
-    def __call__(self, x: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Rotate along an axis with n_features entries.
-
-        The image has the dtype of `x`. A Dask array stays lazy.
-
-        Raises
-        ------
-        TypeError
-            If `x` is not a floating-point array of the library of the map.
-        ValueError
-            If the axis does not have n_features entries, or if `x` is on another device than the map.
-        """
-        return _along("x", x, axis, self)
-
-    def adjoint(self, y: ArrayT, *, axis: int = -1) -> ArrayT:
-        """Rotate back along an axis: ``f.adjoint(f(x))`` is x up to rounding.
-
-        Raises
-        ------
-        TypeError
-            If `y` is not a floating-point array of the library of the map.
-        ValueError
-            If the axis does not have n_features entries, or if `y` is on another device than the map.
-        """
-        return _along("y", y, axis, self, adjoint=True)
-
-    def matrix(self) -> Array:
-        """The orthogonal matrix R (n_features, n_features) of the map.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the arrays of the map do not fit each other, or belong to different libraries.
-        """
-        xp, signs = _checked_namespace(self), self.signs[0]
-        return self.adjoint(
-            xp.eye(self.n_features, dtype=signs.dtype, device=common_device(signs=signs))
-        )
+    __slots__ = ()
 
     def fold_into(self, weight: ArrayT, *, side: str) -> ArrayT:
         """The weight of a linear layer whose input or output is rotated.
@@ -571,14 +443,16 @@ class Rotation(NamedTuple):
         True
         """
         check_choice("side", side, ("input", "output"))
-        return _along("weight", weight, -1 if side == "input" else -2, self)
+        return self._along("weight", weight, -1 if side == "input" else -2)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        d = math.prod(self.signs[0].shape)
+        return d, d
 
     def _check(self) -> None:
-        for name, arrays in (("signs", self.signs), ("factors", self.factors)):
-            if not isinstance(arrays, tuple):
-                raise type_error(name, "be a tuple of arrays", type(arrays).__name__)
-        if not self.signs:
-            raise value_error("signs", "hold an array for each round", self.signs)
+        _check_tuple("signs", self.signs)
+        _check_tuple("factors", self.factors, can_be_empty=True)
         check_shape("signs[0]", self.signs[0], (None, None))
         for i, signs in enumerate(self.signs):
             check_shape(f"signs[{i}]", signs, self.signs[0].shape)
@@ -595,37 +469,37 @@ class Rotation(NamedTuple):
         return math.prod([factor.shape[0] for factor in self.factors])
 
     def _row_size(self, trail: int) -> int | None:
-        is_product = self._is_product and trail == 1
-        return None if is_product else self.n_features * trail
+        return None if self._is_product(trail) else self.n_features * trail
 
-    @property
-    def _is_product(self) -> bool:
+    def _is_product(self, trail: int) -> bool:
         """Whether the map is a single product with a matrix."""
         n_blocks, size = self.signs[0].shape
-        return n_blocks == 1 and len(self.factors) == 1 and self._order == size
+        return n_blocks == trail == len(self.factors) == 1 and self._order == size
 
-    def _rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
+    def _rows(
+        self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool
+    ) -> RowFunction:
         factors = [xp.astype(factor, dtype, copy=False) for factor in self.factors]
-        all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
-        if self._is_product and trail == 1:
-            transposed = xp.permute_dims(factors[0] * all_signs[0], (1, 0))
-            return lambda rows, out: product(xp, rows, transposed)
-        (n_blocks, size), order = self.signs[0].shape, self._order
+        if self._is_product(trail):
+            weights = factors[0] * xp.astype(self.signs[0], dtype, copy=False)
+            weights = weights if is_adjoint else xp.permute_dims(weights, (1, 0))
+            return lambda rows, out: product(xp, rows, weights)
+        rotate = _product_with(xp, factors, is_adjoint)
+        n_blocks, size = self.signs[0].shape
+        rest = size - self._order
 
-        def rotate(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            for signs in all_signs:
-                z = xp.reshape(block, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
-                z = xp.reshape(z, (lead * n_blocks, size, trail))
-                head = z if order == size else z[:, :order, :]
-                head = xp.reshape(head, (lead * n_blocks, order * trail))
-                head = apply_kronecker(xp, factors, head, trail)
-                head = xp.reshape(head, (lead * n_blocks, order, trail))
-                # What is left out moves to the front, where the next round takes it.
-                block = head if order == size else _concat(xp, z[:, order:, :], head)
-            return xp.reshape(block, (lead, n_blocks * size * trail))
+        def rotate_first(z: Array) -> Array:
+            """Rotate as many coordinates as the factors have. The next round takes the rest first."""
+            if is_adjoint:
+                return _concat(xp, rotate(z[..., rest:, :]), z[..., :rest, :])
+            return _concat(xp, z[..., size - rest :, :], rotate(z[..., : size - rest, :]))
 
-        return rotate
+        steps = [
+            step
+            for signs in self.signs
+            for step in (_flip(xp, signs, dtype), rotate_first if rest else rotate)
+        ]
+        return _in_turn(xp, steps, (n_blocks, size, trail), is_adjoint)
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
         n_blocks, size = self.signs[0].shape
@@ -639,100 +513,75 @@ class Rotation(NamedTuple):
         arrays = (*self.factors, self.signs[0])
         return program, tuple([xp.astype(x, xp.float32, copy=False) for x in arrays])
 
-    def _adjoint_rows(self, xp: ModuleType, dtype: Any, device: Any, trail: int) -> RowFunction:
-        factors = [xp.astype(xp.permute_dims(f, (1, 0)), dtype, copy=False) for f in self.factors]
-        all_signs = [xp.astype(signs, dtype, copy=False) for signs in self.signs]
-        if self._is_product and trail == 1:
-            weights = xp.permute_dims(factors[0], (1, 0)) * all_signs[0]
-            return lambda rows, out: product(xp, rows, weights)
-        (n_blocks, size), order = self.signs[0].shape, self._order
-        rest = size - order
 
-        def rotate_back(block: Array, out: Any) -> Array:
-            lead = block.shape[0]
-            for signs in reversed(all_signs):
-                z = xp.reshape(block, (lead * n_blocks, size, trail))
-                head = z[:, rest:, :] if rest else z  # autograd cannot batch slices of all
-                head = xp.reshape(head, (lead * n_blocks, order * trail))
-                head = apply_kronecker(xp, factors, head, trail)
-                head = xp.reshape(head, (lead * n_blocks, order, trail))
-                z = head if order == size else _concat(xp, head, z[:, :rest, :])
-                block = xp.reshape(z, (lead, n_blocks, size, trail)) * signs[None, :, :, None]
-            return xp.reshape(block, (lead, n_blocks * size * trail))
-
-        return rotate_back
+def _check_tuple(name: str, arrays: Any, *, can_be_empty: bool = False) -> None:
+    if not isinstance(arrays, tuple):
+        raise type_error(name, "be a tuple of arrays", type(arrays).__name__)
+    if not (arrays or can_be_empty):
+        raise value_error(name, "hold an array for each round", arrays)
 
 
-Projection = DenseProjection | HadamardProjection | CountSketch | Rotation
+# A step of a map, along the second to last axis of arrays (..., size, trail).
+Step = Callable[[Array], Array]
 
 
-@quietly
-def _along(
-    name: str,
-    x: Array,
-    axis: int,
-    projection: Projection,
-    *,
-    adjoint: bool = False,
-) -> Any:
-    """Apply the projection, or its adjoint, along an axis of x."""
-    lazy = is_dask(x)
-    sample = x._meta if lazy else x  # type: ignore[attr-defined]
-    xp = namespace_with_drawn(("projection", tuple(leaves_of(projection))), **{name: sample})
-    check_floating(xp, **{name: sample})
-    projection._check()
-    size, out = projection.n_features, projection.n_components
-    if adjoint:
-        size, out = out, size
-    check_axis(axis, x.ndim)
-    axis = int(axis) % x.ndim
-    if x.shape[axis] != size:
-        raise value_error(name, f"have {size} entries along axis {axis}", tuple(x.shape))
-    if lazy:
-        return map_chunks(
-            x, lambda part: _along(name, part, axis, projection, adjoint=adjoint), axis, out
-        )
+def _in_turn(xp: ModuleType, steps: list[Step], axes: tuple[int, ...], is_adjoint: bool) -> RowFunction:
+    """The steps one after another, for rows with these axes. Those of the adjoint are in reverse."""
+    steps = steps[::-1] if is_adjoint else steps
 
-    lead, trail = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    linear = _linear_map(projection, trail)
-    if adjoint:
-        linear = linear.adjoint()
-    y = apply_to_rows(xp, linear, xp.reshape(x, (lead, size * trail)))
-    return xp.reshape(y, (*x.shape[:axis], out, *x.shape[axis + 1 :]))
+    def apply(rows: Array, out: Any) -> Array:
+        z = xp.reshape(rows, (rows.shape[0], *axes))
+        for step in steps:
+            z = step(z)
+        return xp.reshape(z, (z.shape[0], math.prod(z.shape[1:])))
+
+    return apply
 
 
-def _linear_map(projection: Projection, trail: int) -> LinearMap:
-    def rows(xp: ModuleType, projection: Any, dtype: Any, device: Any) -> RowFunction:
-        return projection._rows(xp, dtype, device, trail)
-
-    def adjoint_rows(xp: ModuleType, projection: Any, dtype: Any, device: Any) -> RowFunction:
-        return projection._adjoint_rows(xp, dtype, device, trail)
-
-    def program(xp: ModuleType, projection: Any, n_rows: int, device: Any) -> KernelProgram | None:
-        return projection._program(xp, n_rows, device, trail)
-
-    widths = (projection.n_components * trail, projection.n_features * trail)
-    make = program if hasattr(projection, "_program") else None
-    return LinearMap(rows, adjoint_rows, widths, projection._row_size(trail), projection, make)
+def _flip(xp: ModuleType, signs: Array, dtype: Any) -> Step:
+    """Multiply coordinates by signs."""
+    column = xp.astype(signs, dtype, copy=False)[..., None]
+    return lambda z: z * lift(column, z.ndim)
 
 
-def _checked_namespace(projection: Projection) -> ModuleType:
-    xp = namespace(("projection", tuple(leaves_of(projection))))
-    projection._check()
-    return xp
+def _product_with(xp: ModuleType, factors: list[Array], is_adjoint: bool) -> Step:
+    """The product F₁ ⊗ F₂ ⊗ …, or its transpose."""
+    if is_adjoint:
+        factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
+
+    def apply(z: Array) -> Array:
+        *lead, order, trail = z.shape
+        y = apply_kronecker(xp, factors, xp.reshape(z, (math.prod(lead), order * trail)), trail)
+        return xp.reshape(y, z.shape)
+
+    return apply
+
+
+def _choice(xp: ModuleType, rows: Array, size: int, is_adjoint: bool) -> Step:
+    """Take coordinates, in ascending order, out of `size`; the adjoint puts them among zeros."""
+    if not is_adjoint:
+        return lambda z: xp.take(z, rows, axis=-2)
+    k = rows.shape[0]
+    coordinates = xp.arange(size, dtype=rows.dtype, device=common_device(rows=rows))
+    source = xp.searchsorted(rows, coordinates)
+    source = xp.where(source < k, source, k - 1)
+    kept = (xp.take(rows, source) == coordinates)[:, None]
+
+    def put_back(z: Array) -> Array:
+        z = xp.take(z, source, axis=-2)
+        return xp.where(lift(kept, z.ndim), z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
+
+    return put_back
 
 
 def _pad(xp: ModuleType, z: Array, size: int) -> Array:
-    """Pad the second of three axes with zeros to the length `size`."""
-    lead, have, trail = z.shape
-    if have == size:
-        return z
-    return _concat(
-        xp, z, xp.zeros((lead, size - have, trail), dtype=z.dtype, device=common_device(z=z))
-    )
+    """Pad the second to last axis with zeros to the length `size`."""
+    *lead, have, trail = z.shape
+    shape = (*lead, size - have, trail)
+    return _concat(xp, z, xp.zeros(shape, dtype=z.dtype, device=common_device(z=z)))
 
 
 def _concat(xp: ModuleType, *parts: Array) -> Array:
-    """Join along the second axis."""
+    """Join along the second to last axis."""
     # Batched gradients of `torch.autograd` support `cat`, but not its alias `concat`.
-    return xp.cat(parts, 1) if is_torch(xp) else xp.concat(parts, axis=1)
+    return xp.cat(parts, -2) if is_torch(xp) else xp.concat(parts, axis=-2)

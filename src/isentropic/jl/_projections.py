@@ -1,13 +1,14 @@
-"""Functions that draw Johnson–Lindenstrauss maps. `_maps` has their types, and applies them."""
+"""Functions that draw Johnson–Lindenstrauss maps and rotations. `_maps` has their types."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isentropic._checks import check_real, counts, value_error
+from isentropic._checks import check_choice, check_flag, check_real, counts, value_error
 from isentropic._namespace import Array, accumulator, common_device, namespace
 from isentropic.jl._draws import (
     convert_draw,
@@ -20,8 +21,9 @@ from isentropic.jl._draws import (
     random_uniforms,
     takes_rng,
 )
+from isentropic.jl._flat import factor_orders, flat_matrix
 from isentropic.jl._hadamard import hadamard_order
-from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection
+from isentropic.jl._maps import CountSketch, DenseProjection, HadamardProjection, Rotation
 
 if TYPE_CHECKING:
     from isentropic.jl._draws import Draw
@@ -33,8 +35,8 @@ def gaussian_projection(
 ) -> DenseProjection:
     """The Gaussian random map ``f(x) = R x/√k``, where R has independent standard normal entries.
 
-    The map preserves squared norms on average: for every x, ``‖f(x)‖²/‖x‖²`` has the distribution of
-    :math:`χ^2_k/k`. Its guarantee is ``min_dim(method="exact")``.
+    For every x, ``‖f(x)‖²/‖x‖²`` has the distribution of :math:`χ^2_k/k`, with the mean 1. The
+    guarantee is ``min_dim(method="exact")``.
 
     Parameters
     ----------
@@ -52,6 +54,8 @@ def gaussian_projection(
     Returns
     -------
     DenseProjection
+        A map f, with ``f(x, axis=-1)``, ``f.adjoint(y, axis=-1)``, ``f.matrix()``, ``f.n_features``,
+        ``f.n_components``, and its arrays ``f.weights`` (k, d) and ``f.scale`` ().
 
     Raises
     ------
@@ -86,52 +90,6 @@ def gaussian_projection(
 
 
 @takes_rng
-def rademacher_projection(
-    n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
-) -> DenseProjection:
-    """The random map ``f(x) = R x/√k``, where R has independent random signs ±1 as entries.
-
-    Its guarantee is ``min_dim(method="achlioptas")``.
-
-    Parameters
-    ----------
-    n_features, n_components, rng, like
-        As for `gaussian_projection`.
-
-    Returns
-    -------
-    DenseProjection
-
-    Raises
-    ------
-    TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
-        floats.
-    ValueError
-        For sizes out of range.
-
-    Notes
-    -----
-    ``Var ‖f(v)‖² = (2 − 2Σv⁴)/k`` for a unit vector v. So a vector with a single nonzero feature keeps
-    its length exactly.
-
-    References
-    ----------
-    Achlioptas 2003, J. Comput. Syst. Sci. 66.
-
-    Examples
-    --------
-    >>> from isentropic.jl import rademacher_projection
-    >>> rademacher_projection(4, 2, rng=0).weights
-    array([[-1., -1., -1., -1.],
-           [-1.,  1., -1.,  1.]])
-    """
-    n_features, n_components = counts(n_features=n_features, n_components=n_components)
-    weights = draw_matrix(rng, n_features, n_components, like, random_signs)
-    return dense_map(weights, n_components**-0.5)
-
-
-@takes_rng
 def sparse_projection(
     n_features: int,
     n_components: int,
@@ -142,8 +100,9 @@ def sparse_projection(
 ) -> DenseProjection:
     """The random map ``f(x) = √(s/k) R x``, where entries of R are ±1 with probability 1/s, else 0.
 
-    The matrix is stored dense, because at the density 1/s = 1/3 sparse matrices are several times
-    slower. The guarantee for densities of at least 1/3 is ``min_dim(method="achlioptas")``.
+    With ``density=1`` the entries are random signs: this is the Rademacher map. The guarantee for
+    densities of at least 1/3 is ``min_dim(method="achlioptas")``. The matrix is stored dense, because
+    at the density 1/3 sparse matrices are several times slower.
 
     Parameters
     ----------
@@ -155,26 +114,25 @@ def sparse_projection(
     Returns
     -------
     DenseProjection
+        As for `gaussian_projection`.
 
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
-        floats.
+        As for `gaussian_projection`.
     ValueError
         For sizes out of range, or a `density` outside of (0, 1].
 
     Warns
     -----
     UserWarning
-        For a density below 1/3, because the map distorts vectors with few large entries. An example is
-        the density 1/√d with d = 10⁴ and 1000 points that have one nonzero entry each. At the dimension
-        of the lemma, 23 % of their squared distances are off by more than half, and 4 % of the points
-        are mapped to 0.
+        For a density below 1/3, because the map distorts vectors with few large entries: "Very sparse
+        maps" in the documentation has an example.
 
     Notes
     -----
-    ``Var ‖f(v)‖² = (2 + (s − 3) Σv⁴)/k`` for a unit vector v.
+    ``Var ‖f(v)‖² = (2 + (s − 3) Σv⁴)/k`` for a unit vector v. So with s = 1 a vector with a single
+    nonzero feature keeps its length exactly.
 
     References
     ----------
@@ -186,6 +144,9 @@ def sparse_projection(
     >>> sparse_projection(6, 2, rng=0).weights
     array([[ 0.,  0.,  1.,  1.,  0., -1.],
            [ 0.,  0.,  0., -1.,  0.,  1.]])
+    >>> sparse_projection(4, 2, density=1, rng=0).weights
+    array([[-1., -1., -1., -1.],
+           [-1.,  1., -1.,  1.]])
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     draw = sparse_entries(density)
@@ -211,14 +172,12 @@ def orthogonal_projection(
     Returns
     -------
     DenseProjection
+        As for `gaussian_projection`.
 
     Raises
     ------
-    TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
-        floats.
-    ValueError
-        For sizes out of range.
+    TypeError, ValueError
+        As for `gaussian_projection`.
 
     Notes
     -----
@@ -271,35 +230,28 @@ def hadamard_projection(
     Returns
     -------
     HadamardProjection
+        A map as for `gaussian_projection`, with the arrays ``f.signs``, one for each round, and
+        ``f.rows``. ``f.has_orthogonal_rows`` tells whether d is an order D.
 
     Raises
     ------
-    TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
-        floats.
-    ValueError
-        For sizes out of range.
+    TypeError, ValueError
+        As for `gaussian_projection`.
 
     Notes
     -----
     The order D is the smallest order ≥ max(d, k) of a Kronecker product of Paley's and Sylvester's
-    matrices. These orders are m·2^j with m = 1, 12, 20, 28, 36, 44, 60; examples are 384, 640, 768,
-    896, 5120. If d is not such an order, vectors are padded with zeros; for d > 16 and k ≤ d, D is at
-    most 18 % above d. P samples from all D coordinates, so padding loses nothing. With k = D the map is
-    an isometry.
+    matrices. These orders are m·2^j with m = 1, 12, 20, 28, 36, 44, 60. If d is not such an order,
+    vectors are padded with zeros; for d > 16 and k ≤ d, D is at most 18 % above d. P samples from all D
+    coordinates, so padding loses nothing. With k = D the map is an isometry.
 
     With k = d the map is a rotation, whose inverse is its adjoint, for d = 64, 80, 768, 896, 4096 or
-    28672. It is not a rotation for d = 104, 1000, 4864, 11008, 13696 or 29568. For those d, the map
-    with one round usually has no inverse: the first 20 matrices for d = 104 are all singular.
-    `HadamardProjection.has_orthogonal_rows` tells which case applies. `rotation` draws a rotation for
-    every d.
+    28672. It usually has no inverse for d = 104, 1000, 4864, 11008, 13696 or 29568: the first 20
+    matrices for d = 104 are all singular. `rotation` draws a rotation for every d.
 
-    **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem. Verify it on
-    the data with `distortion`. An example where it fails: a difference vector with 8 equal nonzero
-    entries on a subgroup, such as features 0, 512, …, 3584 of 4096. One round maps it to few distinct
-    values. At k = 316 its squared length is off by more than half with probability 3e-5, where the χ²
-    tail gives 2e-8. Two rounds remove such cases. The proven bounds require more dimensions by
-    logarithmic factors.
+    **The dimension that suffices for Gaussian maps is a heuristic here**, not a theorem: the proven
+    bounds require more dimensions by logarithmic factors. Verify it on the data with `distortion`. "The
+    fast map" in the documentation has vectors for which one round fails, and two rounds do not.
 
     References
     ----------
@@ -317,13 +269,12 @@ def hadamard_projection(
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     (rounds,) = counts(rounds=rounds)
-    base, doublings = hadamard_order(max(n_features, n_components))
-    size = base << doublings
+    size = hadamard_order(max(n_features, n_components)).size
     generator = generator_of(rng)
     signs = [random_signs(generator, (n_features if i == 0 else size,)) for i in range(rounds)]
     rows = np.sort(random_permutation(generator, size)[:n_components])
     return HadamardProjection(
-        tuple(convert_draw(part, like) for part in signs), convert_draw(rows, like, integer=True)
+        tuple(convert_draw(part, like) for part in signs), convert_draw(rows, like, is_index=True)
     )
 
 
@@ -353,12 +304,13 @@ def count_sketch(
     Returns
     -------
     CountSketch
+        A map as for `gaussian_projection`, with the arrays ``f.signs`` and ``f.components``, (s, d),
+        and ``f.features``, the features that each component sums.
 
     Raises
     ------
     TypeError
-        For sizes that are not integers, an `rng` of another kind, or a `like` that is not an array of
-        floats.
+        As for `gaussian_projection`.
     ValueError
         For sizes out of range, and for `nonzeros` that does not divide `n_components`.
 
@@ -396,10 +348,113 @@ def count_sketch(
         components[i, dealt] = i * block + np.arange(n_features) % block
         features[i, :n_features] = i * n_features + dealt
     features = features.reshape(nonzeros, depth, block).swapaxes(1, 2).reshape(n_components, depth)
-    return CountSketch(
-        convert_draw(signs, like),
-        convert_draw(components, like, integer=True),
-        convert_draw(features, like, integer=True),
+    indices = (convert_draw(x, like, is_index=True) for x in (components, features))
+    return CountSketch(convert_draw(signs, like), *indices)
+
+
+@takes_rng
+def rotation(
+    n_features: int,
+    *,
+    kind: str = "hadamard",
+    blocks: int = 1,
+    independent: bool = False,
+    rng: Any = None,
+    like: Array | None = None,
+) -> Rotation:
+    """A random orthogonal map of any size, whose inverse is its adjoint.
+
+    It keeps norms and inner products, and spreads a large entry of a vector over all entries, so that
+    vectors are quantized with smaller errors.
+
+    Parameters
+    ----------
+    n_features, rng, like
+        As for `gaussian_projection`.
+    kind : {"hadamard", "haar"}
+        ``"hadamard"``: random signs, then a product of small flat matrices, in O(d) memory and about
+        O(d log d) operations. ``"haar"``: uniformly distributed over all orthogonal matrices, drawn in
+        O(size³) and applied in O(d · size) operations, for blocks of this size.
+    blocks : int ≥ 1
+        The number of blocks of consecutive features, which must divide `n_features`. Each block is
+        rotated by itself. If an axis holds attention heads side by side, pass the number of heads.
+    independent : bool
+        Whether the blocks have independent signs. By default they all have the same rotation. With
+        ``kind="haar"`` they always have the same.
+
+    Returns
+    -------
+    Rotation
+        A map as for `gaussian_projection`, with the tuples of arrays ``f.signs`` and ``f.factors``.
+        ``f.fold_into(weight, side=...)`` gives the weight of a layer whose input or output is rotated.
+
+    Raises
+    ------
+    TypeError
+        As for `gaussian_projection`, and for a flag that is not True or False.
+    ValueError
+        For sizes out of range, an unknown kind, blocks that do not divide `n_features`, and independent
+        blocks of the kind "haar".
+
+    Notes
+    -----
+    ``R = (F₁ ⊗ F₂ ⊗ …) S``, where S flips signs at random. How evenly R spreads a vector with a single
+    nonzero entry is its flatness, √d times the largest absolute entry of R; 1 is the least possible.
+    The factors are, in the order of preference:
+
+    - Hadamard matrices of Sylvester and Paley, with the flatness 1, for many widths of current models,
+      such as 64, 80, 96, 104, 112, 576, 768, 896, 3584, 4096, 4864, 5120, 14336 and 29568;
+    - conference matrices of order q + 1: 1.01 for 1000 and 18944;
+    - Jacobsthal's matrix with a multiple of the matrix of ones, and the discrete Hartley transform, for
+      odd orders: 1.12 for 11008, 1.08 for 13696, 1.04 for 577, 1.53 for 1023. The largest flatness of
+      all d up to 1024 is 1.89, that of 945.
+
+    Factors have orders up to 128, or up to 1024 if d cannot be split into such factors: a prime such as
+    d = 577 is one dense product. A size with a prime factor above 1024, such as 151936, takes two
+    rounds with a Hadamard matrix of a smaller order D. The second round includes the features that the
+    first one left out. Then the entries of R are distributed like normal numbers, and the flatness is
+    about √(2 log d²). So it is for the kind "haar".
+
+    The signs have the same bits on every machine. The matrices of the kind "haar", and of the Hartley
+    transform, are equal up to rounding.
+
+    References
+    ----------
+    Ashkboos et al. 2024, QuaRot, arXiv 2404.00456; Liu et al. 2024, SpinQuant, arXiv 2405.16406.
+    Hadamard matrices and Jacobsthal's matrix: Paley 1933, J. Math. Phys. 12.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic.jl import rotation
+    >>> f = rotation(1000, rng=0)
+    >>> spike = np.zeros(1000)
+    >>> spike[3] = 1
+    >>> y = f(spike)
+    >>> round(float(abs(y).max() * 1000**0.5), 2), bool(np.allclose(f.adjoint(y), spike))
+    (1.01, True)
+
+    """
+    n_features, blocks = counts(n_features=n_features, blocks=blocks)
+    check_choice("kind", kind, ("hadamard", "haar"))
+    check_flag(independent=independent)
+    if n_features % blocks:
+        raise value_error("blocks", f"divide `n_features` ({n_features})", blocks)
+    if independent and kind == "haar":
+        raise value_error("independent", "be False for the kind 'haar'", independent)
+    size = n_features // blocks
+    generator = generator_of(rng)
+    if kind == "haar":
+        signs = [np.ones((1, size))]
+        factors = [random_orthonormal(generator, size, size)]
+    else:
+        orders = factor_orders(size)
+        rounds = 1 if math.prod(orders) == size else 2
+        signs = [random_signs(generator, (blocks if independent else 1, size)) for _ in range(rounds)]
+        factors = [flat_matrix(order) for order in orders]
+    return Rotation(
+        tuple(convert_draw(np.repeat(part, blocks // part.shape[0], axis=0), like) for part in signs),
+        tuple(convert_draw(factor, like, is_wide=True) for factor in factors),
     )
 
 
@@ -409,6 +464,8 @@ def sparse_entries(density: float) -> Draw:
     density = float(density)
     if density > 1:
         raise value_error("density", "be at most 1", density)
+    if density == 1:
+        return random_signs  # which takes a bit for each, not a word
     if density < 1 / 3:
         warnings.warn(
             f"A density of {density:.3g}, below 1/3, distorts the lengths of vectors with few large "

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from isentropic._namespace import Array, imported_torch, is_jax, is_torch
-from isentropic._triton_launch import contiguous, gpu_kind
+from isentropic._triton_launch import Call, Output, contiguous, gpu_kind, launch
 
 INPUT, OUTPUT = 1, 2
 # A dense factor of a higher order does not fit in the shared memory of all GPUs.
@@ -101,8 +101,6 @@ class Program(NamedTuple):
 
     def run(self, xp: ModuleType, x: Array, arrays: Sequence[Array]) -> Array:
         """The map of each row of a matrix, by the kernel, in the dtype of `x`."""
-        from isentropic._triton_launch import launch
-
         shape, dtype = (x.shape[0], self.width), x.dtype
         x, *arrays = (contiguous(xp, part) for part in (x, *arrays))
         for call, used in _calls(xp, self, x.shape[0], dtype):
@@ -128,7 +126,6 @@ def _calls(
 
 def _call(xp: Any, program: Program, part: Round, i: int, n_rows: int) -> Any:
     """The launch for pass i of a round. The last factors come first, as they are contiguous."""
-    from isentropic._triton_launch import Call, Output
     from isentropic.jl._triton_hadamard import kronecker_kernel
 
     trail = program.trail
@@ -172,7 +169,6 @@ def _call(xp: Any, program: Program, part: Round, i: int, n_rows: int) -> Any:
 
 def slots_of(xp: ModuleType, rows: Array, size: int) -> Array:
     """The places of `size` coordinates in `rows`, which are in ascending order; −1 for the others."""
-    from isentropic._triton_launch import Call, Output, launch
     from isentropic.jl._triton_hadamard import slots_kernel
 
     constants = {"STEPS": rows.shape[0].bit_length(), "BLOCK": _SLOTS_BLOCK}
