@@ -57,6 +57,8 @@ _LARGE = 50.0
 # The bisection for an interval starts at e^{−23} of its longest possible length.
 _LOG_RANGE = 23.0
 _EULER_GAMMA = 0.5772156649015329
+# Below this β or κ the entropy is log n, to double precision.
+LOWEST_STRENGTH = 1e-8
 
 
 class Scores(NamedTuple):
@@ -125,21 +127,22 @@ def sphere_scores(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Scores:
 
 Term = Callable[[ModuleType, Array], Array]
 # The factors of h(v) for the entropy, and for 1 − Σp², the Tsallis entropy of order 2.
-TERMS: dict[int, Term] = {
+_TERMS: dict[int, Term] = {
     1: lambda xp, v: -(v + _EULER_GAMMA),
     2: lambda xp, v: 1 - xp.exp(clip(xp, v, max=_LARGE)),
 }
 
 
 def mean_over_scores(
-    xp: ModuleType, term: Term, scores: Callable[..., Scores], n: Array, *parameters: Array
-) -> Array:
-    """The mean that a term stands for, for arrays of one shape.
+    xp: ModuleType, n: Any, *parameters: Array, scores: Callable[..., Scores], order: int = 1
+) -> Any:
+    """The mean entropy of the order 1 or 2, for arrays of one shape.
 
-    ``scores(xp, n, *parameters)`` is the distribution.
+    ``scores(xp, n, *parameters)`` is the distribution. The last parameter is β or κ.
     """
-    columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters)]
-    count, device = columns[0].shape[0], common_device(n=n)
+    strength = clip(xp, parameters[-1], min=LOWEST_STRENGTH)
+    columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters[:-1], strength)]
+    count, device, term = columns[0].shape[0], common_device(n=n), _TERMS[order]
     if count == 0:
         return n
 
@@ -150,7 +153,8 @@ def mean_over_scores(
     # Each entry needs arrays of 37 000 numbers. Those of eight entries fit in a processor's cache.
     rows = 1024 if is_gpu(xp, device) else 8
     (result,) = map_blocks(xp, block, count, rows, in_threads=True)
-    return xp.reshape(result, n.shape)
+    mean = clip(xp, xp.reshape(result, n.shape), min=0.0)
+    return xp.minimum(mean, xp.log(n) if order == 1 else 1 - 1 / n)
 
 
 def _means(xp: ModuleType, device: Any, term: Term, n: Any, scores: Scores) -> Any:
