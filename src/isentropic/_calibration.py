@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ _PENALTY = 0.02
 _TOLERANCE = 0.05
 # The steps of the interpolation between two factors.
 _STEPS = 100
-# The shapes p among which `chosen_shape` chooses: 0 is a power of n, 1 is affine in log n, 2 its root.
+# The shapes p among which `Held.shape` chooses: 0 is a power of n, 1 is affine in log n, 2 its root.
 _SHAPES = (0, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2)
 # The misfit of log factors that counts as much as a shape that differs from 1 by 1.
 _MISFIT = 0.01
@@ -34,7 +34,7 @@ _OCTAVES = 6
 
 
 def holding_factors(
-    factors: Sequence[float], entropy: np.ndarray, target: np.ndarray, current: np.ndarray | None
+    factors: Sequence[float], entropy: np.ndarray, target: np.ndarray, current: np.ndarray | float = 1.0
 ) -> np.ndarray:
     """The factors (G, heads) at which entropies (factors, G, heads) reach their target (heads,).
 
@@ -42,9 +42,7 @@ def holding_factors(
     stays near 1. The `factors` are equidistant in their logarithms, and multiply the `current` ones.
     """
     log_factor, h = _interpolated(np.log(factors), entropy)
-    log_factor = log_factor[:, None, None]
-    if current is not None:
-        log_factor = log_factor + np.log(current)
+    log_factor = log_factor[:, None, None] + np.log(current)
     error = h - target
     cost = error**2 + (_PENALTY / math.log(2) * log_factor) ** 2
     best = np.argmin(cost, axis=0)[None, ...]
@@ -77,99 +75,76 @@ def _spline_slopes(y: np.ndarray) -> np.ndarray:
     return np.asarray(slope.reshape(y.shape))
 
 
-class Held(NamedTuple):
-    """The factors that hold the entropies of the heads of one layer."""
+class Held:
+    """The factors that hold the entropies of the heads of one layer, and the curves through them.
 
-    lengths: np.ndarray  # (G,)
-    factor: np.ndarray  # (G, heads), NaN where no factor holds the entropy
-    weight: np.ndarray  # (G,)
-    reference: float
+    `lengths` and `weight` are (G,). `factor` (G, heads) is NaN where no factor holds the entropy.
+    """
 
-    @property
-    def x(self) -> np.ndarray:
-        """``log(n/reference)``, (G, 1)."""
-        return np.asarray(np.log(self.lengths / self.reference)[:, None])
+    def __init__(
+        self, lengths: np.ndarray, factor: np.ndarray, weight: np.ndarray, reference: float
+    ) -> None:
+        self.lengths, self.factor, self.reference = lengths, factor, reference
+        self.smallest = np.fmin.reduce(factor, axis=0, initial=1.0)
+        self.x = np.log(lengths / reference)[:, None]
+        # Curves follow the factors from the reference on: short lengths tell little about long ones, as
+        # the entropy is near log n there. A head that has none above it uses all its lengths.
+        weights = np.where(np.isnan(factor), 0.0, weight[:, None])
+        above, is_far = np.where(self.x > -1e-6, weights, 0.0), np.abs(self.x) > _NEAR
+        self.weights = np.where((is_far & (above > 0)).any(axis=0), above, weights)
+        self.slope_weights = np.where(is_far, self.weights, 0.0)
+        self.fitted = np.where(self.weights > 0, factor, 1.0)
 
-    @property
-    def smallest(self) -> np.ndarray:
-        """The smallest factor of each head, at most 1."""
-        return np.fmin.reduce(self.factor, axis=0, initial=1.0)
+    def slope(self, shape: Any) -> np.ndarray:
+        """The slopes (heads,) of curves through 1 at the reference, by weighted least squares."""
+        is_power = shape == 0
+        p = np.where(is_power, 1.0, shape)
+        y = np.where(is_power, np.log(self.fitted), (self.fitted**p - 1) / p)
+        moment = (self.slope_weights * self.x**2).sum(axis=0)
+        # If no length determines the slope, it is 0.
+        return (self.slope_weights * self.x * y).sum(axis=0) / np.where(moment > 0, moment, np.inf)
 
-    def weights(self) -> np.ndarray:
-        """The weights (G, heads) of the factors from which a curve is extrapolated.
+    def shape(self) -> np.ndarray:
+        """The shape (heads,) that fits best; 1 unless the factors say otherwise."""
+        cost = []
+        for shape in _SHAPES:
+            error = np.log(curve(self.x, self.slope(shape), shape) / self.fitted)
+            misfit = (self.weights * error**2).sum(axis=0) / np.maximum(self.weights.sum(axis=0), 1e-9)
+            cost.append(misfit / _MISFIT**2 + (shape - 1) ** 2)
+        return np.asarray(_SHAPES)[np.argmin(cost, axis=0)]
 
-        They are those from the reference on: short lengths tell little about long ones, as the entropy
-        is near log n there. A head that has none above the reference uses all its lengths.
+    def at(self, lengths: Any, shape: Any = None) -> np.ndarray:
+        """The factors (lengths, heads) of the curves of a shape, never below the smallest of the fit.
+
+        By default the shape is that of each head.
         """
-        weights = np.where(np.isnan(self.factor), 0.0, self.weight[:, None])
-        above = np.where(self.x > -1e-6, weights, 0.0)
-        return np.where(self.far(above).any(axis=0), above, weights)
+        shape = self.shape() if shape is None else shape
+        x = np.log(np.asarray(lengths) / self.reference)[:, None]
+        return np.maximum(curve(x, self.slope(shape), shape), self.smallest)
 
-    def far(self, weights: np.ndarray) -> np.ndarray:
-        """The weights, 0 for lengths that are too near to the reference to tell the slope."""
-        return np.where(np.abs(self.x) > _NEAR, weights, 0.0)
+    def law(self) -> Knots:
+        """The law through the factors. It is 1 at the reference, and curved beyond the last length."""
+        beyond = self.lengths[-1] * 2.0 ** np.arange(1, _OCTAVES + 1)
+        lengths = np.union1d(self.lengths, (self.reference, *beyond))
+        factors = np.full((len(lengths), self.factor.shape[1]), np.nan)
+        factors[np.isin(lengths, self.lengths)] = self.factor
+        factors[lengths == self.reference] = 1.0
+        # Below the reference, lengths without a factor are short: the entropy is out of reach there.
+        x, known = np.log(lengths), ~np.isnan(factors)
+        below = [np.interp(x, x[some], f[some]) for f, some in zip(factors.T, known.T, strict=True)]
+        is_below = (lengths < self.reference)[:, None]
+        guess = np.where(is_below, np.stack(below, axis=1), self.at(lengths))
+        factors = np.where(known, factors, guess)
+        factors = np.concatenate((factors[:1], factors))  # constant below the first length
+        minimum = float(self.smallest.min())  # for the line beyond the last knot
+        return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T), minimum)
 
 
 def curve(x: Any, slope: Any, shape: Any) -> np.ndarray:
     """``(1 + p · slope · x)^(1/p)`` of the shape p, which is ``exp(slope · x)`` at p = 0.
 
-    References
-    ----------
-    Box & Cox 1964, Journal of the Royal Statistical Society B 26, 211–252: its inverse.
+    It is the inverse of the transformation of Box and Cox; see `drift.calibrate`.
     """
     is_power = shape == 0
     p = np.where(is_power, 1.0, shape)
     return np.where(is_power, np.exp(slope * x), np.maximum(1 + p * slope * x, 1e-9) ** (1 / p))
-
-
-def slope_of(held: Held, shape: Any) -> np.ndarray:
-    """The slopes (heads,) of curves through 1 at the reference, by weighted least squares."""
-    weights = held.far(held.weights())
-    factor = np.where(weights > 0, held.factor, 1.0)
-    is_power = shape == 0
-    p = np.where(is_power, 1.0, shape)
-    y = np.where(is_power, np.log(factor), (factor**p - 1) / p)
-    moment = (weights * held.x**2).sum(axis=0)
-    # If no length determines the slope, it is 0.
-    slope = (weights * held.x * y).sum(axis=0) / np.where(moment > 0, moment, np.inf)
-    return np.asarray(slope)
-
-
-def chosen_shape(held: Held) -> np.ndarray:
-    """The shape (heads,) that fits best; 1 unless the factors say otherwise."""
-    weights = held.weights()
-    factor = np.where(weights > 0, held.factor, 1.0)
-    cost = []
-    for shape in _SHAPES:
-        error = np.log(curve(held.x, slope_of(held, shape), shape) / factor)
-        misfit = (weights * error**2).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-9)
-        cost.append(misfit / _MISFIT**2 + (shape - 1) ** 2)
-    return np.asarray(_SHAPES)[np.argmin(cost, axis=0)]
-
-
-def extrapolated(held: Held, lengths: Any, shape: Any = None) -> np.ndarray:
-    """The factors (lengths, heads) of the curves of a shape, never below the smallest of the fit.
-
-    By default the shape is that of each head.
-    """
-    shape = chosen_shape(held) if shape is None else shape
-    x = np.log(np.asarray(lengths) / held.reference)[:, None]
-    return np.maximum(curve(x, slope_of(held, shape), shape), held.smallest)
-
-
-def law_through(held: Held) -> Knots:
-    """The law through the factors, which is 1 at the reference, and curved beyond the last length."""
-    beyond = held.lengths[-1] * 2.0 ** np.arange(1, _OCTAVES + 1)
-    lengths = np.union1d(held.lengths, (held.reference, *beyond))
-    factors = np.full((len(lengths), held.factor.shape[1]), np.nan)
-    factors[np.isin(lengths, held.lengths)] = held.factor
-    factors[lengths == held.reference] = 1.0
-    # Below the reference, lengths without a factor are short: the entropy is out of reach there.
-    x, known = np.log(lengths), ~np.isnan(factors)
-    below = [np.interp(x, x[some], f[some]) for f, some in zip(factors.T, known.T, strict=True)]
-    is_below = (lengths < held.reference)[:, None]
-    guess = np.where(is_below, np.stack(below, axis=1), extrapolated(held, lengths))
-    factors = np.where(known, factors, guess)
-    factors = np.concatenate((factors[:1], factors))  # constant below the first length
-    minimum = float(held.smallest.min())  # for the line beyond the last knot
-    return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T), minimum)

@@ -10,24 +10,9 @@ from typing import Any
 import numpy as np
 
 from isentropic._attention.functions import attention_state
-from isentropic._calibration import EXTREME_SHAPES, Held, extrapolated, holding_factors, law_through
-from isentropic._checks import (
-    check_flag,
-    check_ndim,
-    check_real,
-    is_array,
-    type_error,
-    value_error,
-)
-from isentropic._namespace import (
-    Array,
-    accumulator,
-    common_device,
-    default_dtype,
-    from_numpy,
-    namespace,
-    to_numpy,
-)
+from isentropic._calibration import EXTREME_SHAPES, Held, holding_factors
+from isentropic._checks import check_flag, check_ndim, check_real, is_array, type_error, value_error
+from isentropic._namespace import Array, accumulator, from_numpy, namespace, to_numpy
 from isentropic.laws._formulas import scaled
 from isentropic.laws._law import Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
@@ -115,11 +100,10 @@ class DriftReport:
 
         NaN becomes None.
         """
-        names = ("lengths", "counts", "entropy", "slope")
-        fields = {name: np.asarray(getattr(self, name)).astype(object) for name in names}
-        for x in fields.values():
-            x[x != x] = None
-        lists = {name: x.tolist() for name, x in fields.items()}
+        arrays = {name: getattr(self, name) for name in ("lengths", "counts", "entropy", "slope")}
+        lists: dict[str, Any] = {
+            name: np.asarray(np.where(x == x, x, None)).tolist() for name, x in arrays.items()
+        }
         return lists if self.names is None else lists | {"names": list(self.names)}
 
     def __repr__(self) -> str:
@@ -181,16 +165,13 @@ class CalibrationReport:
         ValueError.
         """
         check_real("length", length, least=1)
-        parts = []
-        for layer in range(self.factors.shape[1]):
-            weight = self.counts * self.lengths
-            held = Held(self.lengths, self.factors[:, layer], weight, self.reference_length)
-            curves = [
-                extrapolated(held, [float(length)], shape)[0] for shape in (*EXTREME_SHAPES, None)
-            ]
-            factors = np.where(np.isnan(held.factor).all(axis=0), np.nan, curves)
-            parts.append((factors.min(axis=0), factors[-1], factors.max(axis=0)))
-        return np.stack(parts, axis=1)
+        # Here the heads of all layers count as those of one.
+        groups, *heads = self.factors.shape
+        factors, weight = self.factors.reshape(groups, -1), self.counts * self.lengths
+        held = Held(self.lengths, factors, weight, self.reference_length)
+        curves = np.stack([held.at([float(length)], shape)[0] for shape in (*EXTREME_SHAPES, None)])
+        curves = np.where(np.isnan(factors).all(axis=0), np.nan, curves).reshape(-1, *heads)
+        return np.stack((curves.min(axis=0), curves[-1], curves.max(axis=0)))
 
     def __repr__(self) -> str:
         _, layers, heads = self.factors.shape
@@ -363,12 +344,11 @@ class Recorder:
             aim = target[layer, :heads]
             # The reference length may not be within the range of this layer, perhaps for a window.
             if np.isfinite(aim).all():
-                start = None if current is None else to_numpy(current[layer](lengths[known])).T
+                start = 1.0 if current is None else to_numpy(current[layer](lengths[known])).T
                 measured = entropy[:, known, layer, :heads]
                 factors[known, layer, :heads] = holding_factors(self.factors, measured, aim, start)
             weight = counts * lengths  # the number of logits
-            held = Held(lengths, factors[:, layer, :heads], weight, reference_length)
-            laws.append(law_through(held))
+            laws.append(Held(lengths, factors[:, layer, :heads], weight, reference_length).law())
         return CalibrationReport(
             tuple(laws), lengths, counts, factors, reference_length, target, self.names
         )
@@ -388,16 +368,6 @@ def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
         weight[rows[((np.arange(count) + 0.5) * len(rows) / count).astype(int)]] = len(rows) / count
     chosen = np.flatnonzero(weight)
     return chosen, weight[chosen]
-
-
-def at_rows(rows: np.ndarray, query: Array, key: Array, mask: Mask | None) -> tuple[Array, Any]:
-    """The queries (..., K, E) of some rows, and their mask."""
-    if len(rows) == query.shape[-2]:
-        return query, mask
-    xp = namespace(query=query)
-    index = from_numpy(rows, query, default_dtype(xp, "integral", common_device(query=query)))
-    visible = None if mask is None else mask.rows(rows, query.shape[-2], key.shape[-2], like=query)
-    return xp.take(query, index, axis=-2), visible
 
 
 def entropy_drift(
