@@ -1,14 +1,11 @@
 """The factor on the logits that gives the softmax a target entropy, row by row.
 
-With scores s, H(λ) the entropy of softmax(λs) falls from log n at λ = 0 to the logarithm of the
-number of ties at the maximum, at the rate
-
-    dH/d log λ = −Var(λs),
-
-the variance under softmax(λs) itself. The solver is Newton's method in u = log λ for the equation
-log D/H = log D*/H*, where D = log n − H is the deficit. Near λ = 0 D grows like λ², and for large λ
-H falls exponentially, so that the equation is close to linear at both ends. Each step stays between
-bounds. The lower bound follows from D ≤ λ² R²/8 for scores of range R, as the variance is at most R²/4.
+With scores s, the entropy H(λ) of softmax(λs) falls from log n at λ = 0 to the logarithm of the
+number of ties at the maximum, at the rate dH/d log λ = −Var(λs), the variance under softmax(λs). The
+solver is Newton's method in u = log λ for the equation log D/H = log D*/H*, where D = log n − H is the
+deficit. Near λ = 0 D grows like λ², and for large λ H falls exponentially, so that the equation is
+close to linear at both ends. Each step stays between bounds. The lower bound follows from D ≤ λ² R²/8
+for scores of range R, as the variance is at most R²/4.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from isentropic._attention.backends import map_logits, state_of
 from isentropic._attention.plan import Arguments, prepare, without_numpy_if_traced
@@ -157,39 +154,29 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
     return lift(xp.astype(target, dtype)[..., None], len(shape) + 1)
 
 
-class _Scores(NamedTuple):
-    """Scores of each row relative to their maximum, in units of the smallest distance from it."""
-
-    x: Array  # at most 0; so low that the weight is 0 where a score is hidden or ignored
-    unit: Array  # half of the smallest distance from the maximum
-    spread: Array  # −min x
-    variance: Array  # of x/spread
-    log_n: Array  # n is the number of scores that are not ignored
-
-
 def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
     eps, tiny = float(xp.finfo(s.dtype).eps), float(xp.finfo(s.dtype).smallest_normal)
-    scores = _relative_scores(xp, s, targets)
-    deficit = scores.log_n - targets
+    x, unit, spread, spread_variance, log_n = _relative_scores(xp, s, targets)
+    deficit = log_n - targets
     is_below = deficit > 0
     deficit = xp.where(is_below, deficit, 1.0)
     highest = xp.zeros_like(deficit) + math.log(_MAX_EXPONENT)
-    at_highest, _ = _entropy_and_variance(xp, scores.x, highest)
-    is_inside = is_below & (scores.spread > 0) & (at_highest < targets)
-    log_spread = log_or(xp, scores.spread, 0.0)
+    at_highest, _ = _entropy_and_variance(xp, x, highest)
+    is_inside = is_below & (spread > 0) & (at_highest < targets)
+    log_spread = log_or(xp, spread, 0.0)
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
     # For small λ the deficit is λ²/2 times the variance of the scores.
-    start = xp.log(deficit * 2.0 / clip(xp, scores.variance, min=eps)) / 2 - log_spread
+    start = xp.log(deficit * 2.0 / clip(xp, spread_variance, min=eps)) / 2 - log_spread
     start = xp.minimum(xp.maximum(start, lowest), highest)
     goal = xp.log(deficit) - xp.log(clip(xp, targets, min=tiny))
 
     def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         u, low, high, _ = carry
-        h, variance = _entropy_and_variance(xp, scores.x, u)
+        h, variance = _entropy_and_variance(xp, x, u)
         is_above = h > targets
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
-        d, h = clip(xp, scores.log_n - h, min=eps / 8), clip(xp, h, min=tiny)
+        d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
         slope = variance * (1 / d + 1 / h)
         slope = xp.where(slope > 1e-30, slope, 0.0)  # a smaller slope would make the step overflow
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
@@ -201,15 +188,20 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
 
     carry = (start, lowest, highest, xp.zeros_like(start))
     u, *_ = iterate(xp, step, carry, _MAX_STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
-    h, variance = _entropy_and_variance(xp, scores.x, u)
-    factor = xp.exp(xp.where(is_inside, u, highest)) / (scores.unit * 2)
+    h, variance = _entropy_and_variance(xp, x, u)
+    factor = xp.exp(xp.where(is_inside, u, highest)) / (unit * 2)
     factor = xp.where(is_below, factor, 0.0)
-    factor = xp.where(scores.spread == 0, 1.0, factor)
+    factor = xp.where(spread == 0, 1.0, factor)
     is_number = (h == h) & (targets == targets)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
 
 
-def _relative_scores(xp: ModuleType, s: Array, targets: Array) -> _Scores:
+def _relative_scores(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, ...]:
+    """Scores x ≤ 0 relative to their maximum, unit, spread −min x, variance of x/spread, and log n.
+
+    The unit is half of the smallest distance from the maximum. A score that is hidden or ignored has an
+    x so low that its weight is 0. n is the number of the others.
+    """
     dtype = xp.finfo(s.dtype)
     hidden = s == -math.inf
     top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
@@ -231,7 +223,7 @@ def _relative_scores(xp: ModuleType, s: Array, targets: Array) -> _Scores:
     share = divide_or_zero(xp, x, spread)
     first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
     x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
-    return _Scores(x, unit, spread, _variance(xp, first, second, n), log_or(xp, n, 0.0))
+    return x, unit, spread, _variance(xp, first, second, n), log_or(xp, n, 0.0)
 
 
 def _entropy_and_variance(xp: ModuleType, x: Array, u: Array) -> tuple[Array, Array]:

@@ -142,27 +142,27 @@ def mean_over_scores(
     """
     strength = clip(xp, parameters[-1], min=LOWEST_STRENGTH)
     columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters[:-1], strength)]
-    count, device, term = columns[0].shape[0], common_device(n=n), _TERMS[order]
+    count = columns[0].shape[0]
     if count == 0:
         return n
 
     def block(part: Block) -> tuple[Array]:
         n_block, *parameter_blocks = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
-        return (_means(xp, device, term, n_block, scores(xp, n_block, *parameter_blocks)),)
+        return (_means(xp, _TERMS[order], n_block, scores(xp, n_block, *parameter_blocks)),)
 
     # Each entry needs arrays of 37 000 numbers. Those of eight entries fit in a processor's cache.
-    rows = 1024 if is_gpu(xp, device) else 8
+    rows = 1024 if is_gpu(xp, common_device(n=n)) else 8
     (result,) = map_blocks(xp, block, count, rows, in_threads=True)
     mean = clip(xp, xp.reshape(result, n.shape), min=0.0)
     return xp.minimum(mean, xp.log(n) if order == 1 else 1 - 1 / n)
 
 
-def _means(xp: ModuleType, device: Any, term: Term, n: Any, scores: Scores) -> Any:
+def _means(xp: ModuleType, term: Term, n: Any, scores: Scores) -> Any:
     """Means of shape (rows, 1) for n of shape (rows, 1, 1)."""
-    nodes, weights, upward = _to_library(xp, device, n.dtype, _panel_quadrature())
-    y, speed = _thresholds(xp, device, n, scores, nodes)
+    nodes, weights, upward = _to_library(xp, n, _panel_quadrature())
+    y, speed = _thresholds(xp, n, scores, nodes)
     flat = xp.reshape(y, (y.shape[0], 1, -1))
-    w, b = (xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, device, term, scores, flat))
+    w, b = (xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, term, scores, flat))
 
     # 1 − L is the integral from a node to the end of its panel, plus those over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
@@ -175,7 +175,7 @@ def _means(xp: ModuleType, device: Any, term: Term, n: Any, scores: Scores) -> A
     return (xp.sum(weight * b, axis=(-2, -1)) / total_mass)[:, None]
 
 
-def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
+def _thresholds(xp: ModuleType, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
     """The nodes y of all panels, from low to high, and dy/dnode; (rows, panels, nodes)."""
     turn, floor, grade = scores.turn, scores.floor, scores.grade
     dense = grade + 1 / _NATS
@@ -184,7 +184,7 @@ def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Arra
     first = xp.log(xp.expm1(_LOWEST / n)) + _ALLOWANCE
     last = -xp.log(n) - _HIGHEST
     first, last = (x / _NATS + grade * xp.minimum(xp.maximum(x, -turn), floor) for x in (first, last))
-    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=device)[None, :, None] / _PANELS
+    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=common_device(n=n))[None, :, None] / _PANELS
     at = first + (last - first) * steps
     eta = xp.minimum(xp.maximum(at / dense, -turn), floor)
     eta = eta + _NATS * (at - eta * dense)
@@ -205,9 +205,7 @@ def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Arra
     return score + beyond + step * nodes, slope * du + step
 
 
-def _score_integrals(
-    xp: ModuleType, device: Any, term: Term, scores: Scores, y: Any
-) -> tuple[Any, Any]:
+def _score_integrals(xp: ModuleType, term: Term, scores: Scores, y: Any) -> tuple[Any, Any]:
     """W and ∫ ρ term(v) h at each of the y (rows, 1, nodes)."""
 
     def excess(p: Any) -> tuple[Any, Any]:
@@ -234,7 +232,7 @@ def _score_integrals(
 
         reach.append(side * xp.exp(_bisect(xp, is_inside, far - _LOG_RANGE, far, 12)))
 
-    nodes, weights = _to_library(xp, device, y.dtype, _score_quadrature())
+    nodes, weights = _to_library(xp, y, _score_quadrature())
     length = reach[1] - reach[0]
     r = reach[0] + length * xp.matrix_transpose(nodes)
     # v is computed relative to the peak, so that the differences between nodes are accurate.
@@ -257,9 +255,10 @@ def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, ti
     return scan_blocks(xp, step, (low, high), times, 1)[..., -1:, :]
 
 
-def _to_library(xp: ModuleType, device: Any, dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays in the library of the scores, with three axes."""
-    return tuple(lift(xp.asarray(x, dtype=dtype, device=device), 3) for x in arrays)
+def _to_library(xp: ModuleType, like: Array, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arrays in the library, dtype and device of another, with three axes."""
+    device = common_device(like=like)
+    return tuple(lift(xp.asarray(x, dtype=like.dtype, device=device), 3) for x in arrays)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 
 from isentropic._attention.functions import attention_state
 from isentropic._calibration import EXTREME_SHAPES, Held, holding_factors
-from isentropic._checks import check_flag, check_ndim, check_real, is_array, type_error, value_error
+from isentropic._checks import check_flag, check_ndim, check_real, type_error, value_error
 from isentropic._namespace import Array, accumulator, from_numpy, namespace, to_numpy
 from isentropic.laws._formulas import scaled
 from isentropic.laws._law import Constant, Law, check_law
@@ -100,10 +100,11 @@ class DriftReport:
 
         NaN becomes None.
         """
-        arrays = {name: getattr(self, name) for name in ("lengths", "counts", "entropy", "slope")}
-        lists: dict[str, Any] = {
-            name: np.asarray(np.where(x == x, x, None)).tolist() for name, x in arrays.items()
-        }
+        lists: dict[str, Any] = {}
+        for name in ("lengths", "counts", "entropy", "slope"):
+            x = getattr(self, name).astype(object)
+            x[x != x] = None
+            lists[name] = x.tolist()
         return lists if self.names is None else lists | {"names": list(self.names)}
 
     def __repr__(self) -> str:
@@ -328,10 +329,7 @@ class Recorder:
         return report.at(reference_length)
 
     def calibration(
-        self,
-        reference_length: float,
-        target: np.ndarray,
-        current: Sequence[Law] | None = None,
+        self, reference_length: float, target: np.ndarray, current: Sequence[Law] | None = None
     ) -> CalibrationReport:
         """The factors with which the heads have the target entropies (layers, heads), and their laws.
 
@@ -495,7 +493,7 @@ def calibrate(
 
 
 def _record(
-    samples: Iterable[Array | tuple[Any, ...]],
+    samples: Iterable[Any],
     factors: Sequence[float],
     law: Law | None,
     is_causal: bool,
@@ -503,10 +501,12 @@ def _record(
 ) -> tuple[Recorder, Array]:
     """The entropies of all samples at all factors, and a query as a model for arrays of the result."""
     check_flag(is_causal=is_causal)
+    must = "be an iterable of tuples (query, key)"
     if not isinstance(samples, Iterable) or getattr(samples, "ndim", 1) == 0:
-        raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
-    if _is_pair(samples):
-        raise type_error("samples", "be an iterable of tuples (query, key)", "one such tuple")
+        raise type_error("samples", must, type(samples).__name__)
+    shapes = [getattr(x, "shape", None) for x in samples] if isinstance(samples, tuple) else []
+    if len(shapes) == 2 and shapes[0] == shapes[1] is not None:  # samples would have different lengths
+        raise type_error("samples", must, "one such tuple")
     recorder = Recorder("samples", factors)
     laws = [scaled(law or Constant(1.0), f) for f in factors]
     like = None
@@ -526,13 +526,6 @@ def _record(
     if like is None:
         raise value_error("samples", "have one or more tuples (query, key)", "none")
     return recorder, like
-
-
-def _is_pair(samples: Any) -> bool:
-    """Whether `samples` is one tuple (query, key). Two samples would have different lengths."""
-    if not (isinstance(samples, tuple) and len(samples) == 2 and all(is_array(x) for x in samples)):
-        return False
-    return bool(samples[0].shape == samples[1].shape)
 
 
 def _query_key_mask(name: str, sample: Any) -> tuple[Array, Array, Array | Mask | None]:

@@ -26,12 +26,6 @@ The entropy of ``order=2`` is that of Tsallis, 1 − Σp². The sensitivity of t
 the sum of the magnitudes in its Jacobian, is twice as large: :math:`Σ_{ij} |∂p_i/∂l_j| = 2 (1 - Σp^2)`.
 That to the scores is the factor times larger still. For the attention of given arrays the entropy is
 ``attention_entropy(query, key, order=2, family="tsallis")``.
-
->>> from isentropic import theory
->>> round(theory.gaussian_entropy(512, 1.0), 3)
-5.742
->>> round(theory.sphere_entropy(512, 64, 8.0), 3)
-5.752
 """
 
 from __future__ import annotations
@@ -115,12 +109,9 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1
 
     Notes
     -----
-    This model is the random energy model, and it converges slowly to the frozen limit. By integration
-    by parts :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. It increases with β to the mean of the largest score.
-
-    References
-    ----------
-    Derrida 1981, Phys. Rev. B 24, 2613.
+    This model is the random energy model, and it converges slowly to the limit of `frozen_entropy`. By
+    integration by parts :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. It increases with β to the mean of the
+    largest score.
 
     Examples
     --------
@@ -264,7 +255,7 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any, *, order: int = 1) -> Any:
     """
     _check_order(order)
     xp, arguments, finish = _checked_arrays(False, n=n, n_relevant=n_relevant, gap=gap)
-    return finish((_needle if order == 1 else _needle_tsallis)(xp, *arguments))
+    return finish(_needles(xp, *arguments)[order - 1])
 
 
 @quietly
@@ -303,7 +294,7 @@ def needle_weight(n: Any, n_relevant: Any, gap: Any) -> Any:
     [0.996, 0.639]
     """
     xp, arguments, finish = _checked_arrays(False, n=n, n_relevant=n_relevant, gap=gap)
-    return finish(_log1p_exp(xp, -_needle_log_odds(xp, *arguments))[1])
+    return finish(_needles(xp, *arguments)[2])
 
 
 @quietly
@@ -469,29 +460,19 @@ def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
     return xp.where(diverges, math.inf, correction)
 
 
-def _needle_log_odds(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    """Log r. −1e30 stands for −∞, which would give NaN in branches that are not taken."""
+def _needles(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> tuple[Any, Any, Any]:
+    """The entropies of the orders 1 and 2, and the weight that the needles have together."""
     log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    return xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
-
-
-def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    z = _needle_log_odds(xp, n, relevant, gap)
-    log_rest, share = _log1p_exp(xp, z)
-    needles_heavier = xp.log(relevant) + log_rest + gap * share
-    # The same formula in terms of the needles' share of the weight, which is the smaller one for r > 1.
-    log_rest, share = _log1p_exp(xp, -z)
-    others_heavier = log_others + log_rest - gap * share
-    return xp.where(z > 0, others_heavier, needles_heavier)
-
-
-def _needle_tsallis(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    z = _needle_log_odds(xp, n, relevant, gap)
-    weight, rest = (_log1p_exp(xp, x)[1] for x in (-z, z))
+    # Log r. −1e30 stands for −∞, which would give NaN in branches that are not taken.
+    z = xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
+    (log_rest, rest), (log_sum, weight) = _log1p_exp(xp, z), _log1p_exp(xp, -z)
+    # One formula, in terms of the smaller share of the weight.
+    needles_heavier = xp.log(relevant) + log_rest + gap * rest
+    others_heavier = log_others + log_sum - gap * weight
     others = clip(xp, n - relevant, min=1.0)
     # weight · (1 − weight/relevant) + rest · (1 − rest/others), of terms that are each ≥ 0
-    return weight * (relevant - 1 + rest) / relevant + rest * (others - 1 + weight) / others
+    tsallis = weight * (relevant - 1 + rest) / relevant + rest * (others - 1 + weight) / others
+    return xp.where(z > 0, others_heavier, needles_heavier), tsallis, weight
 
 
 def _tied(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
@@ -514,7 +495,7 @@ def _log1p_exp(xp: ModuleType, z: Any) -> tuple[Any, Any]:
 _MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Any], float, int]] = {
     "gaussian": (("std",), partial(mean_over_scores, scores=gaussian_scores), 1e7, 12),
     "sphere": (("d",), partial(mean_over_scores, scores=sphere_scores), 1e7, 12),
-    "needle": (("n_relevant", "gap"), _needle, 1e3, 60),
+    "needle": (("n_relevant", "gap"), lambda xp, *x: _needles(xp, *x)[0], 1e3, 60),
     "tied": (("d",), _tied, 1e30, 60),
 }
 
