@@ -102,14 +102,6 @@ def sphere_scores(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Scores:
     log_constant = log_gamma_step(xp, m / 2) - math.log(math.pi) / 2  # of the density of θ
     # 1 − x² = m x/κ at the maximum of e^s ρ(s)
     x = 2 * kappa / (m + xp.sqrt(m * m + 4 * kappa * kappa))
-
-    def log_density(p: Any) -> Any:
-        return log_constant + (d - 2) * xp.log(clip(xp, xp.sin(p), min=1e-30))
-
-    def at_edge(u: Any) -> tuple[Any, Any]:
-        cosh = xp.cosh(u)
-        return -2 * kappa / (xp.exp(2 * u) + 1), kappa / (cosh * cosh)
-
     return Scores(
         turn=clip(xp, -xp.log(m * x / kappa) * m / 2, min=0.0),
         floor=m / 2 * xp.log(clip(xp, 2 * kappa, min=1.0)),
@@ -118,19 +110,11 @@ def sphere_scores(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Scores:
         high=math.pi,
         # The root has an infinite slope at 0. Gradients must not depend on where the panels end.
         edge=lambda tau: xp.asinh(root_or_zero(xp, xp.expm1(2 * tau / m))),
-        at_edge=at_edge,
+        at_edge=lambda u: (-2 * kappa / (xp.exp(2 * u) + 1), kappa / xp.cosh(u) ** 2),
         drop=lambda p, r: 2 * kappa * xp.sin(p + r / 2) * xp.sin(r / 2),
-        log_density=log_density,
+        log_density=lambda p: log_constant + (d - 2) * xp.log(clip(xp, xp.sin(p), min=1e-30)),
         slopes=lambda p: ((d - 2) / xp.tan(p), kappa * xp.sin(p)),
     )
-
-
-Term = Callable[[ModuleType, Array], Array]
-# The factors of h(v) for the entropy, and for 1 − Σp², the Tsallis entropy of order 2.
-_TERMS: dict[int, Term] = {
-    1: lambda xp, v: -(v + _EULER_GAMMA),
-    2: lambda xp, v: 1 - xp.exp(clip(xp, v, max=_LARGE)),
-}
 
 
 def mean_over_scores(
@@ -148,7 +132,7 @@ def mean_over_scores(
 
     def block(part: Block) -> tuple[Array]:
         n_block, *parameter_blocks = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
-        return (_means(xp, _TERMS[order], n_block, scores(xp, n_block, *parameter_blocks)),)
+        return (_means(xp, order, n_block, scores(xp, n_block, *parameter_blocks)),)
 
     # Each entry needs arrays of 37 000 numbers. Those of eight entries fit in a processor's cache.
     rows = 1024 if is_gpu(xp, common_device(n=n)) else 8
@@ -157,12 +141,12 @@ def mean_over_scores(
     return xp.minimum(mean, xp.log(n) if order == 1 else 1 - 1 / n)
 
 
-def _means(xp: ModuleType, term: Term, n: Any, scores: Scores) -> Any:
+def _means(xp: ModuleType, order: int, n: Any, scores: Scores) -> Any:
     """Means of shape (rows, 1) for n of shape (rows, 1, 1)."""
     nodes, weights, upward = _to_library(xp, n, _panel_quadrature())
     y, speed = _thresholds(xp, n, scores, nodes)
     flat = xp.reshape(y, (y.shape[0], 1, -1))
-    w, b = (xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, term, scores, flat))
+    w, b = (xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, order, scores, flat))
 
     # 1 − L is the integral from a node to the end of its panel, plus those over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
@@ -194,19 +178,16 @@ def _thresholds(xp: ModuleType, n: Any, scores: Scores, nodes: Array) -> tuple[A
     u = scores.edge(tau)
     u = xp.where(upper, u, -u)
     # Above `turn` y increases by one per nat. Below `floor` it decreases as it would for equal scores.
-    beyond = xp.where(
-        upper,
-        clip(xp, -eta - turn, min=0.0) - math.log(math.log(2)),
-        -xp.log(xp.log1p(xp.exp(clip(xp, eta, min=0.0)))),
-    )
+    above = clip(xp, -eta - turn, min=0.0) - math.log(math.log(2))
+    beyond = xp.where(upper, above, -xp.log(xp.log1p(xp.exp(clip(xp, eta, min=0.0)))))
     u, du = u[:, :-1, :], u[:, 1:, :] - u[:, :-1, :]
     beyond, step = beyond[:, :-1, :], beyond[:, 1:, :] - beyond[:, :-1, :]
     score, slope = scores.at_edge(u + du * nodes)
     return score + beyond + step * nodes, slope * du + step
 
 
-def _score_integrals(xp: ModuleType, term: Term, scores: Scores, y: Any) -> tuple[Any, Any]:
-    """W and ∫ ρ term(v) h at each of the y (rows, 1, nodes)."""
+def _score_integrals(xp: ModuleType, order: int, scores: Scores, y: Any) -> tuple[Any, Any]:
+    """W and the integral over s for the entropy of an order, at each of the y (rows, 1, nodes)."""
 
     def excess(p: Any) -> tuple[Any, Any]:
         v = -scores.drop(0.0, p) - y
@@ -237,9 +218,11 @@ def _score_integrals(xp: ModuleType, term: Term, scores: Scores, y: Any) -> tupl
     r = reach[0] + length * xp.matrix_transpose(nodes)
     # v is computed relative to the peak, so that the differences between nodes are accurate.
     v = -scores.drop(0.0, peak) - y - scores.drop(peak, r)
-    density = xp.exp(scores.log_density(peak + r) + v - xp.exp(clip(xp, v, max=_LARGE)))
+    exponential = xp.exp(clip(xp, v, max=_LARGE))
+    density = xp.exp(scores.log_density(peak + r) + v - exponential)
     density = density * (length * xp.matrix_transpose(weights))
-    return xp.sum(density, axis=-2), xp.sum(density * term(xp, v), axis=-2)
+    term = -(v + _EULER_GAMMA) if order == 1 else 1 - exponential  # the factor of h(v)
+    return xp.sum(density, axis=-2), xp.sum(density * term, axis=-2)
 
 
 def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, times: int) -> Any:

@@ -86,13 +86,12 @@ class DriftReport:
         positive number raises a TypeError or a ValueError.
         """
         check_real("length", length, above=0)
-        length = float(length)
         result = np.full(self.entropy.shape[1:], np.nan)
         for layer, head in np.ndindex(result.shape):
             h = self.entropy[:, layer, head]
             if (known := h == h).any():
                 n = np.log(self.lengths[known])
-                result[layer, head] = np.interp(np.log(length), n, h[known], np.nan, np.nan)
+                result[layer, head] = np.interp(np.log(float(length)), n, h[known], np.nan, np.nan)
         return result
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,17 +108,16 @@ class DriftReport:
 
     def __repr__(self) -> str:
         groups, layers, heads = self.entropy.shape
-        shown, slope = _shown(self.lengths), self.slope
-        selection = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
-        rows = []
+        selection = f", {_MOST_COLUMNS} of {groups} lengths" if groups > _MOST_COLUMNS else ""
+        slope, rows = self.slope, []
         for name, part in _rows(self.names, layers):
             known = slope[part][slope[part] == slope[part]]
             drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
             tail = "none: a single length" if groups == 1 else _format_row(drift)
-            rows.append((name, [_mean(h) for h in self.entropy[shown, part]], "   " + tail))
-        rows.append(("log n", np.log(self.lengths[shown]), ""))
+            rows.append((name, [_mean(h) for h in self.entropy[:, part]], "   " + tail))
+        rows.append(("log n", np.log(self.lengths), ""))
         title = f"Attention entropy in nats, mean over {heads} heads a layer{selection}"
-        return _table(title, self.lengths[shown], "   dH/dlog n: mean, lowest, highest", rows)
+        return _table(title, self.lengths, "   dH/dlog n: mean, lowest, highest", rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -176,17 +174,17 @@ class CalibrationReport:
 
     def __repr__(self) -> str:
         _, layers, heads = self.factors.shape
-        shown, twice = _shown(self.lengths), 2 * float(self.lengths[-1])
+        twice = 2 * float(self.lengths[-1])
         bounds, rows = self.at(twice), []
         for name, part in _rows(self.names, layers):
             low, middle, high = (_format_row([_mean(x)]).strip() for x in bounds[:, part])
-            means = [_mean(x) for x in self.factors[shown, part]]
+            means = [_mean(x) for x in self.factors[:, part]]
             rows.append((name, means, f"{middle} [{low}, {high}]".rjust(25)))
         title = (
             f"Factors that hold the entropy at n = {self.reference_length:.5g}, mean over {heads} "
             "heads a layer; beyond the last length with the lowest and the highest"
         )
-        return _table(title, self.lengths[shown], _format_length(twice).rjust(25), rows)
+        return _table(title, self.lengths, _format_length(twice).rjust(25), rows)
 
 
 def _rows(names: tuple[str, ...] | None, layers: int) -> list[tuple[str, slice]]:
@@ -197,18 +195,17 @@ def _rows(names: tuple[str, ...] | None, layers: int) -> list[tuple[str, slice]]
 
 
 def _table(
-    title: str, lengths: np.ndarray, tail: str, rows: Sequence[tuple[str, Iterable[float], str]]
+    title: str, lengths: np.ndarray, tail: str, rows: Sequence[tuple[str, Sequence[float], str]]
 ) -> str:
-    """A table with a column for each length. Each row has a name, the values, and a tail."""
+    """A table with a column for each length, or for some of many.
+
+    Each row has a name, the values at all lengths, and a tail.
+    """
+    shown = np.linspace(0, len(lengths) - 1, min(len(lengths), _MOST_COLUMNS)).round().astype(int)
     width = max(len(name) for name, *_ in rows)
-    header = "n".ljust(width) + "".join(_format_length(n).rjust(8) for n in lengths) + tail
-    body = [name.ljust(width) + _format_row(values) + end for name, values, end in rows]
+    header = "n".ljust(width) + "".join(_format_length(n).rjust(8) for n in lengths[shown]) + tail
+    body = [name.ljust(width) + _format_row(x[i] for i in shown) + end for name, x, end in rows]
     return "\n".join([title, header, *body])
-
-
-def _shown(lengths: np.ndarray) -> np.ndarray:
-    """The indices of the lengths that a table has."""
-    return np.linspace(0, len(lengths) - 1, min(len(lengths), _MOST_COLUMNS)).round().astype(int)
 
 
 def _format_length(n: float) -> str:
