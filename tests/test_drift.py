@@ -8,7 +8,7 @@ import oracles
 import pytest
 
 import isentropic as it
-from isentropic import _calibration, drift, laws, masks
+from isentropic import drift, laws, masks
 
 LENGTHS = (32, 64, 64, 128)
 
@@ -197,14 +197,14 @@ class TestFit:
 
     def held(self, factor, lengths=(50.0, 100.0, 200.0), reference=100.0):
         factor = np.asarray(factor, float).reshape(len(lengths), -1)
-        return _calibration.Held(np.asarray(lengths), factor, np.ones(len(lengths)), reference)
+        return drift._Held(np.asarray(lengths), factor, np.ones(len(lengths)), reference)
 
     @pytest.mark.parametrize(("slope", "error"), [(0.05, 0.04), (0.02, -0.03), (1.0, 0.3)])
     def test_a_factor_that_hardly_matters_stays_near_1(self, slope, error):
         """With H − target = error − slope · u, u minimizes its square + (0.02 nats per doubling · u)²."""
         u = np.log(self.FACTORS)
         entropy = (2 + error - slope * u)[:, None, None]
-        found = _calibration.holding_factors(self.FACTORS, entropy, np.asarray([2.0]))
+        found = drift._holding_factors(self.FACTORS, entropy, np.asarray([2.0]))
         penalty = 0.02 / math.log(2)
         expected = slope * error / (slope**2 + penalty**2)
         assert math.log(found[0, 0]) == pytest.approx(expected, abs=math.log(2) / 2 / 100)
@@ -227,13 +227,13 @@ class TestFit:
         entropy = 2 - np.log(self.FACTORS)[:, None, None] * np.ones((1, 1, 2))
         least = 2 - math.log(self.FACTORS[-1])
         target = np.asarray([least - 0.04, least - 0.06])
-        found = _calibration.holding_factors(self.FACTORS, entropy, target)
+        found = drift._holding_factors(self.FACTORS, entropy, target)
         assert np.isfinite(found[0]).tolist() == [True, False]
 
     def test_interpolation_of_cubic_polynomials_is_exact(self, rng):
         u = np.log(self.FACTORS)
         polynomial = np.polynomial.Polynomial(rng.normal(size=4))
-        fine, y = _calibration._interpolated(u, polynomial(u)[:, None])
+        fine, y = drift._interpolated(u, polynomial(u)[:, None])
         np.testing.assert_allclose(y[:, 0], polynomial(fine), rtol=1e-10, atol=1e-10)
 
     def test_heads_without_factors_above_the_reference(self):

@@ -130,7 +130,13 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1
     if is_exact:
         return finish(mean_over_scores(xp, n, beta, scores=gaussian_scores, order=order))
     annealed = xp.log(n) - beta * beta / 2
-    return finish(annealed if method == "annealed" else annealed + _first_order(xp, n, beta))
+    if method == "annealed":
+        return finish(annealed)
+    square = clip(xp, beta, max=1e4) ** 2
+    exponent = square - xp.log(n) - math.log(2)
+    diverges = exponent > _LARGEST_EXPONENT
+    correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
+    return finish(annealed + xp.where(diverges, math.inf, correction))
 
 
 @quietly
@@ -450,14 +456,6 @@ def _check_order(order: Any, method: str = "exact") -> bool:
     if order == 2 and method != "exact":
         raise value_error("order", f"be 1 for the method {method!r}", order)
     return method == "exact"
-
-
-def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
-    square = clip(xp, beta, max=1e4) ** 2
-    exponent = square - xp.log(n) - math.log(2)
-    diverges = exponent > _LARGEST_EXPONENT
-    correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
-    return xp.where(diverges, math.inf, correction)
 
 
 def _needles(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> tuple[Any, Any, Any]:
