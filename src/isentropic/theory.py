@@ -261,7 +261,8 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any, *, order: int = 1) -> Any:
     """
     _check_order(order)
     xp, arguments, finish = _checked_arrays(False, n=n, n_relevant=n_relevant, gap=gap)
-    return finish(_needles(xp, *arguments)[order - 1])
+    shannon, tsallis, _ = _needles(xp, *arguments)
+    return finish(shannon if order == 1 else tsallis)
 
 
 @quietly
