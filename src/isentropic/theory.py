@@ -579,7 +579,7 @@ def _checked_arrays(
         values[name] = xp.where(in_range, x, max(least, 1.0))
     if "n_relevant" in arguments:  # too many needles are an error of numbers, and give NaN in arrays
         n, relevant = arguments["n"], arguments["n_relevant"]
-        if arrays.keys().isdisjoint(("n", "n_relevant")) and relevant > n:
+        if not is_array(n) and not is_array(relevant) and relevant > n:
             raise value_error("n_relevant", "be at most `n`", f"{relevant} and {n}")
         valid = valid & (values["n_relevant"] <= values["n"])
 
