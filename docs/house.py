@@ -25,7 +25,6 @@ ROOMS = {
     "plots": "plots",
     "layers": "layers",
     "drift": "drift",
-    "_calibration": "drift",
     "theory": "theory",
     "_quadrature": "theory",
     "_special": "theory",

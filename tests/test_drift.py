@@ -8,7 +8,7 @@ import oracles
 import pytest
 
 import isentropic as it
-from isentropic import _calibration, drift, laws, masks
+from isentropic import drift, laws, masks
 
 LENGTHS = (32, 64, 64, 128)
 
@@ -197,14 +197,14 @@ class TestFit:
 
     def held(self, factor, lengths=(50.0, 100.0, 200.0), reference=100.0):
         factor = np.asarray(factor, float).reshape(len(lengths), -1)
-        return _calibration.Held(np.asarray(lengths), factor, np.ones(len(lengths)), reference)
+        return drift._Held(np.asarray(lengths), factor, np.ones(len(lengths)), reference)
 
     @pytest.mark.parametrize(("slope", "error"), [(0.05, 0.04), (0.02, -0.03), (1.0, 0.3)])
     def test_a_factor_that_hardly_matters_stays_near_1(self, slope, error):
         """With H − target = error − slope · u, u minimizes its square + (0.02 nats per doubling · u)²."""
         u = np.log(self.FACTORS)
         entropy = (2 + error - slope * u)[:, None, None]
-        found = _calibration.holding_factors(self.FACTORS, entropy, np.asarray([2.0]), None)
+        found = drift._holding_factors(self.FACTORS, entropy, np.asarray([2.0]))
         penalty = 0.02 / math.log(2)
         expected = slope * error / (slope**2 + penalty**2)
         assert math.log(found[0, 0]) == pytest.approx(expected, abs=math.log(2) / 2 / 100)
@@ -212,7 +212,7 @@ class TestFit:
     def test_a_length_near_the_reference_tells_no_slope(self):
         """Uniform attention has no factor but at lengths that are nearly the reference."""
         held = self.held([np.nan, 0.997, np.nan], lengths=(64.0, 126.0, 256.0), reference=128.0)
-        law = _calibration.law_through(held)
+        law = held.law()
         np.testing.assert_allclose(law(np.asarray([128.0, 1024.0, 65536.0])), 1.0, atol=0.004)
 
     def test_heads_that_do_not_respond_keep_the_factor_1(self, rng):
@@ -227,13 +227,13 @@ class TestFit:
         entropy = 2 - np.log(self.FACTORS)[:, None, None] * np.ones((1, 1, 2))
         least = 2 - math.log(self.FACTORS[-1])
         target = np.asarray([least - 0.04, least - 0.06])
-        found = _calibration.holding_factors(self.FACTORS, entropy, target, None)
+        found = drift._holding_factors(self.FACTORS, entropy, target)
         assert np.isfinite(found[0]).tolist() == [True, False]
 
     def test_interpolation_of_cubic_polynomials_is_exact(self, rng):
         u = np.log(self.FACTORS)
         polynomial = np.polynomial.Polynomial(rng.normal(size=4))
-        fine, y = _calibration._interpolated(u, polynomial(u)[:, None])
+        fine, y = drift._interpolated(u, polynomial(u)[:, None])
         np.testing.assert_allclose(y[:, 0], polynomial(fine), rtol=1e-10, atol=1e-10)
 
     def test_heads_without_factors_above_the_reference(self):
@@ -241,20 +241,20 @@ class TestFit:
         x = np.log([0.5, 1.0, 2.0])
         factor = np.stack((1 + 0.3 * x, 1 + 0.3 * x), axis=1)
         factor[2, 1] = np.nan
-        found = _calibration.extrapolated(self.held(factor), [800.0], 1)
+        found = self.held(factor).at([800.0], 1)
         np.testing.assert_allclose(found, [[1 + 0.3 * math.log(8)] * 2])
 
     def test_extrapolated_factors_are_never_below_the_smallest(self):
         falling = self.held([1.2, 1.0, 0.8])
-        assert _calibration.extrapolated(falling, [1e6], 1) == 0.8
-        assert _calibration.law_through(falling)(1e6) == 0.8
-        assert _calibration.law_through(self.held([0.5, 1.0, 0.97]))(1e60) == 0.5
+        assert falling.at([1e6], 1) == 0.8
+        assert falling.law()(1e6) == 0.8
+        assert self.held([0.5, 1.0, 0.97]).law()(1e60) == 0.5
 
     def test_the_shape_that_made_the_factors_is_chosen(self):
         lengths = (100.0, 200.0, 400.0)
         x = np.log(np.asarray(lengths) / 100)
         factor = np.stack((np.exp(0.8 * x), 1 + 0.8 * x, np.sqrt(1 + 1.6 * x), np.ones(3)), axis=1)
-        assert _calibration.chosen_shape(self.held(factor, lengths)).tolist() == [0, 1, 2, 1]
+        assert self.held(factor, lengths).shape().tolist() == [0, 1, 2, 1]
 
     def test_the_law_goes_through_the_factors(self):
         """It is 1 at the reference, flat below, curved beyond, and where a length has no factor."""
@@ -263,15 +263,15 @@ class TestFit:
             ([0.9, 1.2, np.nan, *power[:3]], [np.nan, 1.2, 1.0, 1.1, np.nan, 1.3]), axis=1
         )
         held = self.held(factor, (20.0, 50.0, 100.0, 200.0, 400.0, 800.0))
-        law = _calibration.law_through(held)
+        law = held.law()
         found = law(np.asarray([5.0, 20.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0]))
         np.testing.assert_allclose(found[0], [0.9, 0.9, 1.2, 1, *power], rtol=1e-9)
-        shape = _calibration.chosen_shape(held)[1]
-        between, beyond = _calibration.extrapolated(held, [400.0, 1600.0], shape)[:, 1]
+        shape = held.shape()[1]
+        between, beyond = held.at([400.0, 1600.0], shape)[:, 1]
         np.testing.assert_allclose(found[1], [1.2, 1.2, 1.2, 1, 1.1, between, 1.3, beyond], rtol=1e-9)
 
     def test_the_reference_is_a_knot(self):
-        law = _calibration.law_through(self.held([0.8, 1.0, 1.2], reference=120.0))
+        law = self.held([0.8, 1.0, 1.2], reference=120.0).law()
         np.testing.assert_allclose(
             law(np.asarray([100.0, 120.0, 200.0]))[0], [1.0, 1.0, 1.2], rtol=1e-9
         )

@@ -80,7 +80,6 @@ TESTED_IN = {
     "_attention/torch_facts.py": "_attention/test_plan.py",
     "_attention/torch_operator.py": "_attention/test_torch.py",
     "_triton_launch.py": "_attention/test_triton_compiler.py",
-    "_calibration.py": "test_drift.py",
     "_torch_products.py": "test_torch.py",
     "_namespace.py": "test_contract.py",
     "_ops.py": "_attention/test_tile.py",

@@ -22,6 +22,9 @@ ATTENTION = (
     "minimum=None), n_keys=None, softcap=None, sinks=None, enable_gqa=False, implementation=None)"
 )
 
+# What functions say whose errors their module has once for all of them.
+ERRORS_OF_THEORY = "See `theory` for types and errors."
+
 
 def _functions():
     for module in (it, *MODULES):
@@ -62,9 +65,13 @@ class TestPackage:
                 if section != "Parameters" or inspect.signature(x).parameters:
                     assert f"{section}\n{'-' * len(section)}" in doc, section
             if inspect.signature(x).parameters:
-                assert "Raises\n------" in doc
+                assert "Raises\n------" in doc or ERRORS_OF_THEORY in doc
             for name in inspect.signature(x).parameters:
                 assert name in doc
+
+    def test_theory_says_which_errors_its_functions_raise(self):
+        assert "raise a TypeError" in theory.__doc__
+        assert "raises a ValueError" in theory.__doc__
 
     def test_import_brings_no_other_array_library(self):
         code = (

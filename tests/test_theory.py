@@ -441,6 +441,12 @@ class TestSensitivity:
         for n, k, gap in ((10, 3, 2.0), (10, 3, -4.0), (7, 7, 5.0), (50, 1, 30.0)):
             logits = np.where(np.arange(n) < k, gap, 0.0)
             assert theory.needle_entropy(n, k, gap, order=2) == pytest.approx(tsallis(logits), rel=1e-9)
+        for entropy in (
+            theory.gaussian_entropy,
+            lambda n, x, order: theory.needle_entropy(n, 2, x, order=order),
+        ):
+            for order in (1, 2):
+                assert entropy(8, 1.5, order=float(order)) == entropy(8, 1.5, order=order)
 
     @pytest.mark.host
     def test_to_random_scores_has_no_maximum(self):

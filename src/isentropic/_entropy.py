@@ -247,7 +247,7 @@ def entropy_from_logits(
     check_choice("family", family, FAMILIES)
     s = rows_of_logits(xp, logits, axis, mask)
 
-    return xp.astype(_entropy(xp, s, float(order), family), measure_dtype(xp, logits.dtype))
+    return xp.astype(entropy_of_rows(xp, s, float(order), family), measure_dtype(xp, logits.dtype))
 
 
 def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None) -> Array:
@@ -311,10 +311,11 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
     # The distribution p is the softmax of log p.
     s = log_or(xp, _weights(xp, p, axis, p.dtype), -math.inf)
 
-    return xp.astype(_entropy(xp, s, float(order), family), measure_dtype(xp, p.dtype))
+    return xp.astype(entropy_of_rows(xp, s, float(order), family), measure_dtype(xp, p.dtype))
 
 
-def _entropy(xp: ModuleType, s: Array, order: float, family: str) -> Array:
+def entropy_of_rows(xp: ModuleType, s: Array, order: float, family: str) -> Array:
+    """The entropy of the softmax of logits along the last axis, in nats."""
     if s.shape[-1] == 0:
         return xp.sum(s, axis=-1)
     ops = Ops(xp)

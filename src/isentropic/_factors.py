@@ -1,14 +1,11 @@
 """The factor on the logits that gives the softmax a target entropy, row by row.
 
-With scores s, H(λ) the entropy of softmax(λs) falls from log n at λ = 0 to the logarithm of the
-number of ties at the maximum, at the rate
-
-    dH/d log λ = −Var(λs),
-
-the variance under softmax(λs) itself. The solver is Newton's method in u = log λ for the equation
-log D/H = log D*/H*, where D = log n − H is the deficit. Near λ = 0 D grows like λ², and for large λ
-H falls exponentially, so that the equation is close to linear at both ends. Each step stays between
-bounds. The lower bound follows from D ≤ λ² R²/8 for scores of range R, as the variance is at most R²/4.
+With scores s, the entropy H(λ) of softmax(λs) falls from log n at λ = 0 to the logarithm of the
+number of ties at the maximum, at the rate dH/d log λ = −Var(λs), the variance under softmax(λs). The
+solver is Newton's method in u = log λ for the equation log D/H = log D*/H*, where D = log n − H is the
+deficit. Near λ = 0 D grows like λ², and for large λ H falls exponentially, so that the equation is
+close to linear at both ends. Each step stays between bounds. The lower bound follows from D ≤ λ² R²/8
+for scores of range R, as the variance is at most R²/4.
 """
 
 from __future__ import annotations
@@ -16,24 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from isentropic._attention.backends import map_logits, state_of
 from isentropic._attention.plan import Arguments, prepare, without_numpy_if_traced
-from isentropic._checks import (
-    check_broadcastable,
-    check_floating,
-    check_real,
-    is_array,
-)
-from isentropic._entropy import entropy_of_moments, partition, rows_of_logits
-from isentropic._loops import (
-    compiled,
-    is_differentiable,
-    is_differentiated,
-    iterate,
-    without_gradient,
-)
+from isentropic._checks import check_broadcastable, check_floating, check_real, is_array
+from isentropic._entropy import entropy_of_moments, entropy_of_rows, rows_of_logits
+from isentropic._loops import compiled, is_differentiable, is_differentiated, iterate, without_gradient
 from isentropic._namespace import Array, common_device, largest_number, namespace, present
 from isentropic._numerics import (
     clip,
@@ -43,7 +29,6 @@ from isentropic._numerics import (
     quiet_node,
     replace_infinite_minimum,
 )
-from isentropic._ops import Ops
 from isentropic._products import row_products
 
 # Enough for float64 and every case of the tests; most rows converge in 6 to 9 steps.
@@ -124,10 +109,7 @@ def factor_for_entropy(
 
             def entropy_at(factor: Array) -> Array:
                 scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
-                ops = Ops(xp)
-                _, _, normalizer, moment = partition(ops, scaled, 1.0, ops.row_max(scaled))
-                assert moment is not None  # as the order is 1
-                return entropy_of_moments(xp, normalizer, moment, 1.0, "renyi")
+                return entropy_of_rows(xp, scaled, 1.0, "renyi")[..., None]
 
             factor = _with_gradient(xp, factor, slope, entropy_at, targets)
     return _rounded(xp, factor, logits.dtype)
@@ -172,39 +154,29 @@ def _targets(xp: ModuleType, target: Any, shape: tuple[int, ...], dtype: Any, de
     return lift(xp.astype(target, dtype)[..., None], len(shape) + 1)
 
 
-class _Scores(NamedTuple):
-    """Scores of each row relative to their maximum, in units of the smallest distance from it."""
-
-    x: Array  # at most 0; so low that the weight is 0 where a score is hidden or ignored
-    unit: Array  # half of the smallest distance from the maximum
-    spread: Array  # −min x
-    variance: Array  # of x/spread
-    log_n: Array  # n is the number of scores that are not ignored
-
-
 def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     """The factor for each row of scores, and the variance −dH/d log λ there (0 where saturated)."""
     eps, tiny = float(xp.finfo(s.dtype).eps), float(xp.finfo(s.dtype).smallest_normal)
-    scores = _relative_scores(xp, s, targets)
-    deficit = scores.log_n - targets
+    x, unit, spread, spread_variance, log_n = _relative_scores(xp, s, targets)
+    deficit = log_n - targets
     is_below = deficit > 0
     deficit = xp.where(is_below, deficit, 1.0)
     highest = xp.zeros_like(deficit) + math.log(_MAX_EXPONENT)
-    at_highest, _ = _entropy_and_variance(xp, scores.x, highest)
-    is_inside = is_below & (scores.spread > 0) & (at_highest < targets)
-    log_spread = log_or(xp, scores.spread, 0.0)
+    at_highest, _ = _entropy_and_variance(xp, x, highest)
+    is_inside = is_below & (spread > 0) & (at_highest < targets)
+    log_spread = log_or(xp, spread, 0.0)
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
     # For small λ the deficit is λ²/2 times the variance of the scores.
-    start = xp.log(deficit * 2.0 / clip(xp, scores.variance, min=eps)) / 2 - log_spread
+    start = xp.log(deficit * 2.0 / clip(xp, spread_variance, min=eps)) / 2 - log_spread
     start = xp.minimum(xp.maximum(start, lowest), highest)
     goal = xp.log(deficit) - xp.log(clip(xp, targets, min=tiny))
 
     def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         u, low, high, _ = carry
-        h, variance = _entropy_and_variance(xp, scores.x, u)
+        h, variance = _entropy_and_variance(xp, x, u)
         is_above = h > targets
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
-        d, h = clip(xp, scores.log_n - h, min=eps / 8), clip(xp, h, min=tiny)
+        d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
         slope = variance * (1 / d + 1 / h)
         slope = xp.where(slope > 1e-30, slope, 0.0)  # a smaller slope would make the step overflow
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
@@ -216,15 +188,20 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
 
     carry = (start, lowest, highest, xp.zeros_like(start))
     u, *_ = iterate(xp, step, carry, _MAX_STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
-    h, variance = _entropy_and_variance(xp, scores.x, u)
-    factor = xp.exp(xp.where(is_inside, u, highest)) / (scores.unit * 2)
+    h, variance = _entropy_and_variance(xp, x, u)
+    factor = xp.exp(xp.where(is_inside, u, highest)) / (unit * 2)
     factor = xp.where(is_below, factor, 0.0)
-    factor = xp.where(scores.spread == 0, 1.0, factor)
+    factor = xp.where(spread == 0, 1.0, factor)
     is_number = (h == h) & (targets == targets)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)
 
 
-def _relative_scores(xp: ModuleType, s: Array, targets: Array) -> _Scores:
+def _relative_scores(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, ...]:
+    """Scores x ≤ 0 relative to their maximum, unit, spread −min x, variance of x/spread, and log n.
+
+    The unit is half of the smallest distance from the maximum. A score that is hidden or ignored has an
+    x so low that its weight is 0. n is the number of the others.
+    """
     dtype = xp.finfo(s.dtype)
     hidden = s == -math.inf
     top = replace_infinite_minimum(xp, xp.max(s, axis=-1, keepdims=True))
@@ -246,7 +223,7 @@ def _relative_scores(xp: ModuleType, s: Array, targets: Array) -> _Scores:
     share = divide_or_zero(xp, x, spread)
     first, second = (xp.sum(y, axis=-1, keepdims=True) for y in (share, share * share))
     x = xp.where(hidden, -_MAX_DISTANCE_RATIO * 1e11, x)
-    return _Scores(x, unit, spread, _variance(xp, first, second, n), log_or(xp, n, 0.0))
+    return x, unit, spread, _variance(xp, first, second, n), log_or(xp, n, 0.0)
 
 
 def _entropy_and_variance(xp: ModuleType, x: Array, u: Array) -> tuple[Array, Array]:
@@ -270,11 +247,7 @@ def _variance(xp: ModuleType, first: Array, second: Array, z: Array) -> Array:
 
 
 def _with_gradient(
-    xp: ModuleType,
-    factor: Array,
-    slope: Array,
-    entropy_at: Callable[[Array], Array],
-    targets: Array,
+    xp: ModuleType, factor: Array, slope: Array, entropy_at: Callable[[Array], Array], targets: Array
 ) -> Array:
     """The factor, with the first two derivatives of the solution of H = target.
 

@@ -58,6 +58,8 @@ _LARGE = 50.0
 # The bisection for an interval starts at e^{−23} of its longest possible length.
 _LOG_RANGE = 23.0
 _EULER_GAMMA = 0.5772156649015329
+# Below this β or κ the entropy is log n, to double precision.
+LOWEST_STRENGTH = 1e-8
 
 
 class Scores(NamedTuple):
@@ -101,14 +103,6 @@ def sphere_scores(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Scores:
     log_constant = log_gamma_step(xp, m / 2) - math.log(math.pi) / 2  # of the density of θ
     # 1 − x² = m x/κ at the maximum of e^s ρ(s)
     x = 2 * kappa / (m + xp.sqrt(m * m + 4 * kappa * kappa))
-
-    def log_density(p: Any) -> Any:
-        return log_constant + (d - 2) * xp.log(clip(xp, xp.sin(p), min=1e-30))
-
-    def at_edge(u: Any) -> tuple[Any, Any]:
-        cosh = xp.cosh(u)
-        return -2 * kappa / (xp.exp(2 * u) + 1), kappa / (cosh * cosh)
-
     return Scores(
         turn=clip(xp, -xp.log(m * x / kappa) * m / 2, min=0.0),
         floor=m / 2 * xp.log(clip(xp, 2 * kappa, min=1.0)),
@@ -117,49 +111,43 @@ def sphere_scores(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Scores:
         high=math.pi,
         # The root has an infinite slope at 0. Gradients must not depend on where the panels end.
         edge=lambda tau: xp.asinh(root_or_zero(xp, xp.expm1(2 * tau / m))),
-        at_edge=at_edge,
+        at_edge=lambda u: (-2 * kappa / (xp.exp(2 * u) + 1), kappa / xp.cosh(u) ** 2),
         drop=lambda p, r: 2 * kappa * xp.sin(p + r / 2) * xp.sin(r / 2),
-        log_density=log_density,
+        log_density=lambda p: log_constant + (d - 2) * xp.log(clip(xp, xp.sin(p), min=1e-30)),
         slopes=lambda p: ((d - 2) / xp.tan(p), kappa * xp.sin(p)),
     )
 
 
-Term = Callable[[ModuleType, Array], Array]
-# The factors of h(v) for the entropy, and for 1 − Σp², the Tsallis entropy of order 2.
-TERMS: dict[int, Term] = {
-    1: lambda xp, v: -(v + _EULER_GAMMA),
-    2: lambda xp, v: 1 - xp.exp(clip(xp, v, max=_LARGE)),
-}
-
-
 def mean_over_scores(
-    xp: ModuleType, term: Term, scores: Callable[..., Scores], n: Array, *parameters: Array
-) -> Array:
-    """The mean that a term stands for, for arrays of one shape.
+    xp: ModuleType, n: Any, *parameters: Array, scores: Callable[..., Scores], order: int = 1
+) -> Any:
+    """The mean entropy of the order 1 or 2, for arrays of one shape.
 
-    ``scores(xp, n, *parameters)`` is the distribution.
+    ``scores(xp, n, *parameters)`` is the distribution. The last parameter is β or κ.
     """
-    columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters)]
-    count, device = columns[0].shape[0], common_device(n=n)
+    strength = clip(xp, parameters[-1], min=LOWEST_STRENGTH)
+    columns = [xp.reshape(x, (-1, 1)) for x in (n, *parameters[:-1], strength)]
+    count = columns[0].shape[0]
     if count == 0:
         return n
 
     def block(part: Block) -> tuple[Array]:
         n_block, *parameter_blocks = (xp.reshape(take(x, part, -2), (-1, 1, 1)) for x in columns)
-        return (_means(xp, device, term, n_block, scores(xp, n_block, *parameter_blocks)),)
+        return (_means(xp, order, n_block, scores(xp, n_block, *parameter_blocks)),)
 
     # Each entry needs arrays of 37 000 numbers. Those of eight entries fit in a processor's cache.
-    rows = 1024 if is_gpu(xp, device) else 8
+    rows = 1024 if is_gpu(xp, common_device(n=n)) else 8
     (result,) = map_blocks(xp, block, count, rows, in_threads=True)
-    return xp.reshape(result, n.shape)
+    mean = clip(xp, xp.reshape(result, n.shape), min=0.0)
+    return xp.minimum(mean, xp.log(n) if order == 1 else 1 - 1 / n)
 
 
-def _means(xp: ModuleType, device: Any, term: Term, n: Any, scores: Scores) -> Any:
+def _means(xp: ModuleType, order: int, n: Any, scores: Scores) -> Any:
     """Means of shape (rows, 1) for n of shape (rows, 1, 1)."""
-    nodes, weights, upward = _to_library(xp, device, n.dtype, _panel_quadrature())
-    y, speed = _thresholds(xp, device, n, scores, nodes)
+    nodes, weights, upward = _to_library(xp, n, _panel_quadrature())
+    y, speed = _thresholds(xp, n, scores, nodes)
     flat = xp.reshape(y, (y.shape[0], 1, -1))
-    w, b = (xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, device, term, scores, flat))
+    w, b = (xp.reshape(x, y.shape) * speed for x in _score_integrals(xp, order, scores, flat))
 
     # 1 − L is the integral from a node to the end of its panel, plus those over the panels above.
     mass = xp.sum(w * weights, axis=-1, keepdims=True)
@@ -172,7 +160,7 @@ def _means(xp: ModuleType, device: Any, term: Term, n: Any, scores: Scores) -> A
     return (xp.sum(weight * b, axis=(-2, -1)) / total_mass)[:, None]
 
 
-def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
+def _thresholds(xp: ModuleType, n: Any, scores: Scores, nodes: Array) -> tuple[Any, Any]:
     """The nodes y of all panels, from low to high, and dy/dnode; (rows, panels, nodes)."""
     turn, floor, grade = scores.turn, scores.floor, scores.grade
     dense = grade + 1 / _NATS
@@ -181,7 +169,7 @@ def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Arra
     first = xp.log(xp.expm1(_LOWEST / n)) + _ALLOWANCE
     last = -xp.log(n) - _HIGHEST
     first, last = (x / _NATS + grade * xp.minimum(xp.maximum(x, -turn), floor) for x in (first, last))
-    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=device)[None, :, None] / _PANELS
+    steps = xp.arange(_PANELS + 1, dtype=n.dtype, device=common_device(n=n))[None, :, None] / _PANELS
     at = first + (last - first) * steps
     eta = xp.minimum(xp.maximum(at / dense, -turn), floor)
     eta = eta + _NATS * (at - eta * dense)
@@ -191,21 +179,16 @@ def _thresholds(xp: ModuleType, device: Any, n: Any, scores: Scores, nodes: Arra
     u = scores.edge(tau)
     u = xp.where(upper, u, -u)
     # Above `turn` y increases by one per nat. Below `floor` it decreases as it would for equal scores.
-    beyond = xp.where(
-        upper,
-        clip(xp, -eta - turn, min=0.0) - math.log(math.log(2)),
-        -xp.log(xp.log1p(xp.exp(clip(xp, eta, min=0.0)))),
-    )
+    above = clip(xp, -eta - turn, min=0.0) - math.log(math.log(2))
+    beyond = xp.where(upper, above, -xp.log(xp.log1p(xp.exp(clip(xp, eta, min=0.0)))))
     u, du = u[:, :-1, :], u[:, 1:, :] - u[:, :-1, :]
     beyond, step = beyond[:, :-1, :], beyond[:, 1:, :] - beyond[:, :-1, :]
     score, slope = scores.at_edge(u + du * nodes)
     return score + beyond + step * nodes, slope * du + step
 
 
-def _score_integrals(
-    xp: ModuleType, device: Any, term: Term, scores: Scores, y: Any
-) -> tuple[Any, Any]:
-    """W and ∫ ρ term(v) h at each of the y (rows, 1, nodes)."""
+def _score_integrals(xp: ModuleType, order: int, scores: Scores, y: Any) -> tuple[Any, Any]:
+    """W and the integral over s for the entropy of an order, at each of the y (rows, 1, nodes)."""
 
     def excess(p: Any) -> tuple[Any, Any]:
         v = -scores.drop(0.0, p) - y
@@ -231,14 +214,16 @@ def _score_integrals(
 
         reach.append(side * xp.exp(_bisect(xp, is_inside, far - _LOG_RANGE, far, 12)))
 
-    nodes, weights = _to_library(xp, device, y.dtype, _score_quadrature())
+    nodes, weights = _to_library(xp, y, _score_quadrature())
     length = reach[1] - reach[0]
     r = reach[0] + length * xp.matrix_transpose(nodes)
     # v is computed relative to the peak, so that the differences between nodes are accurate.
     v = -scores.drop(0.0, peak) - y - scores.drop(peak, r)
-    density = xp.exp(scores.log_density(peak + r) + v - xp.exp(clip(xp, v, max=_LARGE)))
+    exponential = xp.exp(clip(xp, v, max=_LARGE))
+    density = xp.exp(scores.log_density(peak + r) + v - exponential)
     density = density * (length * xp.matrix_transpose(weights))
-    return xp.sum(density, axis=-2), xp.sum(density * term(xp, v), axis=-2)
+    term = -(v + _EULER_GAMMA) if order == 1 else 1 - exponential  # the factor of h(v)
+    return xp.sum(density, axis=-2), xp.sum(density * term, axis=-2)
 
 
 def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, times: int) -> Any:
@@ -254,9 +239,10 @@ def _bisect(xp: ModuleType, holds: Callable[[Any], Any], low: Any, high: Any, ti
     return scan_blocks(xp, step, (low, high), times, 1)[..., -1:, :]
 
 
-def _to_library(xp: ModuleType, device: Any, dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays in the library of the scores, with three axes."""
-    return tuple(lift(xp.asarray(x, dtype=dtype, device=device), 3) for x in arrays)
+def _to_library(xp: ModuleType, like: Array, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arrays in the library, dtype and device of another, with three axes."""
+    device = common_device(like=like)
+    return tuple(lift(xp.asarray(x, dtype=like.dtype, device=device), 3) for x in arrays)
 
 
 @functools.cache

@@ -77,10 +77,8 @@ def _debye(xp: ModuleType, nu: Array, p: Array) -> tuple[Array, Array]:
     powers = p[..., None] ** lift(exponents, p.ndim + 1)
     exponents = -xp.arange(1, _DEBYE_TERMS + 1, dtype=p.dtype, device=device)
     orders = nu[..., None] ** lift(exponents, nu.ndim + 1)
-    return (
-        xp.sum(product(xp, powers, slopes) * orders, axis=-1),
-        xp.sum(product(xp, powers, rises) * orders, axis=-1),
-    )
+    slope, rise = (xp.sum(product(xp, powers, c) * orders, axis=-1) for c in (slopes, rises))
+    return slope, rise
 
 
 def _debye_polynomials() -> tuple[Any, Any]:

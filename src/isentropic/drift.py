@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from isentropic._attention.functions import attention_state
-from isentropic._calibration import EXTREME_SHAPES, Held, extrapolated, holding_factors, law_through
-from isentropic._checks import (
-    check_flag,
-    check_ndim,
-    check_real,
-    is_array,
-    type_error,
-    value_error,
-)
-from isentropic._namespace import (
-    Array,
-    accumulator,
-    common_device,
-    default_dtype,
-    from_numpy,
-    namespace,
-    to_numpy,
-)
-from isentropic.laws._formulas import scaled
+from isentropic._checks import check_flag, check_ndim, check_real, type_error, value_error
+from isentropic._namespace import Array, accumulator, from_numpy, namespace, to_numpy
+from isentropic.laws._formulas import Knots, scaled
 from isentropic.laws._law import Constant, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
 
@@ -42,6 +26,21 @@ _MOST_QUERIES = 64
 _MOST_LENGTHS = 16
 # The columns of the table, which has to fit into a terminal. The report itself has all lengths.
 _MOST_COLUMNS = 8
+# The penalty, in nats, on doubling a factor. It keeps the factor near 1 for heads whose entropy hardly
+# depends on it.
+_PENALTY = 0.02
+# The tolerance, in nats: a length whose entropy misses the target by more is not used in the fit.
+_TOLERANCE = 0.05
+_STEPS = 100  # of the interpolation between two factors
+# The shapes p among which `_Held.shape` chooses: 0 is a power of n, 1 is affine in log n, 2 its root.
+_SHAPES = (0, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2)
+# The misfit of log factors that counts as much as a shape that differs from 1 by 1.
+_MISFIT = 0.01
+# Lengths nearer to the reference than this, in log n, do not tell the slope: it would be the error of a
+# factor, divided by a small number.
+_NEAR = 0.05
+# The law is curved up to the longest length of the fit, times 2 to this power.
+_OCTAVES = 6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,13 +100,12 @@ class DriftReport:
         positive number raises a TypeError or a ValueError.
         """
         check_real("length", length, above=0)
-        length = float(length)
         result = np.full(self.entropy.shape[1:], np.nan)
         for layer, head in np.ndindex(result.shape):
             h = self.entropy[:, layer, head]
             if (known := h == h).any():
                 n = np.log(self.lengths[known])
-                result[layer, head] = np.interp(np.log(length), n, h[known], np.nan, np.nan)
+                result[layer, head] = np.interp(np.log(float(length)), n, h[known], np.nan, np.nan)
         return result
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,26 +113,24 @@ class DriftReport:
 
         NaN becomes None.
         """
-        names = ("lengths", "counts", "entropy", "slope")
-        fields = {name: np.asarray(getattr(self, name)).astype(object) for name in names}
-        for x in fields.values():
+        lists: dict[str, Any] = {}
+        for name in ("lengths", "counts", "entropy", "slope"):
+            x = getattr(self, name).astype(object)
             x[x != x] = None
-        lists = {name: x.tolist() for name, x in fields.items()}
+            lists[name] = x.tolist()
         return lists if self.names is None else lists | {"names": list(self.names)}
 
     def __repr__(self) -> str:
         groups, layers, heads = self.entropy.shape
-        shown, slope = _shown(self.lengths), self.slope
-        selection = f", {len(shown)} of {groups} lengths" if len(shown) < groups else ""
-        rows = []
+        selection = f", {_MOST_COLUMNS} of {groups} lengths" if groups > _MOST_COLUMNS else ""
+        slope, rows = self.slope, []
         for name, part in _rows(self.names, layers):
-            known = slope[part][slope[part] == slope[part]]
-            drift = (known.mean(), known.min(), known.max()) if known.size else (math.nan,) * 3
+            drift = (_of_known(f, slope[part]) for f in (np.mean, np.min, np.max))
             tail = "none: a single length" if groups == 1 else _format_row(drift)
-            rows.append((name, [_mean(h) for h in self.entropy[shown, part]], "   " + tail))
-        rows.append(("log n", np.log(self.lengths[shown]), ""))
+            rows.append((name, [_of_known(np.mean, h) for h in self.entropy[:, part]], "   " + tail))
+        rows.append(("log n", np.log(self.lengths), ""))
         title = f"Attention entropy in nats, mean over {heads} heads a layer{selection}"
-        return _table(title, self.lengths[shown], "   dH/dlog n: mean, lowest, highest", rows)
+        return _table(title, self.lengths, "   dH/dlog n: mean, lowest, highest", rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,30 +177,27 @@ class CalibrationReport:
         ValueError.
         """
         check_real("length", length, least=1)
-        parts = []
-        for layer in range(self.factors.shape[1]):
-            weight = self.counts * self.lengths
-            held = Held(self.lengths, self.factors[:, layer], weight, self.reference_length)
-            curves = [
-                extrapolated(held, [float(length)], shape)[0] for shape in (*EXTREME_SHAPES, None)
-            ]
-            factors = np.where(np.isnan(held.factor).all(axis=0), np.nan, curves)
-            parts.append((factors.min(axis=0), factors[-1], factors.max(axis=0)))
-        return np.stack(parts, axis=1)
+        # Here the heads of all layers count as those of one.
+        groups, *heads = self.factors.shape
+        factors, weight = self.factors.reshape(groups, -1), self.counts * self.lengths
+        held = _Held(self.lengths, factors, weight, self.reference_length)
+        curves = np.stack([held.at([float(length)], shape)[0] for shape in (0, 1, 2, None)])
+        curves = np.where(np.isnan(factors).all(axis=0), np.nan, curves).reshape(-1, *heads)
+        return np.stack((curves.min(axis=0), curves[-1], curves.max(axis=0)))
 
     def __repr__(self) -> str:
         _, layers, heads = self.factors.shape
-        shown, twice = _shown(self.lengths), 2 * float(self.lengths[-1])
+        twice = 2 * float(self.lengths[-1])
         bounds, rows = self.at(twice), []
         for name, part in _rows(self.names, layers):
-            low, middle, high = (_format_row([_mean(x)]).strip() for x in bounds[:, part])
-            means = [_mean(x) for x in self.factors[shown, part]]
+            low, middle, high = (_format_row([_of_known(np.mean, x)]).strip() for x in bounds[:, part])
+            means = [_of_known(np.mean, x) for x in self.factors[:, part]]
             rows.append((name, means, f"{middle} [{low}, {high}]".rjust(25)))
         title = (
             f"Factors that hold the entropy at n = {self.reference_length:.5g}, mean over {heads} "
             "heads a layer; beyond the last length with the lowest and the highest"
         )
-        return _table(title, self.lengths[shown], _format_length(twice).rjust(25), rows)
+        return _table(title, self.lengths, _format_length(twice).rjust(25), rows)
 
 
 def _rows(names: tuple[str, ...] | None, layers: int) -> list[tuple[str, slice]]:
@@ -215,18 +208,17 @@ def _rows(names: tuple[str, ...] | None, layers: int) -> list[tuple[str, slice]]
 
 
 def _table(
-    title: str, lengths: np.ndarray, tail: str, rows: Sequence[tuple[str, Iterable[float], str]]
+    title: str, lengths: np.ndarray, tail: str, rows: Sequence[tuple[str, Sequence[float], str]]
 ) -> str:
-    """A table with a column for each length. Each row has a name, the values, and a tail."""
+    """A table with a column for each length, or for some of many.
+
+    Each row has a name, the values at all lengths, and a tail.
+    """
+    shown = np.linspace(0, len(lengths) - 1, min(len(lengths), _MOST_COLUMNS)).round().astype(int)
     width = max(len(name) for name, *_ in rows)
-    header = "n".ljust(width) + "".join(_format_length(n).rjust(8) for n in lengths) + tail
-    body = [name.ljust(width) + _format_row(values) + end for name, values, end in rows]
+    header = "n".ljust(width) + "".join(_format_length(n).rjust(8) for n in lengths[shown]) + tail
+    body = [name.ljust(width) + _format_row(x[i] for i in shown) + end for name, x, end in rows]
     return "\n".join([title, header, *body])
-
-
-def _shown(lengths: np.ndarray) -> np.ndarray:
-    """The indices of the lengths that a table has."""
-    return np.linspace(0, len(lengths) - 1, min(len(lengths), _MOST_COLUMNS)).round().astype(int)
 
 
 def _format_length(n: float) -> str:
@@ -237,10 +229,10 @@ def _format_row(values: Iterable[float]) -> str:
     return "".join(("–" if x != x else format(x, "z.3f")).rjust(8) for x in values)
 
 
-def _mean(x: np.ndarray) -> float:
-    """The mean of the entries that are not NaN; NaN if there are none."""
+def _of_known(function: Callable[[np.ndarray], Any], x: np.ndarray) -> float:
+    """A function of the entries that are not NaN; NaN if there are none."""
     known = x[x == x]
-    return float(known.mean()) if known.size else math.nan
+    return float(function(known)) if known.size else math.nan
 
 
 def _half_octave(n: Any) -> Any:
@@ -347,10 +339,7 @@ class Recorder:
         return report.at(reference_length)
 
     def calibration(
-        self,
-        reference_length: float,
-        target: np.ndarray,
-        current: Sequence[Law] | None = None,
+        self, reference_length: float, target: np.ndarray, current: Sequence[Law] | None = None
     ) -> CalibrationReport:
         """The factors with which the heads have the target entropies (layers, heads), and their laws.
 
@@ -363,15 +352,131 @@ class Recorder:
             aim = target[layer, :heads]
             # The reference length may not be within the range of this layer, perhaps for a window.
             if np.isfinite(aim).all():
-                start = None if current is None else to_numpy(current[layer](lengths[known])).T
+                start = 1.0 if current is None else to_numpy(current[layer](lengths[known])).T
                 measured = entropy[:, known, layer, :heads]
-                factors[known, layer, :heads] = holding_factors(self.factors, measured, aim, start)
+                factors[known, layer, :heads] = _holding_factors(self.factors, measured, aim, start)
             weight = counts * lengths  # the number of logits
-            held = Held(lengths, factors[:, layer, :heads], weight, reference_length)
-            laws.append(law_through(held))
+            laws.append(_Held(lengths, factors[:, layer, :heads], weight, reference_length).law())
         return CalibrationReport(
             tuple(laws), lengths, counts, factors, reference_length, target, self.names
         )
+
+
+def _holding_factors(
+    factors: Sequence[float], entropy: np.ndarray, target: np.ndarray, current: np.ndarray | float = 1.0
+) -> np.ndarray:
+    """The factors (G, heads) at which entropies (factors, G, heads) reach their target (heads,).
+
+    They are NaN where no factor reaches it. If an entropy hardly depends on the factor, the factor
+    stays near 1. The `factors` are equidistant in their logarithms, and multiply the `current` ones.
+    """
+    log_factor, h = _interpolated(np.log(factors), entropy)
+    log_factor = log_factor[:, None, None] + np.log(current)
+    error = h - target
+    cost = error**2 + (_PENALTY / math.log(2) * log_factor) ** 2
+    best = np.argmin(cost, axis=0)[None, ...]
+    factor = np.exp(np.take_along_axis(np.broadcast_to(log_factor, cost.shape), best, axis=0)[0])
+    is_met = np.abs(np.take_along_axis(error, best, axis=0)[0]) < _TOLERANCE
+    return np.where(is_met, factor, np.nan)
+
+
+def _interpolated(u: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Interpolate y (N, ...) at N ≥ 4 equidistant u, by cubic splines without a knot near the ends."""
+    slope = _spline_slopes(y)
+    t = np.linspace(0, 1, _STEPS, endpoint=False).reshape(-1, *(1,) * y.ndim)
+    start, end, rise, fall = y[:-1], y[1:], slope[:-1], slope[1:]
+    bend, curve = 3 * (end - start) - 2 * rise - fall, 2 * (start - end) + rise + fall
+    between = start + t * (rise + t * (bend + t * curve))
+    fine = np.concatenate((np.moveaxis(between, 0, 1).reshape(-1, *y.shape[1:]), y[-1:]))
+    steps = np.arange(fine.shape[0]) / _STEPS * (u[1] - u[0])
+    return u[0] + steps, fine
+
+
+def _spline_slopes(y: np.ndarray) -> np.ndarray:
+    """The slopes of a cubic spline at its knots 0, 1, …, N − 1, from its values (N, ...)."""
+    matrix = 4 * np.eye(len(y)) + np.eye(len(y), k=1) + np.eye(len(y), k=-1)
+    right = np.empty_like(y)
+    right[1:-1] = 3 * (y[2:] - y[:-2])
+    # The third derivative has no jump at the second knot, nor at the last but one.
+    matrix[0, :3] = matrix[-1, :-4:-1] = 1, 0, -1
+    right[0], right[-1] = 2 * (2 * y[1] - y[0] - y[2]), 2 * (y[-1] + y[-3] - 2 * y[-2])
+    slope = np.linalg.solve(matrix, right.reshape(len(y), -1))
+    return np.asarray(slope.reshape(y.shape))
+
+
+class _Held:
+    """The factors that hold the entropies of the heads of one layer, and the curves through them.
+
+    `lengths` and `weight` are (G,). `factor` (G, heads) is NaN where no factor holds the entropy.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, factor: np.ndarray, weight: np.ndarray, reference: float
+    ) -> None:
+        self.lengths, self.factor, self.reference = lengths, factor, reference
+        self.smallest = np.fmin.reduce(factor, axis=0, initial=1.0)
+        self.x = np.log(lengths / reference)[:, None]
+        # Curves follow the factors from the reference on: short lengths tell little about long ones, as
+        # the entropy is near log n there. A head that has none above it uses all its lengths.
+        weights = np.where(np.isnan(factor), 0.0, weight[:, None])
+        above, is_far = np.where(self.x > -1e-6, weights, 0.0), np.abs(self.x) > _NEAR
+        self.weights = np.where((is_far & (above > 0)).any(axis=0), above, weights)
+        self.slope_weights = np.where(is_far, self.weights, 0.0)
+        self.fitted = np.where(self.weights > 0, factor, 1.0)
+
+    def slope(self, shape: Any) -> np.ndarray:
+        """The slopes (heads,) of curves through 1 at the reference, by weighted least squares."""
+        is_power = shape == 0
+        p = np.where(is_power, 1.0, shape)
+        y = np.where(is_power, np.log(self.fitted), (self.fitted**p - 1) / p)
+        moment = (self.slope_weights * self.x**2).sum(axis=0)
+        # If no length determines the slope, it is 0.
+        return (self.slope_weights * self.x * y).sum(axis=0) / np.where(moment > 0, moment, np.inf)
+
+    def shape(self) -> np.ndarray:
+        """The shape (heads,) that fits best; 1 unless the factors say otherwise."""
+        cost = []
+        for shape in _SHAPES:
+            error = np.log(_curve(self.x, self.slope(shape), shape) / self.fitted)
+            misfit = (self.weights * error**2).sum(axis=0) / np.maximum(self.weights.sum(axis=0), 1e-9)
+            cost.append(misfit / _MISFIT**2 + (shape - 1) ** 2)
+        return np.asarray(_SHAPES)[np.argmin(cost, axis=0)]
+
+    def at(self, lengths: Any, shape: Any = None) -> np.ndarray:
+        """The factors (lengths, heads) of the curves of a shape, never below the smallest of the fit.
+
+        By default the shape is that of each head.
+        """
+        shape = self.shape() if shape is None else shape
+        x = np.log(np.asarray(lengths) / self.reference)[:, None]
+        return np.maximum(_curve(x, self.slope(shape), shape), self.smallest)
+
+    def law(self) -> Knots:
+        """The law through the factors. It is 1 at the reference, and curved beyond the last length."""
+        beyond = self.lengths[-1] * 2.0 ** np.arange(1, _OCTAVES + 1)
+        lengths = np.union1d(self.lengths, (self.reference, *beyond))
+        factors = np.full((len(lengths), self.factor.shape[1]), np.nan)
+        factors[np.isin(lengths, self.lengths)] = self.factor
+        factors[lengths == self.reference] = 1.0
+        # Below the reference, lengths without a factor are short: the entropy is out of reach there.
+        x, known = np.log(lengths), ~np.isnan(factors)
+        below = [np.interp(x, x[some], f[some]) for f, some in zip(factors.T, known.T, strict=True)]
+        is_below = (lengths < self.reference)[:, None]
+        guess = np.where(is_below, np.stack(below, axis=1), self.at(lengths))
+        factors = np.where(known, factors, guess)
+        factors = np.concatenate((factors[:1], factors))  # constant below the first length
+        minimum = float(self.smallest.min())  # for the line beyond the last knot
+        return Knots((1.0, *lengths.tolist()), np.ascontiguousarray(factors.T), minimum)
+
+
+def _curve(x: Any, slope: Any, shape: Any) -> np.ndarray:
+    """``(1 + p · slope · x)^(1/p)`` of the shape p, which is ``exp(slope · x)`` at p = 0.
+
+    It is the inverse of the transformation of Box and Cox; see `calibrate`.
+    """
+    is_power = shape == 0
+    p = np.where(is_power, 1.0, shape)
+    return np.where(is_power, np.exp(slope * x), np.maximum(1 + p * slope * x, 1e-9) ** (1 / p))
 
 
 def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -388,16 +493,6 @@ def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
         weight[rows[((np.arange(count) + 0.5) * len(rows) / count).astype(int)]] = len(rows) / count
     chosen = np.flatnonzero(weight)
     return chosen, weight[chosen]
-
-
-def at_rows(rows: np.ndarray, query: Array, key: Array, mask: Mask | None) -> tuple[Array, Any]:
-    """The queries (..., K, E) of some rows, and their mask."""
-    if len(rows) == query.shape[-2]:
-        return query, mask
-    xp = namespace(query=query)
-    index = from_numpy(rows, query, default_dtype(xp, "integral", common_device(query=query)))
-    visible = None if mask is None else mask.rows(rows, query.shape[-2], key.shape[-2], like=query)
-    return xp.take(query, index, axis=-2), visible
 
 
 def entropy_drift(
@@ -525,18 +620,16 @@ def calibrate(
 
 
 def _record(
-    samples: Iterable[Array | tuple[Any, ...]],
-    factors: Sequence[float],
-    law: Law | None,
-    is_causal: bool,
-    **options: Any,
+    samples: Iterable[Any], factors: Sequence[float], law: Law | None, is_causal: bool, **options: Any
 ) -> tuple[Recorder, Array]:
     """The entropies of all samples at all factors, and a query as a model for arrays of the result."""
     check_flag(is_causal=is_causal)
+    must = "be an iterable of tuples (query, key)"
     if not isinstance(samples, Iterable) or getattr(samples, "ndim", 1) == 0:
-        raise type_error("samples", "be an iterable of tuples (query, key)", type(samples).__name__)
-    if _is_pair(samples):
-        raise type_error("samples", "be an iterable of tuples (query, key)", "one such tuple")
+        raise type_error("samples", must, type(samples).__name__)
+    shapes = [getattr(x, "shape", None) for x in samples] if isinstance(samples, tuple) else []
+    if len(shapes) == 2 and shapes[0] and shapes[0] == shapes[1]:  # two samples would differ in length
+        raise type_error("samples", must, "one such tuple")
     recorder = Recorder("samples", factors)
     laws = [scaled(law or Constant(1.0), f) for f in factors]
     like = None
@@ -556,13 +649,6 @@ def _record(
     if like is None:
         raise value_error("samples", "have one or more tuples (query, key)", "none")
     return recorder, like
-
-
-def _is_pair(samples: Any) -> bool:
-    """Whether `samples` is one tuple (query, key). Two samples would have different lengths."""
-    if not (isinstance(samples, tuple) and len(samples) == 2 and all(is_array(x) for x in samples)):
-        return False
-    return bool(samples[0].shape == samples[1].shape)
 
 
 def _query_key_mask(name: str, sample: Any) -> tuple[Array, Array, Array | Mask | None]:

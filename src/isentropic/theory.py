@@ -26,18 +26,13 @@ The entropy of ``order=2`` is that of Tsallis, 1 − Σp². The sensitivity of t
 the sum of the magnitudes in its Jacobian, is twice as large: :math:`Σ_{ij} |∂p_i/∂l_j| = 2 (1 - Σp^2)`.
 That to the scores is the factor times larger still. For the attention of given arrays the entropy is
 ``attention_entropy(query, key, order=2, family="tsallis")``.
-
->>> from isentropic import theory
->>> round(theory.gaussian_entropy(512, 1.0), 3)
-5.742
->>> round(theory.sphere_entropy(512, 64, 8.0), 3)
-5.752
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +51,7 @@ from isentropic._checks import (
 from isentropic._loops import scan_blocks
 from isentropic._namespace import common_device, default_dtype, isdtype, namespace, promoted
 from isentropic._numerics import clip, divide_or_zero, lift, log_or, quietly
-from isentropic._quadrature import TERMS, gaussian_scores, mean_over_scores, sphere_scores
+from isentropic._quadrature import LOWEST_STRENGTH, gaussian_scores, mean_over_scores, sphere_scores
 from isentropic._special import digamma_gap, von_mises_fisher
 from isentropic.jl._dimensions import entropy_criterion_dim, matched_key_dim
 
@@ -72,11 +67,17 @@ __all__ = [
     "tied_entropy",
 ]
 
-# The quadrature is verified up to these limits.
-_MOST_KEYS = 1e15
-_MOST_DIMENSIONS = 1e6
-_HIGHEST_STRENGTH = 1e7  # of β and κ
-_LOWEST_STRENGTH = 1e-8  # below it the entropy is log n, to double precision
+# The least value of each argument, and the greatest for which the quadrature is verified. The formulas
+# have no greatest value.
+_RANGES = {
+    "n": (1, 1e15),
+    "d": (2, 1e6),
+    "beta": (0, 1e7),
+    "kappa": (0, 1e7),
+    "factor": (0, math.inf),
+    "beta_over_critical": (0, math.inf),
+    "n_relevant": (1, math.inf),
+}
 # If the exponent of the first-order correction is above this, the series diverges: the result is ∞.
 _LARGEST_EXPONENT = 50.0
 
@@ -104,20 +105,13 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1
     -------
     float or array
         ``"exact"`` is in [0, log n], or in [0, 1 − 1/n] for the order 2.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As all functions of this module.
+        See `theory` for types and errors.
 
     Notes
     -----
-    This model is the random energy model, and it converges slowly to the frozen limit. By integration
-    by parts :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. It increases with β to the mean of the largest score.
-
-    References
-    ----------
-    Derrida 1981, Phys. Rev. B 24, 2613.
+    This model is the random energy model, and it converges slowly to the limit of `frozen_entropy`. By
+    integration by parts :math:`β\,E(1 - Σp^2) = E\,Σp_i s_i`. It increases with β to the mean of the
+    largest score.
 
     Examples
     --------
@@ -131,15 +125,18 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1
     [1.99, 5.977, 6.087]
     """
     check_choice("method", method, ("exact", "annealed", "first-order"))
-    exact = _check_order(order, method)
-    xp, (n, beta), finish = _checked_arrays(
-        n=(n, 1, _MOST_KEYS if exact else math.inf),
-        beta=(beta, 0, _HIGHEST_STRENGTH if exact else math.inf),
-    )
-    if exact:
-        return finish(_gaussian(xp, n, beta, order))
+    is_exact = _check_order(order, method)
+    xp, (n, beta), finish = _checked_arrays(is_exact, n=n, beta=beta)
+    if is_exact:
+        return finish(mean_over_scores(xp, n, beta, scores=gaussian_scores, order=order))
     annealed = xp.log(n) - beta * beta / 2
-    return finish(annealed if method == "annealed" else annealed + _first_order(xp, n, beta))
+    if method == "annealed":
+        return finish(annealed)
+    square = clip(xp, beta, max=1e4) ** 2
+    exponent = square - xp.log(n) - math.log(2)
+    diverges = exponent > _LARGEST_EXPONENT
+    correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
+    return finish(annealed + xp.where(diverges, math.inf, correction))
 
 
 @quietly
@@ -158,11 +155,7 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
     -------
     float or array
         Nats, above 0, decreasing with β. It is ∞ for β ≤ β_c, where the entropy grows with n.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As all functions of this module.
+        See `theory` for types and errors.
 
     References
     ----------
@@ -174,7 +167,7 @@ def frozen_entropy(beta_over_critical: Any) -> Any:
     >>> round(theory.frozen_entropy(2.0), 6)  # 2 log 2
     1.386294
     """
-    xp, (ratio,), finish = _checked_arrays(beta_over_critical=(beta_over_critical, 0, math.inf))
+    xp, (ratio,), finish = _checked_arrays(False, beta_over_critical=beta_over_critical)
     frozen = ratio > 1
     return finish(xp.where(frozen, digamma_gap(xp, 1 / xp.where(frozen, ratio, 2.0)), math.inf))
 
@@ -203,11 +196,7 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact", order: 
     -------
     float or array
         ``"exact"`` is in [0, log n], or in [0, 1 − 1/n] for the order 2.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As all functions of this module.
+        See `theory` for types and errors.
 
     Notes
     -----
@@ -233,14 +222,10 @@ def sphere_entropy(n: Any, d: Any, kappa: Any, *, method: str = "exact", order: 
     3.67
     """
     check_choice("method", method, ("exact", "annealed"))
-    exact = _check_order(order, method)
-    xp, (n, d, kappa), finish = _checked_arrays(
-        n=(n, 1, _MOST_KEYS if exact else math.inf),
-        d=(d, 2, _MOST_DIMENSIONS if exact else math.inf),
-        kappa=(kappa, 0, _HIGHEST_STRENGTH if exact else math.inf),
-    )
-    if exact:
-        return finish(_sphere(xp, n, d, kappa, order))
+    is_exact = _check_order(order, method)
+    xp, (n, d, kappa), finish = _checked_arrays(is_exact, n=n, d=d, kappa=kappa)
+    if is_exact:
+        return finish(mean_over_scores(xp, n, d, kappa, scores=sphere_scores, order=order))
     return finish(xp.log(n) - von_mises_fisher(xp, d, kappa)[2])
 
 
@@ -261,12 +246,7 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any, *, order: int = 1) -> Any:
     -------
     float or array
         In [0, log n], and for a gap ≥ 0 in [log n_relevant, log n]; for the order 2 in [0, 1 − 1/n].
-        The formulas are exact.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As all functions of this module.
+        The formulas are exact. See `theory` for types and errors.
 
     Notes
     -----
@@ -280,7 +260,9 @@ def needle_entropy(n: Any, n_relevant: Any, gap: Any, *, order: int = 1) -> Any:
     [2.11, 5.24]
     """
     _check_order(order)
-    return _needle_function(_needle if order == 1 else _needle_tsallis, n, n_relevant, gap)
+    xp, arguments, finish = _checked_arrays(False, n=n, n_relevant=n_relevant, gap=gap)
+    shannon, tsallis, _ = _needles(xp, *arguments)
+    return finish(shannon if order == 1 else tsallis)
 
 
 @quietly
@@ -295,11 +277,7 @@ def needle_weight(n: Any, n_relevant: Any, gap: Any) -> Any:
     Returns
     -------
     float or array
-
-    Raises
-    ------
-    TypeError, ValueError
-        As all functions of this module.
+        See `theory` for types and errors.
 
     Notes
     -----
@@ -322,7 +300,8 @@ def needle_weight(n: Any, n_relevant: Any, gap: Any) -> Any:
     >>> [round(theory.needle_weight(n, 8, 7.5), 3) for n in (64, 8192)]  # a constant factor
     [0.996, 0.639]
     """
-    return _needle_function(_needle_weight, n, n_relevant, gap)
+    xp, arguments, finish = _checked_arrays(False, n=n, n_relevant=n_relevant, gap=gap)
+    return finish(_needles(xp, *arguments)[2])
 
 
 @quietly
@@ -342,12 +321,7 @@ def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     Returns
     -------
     float or array
-        In [0, log n].
-
-    Raises
-    ------
-    TypeError, ValueError
-        As all functions of this module.
+        In [0, log n]. See `theory` for types and errors.
 
     Notes
     -----
@@ -369,9 +343,7 @@ def tied_entropy(n: Any, d: Any, factor: Any) -> Any:
     >>> [round(theory.tied_entropy(n, 64, 1.0), 2) for n in (64, 8192)]
     [0.27, 7.45]
     """
-    xp, (n, d, factor), finish = _checked_arrays(
-        n=(n, 1, math.inf), d=(d, 2, math.inf), factor=(factor, 0, math.inf)
-    )
+    xp, (n, d, factor), finish = _checked_arrays(False, n=n, d=d, factor=factor)
     return finish(_tied(xp, n, d, factor * xp.sqrt(d)))
 
 
@@ -446,15 +418,9 @@ def invariant_factor(
     """
     check_choice("model", model, tuple(_MODELS))
     names, entropy, highest, steps = _MODELS[model]
-    if model == "needle" and n_relevant is not None:
-        _check_needles(n, n_relevant)
-    given = {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap}
-    most_keys = _MOST_KEYS if highest == _HIGHEST_STRENGTH else math.inf
-    xp, (n, target, *parameters), finish = _checked_arrays(
-        n=(n, 1, most_keys),
-        target=(target, -math.inf, math.inf),
-        **_model_parameters(model, names, given),
-    )
+    own = _own_parameters(model, {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap})
+    is_exact = model in ("gaussian", "sphere")
+    xp, (n, target, *parameters), finish = _checked_arrays(is_exact, n=n, target=target, **own)
     shape = n.shape
     n, target, *parameters = (xp.reshape(x, (1, -1)) for x in (n, target, *parameters))
     unit = xp.sqrt(parameters[0]) if names == ("d",) else parameters.pop()
@@ -474,14 +440,13 @@ def invariant_factor(
         log_strength, *others = xp.broadcast_arrays(log_strength, n, *parameters)
         return transformed(entropy(xp, *others, xp.exp(log_strength))) - transformed_target
 
-    low, high = (xp.full_like(n, math.log(x)) for x in (_LOWEST_STRENGTH, highest))
+    low, high = (xp.full_like(n, math.log(x)) for x in (LOWEST_STRENGTH, highest))
     ends = surplus(xp.concat((low, high), axis=0))
     first, last = ends[:1, :], ends[1:, :]
     factor = xp.exp(_root(xp, surplus, low, high, first, last, steps))
     factor = factor / xp.where(unit > 0, unit, 1.0)
     factor = xp.where((last <= 0) | (target <= lowest), math.inf, factor)
-    factor = xp.where(lowest > log_n, math.nan, factor)  # more needles than keys
-    factor = xp.where(((first >= 0) | (target >= log_n)) & (lowest <= log_n), 0.0, factor)
+    factor = xp.where((first >= 0) | (target >= log_n), 0.0, factor)
     return finish(xp.reshape(xp.where(unit > 0, factor, math.nan), shape))
 
 
@@ -494,72 +459,19 @@ def _check_order(order: Any, method: str = "exact") -> bool:
     return method == "exact"
 
 
-def _needle_function(function: Callable[..., Any], n: Any, n_relevant: Any, gap: Any) -> Any:
-    _check_needles(n, n_relevant)
-    xp, (n, relevant, gap), finish = _checked_arrays(
-        n=(n, 1, math.inf), n_relevant=(n_relevant, 1, math.inf), gap=(gap, -math.inf, math.inf)
-    )
-    return finish(xp.where(relevant > n, math.nan, function(xp, n, relevant, gap)))
-
-
-def _check_needles(n: Any, n_relevant: Any) -> None:
-    if is_array(n) or is_array(n_relevant):
-        return  # too many needles in an array give NaN, because values in arrays are not inspected
-    check_real("n_relevant", n_relevant)
-    check_real("n", n)
-    if n_relevant > n:
-        raise value_error("n_relevant", "be at most `n`", f"{n_relevant} and {n}")
-
-
-def _gaussian(xp: ModuleType, n: Any, beta: Any, order: int = 1) -> Any:
-    return _mean(xp, order, gaussian_scores, n, beta)
-
-
-def _sphere(xp: ModuleType, n: Any, d: Any, kappa: Any, order: int = 1) -> Any:
-    return _mean(xp, order, sphere_scores, n, d, kappa)
-
-
-def _mean(xp: ModuleType, order: int, scores: Any, n: Any, *parameters: Any) -> Any:
-    strength = clip(xp, parameters[-1], min=_LOWEST_STRENGTH)
-    mean = mean_over_scores(xp, TERMS[order], scores, n, *parameters[:-1], strength)
-    return xp.minimum(clip(xp, mean, min=0.0), xp.log(n) if order == 1 else 1 - 1 / n)
-
-
-def _first_order(xp: ModuleType, n: Any, beta: Any) -> Any:
-    square = clip(xp, beta, max=1e4) ** 2
-    exponent = square - xp.log(n) - math.log(2)
-    diverges = exponent > _LARGEST_EXPONENT
-    correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
-    return xp.where(diverges, math.inf, correction)
-
-
-def _needle_log_odds(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    """Log r. −1e30 stands for −∞, which would give NaN in branches that are not taken."""
+def _needles(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> tuple[Any, Any, Any]:
+    """The entropies of the orders 1 and 2, and the weight that the needles have together."""
     log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    return xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
-
-
-def _needle(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    log_others = log_or(xp, clip(xp, n - relevant, min=0.0), 0.0)
-    z = _needle_log_odds(xp, n, relevant, gap)
-    log_rest, share = _log1p_exp(xp, z)
-    needles_heavier = xp.log(relevant) + log_rest + gap * share
-    # The same formula in terms of the needles' share of the weight, which is the smaller one for r > 1.
-    log_rest, share = _log1p_exp(xp, -z)
-    others_heavier = log_others + log_rest - gap * share
-    return xp.where(z > 0, others_heavier, needles_heavier)
-
-
-def _needle_weight(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    return _log1p_exp(xp, -_needle_log_odds(xp, n, relevant, gap))[1]
-
-
-def _needle_tsallis(xp: ModuleType, n: Any, relevant: Any, gap: Any) -> Any:
-    z = _needle_log_odds(xp, n, relevant, gap)
-    weight, rest = (_log1p_exp(xp, x)[1] for x in (-z, z))
+    # Log r. −1e30 stands for −∞, which would give NaN in branches that are not taken.
+    z = xp.where(n > relevant, log_others - xp.log(relevant) - gap, -1e30)
+    (log_rest, rest), (log_sum, weight) = _log1p_exp(xp, z), _log1p_exp(xp, -z)
+    # One formula, in terms of the smaller share of the weight.
+    needles_heavier = xp.log(relevant) + log_rest + gap * rest
+    others_heavier = log_others + log_sum - gap * weight
     others = clip(xp, n - relevant, min=1.0)
     # weight · (1 − weight/relevant) + rest · (1 − rest/others), of terms that are each ≥ 0
-    return weight * (relevant - 1 + rest) / relevant + rest * (others - 1 + weight) / others
+    tsallis = weight * (relevant - 1 + rest) / relevant + rest * (others - 1 + weight) / others
+    return xp.where(z > 0, others_heavier, needles_heavier), tsallis, weight
 
 
 def _tied(xp: ModuleType, n: Any, d: Any, kappa: Any) -> Any:
@@ -580,27 +492,25 @@ def _log1p_exp(xp: ModuleType, z: Any) -> tuple[Any, Any]:
 # For each model: its parameters, the entropy of n, the parameters and the strength (β, κ or gap), the
 # highest strength, and how many steps the root takes. `std` and `gap` are the strength at the factor 1.
 _MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Any], float, int]] = {
-    "gaussian": (("std",), _gaussian, _HIGHEST_STRENGTH, 12),
-    "sphere": (("d",), _sphere, _HIGHEST_STRENGTH, 12),
-    "needle": (("n_relevant", "gap"), _needle, 1e3, 60),
+    "gaussian": (("std",), partial(mean_over_scores, scores=gaussian_scores), 1e7, 12),
+    "sphere": (("d",), partial(mean_over_scores, scores=sphere_scores), 1e7, 12),
+    "needle": (("n_relevant", "gap"), lambda xp, *x: _needles(xp, *x)[0], 1e3, 60),
     "tied": (("d",), _tied, 1e30, 60),
 }
 
 
-def _model_parameters(model: str, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a model for `_checked_arrays`; those of other models must be None."""
+def _own_parameters(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a model; those of other models must be None."""
+    names = _MODELS[model][0]
     for name, x in given.items():
         if name not in names and x is not None:
             raise type_error(name, f"be left out for the model {model!r}", type(x).__name__)
-    parameters = {}
-    for name in names:
-        x = 1.0 if name == "std" and given[name] is None else given[name]
-        least = {"d": 2.0, "n_relevant": 1.0}.get(name, 0.0)
+    parameters = {name: 1.0 if name == "std" and given[name] is None else given[name] for name in names}
+    for name, x in parameters.items():
         if x is None:
             raise value_error(name, f"be given for the model {model!r}", None)
-        if least == 0 and not is_array(x):
+        if name in ("std", "gap") and not is_array(x):
             check_real(name, x, above=0)
-        parameters[name] = (x, least, _MOST_DIMENSIONS if model == "sphere" else math.inf)
     return parameters
 
 
@@ -633,21 +543,14 @@ def _root(
 
 
 def _checked_arrays(
-    **arguments: tuple[Any, float, float],
+    is_exact: bool, **arguments: Any
 ) -> tuple[ModuleType, list[Any], Callable[[Any], Any]]:
-    """The namespace, the arguments (value, least, most) as arrays of one shape, and `finish`.
+    """The namespace, the arguments as arrays of one shape, and `finish`.
 
     Array entries out of range are replaced by values in range. ``finish(result)`` puts NaN in their
     place, and converts the result to its dtype, or to a float.
     """
-    arrays = {name: x for name, (x, _, _) in arguments.items() if is_array(x)}
-    for name, (x, least, most) in arguments.items():
-        if name not in arrays:
-            if isinstance(x, (list, tuple)):
-                raise type_error(name, "be a real number or an array", type(x).__name__)
-            check_real(name, x, least=least)
-            if x > most:
-                raise value_error(name, f"be at most {most:g}", x)
+    arrays = {name: x for name, x in arguments.items() if is_array(x)}
     given = arrays or {"": np.zeros(())}
     xp, device = namespace(**given), common_device(**given)
     check_numeric(xp, **given)
@@ -658,18 +561,30 @@ def _checked_arrays(
     float64 = "float64" in xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
     working = xp.float64 if float64 else xp.float32
     valid: Any = True
-    values = []
-    for name, (x, least, most) in arguments.items():
+    values = {}
+    for name, x in arguments.items():
+        least, most = _RANGES.get(name, (-math.inf, math.inf))
+        most = most if is_exact else math.inf
         if name in arrays:
             x = lift(xp.astype(x, working), len(shape))
         else:
+            if isinstance(x, (list, tuple)):
+                raise type_error(name, "be a real number or an array", type(x).__name__)
+            check_real(name, x, least=least)
+            if x > most:
+                raise value_error(name, f"be at most {most:g}", x)
             x = xp.full((), float(x), dtype=working, device=device)
         in_range = (x >= least) & (x <= most) & (xp.abs(x) < math.inf)
         valid = in_range & valid
-        values.append(xp.where(in_range, x, max(least, 1.0)))
+        values[name] = xp.where(in_range, x, max(least, 1.0))
+    if "n_relevant" in arguments:  # too many needles are an error of numbers, and give NaN in arrays
+        n, relevant = arguments["n"], arguments["n_relevant"]
+        if not is_array(n) and not is_array(relevant) and relevant > n:
+            raise value_error("n_relevant", "be at most `n`", f"{relevant} and {n}")
+        valid = valid & (values["n_relevant"] <= values["n"])
 
     def finish(result: Any) -> Any:
         result = xp.where(valid, result, math.nan)
         return xp.astype(result, dtype) if arrays else float(result)
 
-    return xp, list(xp.broadcast_arrays(*values)), finish
+    return xp, list(xp.broadcast_arrays(*values.values())), finish

@@ -17,7 +17,7 @@ from isentropic import laws as laws_module
 from isentropic._attention.functions import attention_entropy
 from isentropic._checks import check_flag, check_real, type_error, value_error
 from isentropic._namespace import to_numpy
-from isentropic.drift import FACTORS, CalibrationReport, DriftReport, Recorder, at_rows, some_queries
+from isentropic.drift import FACTORS, CalibrationReport, DriftReport, Recorder, some_queries
 from isentropic.integrations._observe import Call, listening, visible_counts
 from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import (
@@ -362,15 +362,17 @@ class _Run:
 
 def _at_rows(rows: Any, query: Any, key: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Some of the queries, and the options of attention for them."""
-    mask = options["mask"]
-    chosen, mask = at_rows(rows, query, key, None if mask is None else as_mask(mask))
+    if len(rows) == query.shape[-2]:
+        return query, options
+    if (mask := options["mask"]) is not None:
+        mask = as_mask(mask).rows(rows, query.shape[-2], key.shape[-2], like=query)
     options = options | {"mask": mask}
     if (bias := options.get("bias")) is not None and bias.shape[-2] > 1:
         options["bias"] = bias[..., rows, :]
     n = options.get("n_keys")
     if isinstance(n, torch.Tensor) and n.ndim and n.shape[-1] > 1:
         options["n_keys"] = n[..., rows]
-    return chosen, options
+    return query[..., rows, :], options
 
 
 def _scaled(law: Law | None, factor: float) -> Law:
