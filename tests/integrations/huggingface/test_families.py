@@ -644,7 +644,7 @@ class TestRefused:
             (
                 "XLNet",
                 {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48},
-                "two streams of queries",
+                "several streams of queries",
             ),
             ("Mamba", {}, r"got MambaModel\.$"),
         ],

@@ -1,7 +1,6 @@
 """Models with "isentropic" agree with transformers, and with laws on weights formed here."""
 
 import copy
-import json
 import math
 
 import numpy as np
@@ -42,11 +41,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 NO_LAWS = pytest.mark.filterwarnings("ignore:.*because its model has no laws:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    huggingface.register()
 
 
 class Reference:
@@ -104,18 +98,10 @@ LAWS = {
 @NO_LAWS
 class TestRegister:
     def test_name(self):
-        huggingface.register()  # again
         model = decoder("Llama", attn_implementation="isentropic")
         expected = outputs(model, batch())
         model.set_attn_implementation("sdpa")
         close(outputs(model, batch()), expected)
-
-    @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2"])
-    def test_the_name_of_another(self, name):
-        with pytest.raises(ValueError, match=f"`name` must not be that of another .* got '{name}'"):
-            huggingface.register(name)
-        with pytest.raises(TypeError, match="`name` must be a string, got int"):
-            huggingface.register(3)
 
 
 @NO_LAWS
@@ -894,7 +880,7 @@ class TestArguments:
             ({-1: None}, ValueError, r"`laws` must have the numbers of layers, from 0, as keys, got -1"),
             ({None: None}, TypeError, r"`laws` must have the numbers or names of layers as keys, got None"),
             (laws.LogLength, TypeError, r"got the class LogLength; call it: `LogLength\(...\)`"),
-            ("su", TypeError, r"`laws` must be a law, or a sequence or mapping of laws \(`laws.preset` has those with a name, `load_laws` those of a file\), got str"),
+            ("su", TypeError, r"`laws` must be a law, or a sequence or mapping of laws \(`laws.preset` has those with a name\), got str"),
             (LawModule(laws.LogLength()), TypeError, r"`laws` must be a law, .* \(a LawModule gives its law when it is called\), got LawModule"),
             (3.0, TypeError, r"`laws` must be a law, or a sequence or mapping of laws, got float"),
             (["su", None], TypeError, r"`law` must be a law of isentropic.laws \(`laws.preset` has those with a name\), got str"),
@@ -921,67 +907,3 @@ class TestArguments:
             match=r"`model` must be a model whose attention goes .* got NystromformerModel: .*: it approx",
         ):
             huggingface.use(model, None)
-
-
-class TestFiles:
-    @pytest.mark.parametrize(
-        "own",
-        [
-            laws.LogLength(512, minimum=1),
-            [None, laws.shifted(laws.AffineLog(0.25, 0.5), 1)],
-            {0: laws.Constant(2.0), 11: None},
-        ],
-    )
-    def test_round_trip(self, tmp_path, own):
-        huggingface.save_laws(own, tmp_path / "laws.json")
-        assert huggingface.load_laws(tmp_path / "laws.json") == own
-
-    def test_arrays(self, tmp_path):
-        own = [laws.AffineLog(nn.Parameter(SLOPE), INTERCEPT.bfloat16()), None]
-        path = str(tmp_path / "laws.json")
-        huggingface.save_laws(own, path)
-        first, second = huggingface.load_laws(path)
-        assert second is None
-        assert first.slope.dtype == np.float64
-        np.testing.assert_array_equal(first.slope, SLOPE.numpy())
-        np.testing.assert_array_equal(first.intercept, INTERCEPT.bfloat16().float().numpy())
-        model = decoder("Llama")
-        with huggingface.use(model, own):
-            expected = outputs(model, batch())
-        with huggingface.use(model, [first, second]):
-            assert torch.equal(outputs(model, batch()), expected)
-
-    @pytest.mark.parametrize(
-        ("text", "error", "message"),
-        [
-            ("laws", ValueError, r"`path` must be a JSON file, got .*laws.json \(Expecting value"),
-            ("[" * 100_000, ValueError, r"`path` must be a JSON file, got .*laws.json \("),
-            ("[1]", ValueError, r"`path` must be a file of the format 'isentropic-laws', got .*laws.json"),
-            ('{"format": "other"}', ValueError, r"`path` must be a file of the format 'isentropic-laws'"),
-            ({"version": 2}, ValueError, r"`path` must be a file of version 1 of the format, got 2"),
-            ({}, ValueError, r"`path` must be a file with a 'law' or with 'layers', got .*laws.json"),
-            ({"layers": 3}, ValueError, r"`path` must be a file with a 'law' or with 'layers'"),
-            ({"layers": ["su"]}, TypeError, r"`data` must be a dictionary that describes a law, got str"),
-            ({"law": {"law": "os.system"}}, ValueError, r"`law` must be 'AffineLog' or .* got 'os.system'"),
-        ],
-    )  # fmt: skip
-    def test_other_files(self, tmp_path, text, error, message):
-        path = tmp_path / "laws.json"
-        if isinstance(text, dict):
-            text = json.dumps({"format": "isentropic-laws", "version": 1} | text)
-        path.write_text(text)
-        with pytest.raises(error, match=message):
-            huggingface.load_laws(path)
-
-    def test_no_laws(self, tmp_path):
-        for own in (None, "su", 3):
-            with pytest.raises(
-                TypeError, match=r"`laws` must be a law, or a sequence or mapping of laws"
-            ):
-                huggingface.save_laws(own, tmp_path / "laws.json")
-        slope = np.ones(2)
-        law = laws.AffineLog(slope)
-        slope[1] = math.nan
-        with pytest.raises(ValueError, match=r"`slope` must be finite, got nan at \(1,\)"):
-            huggingface.save_laws(law, tmp_path / "laws.json")
-        assert not list(tmp_path.iterdir())

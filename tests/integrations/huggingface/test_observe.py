@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 from isentropic.integrations import _observe as _shared  # noqa: E402
 from isentropic.integrations import huggingface  # noqa: E402
 from isentropic.integrations._observe import listeners  # noqa: E402
-from isentropic.integrations.huggingface import _observe  # noqa: E402
+from isentropic.integrations.huggingface import _calls  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 QUANTITIES = ("entropy", "normalized_entropy", "log_normalizer", "sink_mass", "largest_logit")
@@ -204,7 +204,9 @@ class TestMasks:
 
     def call(self, implementation, mask, **kwargs):
         x = torch.zeros(kwargs.pop("batch", 2), 4, 6, 8)
-        return _observe._call(implementation, torch.nn.Module(), x, x, mask, **kwargs)
+        module = torch.nn.Module()
+        module.is_causal = True
+        return _calls.with_tokens(_calls.call_of(implementation, module, x, x, mask, **kwargs))
 
     @pytest.mark.parametrize("window", [None, 3])
     def test_flash_attention(self, window):
@@ -220,10 +222,9 @@ class TestMasks:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_packed_flash_attention(self, is_causal):
         expected = [1, 2, 3, 4, 1, 2] if is_causal else [4, 4, 4, 4, 2, 2]
-        for options in (
-            {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])},
-            {"cu_seq_lens_q": torch.tensor([0, 4, 6], dtype=torch.int32)},
-        ):
+        ends = torch.tensor([0, 4, 6], dtype=torch.int32)
+        packed = {f"cu_seq_lens_{x}": ends for x in "qk"} | {f"max_length_{x}": 4 for x in "qk"}
+        for options in ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])}, packed):
             call = self.call("flash_attention_2", None, batch=1, is_causal=is_causal, **options)
             n = call.options["mask"].visible_count(6, 6)
             assert torch.as_tensor(n).flatten().tolist() == expected
@@ -254,7 +255,6 @@ class TestStep:
     @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
     @pytest.mark.parametrize("kind", ["eager", "sdpa", "isentropic"])
     def test_bits_of_loss_and_gradients(self, kind, checkpointing):
-        huggingface.register()
         model = decoder("Llama", attn_implementation=kind).train()
         dropout = 0.1 if kind != "isentropic" else 0.0
         model.config.attention_dropout = dropout

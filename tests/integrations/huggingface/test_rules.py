@@ -62,7 +62,7 @@ class TestWarnings:
     def test_constants(self):
         (message,) = warned(attention_modules("Llama", rope_parameters=YARN), [LAW] * 4)
         factor = laws.preset("yarn", scale=8)(1)
-        assert f"comes from rotated features by the constant {factor:.4g}, YaRN's factor" in message
+        assert f"its rotated products by the rule 'yarn': Constant(value={factor!r})." in message
         assert '`rope_parameters["attention_factor"] = 1.0`' in message
         assert warned(attention_modules("Llama"), [LAW] * 4) == []
 

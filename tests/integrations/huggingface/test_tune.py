@@ -189,12 +189,6 @@ def test_leaves_the_model_as_it_was():
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
 
 
-def test_saved_and_loaded(tmp_path):
-    found = tune(decoder("Llama"))
-    huggingface.save_laws(found, tmp_path / "laws.json")
-    assert huggingface.load_laws(tmp_path / "laws.json") == found
-
-
 def test_progress(capsys):
     tune(decoder("Llama"), progress="slopes")
     assert "slopes: 100%" in capsys.readouterr().err

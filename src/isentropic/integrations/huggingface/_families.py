@@ -26,47 +26,31 @@ _Rows: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Family:
-    """How a law reaches the attention of a class, whose code stays as it is.
+    """How a law reaches the attention of a class, whose code stays as it is."""
 
-    Attributes
-    ----------
-    child : str
-        The child module on which the law acts.
-    query : function or None
-        Says where the query, (..., heads, E), is among the features that the child returns. The law
-        multiplies the query. If None, the attention weights p, (B, H, L, S), pass through the child
-        instead. There the factor f turns them into p^f / Σ p^f, which multiplies all logits by f.
-    masks : tuple of str
-        The arguments that say which keys are visible.
-    cross_mask : str
-        The argument that says which keys are visible in cross-attention, if it is not one of `masks`.
-    marks_hidden : bool
-        Whether a boolean mask is True at hidden keys.
-    buffer : str
-        The buffer (1, 1, positions, positions) that hides keys too; empty if there is none.
-    positions_first : bool
-        Whether the positions are the first axis of the input of the child, and the batch is the second.
-    unless : str
-        An attribute or argument that must not be set, because the law would act in a wrong place.
-    further : tuple of str
-        Further children, which give other queries.
-    counts : function or None
-        Counts the keys that queries see, if the masks do not show them. The count for `child` covers
-        all queries, local and global.
-    rows : function or None
-        Says where the queries are in the weights, if these are not (B, H, L, S).
-    """
-
+    # The child module on which the law acts.
     child: str
+    # Says where the query, (..., heads, E), is among the features that the child returns. The law
+    # multiplies it. If None, the attention weights p, (B, H, L, S), pass through the child instead. There
+    # the factor f turns them into p^f / Σ p^f, which multiplies all logits by f.
     query: _Split | None = None
+    # The arguments that say which keys are visible, and that of cross-attention, if it is another one.
     masks: tuple[str, ...] = ("attention_mask",)
     cross_mask: str = ""
+    # Whether a boolean mask is True at hidden keys.
     marks_hidden: bool = False
+    # The buffer (1, 1, positions, positions) that hides keys too.
     buffer: str = ""
+    # Whether the positions are the first axis of the input of the child, and the batch is the second.
     positions_first: bool = False
+    # An attribute or argument that must not be set, because the law would act in a wrong place.
     unless: str = ""
+    # Further children, which give other queries.
     further: tuple[str, ...] = ()
+    # Counts the keys that queries see, if the masks do not show them. The count for `child` covers all
+    # queries, local and global.
     counts: _Counts | None = None
+    # Says where the queries are in the weights, if these are not (B, H, L, S).
     rows: _Rows | None = None
 
     @property
@@ -103,9 +87,8 @@ def _in_groups(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
 
 def _in_window_or_global(module: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Local queries see a window and the global keys, global queries all keys that are not hidden."""
-    mask = arguments[
-        "attention_mask"
-    ]  # (B, L): 0 at local keys, positive at global, negative at hidden
+    # (B, L): 0 at local keys, positive at global, negative at hidden
+    mask = arguments["attention_mask"]
     side, length = module.one_sided_attn_window_size, mask.shape[1]
     n_before = pad((mask == 0).cumsum(-1), (1, 0))
     start = torch.arange(length, device=mask.device) - side
@@ -133,102 +116,84 @@ _LONGFORMER = Family(
     further=("query_global",), counts=_in_window_or_global, rows=_local_and_global,
 )  # fmt: skip
 
-# By the module and the class that define the forward method.
-FAMILIES = {
-    "big_bird.BigBirdSelfAttention": Family("query", _alone, cross_mask="encoder_attention_mask"),
-    "bigbird_pegasus.BigBirdPegasusSelfAttention": Family(
-        "query", _alone, cross_mask="encoder_attention_mask"
-    ),
-    "blip.BlipAttention": Family("qkv", _before_all_keys),
-    "blip_text.BlipTextSelfAttention": Family("query", _alone, cross_mask="encoder_attention_mask"),
-    "bloom.BloomAttention": Family("query_key_value", _in_each_head),
+# By the module and the class that define the forward method: those that differ in the child alone.
+_ALIKE: dict[tuple[str, _Split | None], str] = {
+    ("query", _alone): "canine.CanineSelfAttention data2vec_vision.Data2VecVisionSelfAttention "
+    "flava.FlavaSelfAttention git.GitSelfAttention layoutlmv3.LayoutLMv3SelfAttention "
+    "lxmert.LxmertAttention megatron_bert.MegatronBertSelfAttention mobilevit.MobileViTSelfAttention "
+    "rembert.RemBertSelfAttention roformer.RoFormerSelfAttention tapas.TapasSelfAttention "
+    "tvp.TvpAttention vilt.ViltSelfAttention visual_bert.VisualBertSelfAttention "
     # It also multiplies the query with the places of the boxes.
-    "bros.BrosSelfAttention": Family("query", _alone, cross_mask="encoder_attention_mask"),
-    "canine.CanineSelfAttention": Family("query", _alone),
+    "bros.BrosSelfAttention",
+    ("q_proj", _alone): "gptj.GPTJAttention groupvit.GroupViTAttention led.LEDDecoderAttention "
+    "speecht5.SpeechT5Attention trocr.TrOCRAttention xglm.XGLMAttention",
+    ("qkv", _before_all_keys): "blip.BlipAttention mgp_str.MgpstrAttention "
+    "timesformer.TimesformerSelfAttention",
+    ("query_key_value", _in_each_head): "bloom.BloomAttention "
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention",
+    # The logits of DeBERTa and SEW-D include products of contents with positions. One of these does not
+    # contain the query. That of ConvBERT also gives the kernel of the convolution. The words and the
+    # entities of LUKE have queries of their own. The features of SqueezeBERT come before its positions.
+    ("dropout", None): "convbert.ConvBertSelfAttention deberta.DisentangledSelfAttention "
+    "deberta_v2.DisentangledSelfAttention glpn.GLPNEfficientSelfAttention luke.LukeSelfAttention "
+    "pvt.PvtEfficientSelfAttention sew_d.DisentangledSelfAttention "
+    "squeezebert.SqueezeBertSelfAttention",
+}
+_CROSS = Family("query", _alone, cross_mask="encoder_attention_mask")
+_XLM = Family("q_lin", _alone, masks=("mask",))
+FAMILIES = {name: Family(*x) for x, names in _ALIKE.items() for name in names.split()} | {
+    "big_bird.BigBirdSelfAttention": _CROSS,
+    "bigbird_pegasus.BigBirdPegasusSelfAttention": _CROSS,
+    "blip_text.BlipTextSelfAttention": _CROSS,
     "codegen.CodeGenAttention": Family("qkv_proj", _in_blocks),
-    # The query also gives the kernel of the convolution.
-    "convbert.ConvBertSelfAttention": Family("dropout"),
     "cpmant.CpmAntAttention": Family("project_q", _alone),
-    "data2vec_vision.Data2VecVisionSelfAttention": Family("query", _alone),
-    # The logits include products of contents with positions. One of these does not contain the query,
-    # so that scaling the query would miss it.
-    "deberta.DisentangledSelfAttention": Family("dropout"),
-    "deberta_v2.DisentangledSelfAttention": Family("dropout"),
     "falcon.FalconAttention": Family("query_key_value", _in_groups),
-    "flaubert.MultiHeadAttention": Family("q_lin", _alone, masks=("mask",)),
-    "flava.FlavaSelfAttention": Family("query", _alone),
+    "flaubert.MultiHeadAttention": _XLM,
     "fsmt.Attention": Family(
         "q_proj", _alone, ("key_padding_mask", "attn_mask"), marks_hidden=True, positions_first=True
     ),
     # The query is added to learned vectors before the products.
     "funnel.FunnelRelMultiheadAttention": Family("attention_dropout", masks=("attention_inputs",)),
-    "git.GitSelfAttention": Family("query", _alone),
     "gpt_neo.GPTNeoSelfAttention": Family("q_proj", _alone, buffer="bias"),
-    "gpt_neox_japanese.GPTNeoXJapaneseAttention": Family("query_key_value", _in_each_head),
-    "gptj.GPTJAttention": Family("q_proj", _alone),
-    "groupvit.GroupViTAttention": Family("q_proj", _alone),
-    "glpn.GLPNEfficientSelfAttention": Family("dropout"),
     "ibert.IBertSelfAttention": Family("dropout", unless="quant_mode"),
     "imagegpt.ImageGPTAttention": Family(
         "c_attn", _before_all_keys, buffer="bias", unless="is_cross_attention"
     ),
-    "layoutlmv3.LayoutLMv3SelfAttention": Family("query", _alone),
-    "led.LEDDecoderAttention": Family("q_proj", _alone),
     "led.LEDEncoderSelfAttention": _LONGFORMER,
     "longformer.LongformerSelfAttention": _LONGFORMER,
-    # Words and entities have queries of their own.
-    "luke.LukeSelfAttention": Family("dropout"),
-    "lxmert.LxmertAttention": Family("query", _alone),
-    "megatron_bert.MegatronBertSelfAttention": Family("query", _alone),
-    "mgp_str.MgpstrAttention": Family("qkv", _before_all_keys),
-    "mobilevit.MobileViTSelfAttention": Family("query", _alone),
     "mpnet.MPNetSelfAttention": Family("q", _alone),
     "mpt.MptAttention": Family("Wqkv", _before_all_keys, marks_hidden=True, unless="clip_qkv"),
     "mvp.MvpAttention": Family("q_proj", _alone, unless="attn_prompt"),
     "openai.Attention": Family("c_attn", _before_all_keys, buffer="bias"),
-    "pvt.PvtEfficientSelfAttention": Family("dropout"),
     "pvt_v2.PvtV2SelfAttention": Family("attn_drop"),
-    "rembert.RemBertSelfAttention": Family("query", _alone),
-    "roformer.RoFormerSelfAttention": Family("query", _alone),
-    "sew_d.DisentangledSelfAttention": Family("dropout"),
-    "speecht5.SpeechT5Attention": Family("q_proj", _alone),
-    # Its features come before its positions.
-    "squeezebert.SqueezeBertSelfAttention": Family("dropout"),
-    "tapas.TapasSelfAttention": Family("query", _alone),
-    "timesformer.TimesformerSelfAttention": Family("qkv", _before_all_keys),
-    "trocr.TrOCRAttention": Family("q_proj", _alone),
-    "tvp.TvpAttention": Family("query", _alone),
-    "vilt.ViltSelfAttention": Family("query", _alone),
-    "visual_bert.VisualBertSelfAttention": Family("query", _alone),
-    "xglm.XGLMAttention": Family("q_proj", _alone),
-    "xlm.MultiHeadAttention": Family("q_lin", _alone, masks=("mask",)),
+    "xlm.MultiHeadAttention": _XLM,
 }
 
 # Why a law cannot act on other classes.
-_SPARSE = "each query sees a block of keys, and the masks do not say how many"
-_PRODUCTS = "its logits are not products of queries and keys"
-REFUSED = {
-    "autoformer.AutoformerAttention": _PRODUCTS,
-    "big_bird.BigBirdBlockSparseAttention": _SPARSE,
-    "bigbird_pegasus.BigBirdPegasusBlockSparseAttention": _SPARSE,
-    "informer.InformerProbSparseAttention": _SPARSE,
-    "lilt.LiltSelfAttention": "it has two queries, of the texts and of their layout",
-    "longt5.LongT5LocalAttention": _SPARSE,
-    "longt5.LongT5TransientGlobalAttention": _SPARSE,
-    "mra.MraSelfAttention": "it approximates the softmax",
-    "nllb_moe.NllbMoeAttention": "its experts read the mask, and expect that of eager attention",
-    "nystromformer.NystromformerSelfAttention": "it approximates the softmax",
-    "pegasus_x.PegasusXAttention": "its encoder reads the mask, and expects that of eager attention",
-    "pegasus_x.PegasusXGlobalLocalAttention": _SPARSE,
-    "prophetnet.ProphetNetNgramSelfAttention": "it has several streams of queries",
-    "reformer.LSHSelfAttention": _SPARSE,
-    "reformer.LocalSelfAttention": _SPARSE,
-    "swin2sr.Swin2SRSelfAttention": "it divides the queries by their lengths",
-    "swinv2.Swinv2SelfAttention": "it divides the queries by their lengths",
-    "wavlm.WavLMAttention": "it passes the weights of its projections to a function of PyTorch",
-    "xlnet.XLNetRelativeAttention": "it has two streams of queries",
-    "yoso.YosoSelfAttention": "it approximates the softmax",
+_REASONS = {
+    "each query sees a block of keys, and the masks do not say how many": (
+        "big_bird.BigBirdBlockSparseAttention bigbird_pegasus.BigBirdPegasusBlockSparseAttention "
+        "informer.InformerProbSparseAttention longt5.LongT5LocalAttention "
+        "longt5.LongT5TransientGlobalAttention pegasus_x.PegasusXGlobalLocalAttention "
+        "reformer.LSHSelfAttention reformer.LocalSelfAttention"
+    ),
+    "it approximates the softmax": (
+        "mra.MraSelfAttention nystromformer.NystromformerSelfAttention yoso.YosoSelfAttention"
+    ),
+    "it divides the queries by their lengths": (
+        "swin2sr.Swin2SRSelfAttention swinv2.Swinv2SelfAttention"
+    ),
+    "its code reads the mask, and expects that of eager attention": (
+        "nllb_moe.NllbMoeAttention pegasus_x.PegasusXAttention"
+    ),
+    "its logits are not products of queries and keys": "autoformer.AutoformerAttention",
+    "it has two queries, of the texts and of their layout": "lilt.LiltSelfAttention",
+    "it has several streams of queries": (
+        "prophetnet.ProphetNetNgramSelfAttention xlnet.XLNetRelativeAttention"
+    ),
+    "it passes the weights of its projections to a function of PyTorch": "wavlm.WavLMAttention",
 }
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 
 def class_name(module: Any) -> str:

@@ -22,8 +22,8 @@ from isentropic._attention.functions import attention_weights, scale_queries
 from isentropic._checks import value_error
 from isentropic._entropy import entropy
 from isentropic.integrations.huggingface._families import Family, family_of
-from isentropic.integrations.huggingface._interface import law_of, positions_from_1
-from isentropic.integrations.huggingface._modules import n_heads, uses_interface
+from isentropic.integrations.huggingface._layer_law import law_of
+from isentropic.integrations.huggingface._modules import n_heads, positions_from_1, uses_interface
 from isentropic.laws._law import Law
 
 _Arguments: TypeAlias = Mapping[str, Any]  # of the forward method of an attention module

@@ -12,11 +12,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
-from isentropic.integrations.huggingface._bases import check_base, default_base, set_base
 from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import check_law_can_act, hooks
-from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, law_of, set_law
-from isentropic.integrations.huggingface._layer_law import COUNTS, layer_law
+from isentropic.integrations.huggingface._interface import NAME, check_base, default_base, set_base
+from isentropic.integrations.huggingface._layer_law import (
+    COUNTS,
+    LAW,
+    LawAndCount,
+    law_of,
+    layer_law,
+    set_law,
+)
 from isentropic.integrations.huggingface._modules import attention_modules
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.integrations.huggingface._saving import write_entry
@@ -42,15 +48,12 @@ def use(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model, which is changed in place: its attention implementation becomes `base`, unless it
-        does not use the AttentionInterface. It may be a part of a model, such as the text model of a
-        multimodal one. Models with hooks (see the notes) keep their implementation.
+        The model, or a part of one, such as the text model of a multimodal one. It is changed in place.
     laws : Law, None, sequence or mapping
-        One law for all attention layers, a sequence with one law per layer, or a mapping to laws. The
-        keys of a mapping are numbers of layers, names of layers, or patterns of names, such as
-        ``"*.language_model.*"``, as in `fnmatch.fnmatchcase`; `layer_names` lists the names. If several
-        keys match a layer, the last of them counts. Layers that no key matches, and layers with None,
-        use standard attention.
+        One law for all attention layers, one law per layer, or a mapping from numbers of layers, their
+        names (`layer_names`), or patterns of names, such as ``"*.language_model.*"``, to laws. If
+        several keys match a layer, the last of them counts. Layers that no key matches, and layers with
+        None, use standard attention.
 
         Array parameters of a law have the shape (H,), one number per head. They become buffers of the
         layer, on its device, in float32, or in float64 for a float64 model. Tensors that require
@@ -62,9 +65,10 @@ def use(
     base : str, optional
         The attention implementation that computes the attention: "isentropic", or another one of
         transformers, such as "sdpa", "eager", "flash_attention_2", "flex_attention" or the name of a
-        kernel on the Hub. The law goes into the queries of the others. The default is "isentropic". If
-        all laws are None, it is the implementation that the model had before. (A model that was loaded
-        or copied with laws keeps "isentropic".)
+        kernel on the Hub, which gets queries that the law has multiplied. The default is "isentropic".
+        If all laws are None, it is the implementation that the model had before. (A model that was
+        loaded or copied with laws keeps "isentropic".) Attention that does not use the
+        AttentionInterface of transformers keeps its implementation.
     trainable : bool or "head"
         Whether the numbers and arrays of the laws become parameters of the model, with names such as
         ``model.layers.0.self_attn.isentropic_law.slope``. With True, a number becomes one parameter per
@@ -85,44 +89,37 @@ def use(
     ValueError
         For a model on whose attention laws cannot act, for layers that it does not have, for parameters
         that do not fit its heads, for `trainable` laws with nothing to train, and for a `base` that
-        does not exist or does not support the model: the message names one that does. Calling the model
-        also raises it: with ``count="positions"`` if the model does not pass positions to its
-        attention, and with a base other than "isentropic" if the number of keys cannot be determined
-        from the shape of a mask.
+        does not exist or does not support the model. Calling the model also raises it if the model
+        passes no positions to its attention, with ``count="positions"``, and if a mask does not say how
+        many keys a query sees, with a base other than "isentropic".
     ImportError
         For a `base` that is not installed.
 
     Notes
     -----
-    The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, and
-    keys outside a sliding window are not counted, so decoding with a cache equals prefill. Sinks are
-    not counted as keys. In Longformer, a query sees its window and the global tokens, and the query of
-    a global token sees all tokens. The law multiplies the products of queries and keys, before a soft
+    :doc:`/reference/models` lists the models with the ways in which laws act on their attention, and
+    :doc:`/how-to/save-and-train-laws` says how laws are saved with the model.
+
+    The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, keys
+    outside a sliding window, and sinks are not counted, so decoding with a cache equals prefill. In
+    Longformer, a query sees its window and the global tokens, and that of a global token sees all
+    tokens. The law multiplies the products of queries and keys, before a soft
     cap and position biases, such as those of T5, ALiBi and MPNet. Where positions are products with the
     query or the key, as in DeBERTa, Funnel and SpeechT5, the law multiplies these too.
-
-    Modules that do not use the AttentionInterface of transformers keep their own code, and hooks apply
-    the law. :doc:`/reference/models` lists what runs in which way, and what does not. In some of them,
-    such as DeBERTa, the law f acts on the weights p, which become p^f / Σ p^f. In float16, weights
-    below 6e-8 are 0, and the law cannot bring them back. Call `torch.compile` after `use`: a compiled
-    model does not see hooks that are added later.
-
-    For a model that already scales its attention logits by a rule of its own, a warning names the
-    rule and says how to switch it off. `isentropic.laws.from_config` returns these rules.
 
     Positions are the ``position_ids`` that the model passes to its attention, as most decoders do. The
     positions that ``generate`` makes do not count padding. If a decoder is called without
     ``position_ids``, its positions count the padding on the left too.
 
-    A `base` other than "isentropic" gets scaled queries, rounded to their dtype, and otherwise does
-    what it does without a law. A model keeps its laws if its attention implementation is changed later.
+    Scaled queries are rounded to their dtype. In some models with hooks, such as DeBERTa, the law f
+    acts on the weights p, which become p^f / Σ p^f. In float16, weights below 6e-8 are 0, and the law
+    cannot bring them back.
 
-    The model keeps its laws: ``save_pretrained`` writes them into its configuration, and
-    ``from_pretrained`` makes them again, if this module has been imported. Every new model of the same
-    configuration has them too. Laws of your own classes cannot be saved.
+    A warning names a rule by which the model already scales its logits, and says how to switch it off.
+    `isentropic.laws.from_config` returns these rules.
 
-    Gradient checkpointing computes attention again in the backward pass, with the laws that the model
-    has at that time. So run the backward pass within the ``with`` block too.
+    Call `torch.compile` after `use`: a compiled model does not see hooks that are added later. Gradient
+    checkpointing computes attention again in the backward pass, so run that within the ``with`` block.
 
     Examples
     --------
@@ -188,11 +185,10 @@ def per_layer(laws: Laws, count: str, names: Sequence[str]) -> list[LawAndCount]
     if laws is None or isinstance(laws, Law):
         return [(laws, count)] * len(names)
     if isinstance(laws, Mapping):
-        check_keys(laws)
         chosen = {name: law for key, law in laws.items() for name in _matching(key, names)}
         return [(chosen.get(name), count) for name in names]
     if not isinstance(laws, Sequence) or isinstance(laws, str):
-        raise not_laws_error(laws)
+        raise _not_laws_error(laws)
     if len(laws) != len(names):
         must = f"be as many as the model has attention layers, {len(names)}"
         raise value_error("laws", must, len(laws))
@@ -201,34 +197,30 @@ def per_layer(laws: Laws, count: str, names: Sequence[str]) -> list[LawAndCount]
 
 def _matching(key: int | str, names: Sequence[str]) -> list[str]:
     """The names of the layers that a key of a mapping of laws means."""
+    if not is_integer(key) and not isinstance(key, str):
+        raise type_error("laws", "have the numbers or names of layers as keys", repr(key))
     if isinstance(key, str):
         if found := [name for name in names if name == key or fnmatchcase(name, key)]:
             return found
         closest = ", ".join(map(repr, get_close_matches(key, names, cutoff=0)))
         must = f"have names or patterns of attention layers as keys, such as {closest} (`layer_names`)"
         raise value_error("laws", must, repr(key))
+    if key < 0:
+        raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
     if key >= len(names):
         raise value_error("laws", f"name attention layers of the model, 0 to {len(names) - 1}", key)
     return [names[key]]
 
 
-def not_laws_error(x: Any) -> TypeError:
+def _not_laws_error(x: Any) -> TypeError:
     must = "be a law, or a sequence or mapping of laws"
     if isinstance(x, type) and issubclass(x, Law):
         return type_error("laws", must, f"the class {x.__name__}; call it: `{x.__name__}(...)`")
     if isinstance(x, str):
-        must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
+        must += " (`laws.preset` has those with a name)"
     elif isinstance(x, torch.nn.Module):
         must += " (a LawModule gives its law when it is called)"
     return type_error("laws", must, type(x).__name__)
-
-
-def check_keys(laws: Mapping[int | str, Any]) -> None:
-    for key in laws:
-        if not is_integer(key) and not isinstance(key, str):
-            raise type_error("laws", "have the numbers or names of layers as keys", repr(key))
-        if not isinstance(key, str) and key < 0:
-            raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
 
 
 def apply(

@@ -52,19 +52,15 @@ def attention_modules(model: Any) -> dict[str, Any]:
             "be a model whose attention goes through the AttentionInterface of transformers, or of a "
             "family for which isentropic has hooks"
         )
-        raise value_error("model", must, ": ".join((type(model).__name__, *reasons(model))))
+        known = {name: REFUSED[name] for name in map(class_name, model.modules()) if name in REFUSED}
+        reasons = (f"{name.partition('.')[2]}: {reason}" for name, reason in known.items())
+        raise value_error("model", must, ": ".join((type(model).__name__, *reasons)))
     return modules
 
 
 def uses_interface(module: Any) -> bool:
     """Whether the module looks up its attention in the AttentionInterface, and laws can act there."""
     return looks_up_attention(module) and class_name(module) not in REFUSED
-
-
-def reasons(model: Any) -> list[str]:
-    """Why laws cannot act on some of the attention of a model."""
-    known = {name: REFUSED[name] for name in map(class_name, model.modules()) if name in REFUSED}
-    return [f"{name.partition('.')[2]}: {reason}" for name, reason in known.items()]
 
 
 def layer_names(model: Any) -> list[str]:
@@ -97,19 +93,28 @@ def layer_names(model: Any) -> list[str]:
 
 
 def n_heads(module: Any) -> int | None:
-    for owner, name in (
-        (module, "num_heads"), (module, "num_attention_heads"), (module, "n_heads"), (module, "n_head"),
-        (module, "num_attn_heads"), (getattr(module, "config", None), "num_attention_heads"),
-    ):  # fmt: skip
-        if isinstance(n := getattr(owner, name, None), int):
-            return n
-    return None
+    names = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
+    found = [getattr(module, name, None) for name in names]
+    found.append(getattr(getattr(module, "config", None), "num_attention_heads", None))
+    return next((n for n in found if isinstance(n, int)), None)
+
+
+def is_causal(module: Any) -> bool:
+    return bool(getattr(module, "is_causal", True))
 
 
 def layer_device(model: Any, module: torch.nn.Module) -> torch.device:
     """The device of an attention module, which may differ from that of the model."""
     parameter = next(module.parameters(), None)
     return model.device if parameter is None else parameter.device
+
+
+def positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """The positions of the queries, counted from 1, broadcastable to (B, H, L)."""
+    if positions is None or positions.ndim != 2 or positions.shape[1] != query.shape[2]:
+        must = "be 'keys' if a model passes no `position_ids` (batch, queries) to its attention"
+        raise value_error("count", must, "'positions'")
+    return positions[:, None] + 1
 
 
 @contextlib.contextmanager

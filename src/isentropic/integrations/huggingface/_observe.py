@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import TrainerCallback
 
 from isentropic._checks import check_flag, value_error
-from isentropic.integrations._observe import (
-    Call,
-    Observation,
-    Observer,
-    announce,
-    check_options,
-    listeners,
-)
-from isentropic.integrations.huggingface._interface import law_and_options
+from isentropic.integrations._observe import Observation, Observer, check_options
 from isentropic.integrations.huggingface._modules import attention_modules, uses_interface
-from isentropic.masks import Mask, as_mask, causal, segments, window
 
 
 def observe(
@@ -40,19 +28,8 @@ def observe(
     model : transformers.PreTrainedModel
         The model. Its attention implementation stays as it is: "sdpa", "eager", "isentropic" or
         another. It may have laws.
-    every : int or None
-        The number of forward passes from one that is observed to the next; the first is observed. Only
-        passes of `model` in training mode are counted. With gradient accumulation, each forward pass
-        counts. If `every` is None, only passes for which `Observer.request` was called are observed.
-    sequences : int, optional
-        Measure only the first `sequences` sequences of each batch. By default all are measured.
-    then : callable, optional
-        Called with each `Observation`, at the end of the forward pass.
-    warn_below : float, optional
-        Warn about heads whose normalized entropy is below this number.
-    patience : int
-        The number of observations in a row in which the entropy must be below `warn_below` for a
-        warning. A head that stays below is not reported again.
+    every, sequences, then, warn_below, patience
+        As in `isentropic.integrations.torch.observe`.
 
     Returns
     -------
@@ -62,11 +39,9 @@ def observe(
 
     Raises
     ------
-    TypeError
-        For a `model` that is not a transformers model, and arguments of the wrong type.
-    ValueError
-        For a model none of whose attention goes through the AttentionInterface, and numbers out of
-        range.
+    TypeError, ValueError
+        For a `model` that is not a transformers model, or none of whose attention goes through the
+        AttentionInterface, and for arguments of the wrong type or out of range.
 
     Warns
     -----
@@ -75,26 +50,13 @@ def observe(
 
     Notes
     -----
+    What `isentropic.integrations.torch.observe` says of the training step, of its cost and of
+    `torch.compile` holds here too. Padding is not part of the statistics. In self-attention a query is
+    padding if it does not see its own position. In cross-attention all queries are counted.
+
     A forward pass that is observed raises nothing that it would not raise otherwise, except what `then`
-    raises. Layers that cannot be observed, such as those with a sink for each token, are NaN.
-
-    Loss and gradients are bit for bit those without observing. Only the latest observation is kept, and
-    no random numbers are drawn. Gradient checkpointing computes attention again in the backward pass,
-    which is not counted.
-
-    An observed pass costs as much as another forward pass of the attention, without gradients. Padding
-    is not part of the statistics, and neither is dropout.
-
-    Observe the module that `torch.compile` returns, and not the one in it. Then observed passes run
-    without compilation, which changes the rounding, and the other passes as they are compiled. If hooks
-    are within the compiled module, all of its passes have graph breaks, and ``fullgraph=True`` fails.
-
-    In self-attention a query is padding if it does not see its own position. In cross-attention all
-    queries are counted.
-
-    Attention that does not go through the AttentionInterface of transformers cannot be observed, with
-    or without laws: :doc:`/reference/models` lists it as "through hooks". Its rows are NaN. `profile`
-    measures it.
+    raises. Layers that cannot be observed are NaN: those with a sink for each token, and those that
+    :doc:`/reference/models` lists as "through hooks". `profile` measures these.
 
     Examples
     --------
@@ -118,20 +80,16 @@ def observe(
 
 
 class ObserveCallback(TrainerCallback):
-    """Logs statistics of attention with those of a `transformers.Trainer`.
-
-    TensorBoard, Weights & Biases and the other loggers of the trainer get them as scalars, with names
-    such as ``attention/entropy/layer_0/mean``; see `Observation.scalars`.
+    """Logs statistics of attention with those of a `transformers.Trainer`, by `Observation.scalars`.
 
     Parameters
     ----------
     trainer : transformers.Trainer
-        The trainer whose ``log`` is called. Add the callback to it with ``trainer.add_callback(...)``.
+        The trainer whose ``log`` is called, and to which the callback is added.
     every : int, optional
-        The number of optimizer steps from one that is observed to the next. The default is the
-        ``logging_steps`` of the trainer, where 0 means none. With gradient accumulation, the first
-        forward pass of the step is observed. Its `Observation.step` is the number of the optimizer
-        step, as in the history of the trainer.
+        The number of optimizer steps from one that is observed to the next, by its first forward pass.
+        The default is the ``logging_steps`` of the trainer, where 0 means none. `Observation.step` is
+        the number of the optimizer step, as in the history of the trainer.
     heads : bool
         Whether to log every head, and not only the means over heads and the extremes.
     sequences, then, warn_below, patience
@@ -140,17 +98,14 @@ class ObserveCallback(TrainerCallback):
     Attributes
     ----------
     observer : Observer or None
-        The observer of the present training, None before the first.
+        The observer of the present training, None before the first. Only the first process of a
+        distributed training has one, which observes its part of the batch.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments of the wrong type or out of range, and for models that `observe` refuses. If the
-        trainer makes its model by ``model_init``, the start of the training refuses them.
-
-    Notes
-    -----
-    Only the first process of a distributed training observes, and only its part of the batch.
+        As in `observe`. If the trainer makes its model by ``model_init``, the start of the training
+        refuses it.
 
     Examples
     --------
@@ -218,117 +173,3 @@ def _attention_to_observe(model: Any) -> dict[str, Any]:
         must = "have attention that goes through the AttentionInterface of transformers, to be observed"
         raise value_error("model", must, f"{type(model).__name__}, where {kinds} does not")
     return named
-
-
-def announced(function: Any, implementation: str) -> Any:
-    """The function of an implementation, which announces its calls while there are listeners."""
-    return functools.partial(_attend, function, implementation) if listeners else function
-
-
-def _attend(
-    function: Any,
-    implementation: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Announce a call of attention, and compute it."""
-    model_implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    # An implementation that calls another one is announced once, with the queries of the model.
-    if model_implementation in (implementation, None):
-        announce(
-            module, lambda: _call(implementation, module, query, key, attention_mask, *args, **kwargs)
-        )
-    return function(module, query, key, value, attention_mask, *args, **kwargs)
-
-
-def _call(
-    implementation: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> Call:
-    counted = is_first = None
-    if isinstance(mask, BlockMask):
-        mask = create_mask(mask.mask_mod, mask.shape[0], 1, query.shape[2], key.shape[2], query.device)
-    elif "flash" in implementation:
-        mask, counted, is_first = _flash_mask(module, query, key, mask, is_causal, **kwargs)
-    elif mask is None and implementation == "eager":
-        is_causal = False  # "eager" is given all masks
-    law, options = law_and_options(
-        module, query, mask, scaling, is_causal, softcap, position_bias, kwargs
-    )
-    visible = options["mask"]
-    if isinstance(visible, torch.Tensor):
-        visible = visible.expand(*visible.shape[:2], query.shape[2], key.shape[2])
-        counted, is_first = is_token(visible), _first_keys(visible[:, 0])
-    return Call(query, key, law, options, s_aux, counted, is_first)
-
-
-def is_token(visible: torch.Tensor) -> torch.Tensor | None:
-    """Whether queries are tokens, not padding, by a mask (B, 1, L, S): (B, 1, L).
-
-    In self-attention, a query that does not see its own position is padding. Otherwise it is unknown.
-    """
-    is_self_attention = visible.shape[-1] == visible.shape[-2]
-    return visible.diagonal(dim1=-2, dim2=-1) if is_self_attention else None
-
-
-def _first_keys(visible: torch.Tensor) -> torch.Tensor:
-    """Whether a key is the first of its sequence, by a mask (B, L, S): (B, S)."""
-    n_queries, n_keys = visible.shape[1:]
-    positions = torch.arange(n_keys, device=visible.device)
-    if n_queries != n_keys:
-        return positions == visible.any(1).to(torch.uint8).argmax(-1)[:, None]
-    # There may be several sequences in a row. Their first token sees no key before its own.
-    first_seen = visible.to(torch.uint8).argmax(-1)
-    return (first_seen == positions) & visible.diagonal(dim1=-2, dim2=-1)
-
-
-def _flash_mask(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool | None,
-    sliding_window: int | None = None,
-    position_ids: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Mask | None, torch.Tensor | None, torch.Tensor | None]:
-    """The mask of FlashAttention, which queries are tokens, and which keys are the first of a sequence.
-
-    Its arguments are a mask (B, S) of tokens, a window, and where packed sequences begin.
-    """
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    positions = torch.arange(key.shape[2], device=key.device)
-    parts: list[Mask] = []
-    counted = is_first = None
-    if sliding_window is not None:
-        parts.append(window(sliding_window - 1, 0 if is_causal else sliding_window - 1))
-    elif is_causal:
-        parts.append(causal())
-    if mask is not None:
-        is_first = mask.bool() & (mask.bool().cumsum(-1) == 1)
-        counted = mask.bool()[:, None] if query.shape[2] == key.shape[2] else None
-        parts.append(as_mask(mask.bool()[:, None, None]))
-    elif cu_seq_lens_q is not None:
-        ids = torch.bucketize(positions, cu_seq_lens_q, right=True)
-        is_first = torch.isin(positions, cu_seq_lens_q)[None]
-        parts.append(segments(ids))
-    elif position_ids is not None and len(key) == 1 and position_ids.shape == (1, key.shape[2]):
-        is_first = position_ids == position_ids.min()
-        parts.append(segments(is_first[0].long().cumsum(-1)))
-    return functools.reduce(lambda a, b: a & b, parts) if parts else None, counted, is_first

@@ -1,30 +1,25 @@
 """Laws in the configuration of a model, so that `save_pretrained` and `from_pretrained` keep them.
 
 The configuration says which laws a model has, and the values that they have when it is written. The
-trained ones are in the state dict too, under the names of the modules. `extend_transformers` is the one
-place that changes transformers.
+trained ones are in the state dict too, under the names of the modules.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, Trainer, initialization
-from transformers.utils import CONFIG_NAME
+from transformers import PreTrainedModel, initialization
 
 from isentropic import laws as laws_module
 from isentropic._checks import check_flag, type_error, value_error
 from isentropic.integrations.huggingface._hooks import hooks
-from isentropic.integrations.huggingface._interface import LAW, NAME, set_law
-from isentropic.integrations.huggingface._layer_law import LayerLaw, layer_law
+from isentropic.integrations.huggingface._interface import NAME
+from isentropic.integrations.huggingface._layer_law import LAW, LayerLaw, layer_law, set_law
 from isentropic.integrations.torch import LawModule
 
 ENTRY, _VERSION = "isentropic_laws", 1
@@ -34,19 +29,17 @@ _KEYS = ("law", "count", "trainable")  # what describes the law of a layer
 # this package, rather than silently lose its laws.
 _IMPLEMENTATION = "attn_implementation"
 
+# ------------------------------------------------------------------------- the steps in transformers
+
 
 def extend_transformers() -> None:
-    """Let the models of transformers keep their laws.
-
-    Four methods of PreTrainedModel, and one of Trainer, get a step before or after. It does nothing for
-    models without laws. Calling this again has no effect.
-    """
-    for (owner, name), extend in _EXTENSIONS.items():
-        original = getattr(owner, name)
+    """Let the models of transformers keep their laws. Calling this again has no effect."""
+    for name, extend in _EXTENSIONS.items():
+        original = getattr(PreTrainedModel, name)
         if not hasattr(original, "keeps_laws"):
             method = functools.wraps(original)(extend(original))
             method.keeps_laws = True  # type: ignore[attr-defined]
-            setattr(owner, name, method)
+            setattr(PreTrainedModel, name, method)
 
 
 def _check_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,13 +54,13 @@ def _check_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: Any) -> None:
-        made = make_laws(self)  # before the weights are initialized or loaded
+        has_laws = _make_laws(self)  # before the weights are initialized or loaded
         for module in _own_laws(self):
             # Loading replaces the tensors that are not loaded by uninitialized ones.
             values = {name: x.detach().clone() for name, x in _tensors(module)}
             vars(module).setdefault(_VALUES, values)
         original(self)
-        if made:
+        if has_laws:
             # Loading in half precision would round the laws.
             self._keep_in_fp32_modules_strict.add(LAW)
 
@@ -75,45 +68,13 @@ def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(module, LayerLaw):
-            if not getattr(module, "_is_hf_initialized", False):
-                _restore_values(self, module)
-            return original(self, module, *args, **kwargs)
-        if not module._is_hf_initialized:
-            for x, value in module.values():
-                initialization.copy_(x, value)  # unless it has been loaded
-            module._is_hf_initialized = True
-        return None
+    def initialize_weights(self: Any) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, LawModule) and not getattr(module, "_is_hf_initialized", False):
+                _restore_values(name, module)
+        original(self)
 
-    return initialize
-
-
-def _own_laws(model: Any) -> list[Any]:
-    """The LawModules in a model, except the laws that `use` applied."""
-    applied = {
-        x for module in model.modules() if isinstance(module, LayerLaw) for x in module.modules()
-    }
-    return [x for x in model.modules() if isinstance(x, LawModule) and x not in applied]
-
-
-def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
-def _restore_values(model: Any, module: Any) -> None:
-    """Set those tensors of a LawModule that have not been loaded to the values they were made with."""
-    values = vars(module).get(_VALUES, {})
-    for name, x in _tensors(module) if values else ():
-        if values[name].is_meta and not getattr(x, "_is_hf_initialized", False):
-            owner = next(name for name, x in model.named_modules() if x is module)
-            must = (
-                "have values that `from_pretrained` can know: they are not in the checkpoint, and the "
-                "tensor is made on the meta device (make it with `device='cpu'`)"
-            )
-            raise value_error(f"{owner}.{name}", must, "none")
-        initialization.copy_(x, values[name])
+    return initialize_weights
 
 
 def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,34 +90,55 @@ def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_from_checkpoint(self: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_checkpoint(self.model, Path(resume_from_checkpoint))
-        return original(self, resume_from_checkpoint, *args, **kwargs)
-
-    return load_from_checkpoint
-
-
 _EXTENSIONS = {
-    (PreTrainedModel, "_check_and_adjust_attn_implementation"): _check_implementation,
-    (PreTrainedModel, "post_init"): _post_init,
-    (PreTrainedModel, "_initialize_weights"): _initialize_weights,
-    (PreTrainedModel, "save_pretrained"): _save_pretrained,
-    (Trainer, "_load_from_checkpoint"): _load_from_checkpoint,
+    "_check_and_adjust_attn_implementation": _check_implementation,
+    "post_init": _post_init,
+    "initialize_weights": _initialize_weights,
+    "save_pretrained": _save_pretrained,
 }
 
 
-@dataclass(frozen=True)
-class _Held:
+def _own_laws(module: torch.nn.Module) -> Iterator[LawModule]:
+    """The LawModules in a module, except the laws that `use` applied."""
+    for child in module.children():
+        if isinstance(child, LawModule) and not isinstance(child, LayerLaw):
+            yield child
+        if not isinstance(child, LayerLaw):
+            yield from _own_laws(child)
+
+
+def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _restore_values(name: str, module: Any) -> None:
+    """Set those tensors of a LawModule that have not been loaded to the values they were made with."""
+    if isinstance(module, LayerLaw):
+        for x, value in module.values():
+            initialization.copy_(x, value)
+        module._is_hf_initialized = True
+        return
+    values = vars(module).get(_VALUES, {})
+    for key, x in _tensors(module) if values else ():
+        if values[key].is_meta and not getattr(x, "_is_hf_initialized", False):
+            must = (
+                "have values that `from_pretrained` can know: they are not in the checkpoint, and the "
+                "tensor is made on the meta device (make it with `device='cpu'`)"
+            )
+            raise value_error(f"{name}.{key}", must, "none")
+        initialization.copy_(x, values[key])
+
+
+# -------------------------------------------------------------------------- into the configuration
+
+
+class _Held(NamedTuple):
     """A law, or None for standard attention, and the models around it by name, outer first."""
 
     name: str
     law: LayerLaw | None
     models: tuple[tuple[str, Any], ...]
-
-    @property
-    def implementation(self) -> str | None:
-        return self.models[-1][1].config._attn_implementation
 
     def config_and_name(self) -> tuple[Any, str]:
         """The configuration that is saved with the law, and the name of the module there.
@@ -186,20 +168,13 @@ def write_entry(
 ) -> dict[str, str]:
     """Write the present laws of a model into its configurations.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-    state : mapping, optional
-        A state dict of the model, which is saved in place of its own.
-
-    Returns
-    -------
-    dict
-        The names of attention modules whose law cannot be described, and the classes of these laws.
+    `state` is a state dict of the model that is saved in place of its own. Returns the names of
+    attention modules whose law cannot be described, with the classes of these laws.
     """
     unsaved: dict[str, str] = {}
     for root in _outermost_models(model):
-        for config in _configs(root.config):
+        configs = list(_configs(root.config))
+        for config in configs:
             vars(config).pop(ENTRY, None)
             if NAME in str(vars(config).get(_IMPLEMENTATION)):  # it may be of someone else
                 vars(config).pop(_IMPLEMENTATION)
@@ -209,12 +184,15 @@ def write_entry(
             entry = vars(config).setdefault(ENTRY, empty)
             prefix = f"{held.name}.{LAW}."
             own = {k.removeprefix(prefix): x for k, x in (state or {}).items() if k.startswith(prefix)}
-            entry["layers"][name] = description = _description(held.law, own)
-            if description is not None:
-                entry["base"] = held.implementation
-                if "unsaved" in description:
-                    unsaved[name] = description["unsaved"]
-        for config in _configs(root.config):
+            entry["layers"][name] = None
+            if held.law is not None:
+                entry["base"] = held.models[-1][1].config._attn_implementation
+                try:
+                    entry["layers"][name] = held.law.to_dict(own)
+                except TypeError:
+                    unsaved[name] = held.law._kind.__name__
+                    entry["layers"][name] = {"unsaved": unsaved[name]}
+        for config in configs:
             if not any(vars(config).get(ENTRY, {"layers": {}})["layers"].values()):
                 vars(config).pop(ENTRY, None)
         _require_implementation(root.config)
@@ -224,11 +202,9 @@ def write_entry(
 def _require_implementation(config: Any) -> Any:
     """Let transformers ask for this package's attention in each configuration that has laws.
 
-    Returns
-    -------
-    str, dict or None
-        What to ask for in `config`: a dictionary with one value per configuration within it, and its
-        own under "". Some outer configurations overwrite what the inner ones ask for, others do not.
+    Returns what to ask for in `config`: a name, None, or a dictionary with one value per configuration
+    within it, and its own under "". Some outer configurations overwrite what the inner ones ask for,
+    others do not.
     """
     outer = NAME if ENTRY in vars(config) else None
     inner = {key: getattr(config, key, None) for key in config.sub_configs}
@@ -238,15 +214,6 @@ def _require_implementation(config: Any) -> Any:
     if asked is not None:
         setattr(config, _IMPLEMENTATION, asked)
     return asked
-
-
-def _description(law: Any, state: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
-    if law is None:
-        return None
-    try:
-        return law.to_dict(state)
-    except TypeError:
-        return {"unsaved": law._kind.__name__}
 
 
 def _outermost_models(module: torch.nn.Module) -> list[Any]:
@@ -262,48 +229,16 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(inner)
 
 
-def _check_checkpoint(model: Any, folder: Path) -> None:
-    """Refuse to train on from a checkpoint with trained laws without them."""
-    path, config = folder / CONFIG_NAME, getattr(model, "config", None)
-    if config is None or not path.is_file():
-        return
-    own = _layers(config.to_dict())
-    saved = _layers(json.loads(path.read_text(encoding="utf-8")))
-    lost = [name for name, is_trained in saved.items() if is_trained and not own.get(name)]
-    if lost:
-        must = (
-            f"have the trained laws of the checkpoint {folder}: make it by `from_pretrained`, or apply "
-            "them by `huggingface.use` before the training"
-        )
-        raise value_error("model", must, f"no trained law in {', '.join(lost)}")
-    if saved and not own:
-        warnings.warn(
-            f"The checkpoint {folder} has laws, and the model that is trained on has none. Apply them "
-            "by `huggingface.use`.",
-            stacklevel=4,
-        )
+# -------------------------------------------------------------------------- from the configuration
 
 
-def _layers(config: dict[str, Any], prefix: str = "") -> dict[str, bool]:
-    """The layers with laws in a configuration and those within it, and whether these are trained."""
-    entry = config.get(ENTRY, {"layers": {}})
-    layers = {
-        f"{prefix}{name}": "trainable" in x for name, x in entry["layers"].items() if x is not None
-    }
-    for key, inner in config.items():
-        if isinstance(inner, dict) and key != ENTRY:
-            layers |= _layers(inner, f"{prefix}{key}.")
-    return layers
-
-
-def make_laws(model: Any) -> bool:
+def _make_laws(model: Any) -> bool:
     """Give a new model the laws that its configuration describes. Say whether there were any."""
     entry = vars(model.config).get(ENTRY)
     if entry is None:
         return False
-    _check(entry)
     made = []
-    for name, description in entry["layers"].items():
+    for name, description in _layers(entry).items():
         module = _find(model, name)
         # An inner model may have made the law already.
         if module is not None and not hasattr(module, LAW):
@@ -315,7 +250,8 @@ def make_laws(model: Any) -> bool:
     return bool(made)
 
 
-def _check(entry: Any) -> None:
+def _layers(entry: Any) -> dict[str, Any]:
+    """The descriptions of laws in an entry, which is checked."""
     layers = entry.get("layers") if isinstance(entry, dict) else None
     if not isinstance(layers, dict) or not all(isinstance(x, dict | None) for x in layers.values()):
         must = "be a dictionary whose 'layers' are dictionaries or None"
@@ -324,6 +260,7 @@ def _check(entry: Any) -> None:
         must = f"have the version {_VERSION}; a newer isentropic may read it"
         raise value_error(f"config.{ENTRY}", must, repr(entry.get("version")))
     _base(entry)
+    return layers
 
 
 def _base(entry: dict[str, Any]) -> str | None:
@@ -354,9 +291,8 @@ def _from_description(description: Any, module: Any, model: Any, name: str) -> L
         )
         return None
     if not description.keys() <= set(_KEYS):
-        raise value_error(
-            f"config.{ENTRY}", f"have {', '.join(_KEYS)} of {name!r}", ", ".join(description)
-        )
+        must = f"have {', '.join(_KEYS)} of {name!r}"
+        raise value_error(f"config.{ENTRY}", must, ", ".join(description))
     law = laws_module.from_dict(description.get("law"))
     trainable = description.get("trainable", False)
     check_flag(trainable=trainable)

@@ -21,13 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from isentropic._checks import check_count, check_real, plain_integer, type_error, value_error
 from isentropic._namespace import Array
 from isentropic._numerics import clip
-from isentropic.integrations.huggingface._diagnose import checked_ids, is_causal
 from isentropic.integrations.huggingface._interface import NAME
 from isentropic.integrations.huggingface._laws import apply
 from isentropic.integrations.huggingface._measure import as_mapping, check_batches
 from isentropic.integrations.huggingface._modules import (
     attention_modules,
     evaluation,
+    is_causal,
     layer_device,
     n_heads,
 )
@@ -92,9 +92,8 @@ def tune(
     chunk_size : int
         The number of tokens of a step. A step needs memory for the activations of so many tokens.
     gradient_checkpointing : bool
-        Whether to keep the inputs of the decoder's layers alone, and compute each layer again when its
-        gradient is due. The laws are the same. A step has the activations of one layer in memory, and
-        takes longer by a forward pass.
+        Whether to compute each layer again when its gradient is due. The laws are the same. A step has
+        the activations of one layer in memory, and takes longer by a forward pass.
     base : str
         The attention implementation during the training, as in `use`.
     progress : bool or str
@@ -103,16 +102,14 @@ def tune(
     Returns
     -------
     list of Knots
-        A law for each layer, in the order of `layer_names`, with NumPy arrays (H, 3), for `use` and
-        `save_laws`: ``c · (1 + a · ln(n / reference_length))`` beyond the reference length, and c up
-        to there, with a trained slope a for each head. c is 1, or the trained constant. Layers that no
-        text reaches, such as those for images, have the law 1, or `constant`.
+        A law for each layer, in the order of `layer_names`, with NumPy arrays (H, 3), for `use`:
+        ``c · (1 + a · ln(n / reference_length))`` beyond the reference length, and c up to there, with
+        a trained slope a for each head. c is 1, or the trained constant. Layers that no text reaches,
+        such as those for images, have the law 1, or `constant`.
 
     Raises
     ------
-    TypeError
-        For a `model` that is not a transformers model, and for `batches` of another type.
-    ValueError
+    TypeError, ValueError
         As in `use`; also for models that are not causal, that have an encoder, or whose cache has other
         states than keys and values; for `gradient_checkpointing` of models that do not support it in
         transformers; for texts that are too short or padded; and if the loss becomes NaN or infinite.
@@ -124,13 +121,9 @@ def tune(
     Adam. Gradients do not reach the keys of earlier chunks, which saves memory and time. A trained
     constant may raise the loss within the reference length, which no step sees. So test it there too.
 
-    In the experiment of the documentation, at twice the trained length, trained constants gained as
-    much without slopes as with them.
-
-    There are few parameters, one or two per head, so a few texts suffice: 4 texts with 8192 tokens
-    beyond the reference length, which are 32 steps, for the 270 heads of the experiment in the
-    documentation. Test the laws on other texts. A law cannot mend positions that the model does not
-    know: extend those first, and see `diagnose`.
+    There are few parameters, one or two per head, so a few texts suffice; test the laws on others. A
+    law cannot mend positions that the model does not know. :doc:`/how-to/save-and-train-laws` has
+    measurements and advice, and :doc:`/how-to/law-or-position` says which of the two fails.
 
     Laws that the model has are ignored here, and restored afterwards.
 
@@ -218,7 +211,13 @@ def _law(model: Any, module: torch.nn.Module, constant: float | None, base: floa
 def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     """The token ids (B, tokens) of a batch."""
     batch = as_mapping(batch)
-    ids = checked_ids("input_ids", batch.get("input_ids"))
+    ids, must = batch.get("input_ids"), "have `input_ids` as a tensor (sequences, tokens) of integers"
+    if not isinstance(ids, torch.Tensor):
+        raise type_error("batches", must, type(ids).__name__)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise type_error("batches", must, ids.dtype)
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise value_error("batches", must, tuple(ids.shape))
     if ids.shape[1] < reference_length + 2:
         must = f"have texts of at least `reference_length` + 2 = {reference_length + 2} tokens"
         raise value_error("batches", must, ids.shape[1])
@@ -232,14 +231,12 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     if mask is not None and not (mask.shape == ids.shape and bool(mask.all())):
         must = "have no padding: an `attention_mask` of ones, with the shape of the ids"
         raise value_error("batches", must, tuple(mask.shape) if mask.shape != ids.shape else "zeros")
+    ids = ids.long()
     return ids.clone() if ids.is_inference() else ids  # as ids are saved for a gradient
 
 
 class _Cache(DynamicCache):
-    """A cache in which a layer can be computed twice in a step of the training.
-
-    The second time replaces what the first one has added.
-    """
+    """A cache in which the second computation of a layer in a step replaces what the first has added."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(config=model.config)

@@ -38,7 +38,7 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 from transformers.integrations import flex_attention as theirs  # noqa: E402
 
 from isentropic.integrations import huggingface  # noqa: E402
-from isentropic.integrations.huggingface import _bases  # noqa: E402
+from isentropic.integrations.huggingface import _calls, _interface  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -250,7 +250,7 @@ class TestValues:
         query, key = torch.randn(2, 8, 512, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
         n, law = torch.arange(1, 513), laws.LogLength(64)
         exact, got = (
-            _bases._scaled(x, n, law).double() @ key.double().mT for x in (query.double(), query)
+            _interface._scaled(x, n, law).double() @ key.double().mT for x in (query.double(), query)
         )
         error = (got - exact).square().mean().sqrt() / exact.square().mean().sqrt()
         # Measured: 0.0017 and 0.00021.
@@ -579,12 +579,11 @@ class TestUnknownCounts:
         ],
     )
     def test_arguments(self, base, mask, options, what):
-        count = _bases._counter(base)
         query = torch.ones(1, 2, 6, 8)
         with pytest.raises(
             ValueError, match=f"`count` must be 'positions' where .* got 'keys' with {what}"
         ):
-            count(nn.Module(), query, query, mask, options)
+            _calls.counted_keys(base, nn.Module(), query, query, mask, options)
 
 
 class TestBlocks:
@@ -598,10 +597,10 @@ class TestBlocks:
             "cpu",
         )
 
-    @pytest.mark.parametrize("tile", [2**24, 1])
+    @pytest.mark.parametrize("tile", [2**24, 128])
     def test_functions(self, set_blocks, tile):
-        set_blocks(mask_elements=tile)
-        got = _bases._visible_in_blocks(self.windows(), torch.device("cpu"))
+        set_blocks(count_tile=tile)
+        got = _calls._InBlocks(self.windows()).n()
         for b in range(2):
             for h in range(3):
                 window = masks.window(89 + 10 * b + 20 * h).visible_count(300, 360)
@@ -612,13 +611,15 @@ class TestBlocks:
             kv_num_blocks=torch.tensor([[[1, 2]]]), kv_indices=torch.tensor([[[[1, 0], [0, 1]]]]),
             full_kv_num_blocks=None, full_kv_indices=None, BLOCK_SIZE=128, seq_lengths=(200, 256),
         )  # fmt: skip
-        got = _bases._visible_in_blocks(mask, torch.device("cpu"))
+        got = _calls._InBlocks(mask).n()
         assert got.tolist() == [[[128] * 128 + [256] * 72]]
 
     def test_counted_once(self, monkeypatch):
         calls = []
-        count = _bases._visible_in_blocks
-        monkeypatch.setattr(_bases, "_visible_in_blocks", lambda *args: calls.append(0) or count(*args))
+        count = _calls._InBlocks.visible_count
+        monkeypatch.setattr(
+            _calls._InBlocks, "visible_count", lambda *args, **of: calls.append(0) or count(*args, **of)
+        )
         for name in ("Qwen3", "Llama"):
             by_base(decoder(name), "flex_attention", partial(outputs, inputs=batch()))
         assert (
@@ -628,5 +629,5 @@ class TestBlocks:
     def test_a_mask_of_numbers(self):
         query = torch.ones(1, 2, 3, 8)
         mask = torch.tensor([[[[0.0, -math.inf], [0.0, -1.0], [-math.inf, -math.inf]]]])
-        n = _bases._counter("flex_attention")(nn.Module(), query, query[:, :, :2], mask, {})
+        n = _calls.counted_keys("flex_attention", nn.Module(), query, query[:, :, :2], mask, {})
         assert n.tolist() == [[[1, 2, 0]]]
