@@ -31,8 +31,8 @@ class Family:
     # The child module on which the law acts.
     child: str
     # Says where the query, (..., heads, E), is among the features that the child returns. The law
-    # multiplies it. If None, the attention weights p, (B, H, L, S), pass through the child instead. There
-    # the factor f turns them into p^f / Σ p^f, which multiplies all logits by f.
+    # multiplies it. If None, the attention weights p, (B, H, L, S), pass through the child instead.
+    # There the factor f turns them into p^f / Σ p^f, which multiplies all logits by f.
     query: _Split | None = None
     # The arguments that say which keys are visible, and that of cross-attention, if it is another one.
     masks: tuple[str, ...] = ("attention_mask",)

@@ -236,7 +236,7 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
 
 
 class _Cache(DynamicCache):
-    """A cache in which the second computation of a layer in a step replaces what the first has added."""
+    """A cache in which computing a layer again in a step replaces what the first time has added."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(config=model.config)
