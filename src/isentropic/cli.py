@@ -80,8 +80,8 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
 
     NAME is one of the presets, with its parameters: isentropic laws su qwen:length=2048.
     FOLDER has the laws of a model in its configuration, from `isentropic calibrate` or
-    `save_pretrained`. There is one row per layer, with the mean over the heads. Without names, print all
-    presets that do not need parameters.
+    `save_pretrained`. There is one row per layer, with the mean over the heads. Without names, print
+    all presets that do not need parameters.
     """
     chosen = dict(_named_laws(names)) if names else dict(_laws_without_parameters())
     factors = {name: [_factor(name, law, n) for n in lengths] for name, law in chosen.items()}
