@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -228,46 +228,44 @@ def _scale_logits(child: Any, args: Any) -> Any:
     return torch.softmax(logits.masked_fill(is_zero, -math.inf), -1).to(weights.dtype), *others
 
 
-def arguments_without_cache(module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names, except the cache, which the call may have filled."""
+class Measured(NamedTuple):
+    """What queries of a module see, and the entropies of its weights."""
+
+    entropies: list[Any]  # (B, H, L) for each law
+    n: Any  # (B or 1, L)
+    visible: Any  # as from `visible_keys`
+    n_keys: int
+
+
+def run_with_laws(module: Any, args: Any, kwargs: Any, laws: Iterable[Law], count: str) -> Measured:
+    """Run a module again, for each of the laws once."""
+    family = family_of(module)
+    assert family is not None
     arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
-    return arguments | dict.fromkeys(_CACHES & arguments.keys())
-
-
-def entropies_with_law(module: Any, arguments: _Arguments, law: Law, count: str) -> tuple[Any, int]:
-    """The entropies (B, H, L) of the weights that the module forms with a law, by a further run of it.
-
-    Also returns the number of keys.
-    """
-    family = family_of(module)
-    assert family is not None
-    _store_law(family, module, arguments, law, count)
-    weights = None
-    try:
-        with _Weights() as run:
-            module.forward(**arguments)
-        weights = run.weights
-    finally:
-        _check_law_was_applied(family, module, (), weights)
-    if family.rows is not None:
-        rows = family.rows(arguments, *map(_entropy, weights))
-        return rows, rows.shape[-1]
-    *_, n_queries, n_keys = weights[-1].shape
-    return _entropy(weights[-1]).reshape(-1, n_heads(module) or 1, n_queries), n_keys
-
-
-def visible_counts_and_mask(module: Any, arguments: _Arguments) -> tuple[Any, Any]:
-    """The number of keys that each query sees, (B, 1, L), and `visible_keys`; None for all keys."""
-    family = family_of(module)
-    assert family is not None
+    arguments |= dict.fromkeys(_CACHES & arguments.keys())  # which the first run has filled
+    entropies, n_keys = [], 0
+    for law in laws:
+        _store_law(family, module, arguments, law, count)
+        weights = None
+        try:
+            with _Weights() as run:
+                module.forward(**arguments)
+            weights = run.weights
+        finally:
+            _check_law_was_applied(family, module, (), weights)
+        found = [entropy(x.float()) for x in weights]
+        n_keys = weights[-1].shape[-1]
+        if family.rows is not None:
+            rows = family.rows(arguments, *found)
+            n_keys = rows.shape[-1]
+        else:
+            rows = found[-1].reshape(-1, n_heads(module) or 1, found[-1].shape[-1])
+        entropies.append(rows)
     visible = visible_keys(family, module, arguments)
+    n = torch.tensor([[n_keys]]) if visible is None else visible.sum(-1)
     if family.counts is not None:
-        return family.counts(module, arguments)[family.child], visible
-    return None if visible is None else visible.sum(-1), visible
-
-
-def _entropy(weights: Any) -> Any:
-    return entropy(weights.float())
+        n = family.counts(module, arguments)[family.child]
+    return Measured(entropies, n.reshape(-1, n.shape[-1]), visible, n_keys)
 
 
 class _Weights(TorchFunctionMode):

@@ -55,13 +55,15 @@ class LayerLaw(LawModule):
         def tensor(name: str, x: Any) -> Any:
             if not is_array(x) or isinstance(x, torch.Tensor):
                 return x
-            is_parameter = trainable and not _is_fixed(name)
-            # No state dict would give a buffer on the meta device its values.
-            device = like.device if is_parameter or not like.is_meta else "cpu"
-            x = torch.tensor(x, device=device, dtype=like.dtype)
-            return torch.nn.Parameter(x) if is_parameter else x
+            x = torch.tensor(x, device="cpu", dtype=like.dtype)
+            return torch.nn.Parameter(x) if trainable and not _is_fixed(name) else x
 
         super().__init__(_changed(law, tensor), borrow=not trainable)
+        # The module keeps the values of what it moves to the meta device, for `to_empty`. But buffers
+        # stay on the CPU then: they are in no state dict that could fill them.
+        self._apply(
+            lambda x: x if like.is_meta and not isinstance(x, torch.nn.Parameter) else x.to(like.device)
+        )
         # Not setattr: a field of the law may have the same name.
         self.__dict__.update(count=count, trainable=trainable, initial=law)
         # Transformers may initialize a model again, but only modules without this flag.
@@ -71,17 +73,6 @@ class LayerLaw(LawModule):
         """The tensors of the module, with their initial values."""
         for name, x in (*self.named_parameters(), *self.named_buffers()):
             yield x, torch.from_numpy(attrgetter(name)(self.initial))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = [(x, x.is_meta) for x, _ in self.values()]
-        super()._apply(fn, recurse)
-        with torch.no_grad():
-            for (old, was_meta), (x, value) in zip(before, self.values(), strict=True):
-                # `to_empty` loses values. Those of buffers never change, and are in no state dict.
-                is_new = was_meta or (x is not old and not isinstance(x, torch.nn.Parameter))
-                if is_new and not x.is_meta:
-                    x.copy_(value)
-        return self
 
     def reset_parameters(self) -> None:
         """Set all tensors to their initial values."""

@@ -24,11 +24,9 @@ from isentropic.integrations.huggingface._calls import is_token
 from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import (
     argument_names,
-    arguments_without_cache,
     cached_length,
-    entropies_with_law,
     key_source,
-    visible_counts_and_mask,
+    run_with_laws,
 )
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._layer_law import law_of
@@ -303,17 +301,11 @@ class _Run:
 
     def _run_again(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Of attention with hooks, by further runs of the module."""
-        arguments = arguments_without_cache(module, args, kwargs)
         law, count = law_of(module)
-        runs = [
-            entropies_with_law(module, arguments, _scaled(law, factor), count)
-            for factor in self.recorder.factors
-        ]
-        entropies, n_keys = [rows for rows, _ in runs], runs[-1][1]
-        n, visible = visible_counts_and_mask(module, arguments)
-        n = torch.tensor([n_keys]) if n is None else n
+        scaled = (_scaled(law, factor) for factor in self.recorder.factors)
+        entropies, n, visible, n_keys = run_with_laws(module, args, kwargs, scaled, count)
         counted = self._counted_queries(visible, entropies[0], entropies[0].shape[2], n_keys)
-        self._add(module, n.reshape(-1, n.shape[-1]), entropies, counted, 1.0)
+        self._add(module, n, entropies, counted, 1.0)
 
     def _add(self, module: Any, n: Any, entropies: list[Any], counted: Any, weight: Any) -> None:
         """`n` is (B or 1, L), and the entropies are (B, H, L). L counts the queries that are measured.
