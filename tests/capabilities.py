@@ -294,16 +294,12 @@ INTEGRATIONS = {
         compiled="`torch.compile`; observed passes run eagerly",
         gradient="none; the training step stays as it is",
     ),
-    "integrations.huggingface.ObserveCallback": _of_models(
-        "observe", "TestTrainer.test_log", compiled="as `observe`", gradient="none"
-    ),
     "integrations.huggingface.calibrate": _of_models("calibrate", "test_families"),
     "integrations.huggingface.profile": _of_models("interface", "TestPositions.test_profile"),
     "integrations.huggingface.tune": _of_models(
         "tune", "test_lowers_the_loss_beyond_the_length_alone", gradient="it takes them, of laws alone"
     ),
     "integrations.huggingface.laws_of": _of_models("saving", "TestSaved.test_saved_again"),
-    "integrations.huggingface.layer_names": _of_models("names", "TestNames"),
     "plots.attention": _plot("arrays of every library", "TestAttention.test_map_and_entropies"),
     "plots.distortion": _plot("a report", "TestDistortion.test_histogram_and_theory"),
     "plots.drift": _plot("a report", "TestDrift.test_colors_are_slopes"),

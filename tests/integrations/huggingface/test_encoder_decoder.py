@@ -67,7 +67,7 @@ class TestRows:
             out = model(**batch_, output_attentions=True, use_cache=False)
         weights = {"cross": list(out.cross_attentions), "decoder": list(out.decoder_attentions),
                    "encoder": list(out.encoder_attentions)}  # fmt: skip
-        names = huggingface.layer_names(model)
+        names = list(huggingface.laws_of(model))
         assert len(names) == 6
         for layer, name_ in enumerate(names):
             n, entropies, counted = got[layer]
@@ -112,7 +112,7 @@ class TestReports:
     def test_names(self):
         model = encoder_decoder("Bart")
         report = huggingface.profile(model, [inputs()], laws=laws.Constant(0.0))
-        assert report.names == tuple(huggingface.layer_names(model))
+        assert report.names == tuple(huggingface.laws_of(model))
         assert report.layer_names == report.names
         assert report.to_dict()["names"] == list(report.names)
         lines = repr(report).splitlines()

@@ -380,7 +380,7 @@ class TestHooks:
         """As by adapters, whose part of the query would have no law."""
         model = tiny("MPNet")
         expected = outputs(model, batch())
-        attention = model.get_submodule(huggingface.layer_names(model)[0])
+        attention = model.get_submodule(next(iter(huggingface.laws_of(model))))
         with huggingface.use(model, laws.LogLength(4)):
             attention.q = copy.deepcopy(attention.q)
             attention.q._forward_hooks.clear()
@@ -391,7 +391,7 @@ class TestHooks:
     def test_errors_do_not_leave_a_law(self):
         model = tiny("MPNet")
         expected = outputs(model, batch())
-        module = model.get_submodule(huggingface.layer_names(model)[1])
+        module = model.get_submodule(list(huggingface.laws_of(model))[1])
         with huggingface.use(model, laws.LogLength(4)), torch.no_grad():
             handle = module.o.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -589,7 +589,7 @@ class TestWindows:
             "global_attention_mask": (tokens[:, :10] == 2).long(),
         }
         tokens = nn.functional.pad(tokens[:, :10], (0, 2))
-        attentions = [model.get_submodule(name) for name in huggingface.layer_names(model)]
+        attentions = [model.get_submodule(name) for name in list(huggingface.laws_of(model))]
         states = {}
         for attention in attentions:
             attention.register_forward_pre_hook(
@@ -616,7 +616,9 @@ class TestWindows:
             **sizes, d_model=32, vocab_size=64, attention_window=4, pad_token_id=0
         )
         model, ids = transformers.LEDModel(config).eval(), batch()["input_ids"]
-        assert huggingface.layer_names(model)[0] == "encoder.layers.0.self_attn.longformer_self_attn"
+        assert (
+            next(iter(huggingface.laws_of(model))) == "encoder.layers.0.self_attn.longformer_self_attn"
+        )
         inputs = {"input_ids": ids[:, :10], "decoder_input_ids": ids[:, :7]}
         got = huggingface.profile(model, [inputs], laws=laws.Constant(0.0))
         expected = [[3, 4, 5, 5, 5, 5, 5, 5, 4, 3], list(range(1, 8)), [10] * 7]

@@ -22,7 +22,7 @@ ONE, TWO, THREE = (laws.Constant(x) for x in (1.5, 2.0, 3.0))
 def used(model, own):
     """The laws of the layers, by name."""
     with huggingface.use(model, own):
-        return {name: law_of(model.get_submodule(name))[0] for name in huggingface.layer_names(model)}
+        return {name: law_of(model.get_submodule(name))[0] for name in list(huggingface.laws_of(model))}
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def clip():
 
 class TestNames:
     def test_order(self, bart):
-        assert huggingface.layer_names(decoder("Llama")) == [
+        assert list(huggingface.laws_of(decoder("Llama"))) == [
             "model.layers.0.self_attn", "model.layers.1.self_attn",
         ]  # fmt: skip
-        names = huggingface.layer_names(bart)
+        names = list(huggingface.laws_of(bart))
         assert names[:3] == [
             "model.encoder.layers.0.self_attn", "model.encoder.layers.1.self_attn",
             "model.decoder.layers.0.self_attn",
@@ -59,7 +59,7 @@ class TestNames:
 
     def test_of_other_things(self):
         with pytest.raises(TypeError, match="`model` must be a model of transformers, got Linear"):
-            huggingface.layer_names(torch.nn.Linear(2, 2))
+            huggingface.laws_of(torch.nn.Linear(2, 2))
 
 
 class TestLaws:

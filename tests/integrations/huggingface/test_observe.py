@@ -641,12 +641,16 @@ class TestTrainer:
         plain.train()
         trainer = self.trainer(tmp_path, gradient_accumulation_steps=accumulation)
         seen = []
-        trainer.add_callback(huggingface.ObserveCallback(trainer, heads=True, then=seen.append))
-        trainer.train()
-        assert [x.step for x in seen] == [2, 4]
+
+        def log(observation):
+            seen.append(observation)
+            trainer.log(observation.scalars(heads=True))
+
+        with huggingface.observe(trainer.model, every=2 * accumulation, then=log):
+            trainer.train()
         history = trainer.state.log_history
         logged = [x for x in history if "attention/entropy/layer_0/mean" in x]
-        assert [x["step"] for x in logged] == [2, 4]
+        assert [x["step"] for x in logged] == [0, 2]
         for x, observation in zip(logged, seen, strict=True):
             assert x["attention/sink_mass/layer_1/head_2"] == observation.sink_mass[1, 2]
         # What the trainer logs without it is unchanged.
@@ -656,42 +660,16 @@ class TestTrainer:
             assert len(values[0]) == 2
         assert not trainer.model._forward_hooks
 
-    def test_every(self, tmp_path):
-        trainer = self.trainer(tmp_path)
-        callback = huggingface.ObserveCallback(trainer, every=3)
-        trainer.add_callback(callback)
-        trainer.train()
-        logged = [x for x in trainer.state.log_history if "attention/entropy/layer_0/mean" in x]
-        assert [x["step"] for x in logged] == [3]
-        assert "attention/entropy/layer_0/head_0" not in logged[0]
-        assert callback.observer.latest.step == 3
-
-    def test_refused_when_it_is_made(self, tmp_path):
-        trainer = self.trainer(tmp_path)
-        for name, x in {"every": 0, "sequences": 0, "patience": 0, "warn_below": 0.0}.items():
-            with pytest.raises(ValueError, match=f"`{name}` must be"):
-                huggingface.ObserveCallback(trainer, **{name: x})
-        trainer.model = mpnet()
-        with pytest.raises(ValueError, match="MPNetSelfAttention does not"):
-            huggingface.ObserveCallback(trainer)
-
-    def test_never_where_the_trainer_never_logs(self, tmp_path):
-        trainer = self.trainer(tmp_path, logging_strategy="no", logging_steps=0, max_steps=1)
-        callback = huggingface.ObserveCallback(trainer)
-        trainer.add_callback(callback)
-        trainer.train()
-        assert callback.observer.latest is None
-
     def test_tensorboard(self, tmp_path, monkeypatch):
         pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
         trainer = self.trainer(tmp_path, report_to="tensorboard")
-        trainer.add_callback(huggingface.ObserveCallback(trainer))
-        trainer.train()
+        with huggingface.observe(trainer.model, 2, then=lambda seen: trainer.log(seen.scalars())):
+            trainer.train()
         events = dict(scalars_of_event_files(tmp_path / "board"))
         name = "attention/largest_logit/layer_1/max"
         logged = {x["step"]: x[name] for x in trainer.state.log_history if name in x}
-        assert sorted(logged) == [2, 4]
+        assert sorted(logged) == [0, 2]
         for at, value in logged.items():
             assert events[f"train/{name}", at] == pytest.approx(value, rel=1e-6)
         assert ("train/loss", 2) in events

@@ -569,16 +569,6 @@ class TestTrainable:
         model.initialize_weights()
         assert huggingface.laws_of(model) == before
 
-    def test_reset(self):
-        model = decoder("Llama")
-        huggingface.use(model, laws.scaled(laws.AffineLog(PER_HEAD), 1.0), trainable=True)
-        before = huggingface.laws_of(copy.deepcopy(model))
-        randomized(model)
-        assert huggingface.laws_of(model) != before
-        for name in (FIRST, SECOND):
-            model.get_submodule(name).isentropic_law.reset_parameters()
-        assert huggingface.laws_of(model) == before
-
 
 class TestWithoutMemory:
     """Models that are made without the memory of their tensors, and filled from a checkpoint."""

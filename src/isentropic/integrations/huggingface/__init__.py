@@ -25,16 +25,13 @@ with requires_extra(__name__):
 from isentropic.integrations.huggingface._interface import extend_interface
 from isentropic.integrations.huggingface._laws import laws_of, use
 from isentropic.integrations.huggingface._measure import calibrate, profile
-from isentropic.integrations.huggingface._modules import layer_names
-from isentropic.integrations.huggingface._observe import ObserveCallback, observe
+from isentropic.integrations.huggingface._observe import observe
 from isentropic.integrations.huggingface._saving import extend_transformers
 from isentropic.integrations.huggingface._tune import tune
 
 __all__ = [
-    "ObserveCallback",
     "calibrate",
     "laws_of",
-    "layer_names",
     "observe",
     "profile",
     "tune",

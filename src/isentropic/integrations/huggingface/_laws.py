@@ -23,7 +23,7 @@ from isentropic.integrations.huggingface._layer_law import (
     layer_law,
     set_law,
 )
-from isentropic.integrations.huggingface._modules import attention_modules
+from isentropic.integrations.huggingface._modules import attention_modules, configs_in
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.integrations.huggingface._saving import write_entry
 from isentropic.laws._law import Law
@@ -51,9 +51,9 @@ def use(
         The model, or a part of one, such as the text model of a multimodal one. It is changed in place.
     laws : Law, None, sequence or mapping
         One law for all attention layers, one law per layer, or a mapping from numbers of layers, their
-        names (`layer_names`), or patterns of names, such as ``"*.language_model.*"``, to laws. If
-        several keys match a layer, the last of them counts. Layers that no key matches, and layers with
-        None, use standard attention.
+        names (the keys of `laws_of`), or patterns of names, such as ``"*.language_model.*"``, to laws.
+        If several keys match a layer, the last of them counts. Layers that no key matches, and layers
+        with None, use standard attention.
 
         Array parameters of a law have the shape (H,), one number per head. They become buffers of the
         layer, on its device, in float32, or in float64 for a float64 model. Tensors that require
@@ -154,9 +154,10 @@ def laws_of(model: Any) -> dict[str, LawAndCount]:
     Returns
     -------
     dict
-        By the names of the attention modules, in the order of the layers: the law, with the present
-        values of its parameters, or None for standard attention; and what its n counts. Tensors of
-        trained laws are those of the model, not copies.
+        By the names of the attention layers, as in ``model.named_modules()`` and in the order of their
+        numbers: the law, with the present values of its parameters, or None for standard attention; and
+        what its n counts. Tensors of trained laws are those of the model, not copies. Attention that is
+        not in the dictionary stays standard attention.
 
     Raises
     ------
@@ -203,7 +204,7 @@ def _matching(key: int | str, names: Sequence[str]) -> list[str]:
         if found := [name for name in names if name == key or fnmatchcase(name, key)]:
             return found
         closest = ", ".join(map(repr, get_close_matches(key, names, cutoff=0)))
-        must = f"have names or patterns of attention layers as keys, such as {closest} (`layer_names`)"
+        must = f"have names or patterns of attention layers as keys, such as {closest} (see `laws_of`)"
         raise value_error("laws", must, repr(key))
     if key < 0:
         raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
@@ -269,18 +270,9 @@ def _set_base(model: Any, base: str | None, with_laws: Collection[Any]) -> None:
 
 def _implementations(model: Any) -> list[tuple[Any, str | None]]:
     """All configurations in a model, outer before inner, and the attention implementation of each."""
-    implementations: dict[int, tuple[Any, str | None]] = {}
-
-    def visit(config: Any) -> None:
-        if id(config) in implementations or not hasattr(config, "_attn_implementation"):
-            return
-        implementations[id(config)] = config, config._attn_implementation
-        for key in config.sub_configs:
-            visit(getattr(config, key, None))
-
-    for module in model.modules():
-        visit(getattr(module, "config", None))
-    return list(implementations.values())
+    owners = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for owner in owners for config in configs_in(owner)}
+    return [(config, config._attn_implementation) for config in configs.values()]
 
 
 def _restore(

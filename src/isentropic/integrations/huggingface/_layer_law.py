@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
 from operator import attrgetter
@@ -69,23 +69,15 @@ class LayerLaw(LawModule):
         # Transformers may initialize a model again, but only modules without this flag.
         self._is_hf_initialized = like.device.type != "meta"
 
-    def values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors of the module, with their initial values."""
-        for name, x in (*self.named_parameters(), *self.named_buffers()):
-            yield x, torch.from_numpy(attrgetter(name)(self.initial))
-
-    def reset_parameters(self) -> None:
-        """Set all tensors to their initial values."""
-        with torch.no_grad():
-            for x, value in self.values():
-                x.copy_(value)
-
     def to_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The law with its present values, for JSON.
+        """The law with its present values, for JSON; or its class, if it is none of `isentropic.laws`.
 
         `state` has tensors by name, instead of parameters of which this process has only a part.
         """
-        law = laws_module.to_dict(self._present({**dict(self.named_parameters()), **state}))
+        try:
+            law = laws_module.to_dict(self._present({**dict(self.named_parameters()), **state}))
+        except TypeError:
+            return {"unsaved": self._kind.__name__}
         return {"law": law, "count": self.count} | ({"trainable": True} if self.trainable else {})
 
     def _present(self, tensors: Mapping[str, torch.Tensor]) -> Law:

@@ -108,12 +108,14 @@ def profile(
 
 @overload
 def calibrate(
-    model: Any, batches: Iterable[Any], *, report: Literal[False] = ..., **options: Any
-) -> list[Law]: ...
+    model: Any, batches: Iterable[Any], *, reference_length: float | None = ..., family: str = ...,
+    report: Literal[False] = ..., progress: bool | str = ...,
+) -> list[Law]: ...  # fmt: skip
 @overload
 def calibrate(
-    model: Any, batches: Iterable[Any], *, report: Literal[True], **options: Any
-) -> tuple[list[Law], CalibrationReport]: ...
+    model: Any, batches: Iterable[Any], *, reference_length: float | None = ..., family: str = ...,
+    report: Literal[True], progress: bool | str = ...,
+) -> tuple[list[Law], CalibrationReport]: ...  # fmt: skip
 def calibrate(
     model: Any,
     batches: Iterable[Any],
@@ -141,7 +143,7 @@ def calibrate(
     Returns
     -------
     laws : list of Law
-        One law per layer, in the order of `layer_names`, with NumPy arrays (H,) or (H, knots) as
+        One law per layer, in the order of `laws_of`, with NumPy arrays (H,) or (H, knots) as
         parameters, for `use`. For a layer whose queries never see as many keys as the
         reference length, the law is 1 everywhere, which is standard attention.
     report : CalibrationReport
@@ -328,7 +330,8 @@ class _Run:
         if isinstance(mask, torch.Tensor):
             if mask.shape[1] != 1:
                 raise value_error("model", "have masks that are the same for all heads", mask.shape)
-            counted = counted & is_token(mask.expand(-1, -1, n_queries, n_queries))[:, 0]
+            visible: Any = is_token(mask.expand(-1, -1, n_queries, n_queries))
+            counted = counted & visible[:, 0]
         self.counted = counted
         return counted
 

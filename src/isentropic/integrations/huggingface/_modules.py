@@ -63,33 +63,12 @@ def uses_interface(module: Any) -> bool:
     return looks_up_attention(module) and class_name(module) not in REFUSED
 
 
-def layer_names(model: Any) -> list[str]:
-    """The names of the attention layers of a model, in the order of their numbers.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-
-    Returns
-    -------
-    list of str
-        The names, as in ``model.named_modules()``. The mapping of laws in `use` takes them as keys.
-        Attention that is not in the list stays standard attention.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `use`.
-
-    Examples
-    --------
-    >>> from transformers import BertConfig, BertModel
-    >>> from isentropic.integrations import huggingface
-    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    >>> huggingface.layer_names(BertModel(BertConfig(**size, num_hidden_layers=2)))
-    ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
-    """
-    return list(attention_modules(model))
+def configs_in(config: Any) -> Iterator[Any]:
+    """A configuration and those within it, outer before inner."""
+    if hasattr(config, "_attn_implementation"):
+        yield config
+        for key in config.sub_configs:
+            yield from configs_in(getattr(config, key, None))
 
 
 def n_heads(module: Any) -> int | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, initialization
@@ -20,6 +20,7 @@ from isentropic._checks import check_flag, type_error, value_error
 from isentropic.integrations.huggingface._hooks import hooks
 from isentropic.integrations.huggingface._interface import NAME
 from isentropic.integrations.huggingface._layer_law import LAW, LayerLaw, layer_law, set_law
+from isentropic.integrations.huggingface._modules import configs_in
 from isentropic.integrations.torch import LawModule
 
 ENTRY, _VERSION = "isentropic_laws", 1
@@ -34,63 +35,74 @@ _IMPLEMENTATION = "attn_implementation"
 
 def extend_transformers() -> None:
     """Let the models of transformers keep their laws. Calling this again has no effect."""
-    for name, extend in _EXTENSIONS.items():
+    for name, extension in _EXTENSIONS.items():
         original = getattr(PreTrainedModel, name)
         if not hasattr(original, "keeps_laws"):
-            method = functools.wraps(original)(extend(original))
-            method.keeps_laws = True  # type: ignore[attr-defined]
-            setattr(PreTrainedModel, name, method)
+            setattr(PreTrainedModel, name, _extended(original, extension))
 
 
-def _check_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
-    def check_implementation(self: Any, name: str | None, *args: Any, **kwargs: Any) -> Any:
-        entry = vars(self.config).get(ENTRY)
-        if name == NAME and kwargs.get("is_init_check") and isinstance(entry, dict):
-            name = _base(entry)  # before the model makes its layers for it
-        return original(self, name, *args, **kwargs)
+def _extended(original: Callable[..., Any], extension: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return extension(original, self, *args, **kwargs)
 
-    return check_implementation
+    method.keeps_laws = True  # type: ignore[attr-defined]
+    return method
 
 
-def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def post_init(self: Any) -> None:
-        has_laws = _make_laws(self)  # before the weights are initialized or loaded
-        for module in _own_laws(self):
+def _check_implementation(
+    original: Any, model: Any, name: str | None, *args: Any, **kwargs: Any
+) -> Any:
+    entry = vars(model.config).get(ENTRY)
+    if name == NAME and kwargs.get("is_init_check") and isinstance(entry, dict):
+        name = _base(entry)  # before the model makes its layers for it
+    return original(model, name, *args, **kwargs)
+
+
+def _post_init(original: Any, model: Any) -> None:
+    has_laws = _make_laws(model)  # before the weights are initialized or loaded
+    for module in model.modules():
+        if isinstance(module, LawModule) and not hasattr(module, _VALUES):
             # Loading replaces the tensors that are not loaded by uninitialized ones.
-            values = {name: x.detach().clone() for name, x in _tensors(module)}
-            vars(module).setdefault(_VALUES, values)
-        original(self)
-        if has_laws:
-            # Loading in half precision would round the laws.
-            self._keep_in_fp32_modules_strict.add(LAW)
-
-    return post_init
-
-
-def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize_weights(self: Any) -> None:
-        for name, module in self.named_modules():
-            if isinstance(module, LawModule) and not getattr(module, "_is_hf_initialized", False):
-                _restore_values(name, module)
-        original(self)
-
-    return initialize_weights
+            tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            values = {name: module._values.get(name, x).detach().clone() for name, x in tensors}
+            setattr(module, _VALUES, values)
+    original(model)
+    if has_laws:
+        # Loading in half precision would round the laws.
+        model._keep_in_fp32_modules_strict.add(LAW)
 
 
-def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        for name, kind in write_entry(self, given.get("state_dict")).items():
-            warnings.warn(
-                f"The law of {name} cannot be saved: only those of isentropic.laws can, got {kind}.",
-                stacklevel=2,
-            )
-        return original(self, *args, **kwargs)
-
-    return save_pretrained
+def _initialize_weights(original: Any, model: Any) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, LawModule) and not getattr(module, "_is_hf_initialized", False):
+            for key, value in getattr(module, _VALUES, {}).items():
+                _restore(f"{name}.{key}", module._tensor(key), value)
+    original(model)
 
 
-_EXTENSIONS = {
+def _restore(name: str, x: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a tensor of a LawModule to the value that it was made with, unless it has been loaded."""
+    if value.is_meta and not getattr(x, "_is_hf_initialized", False):
+        must = (
+            "have values that `from_pretrained` can know: they are not in the checkpoint, and the "
+            "tensor is made on the meta device (make it with `device='cpu'`)"
+        )
+        raise value_error(name, must, "none")
+    initialization.copy_(x, value)
+
+
+def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    for name, kind in write_entry(model, given.get("state_dict")).items():
+        warnings.warn(
+            f"The law of {name} cannot be saved: only those of isentropic.laws can, got {kind}.",
+            stacklevel=3,
+        )
+    return original(model, *args, **kwargs)
+
+
+_EXTENSIONS: dict[str, Callable[..., Any]] = {
     "_check_and_adjust_attn_implementation": _check_implementation,
     "post_init": _post_init,
     "initialize_weights": _initialize_weights,
@@ -98,69 +110,7 @@ _EXTENSIONS = {
 }
 
 
-def _own_laws(module: torch.nn.Module) -> Iterator[LawModule]:
-    """The LawModules in a module, except the laws that `use` applied."""
-    for child in module.children():
-        if isinstance(child, LawModule) and not isinstance(child, LayerLaw):
-            yield child
-        if not isinstance(child, LayerLaw):
-            yield from _own_laws(child)
-
-
-def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
-def _restore_values(name: str, module: Any) -> None:
-    """Set those tensors of a LawModule that have not been loaded to the values they were made with."""
-    if isinstance(module, LayerLaw):
-        for x, value in module.values():
-            initialization.copy_(x, value)
-        module._is_hf_initialized = True
-        return
-    values = vars(module).get(_VALUES, {})
-    for key, x in _tensors(module) if values else ():
-        if values[key].is_meta and not getattr(x, "_is_hf_initialized", False):
-            must = (
-                "have values that `from_pretrained` can know: they are not in the checkpoint, and the "
-                "tensor is made on the meta device (make it with `device='cpu'`)"
-            )
-            raise value_error(f"{name}.{key}", must, "none")
-        initialization.copy_(x, values[key])
-
-
 # -------------------------------------------------------------------------- into the configuration
-
-
-class _Held(NamedTuple):
-    """A law, or None for standard attention, and the models around it by name, outer first."""
-
-    name: str
-    law: LayerLaw | None
-    models: tuple[tuple[str, Any], ...]
-
-    def config_and_name(self) -> tuple[Any, str]:
-        """The configuration that is saved with the law, and the name of the module there.
-
-        It is that of the innermost model of those whose configuration is saved. The name is the one
-        within the base model, which is the same with every head on top.
-        """
-        saved = {id(config) for config in _configs(self.models[0][1].config)}
-        config = next(m.config for _, m in reversed(self.models) if id(m.config) in saved)
-        prefix, model = next((p, m) for p, m in self.models if m.config is config)
-        name = self.name.removeprefix(f"{prefix}.")
-        is_base = model.base_model is model
-        return config, name if is_base else name.removeprefix(f"{model.base_model_prefix}.")
-
-
-def _held_laws(module: Any, name: str = "", models: tuple[Any, ...] = ()) -> Iterator[_Held]:
-    if isinstance(module, PreTrainedModel):
-        models = (*models, (name, module))
-    if hasattr(module, LAW) and models:
-        yield _Held(name, getattr(module, LAW), models)
-    for key, child in module.named_children():
-        yield from _held_laws(child, f"{name}.{key}" if name else key, models)
 
 
 def write_entry(
@@ -172,31 +122,49 @@ def write_entry(
     attention modules whose law cannot be described, with the classes of these laws.
     """
     unsaved: dict[str, str] = {}
+    state = state or {}
     for root in _outermost_models(model):
-        configs = list(_configs(root.config))
+        configs = list(configs_in(root.config))
         for config in configs:
             vars(config).pop(ENTRY, None)
             if NAME in str(vars(config).get(_IMPLEMENTATION)):  # it may be of someone else
                 vars(config).pop(_IMPLEMENTATION)
-        for held in _held_laws(root):
-            config, name = held.config_and_name()
-            empty = {"version": _VERSION, "base": NAME, "layers": {}}
-            entry = vars(config).setdefault(ENTRY, empty)
-            prefix = f"{held.name}.{LAW}."
-            own = {k.removeprefix(prefix): x for k, x in (state or {}).items() if k.startswith(prefix)}
-            entry["layers"][name] = None
-            if held.law is not None:
-                entry["base"] = held.models[-1][1].config._attn_implementation
-                try:
-                    entry["layers"][name] = held.law.to_dict(own)
-                except TypeError:
-                    unsaved[name] = held.law._kind.__name__
-                    entry["layers"][name] = {"unsaved": unsaved[name]}
-        for config in configs:
-            if not any(vars(config).get(ENTRY, {"layers": {}})["layers"].values()):
-                vars(config).pop(ENTRY, None)
+        paths = {module: path for path, module in root.named_modules()}
+        written = set()
+        for part in _parts(root, configs):
+            layers: dict[str, Any] = {}
+            for name, module in part.named_modules():
+                if not hasattr(module, LAW) or module in written:
+                    continue
+                written.add(module)
+                # The name within the base model is the same with every head on top.
+                is_base = part.base_model is part
+                name = name if is_base else name.removeprefix(f"{part.base_model_prefix}.")
+                prefix = f"{paths[module]}.{LAW}."
+                own = {
+                    key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)
+                }
+                law = getattr(module, LAW)
+                layers[name] = None if law is None else law.to_dict(own)
+            if any(layers.values()):
+                base = part.config._attn_implementation
+                entry = {"version": _VERSION, "base": base, "layers": layers}
+                setattr(part.config, ENTRY, entry)
+            unsaved |= {name: x["unsaved"] for name, x in layers.items() if x and "unsaved" in x}
         _require_implementation(root.config)
     return unsaved
+
+
+def _parts(root: Any, configs: list[Any]) -> list[Any]:
+    """The models in a model whose configurations are saved with it, inner ones before outer ones.
+
+    Of models with the same configuration, such as one with a head and its base model, the outermost.
+    """
+    parts: dict[int, Any] = {}
+    for module in root.modules():
+        if isinstance(module, PreTrainedModel) and any(module.config is x for x in configs):
+            parts.setdefault(id(module.config), module)
+    return list(parts.values())[::-1]
 
 
 def _require_implementation(config: Any) -> Any:
@@ -220,13 +188,6 @@ def _outermost_models(module: torch.nn.Module) -> list[Any]:
     if isinstance(module, PreTrainedModel):
         return [module]
     return [model for child in module.children() for model in _outermost_models(child)]
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    yield config
-    for key in config.sub_configs:
-        if (inner := getattr(config, key, None)) is not None:
-            yield from _configs(inner)
 
 
 # -------------------------------------------------------------------------- from the configuration

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isentropic._checks import check_count, check_real, plain_integer, type_error, value_error
 from isentropic._namespace import Array
@@ -68,7 +65,6 @@ def tune(
     constant: float | None = None,
     learning_rate: float = 0.02,
     chunk_size: int = 1024,
-    gradient_checkpointing: bool = False,
     base: str = NAME,
     progress: bool | str = False,
 ) -> list[Knots]:
@@ -91,9 +87,6 @@ def tune(
         The learning rate of Adam at the first step. It falls to 0 along a half cosine.
     chunk_size : int
         The number of tokens of a step. A step needs memory for the activations of so many tokens.
-    gradient_checkpointing : bool
-        Whether to compute each layer again when its gradient is due. The laws are the same. A step has
-        the activations of one layer in memory, and takes longer by a forward pass.
     base : str
         The attention implementation during the training, as in `use`.
     progress : bool or str
@@ -102,7 +95,7 @@ def tune(
     Returns
     -------
     list of Knots
-        A law for each layer, in the order of `layer_names`, with NumPy arrays (H, 3), for `use`:
+        A law for each layer, in the order of `laws_of`, with NumPy arrays (H, 3), for `use`:
         ``c · (1 + a · ln(n / reference_length))`` beyond the reference length, and c up to there, with
         a trained slope a for each head. c is 1, or the trained constant. Layers that no text reaches,
         such as those for images, have the law 1, or `constant`.
@@ -111,8 +104,8 @@ def tune(
     ------
     TypeError, ValueError
         As in `use`; also for models that are not causal, that have an encoder, or whose cache has other
-        states than keys and values; for `gradient_checkpointing` of models that do not support it in
-        transformers; for texts that are too short or padded; and if the loss becomes NaN or infinite.
+        states than keys and values; for texts that are too short or padded; and if the loss becomes NaN
+        or infinite.
 
     Notes
     -----
@@ -163,9 +156,9 @@ def tune(
         warn_of_rules(modules, laws)
         stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
         stack.enter_context(evaluation(model))
-        stack.enter_context(_frozen(model))
-        if gradient_checkpointing:
-            stack.enter_context(_checkpointed(model))
+        for weight in model.parameters():
+            stack.callback(weight.requires_grad_, weight.requires_grad)
+            weight.requires_grad_(False)
         steps = sum(map(len, starts))
         bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
         _train(model, laws, texts, starts, learning_rate, bar)
@@ -194,7 +187,7 @@ def _train(
             loss.backward()
             optimizer.step()
             schedule.step()
-            cache.end_step()
+            _detach(cache)
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
 
@@ -235,37 +228,22 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     return ids.clone() if ids.is_inference() else ids  # as ids are saved for a gradient
 
 
-class _Cache(DynamicCache):
-    """A cache in which computing a layer again in a step replaces what the first time has added."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(config=model.config)
-        self._starts: dict[int, dict[str, Any]] = {}  # the layers as they were before the step
-
-    def update(self, key: Any, value: Any, layer_idx: int, *others: Any, **options: Any) -> Any:
-        if layer_idx < len(self.layers):
-            # Layers add to their tensors by making new ones, so a copy of their attributes is enough.
-            state = vars(self.layers[layer_idx])
-            state |= self._starts.setdefault(layer_idx, state.copy())
-        return super().update(key, value, layer_idx, *others, **options)
-
-    def end_step(self) -> None:
-        """Keep what was added, without its gradients."""
-        self._starts.clear()
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+def _detach(cache: DynamicCache) -> None:
+    """Keep what a step has added, without its gradients."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
 
 
 @torch.no_grad()
-def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> _Cache:
+def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> DynamicCache:
     """The keys and values of the first tokens, (B, tokens)."""
-    cache = _Cache(model)
+    cache = DynamicCache(config=model.config)
     # Other states, such as those of Mamba, are not always continued over chunks.
     kinds = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     for part in () if kinds else ids.split(chunk_size, dim=1):
         model.base_model(input_ids=part, use_cache=True, **_with_cache(model.base_model, cache))
-        cache.end_step()
+        _detach(cache)
     if kinds or cache.get_seq_length() != ids.shape[1]:
         must = "keep the keys and values of all tokens in its cache, and no other states"
         raise value_error("model", must, ", ".join(x.__name__ for x in kinds) or type(model).__name__)
@@ -289,33 +267,3 @@ def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     if not torch.isfinite(loss):
         raise value_error("model", "give a finite loss", loss.item())
     return loss
-
-
-@contextlib.contextmanager
-def _checkpointed(model: Any) -> Iterator[None]:
-    """Within the block, layers are computed again for their gradients, also with a cache."""
-    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-    if not layers:
-        must = "have layers that support gradient checkpointing, for `gradient_checkpointing=True`"
-        raise value_error("model", must, type(model).__name__)
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            own = {x: y for x, y in vars(layer).items() if x == "forward"}  # of a hook
-            again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-            stack.callback(vars(layer).update, own)
-            stack.callback(vars(layer).pop, "forward")
-            vars(layer)["forward"] = again
-        yield
-
-
-@contextlib.contextmanager
-def _frozen(model: Any) -> Iterator[None]:
-    """Within the block, no weight of the model gets a gradient."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
