@@ -306,7 +306,7 @@ class TestPositions:
         positions = huggingface.profile(model, [inputs], laws=law, count="positions")
         np.testing.assert_array_equal(positions.lengths, keys.lengths)
         assert np.abs(positions.entropy - keys.entropy).max() > 0.01
-        huggingface.use(model, law, count="positions")
+        huggingface.use(model, law, count="positions", base="sdpa")  # which the model had
         np.testing.assert_array_equal(huggingface.profile(model, [inputs]).entropy, positions.entropy)
 
     def test_restores(self):

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from isentropic._attention.functions import attention_weights, scale_queries
 from isentropic._checks import value_error
 from isentropic._entropy import entropy
 from isentropic.integrations.huggingface._families import Family, family_of
 from isentropic.integrations.huggingface._layer_law import law_of
-from isentropic.integrations.huggingface._modules import n_heads, positions_from_1, uses_interface
+from isentropic.integrations.huggingface._modules import n_heads, positions_from_1
 from isentropic.laws._law import Law
 
 _Arguments: TypeAlias = Mapping[str, Any]  # of the forward method of an attention module
@@ -36,25 +35,6 @@ _KEY_SOURCES = (
     "key", "kv",
 )  # fmt: skip
 _CACHES = {"past_key_values", "layer_past", "layer_state", "cache"}
-
-
-def set_implementation(model: Any, name: str) -> None:
-    """Set the attention implementation of those parts of a model that have one to choose."""
-    owners: dict[int, Any] = {}
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):  # outer before inner
-            owners |= {id(module): part for module in part.modules()}
-    modules = [module for module in model.modules() if id(module) in owners]
-    kept = {}
-    for module in modules:
-        if family_of(module) is not None:
-            config = owners[id(module)].config
-            kept[id(config)] = config, config._attn_implementation
-    if any(map(uses_interface, modules)):
-        model.set_attn_implementation(name)
-    for config, implementation in kept.values():
-        # Modules with hooks expect their own masks. The property would also set inner configurations.
-        config._attn_implementation_internal = implementation
 
 
 def hooks(modules: Iterable[Any]) -> contextlib.ExitStack:

@@ -9,13 +9,12 @@ its own, and takes laws itself.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from isentropic._attention.functions import attention, attention_weights
@@ -23,15 +22,8 @@ from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
 from isentropic._numerics import grouped_matmul
 from isentropic.integrations._observe import announce, listeners
-from isentropic.integrations.huggingface._calls import (
-    SPARSE,
-    call_of,
-    counted_keys,
-    mask_function,
-    unknown_count,
-    with_tokens,
-)
-from isentropic.integrations.huggingface._hooks import set_implementation
+from isentropic.integrations.huggingface._calls import call_of, counted_keys, with_tokens
+from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._layer_law import LAW, law_of
 from isentropic.integrations.huggingface._modules import positions_from_1, uses_interface
 from isentropic.laws._law import Law
@@ -178,50 +170,22 @@ def attend(
 attend.takes_laws = True  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------------------- bases
-
-
 def set_base(model: Any, base: str) -> None:
-    """Let a model compute its attention by `base`, with the laws of its modules."""
+    """Let a model compute its attention by `base`, where it has an implementation to choose."""
     if not isinstance(base, str):
         raise type_error("base", "be the name of an attention implementation", type(base).__name__)
     known = AttentionInterface()
     if base != "eager" and base not in known and "/" not in base:
         must = f"be 'eager', the name of a kernel of the Hub, or one of {', '.join(map(repr, known))}"
         raise value_error("base", must, repr(base))
-    set_implementation(model, base)
-
-
-def check_base(model: Any, counts: Mapping[Any, str]) -> None:
-    """Refuse the present implementation for modules with laws, rather than in the first forward pass.
-
-    `counts` says what the n of the law of each module counts.
-    """
-    for module, count in counts.items():
-        if not uses_interface(module):
-            continue
-        base, names = module.config._attn_implementation, needed_arguments(module)
-        if base != NAME:
-            if count == "keys" and mask_function(base) is None:
-                raise unknown_count("masks of an unknown kind")
-            # To "eager" and "sdpa", models of transformers give a mask in place of the indices.
-            is_counted = base in ("eager", "sdpa") or count != "keys"
-            names = set() if is_counted else names & set(SPARSE)
-        if names:
-            owners = [x for x in model.modules() if getattr(x, "config", None) is module.config]
-            takes_sdpa = all(getattr(x, "_supports_sdpa", True) for x in owners)
-            bases = "'eager' or 'sdpa'" if takes_sdpa else "'eager'"
-            must = f"be {bases} for {type(module).__name__}, whose attention gets `{min(names)}`"
-            raise value_error("base", must, repr(base))
-
-
-def default_base(modules: Iterable[Any]) -> str:
-    """The implementation "isentropic", or "eager" where that does not support one of the modules."""
-    return "eager" if any(map(needed_arguments, filter(uses_interface, modules))) else NAME
-
-
-def needed_arguments(module: Any) -> set[str]:
-    """The arguments that a module passes to its attention, and that "isentropic" does not support."""
-    constants = inspect.unwrap(type(module).forward).__code__.co_consts
-    names = {y for x in constants for y in (x if isinstance(x, tuple) else (x,))}
-    return names & {"sinks", *SPARSE}
+    owners: dict[Any, Any] = {}  # the innermost model around each module
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # outer before inner
+            owners |= dict.fromkeys(part.modules(), part)
+    configs = [owner.config for module, owner in owners.items() if family_of(module) is not None]
+    kept = [(config, config._attn_implementation) for config in configs]
+    if any(map(uses_interface, owners)):
+        model.set_attn_implementation(base)
+    for config, implementation in kept:
+        # Modules with hooks expect their own masks. The property would also set inner configurations.
+        config._attn_implementation_internal = implementation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ import torch
 from isentropic._checks import check_choice, is_integer, type_error, value_error
 from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import check_law_can_act, hooks
-from isentropic.integrations.huggingface._interface import NAME, check_base, default_base, set_base
+from isentropic.integrations.huggingface._interface import NAME, set_base
 from isentropic.integrations.huggingface._layer_law import (
     COUNTS,
     LAW,
@@ -89,9 +89,9 @@ def use(
     ValueError
         For a model on whose attention laws cannot act, for layers that it does not have, for parameters
         that do not fit its heads, for `trainable` laws with nothing to train, and for a `base` that
-        does not exist or does not support the model. Calling the model also raises it if the model
-        passes no positions to its attention, with ``count="positions"``, and if a mask does not say how
-        many keys a query sees, with a base other than "isentropic".
+        does not exist. Calling the model also raises it if the base does not support what the model
+        passes to its attention, if that are no positions, with ``count="positions"``, and if a mask
+        does not say how many keys a query sees, with a base other than "isentropic".
     ImportError
         For a `base` that is not installed.
 
@@ -141,7 +141,13 @@ def use(
     warn_of_rules(modules, [law for law, _ in layer_laws])
     if base is None and any(law is not None for law, _ in layer_laws):
         base = NAME
-    return apply(model, modules, layer_laws, base, trainable)
+    stack = apply(model, modules, layer_laws, base, trainable)
+    if base is None:
+        before = _PREVIOUS_IMPLEMENTATIONS[model]
+        for config, implementation in _implementations(model):
+            if implementation == NAME:
+                config._attn_implementation = before.get(id(config), NAME)
+    return stack
 
 
 def laws_of(model: Any) -> dict[str, LawAndCount]:
@@ -231,6 +237,7 @@ def apply(
     base: str | None = None,
     trainable: bool | str = False,
 ) -> contextlib.ExitStack:
+    """Apply a law, or None, to each module. Without a `base`, the implementation stays as it is."""
     if any(isinstance(law, tuple) for law, _ in laws):
         must = "be laws, not the pairs of a law and what it counts that `laws_of` returns"
         raise type_error("laws", must, "tuples")
@@ -241,31 +248,21 @@ def apply(
 
     with contextlib.ExitStack() as stack:
         before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
-        stack.callback(_restore, model, _implementations(model), before)
-        counts = {
-            module: law.count for module, law in zip(modules, held, strict=True) if law is not None
-        }
-        _set_base(model, base, counts)
-        check_base(model, counts)
-        for module in counts:
-            check_law_can_act(family_of(module), module, {})
+        implementations = _implementations(model)
+        stack.callback(_restore, model, implementations, before)
+        _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {}).update(
+            {id(config): name for config, name in implementations if name != NAME}
+        )
+        if base is not None:
+            set_base(model, base)
+        for module, law in zip(modules, held, strict=True):
+            if law is not None:
+                check_law_can_act(family_of(module), module, {})
         stack.enter_context(hooks(modules))
         for module, law in zip(modules, held, strict=True):
             set_law(module, law)
         write_entry(model)
         return stack.pop_all()
-
-
-def _set_base(model: Any, base: str | None, with_laws: Collection[Any]) -> None:
-    """Set the implementation. By default, a model without laws has the one from before its laws."""
-    before = _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {})
-    for config, implementation in _implementations(model):
-        if implementation != NAME:
-            before[id(config)] = implementation
-        elif base is None and not with_laws:
-            config._attn_implementation = before.get(id(config), NAME)
-    if base is not None or with_laws:
-        set_base(model, default_base(with_laws) if base is None else base)
 
 
 def _implementations(model: Any) -> list[tuple[Any, str | None]]:

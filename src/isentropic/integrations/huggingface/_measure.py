@@ -58,7 +58,8 @@ def profile(
         tensors. They are moved to the device of the model. An encoder needs batches of different
         lengths, and an encoder–decoder the inputs of the decoder too, such as ``decoder_input_ids``.
     laws : Law, sequence or mapping, optional
-        Laws as in `use`, applied during the measurement. By default the model keeps its laws.
+        Laws as in `use`, applied during the measurement by the attention implementation that the model
+        has. By default the model keeps its laws.
     count : {"keys", "positions"}
         What the n of `laws` counts, as in `use`. The lengths of the report are always numbers of keys.
     progress : bool or str
