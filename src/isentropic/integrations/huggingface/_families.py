@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.functional import pad
 
 # (module, number of heads) → (the axes into which features are split, the index of the query).
 _Split: TypeAlias = Callable[[Any, int], tuple[tuple[int, ...], Any]]
-# (module, arguments) → the numbers of keys (B, 1, L) that the queries of each child see, by the names
-# of the children that the call runs.
-_Counts: TypeAlias = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
-# (arguments of a module, a number for each row of each of its softmaxes) → the numbers of the queries,
-# (B, H, L).
-_Rows: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -45,17 +38,6 @@ class Family:
     positions_first: bool = False
     # An attribute or argument that must not be set, because the law would act in a wrong place.
     unless: str = ""
-    # Further children, which give other queries.
-    further: tuple[str, ...] = ()
-    # Counts the keys that queries see, if the masks do not show them. The count for `child` covers all
-    # queries, local and global.
-    counts: _Counts | None = None
-    # Says where the queries are in the weights, if these are not (B, H, L, S).
-    rows: _Rows | None = None
-
-    @property
-    def children(self) -> tuple[str, ...]:
-        return self.child, *self.further
 
 
 def _alone(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
@@ -84,37 +66,6 @@ def _in_groups(module: Any, heads: int) -> tuple[tuple[int, ...], Any]:
         return (heads + 2, -1), all_but_key_and_value
     return _in_each_head(module, heads)
 
-
-def _in_window_or_global(module: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Local queries see a window and the global keys, global queries all keys that are not hidden."""
-    # (B, L): 0 at local keys, positive at global, negative at hidden
-    mask = arguments["attention_mask"]
-    side, length = module.one_sided_attn_window_size, mask.shape[1]
-    n_before = pad((mask == 0).cumsum(-1), (1, 0))
-    start = torch.arange(length, device=mask.device) - side
-    n_near = n_before[:, (start + 2 * side + 1).clamp(max=length)] - n_before[:, start.clamp(min=0)]
-    n_global, n_all = ((mask > 0).sum(-1, keepdim=True), (mask >= 0).sum(-1, keepdim=True))
-    n = {"query": torch.where(mask > 0, n_all, n_near + n_global)}
-    if arguments["is_global_attn"]:
-        n["query_global"] = n_all
-    return {child: x[:, None] for child, x in n.items()}
-
-
-def _local_and_global(arguments: Mapping[str, Any], local: Any, global_rows: Any = None) -> Any:
-    """(B, L, H) of local queries and (B H, globals) of global ones, which replace their local rows."""
-    rows = local.transpose(1, 2).clone()
-    if global_rows is not None:
-        is_global = arguments["is_index_global_attn"]
-        batch, position = is_global.nonzero(as_tuple=True)
-        number = is_global.cumsum(-1)[batch, position] - 1
-        rows[batch, :, position] = global_rows.unflatten(0, rows.shape[:2])[batch, :, number]
-    return rows
-
-
-_LONGFORMER = Family(
-    "query", _alone, ("is_index_masked",), marks_hidden=True, positions_first=True,
-    further=("query_global",), counts=_in_window_or_global, rows=_local_and_global,
-)  # fmt: skip
 
 # By the module and the class that define the forward method: those that differ in the child alone.
 _ALIKE: dict[tuple[str, _Split | None], str] = {
@@ -159,8 +110,6 @@ FAMILIES = {name: Family(*x) for x, names in _ALIKE.items() for name in names.sp
     "imagegpt.ImageGPTAttention": Family(
         "c_attn", _before_all_keys, buffer="bias", unless="is_cross_attention"
     ),
-    "led.LEDEncoderSelfAttention": _LONGFORMER,
-    "longformer.LongformerSelfAttention": _LONGFORMER,
     "mpnet.MPNetSelfAttention": Family("q", _alone),
     "mpt.MptAttention": Family("Wqkv", _before_all_keys, marks_hidden=True, unless="clip_qkv"),
     "mvp.MvpAttention": Family("q_proj", _alone, unless="attn_prompt"),
@@ -173,7 +122,8 @@ FAMILIES = {name: Family(*x) for x, names in _ALIKE.items() for name in names.sp
 _REASONS = {
     "each query sees a block of keys, and the masks do not say how many": (
         "big_bird.BigBirdBlockSparseAttention bigbird_pegasus.BigBirdPegasusBlockSparseAttention "
-        "informer.InformerProbSparseAttention longt5.LongT5LocalAttention "
+        "informer.InformerProbSparseAttention led.LEDEncoderSelfAttention "
+        "longformer.LongformerSelfAttention longt5.LongT5LocalAttention "
         "longt5.LongT5TransientGlobalAttention pegasus_x.PegasusXGlobalLocalAttention "
         "reformer.LSHSelfAttention reformer.LocalSelfAttention"
     ),
@@ -203,18 +153,13 @@ def class_name(module: Any) -> str:
     return f"{file}.{forward.__qualname__.rpartition('.')[0]}"
 
 
-def looks_up_attention(module: Any) -> bool:
-    """Whether the forward method of a module looks up its attention in the AttentionInterface.
+@functools.cache
+def looks_up_attention(kind: Any) -> bool:
+    """Whether the forward method of a class looks up its attention in the AttentionInterface.
 
     Methods that it calls are looked into. The code decides, and not the name of the class: a later
     version of transformers may let a class use the interface.
     """
-    kind: Any = type(module)
-    return _looks_up_attention(kind)
-
-
-@functools.cache
-def _looks_up_attention(kind: Any) -> bool:
     seen: set[str] = set()
     waiting = ["forward"]
     while waiting:
@@ -235,5 +180,6 @@ def family_of(module: Any) -> Family | None:
     if not type(module).__module__.startswith("transformers."):
         return None
     family = FAMILIES.get(class_name(module))
+    kinds: set[Any] = {type(x) for x in module.modules()}
     # Where attention is looked up, the law acts there. It must not act twice.
-    return None if family is None or any(map(looks_up_attention, module.modules())) else family
+    return None if family is None or any(map(looks_up_attention, kinds)) else family

@@ -55,14 +55,14 @@ def _hook(family: Family, module: Any) -> Iterator[Any]:
     before = partial(_before, family, argument_names(module))
     yield module.register_forward_pre_hook(before, with_kwargs=True)
     yield module.register_forward_hook(partial(_check_law_was_applied, family), always_call=True)
-    for child in map(module.get_submodule, family.children):
-        if family.query is None:
-            yield child.register_forward_pre_hook(_scale_logits)
-        else:
-            features, query = family.query(module, n_heads(module) or 1)
-            yield child.register_forward_hook(
-                partial(_scale_query, features, query, family.positions_first)
-            )
+    child = module.get_submodule(family.child)
+    if family.query is None:
+        yield child.register_forward_pre_hook(_scale_logits)
+    else:
+        features, query = family.query(module, n_heads(module) or 1)
+        yield child.register_forward_hook(
+            partial(_scale_query, features, query, family.positions_first)
+        )
 
 
 def argument_names(module: Any) -> tuple[str, ...]:
@@ -76,13 +76,13 @@ def _before(family: Family, names: tuple[str, ...], module: Any, args: Any, kwar
 
 
 def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) -> None:
-    children = {name: module.get_submodule(name) for name in family.children}
-    pending = [name for name, child in children.items() if hasattr(child, _PENDING)]
-    for name in pending:
-        delattr(children[name], _PENDING)
-    if pending and output is not None:  # after an error it is None
+    child = module.get_submodule(family.child)
+    if not hasattr(child, _PENDING):
+        return
+    delattr(child, _PENDING)
+    if output is not None:  # after an error it is None
         must = "have the modules that it had when `use` was called (call it again)"
-        raise value_error("model", must, f"another `{pending[0]}`")
+        raise value_error("model", must, f"another `{family.child}`")
 
 
 def check_law_can_act(family: Family | None, module: Any, arguments: _Arguments) -> None:
@@ -94,26 +94,18 @@ def check_law_can_act(family: Family | None, module: Any, arguments: _Arguments)
 
 
 def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
-    """Store the law and n on the children, where their hooks read them."""
+    """Store the law and n on the child, where its hook reads them."""
     check_law_can_act(family, module, arguments)
-    for child, n in _counts(family, module, arguments, count).items():
-        setattr(module.get_submodule(child), _PENDING, (law, n))
-
-
-def _counts(family: Family, module: Any, arguments: _Arguments, count: str) -> dict[str, Any]:
-    """The n of the queries, by the child that gives them."""
     n: Any
     if count == "positions":
         states = _states(family, arguments)[:, None]
         n = positions_from_1(states, arguments.get("position_ids"))
-    elif family.counts is not None:
-        return family.counts(module, arguments)
     else:
         visible = visible_keys(family, module, arguments)
         n = None if visible is None else visible.sum(-1)
         if n is None and family.query is not None:
             n = _n_keys(family, module, arguments)
-    return {family.child: n}
+    setattr(module.get_submodule(family.child), _PENDING, (law, n))
 
 
 def _states(family: Family, arguments: _Arguments) -> Any:
@@ -223,7 +215,8 @@ def run_with_laws(module: Any, args: Any, kwargs: Any, laws: Iterable[Law], coun
     assert family is not None
     arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
     arguments |= dict.fromkeys(_CACHES & arguments.keys())  # which the first run has filled
-    entropies, n_keys = [], 0
+    weights: Any = None
+    entropies = []
     for law in laws:
         _store_law(family, module, arguments, law, count)
         weights = None
@@ -233,35 +226,24 @@ def run_with_laws(module: Any, args: Any, kwargs: Any, laws: Iterable[Law], coun
             weights = run.weights
         finally:
             _check_law_was_applied(family, module, (), weights)
-        found = [entropy(x.float()) for x in weights]
-        n_keys = weights[-1].shape[-1]
-        if family.rows is not None:
-            rows = family.rows(arguments, *found)
-            n_keys = rows.shape[-1]
-        else:
-            rows = found[-1].reshape(-1, n_heads(module) or 1, found[-1].shape[-1])
-        entropies.append(rows)
+        entropies.append(entropy(weights.float()).reshape(-1, n_heads(module) or 1, weights.shape[-2]))
     visible = visible_keys(family, module, arguments)
-    n = torch.tensor([[n_keys]]) if visible is None else visible.sum(-1)
-    if family.counts is not None:
-        n = family.counts(module, arguments)[family.child]
-    return Measured(entropies, n.reshape(-1, n.shape[-1]), visible, n_keys)
+    n = torch.tensor([[weights.shape[-1]]]) if visible is None else visible.sum(-1)
+    return Measured(entropies, n.reshape(-1, n.shape[-1]), visible, weights.shape[-1])
 
 
 class _Weights(TorchFunctionMode):
-    """Keeps the attention weights: those of softmaxes, and of PyTorch's attention."""
+    """Keeps the attention weights: those of the last softmax, or of PyTorch's attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Any] = []
+    weights: Any = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if getattr(function, "__name__", "") == "softmax":
-            self.weights.append(result)
+            self.weights = result
         elif function is scaled_dot_product_attention:
-            self.weights.append(_weights(*args, **kwargs))
+            self.weights = _weights(*args, **kwargs)
         return result
 
 

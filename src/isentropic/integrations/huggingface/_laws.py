@@ -101,11 +101,10 @@ def use(
     :doc:`/how-to/save-and-train-laws` says how laws are saved with the model.
 
     The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, keys
-    outside a sliding window, and sinks are not counted, so decoding with a cache equals prefill. In
-    Longformer, a query sees its window and the global tokens, and that of a global token sees all
-    tokens. The law multiplies the products of queries and keys, before a soft
-    cap and position biases, such as those of T5, ALiBi and MPNet. Where positions are products with the
-    query or the key, as in DeBERTa, Funnel and SpeechT5, the law multiplies these too.
+    outside a sliding window, and sinks are not counted, so decoding with a cache equals prefill. The
+    law multiplies the products of queries and keys, before a soft cap and position biases, such as
+    those of T5, ALiBi and MPNet. Where positions are products with the query or the key, as in DeBERTa,
+    Funnel and SpeechT5, the law multiplies these too.
 
     Positions are the ``position_ids`` that the model passes to its attention, as most decoders do. The
     positions that ``generate`` makes do not count padding. If a decoder is called without

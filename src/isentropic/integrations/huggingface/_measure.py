@@ -85,9 +85,8 @@ def profile(
     grouped as in `isentropic.entropy_drift`.
 
     Models that do not use the AttentionInterface of transformers materialize the weights, and their
-    entropies are computed from these. In Longformer, a query with global attention counts as one query,
-    with all keys. Queries of cross-attention count as padding where those of the self-attention before
-    it do.
+    entropies are computed from these. Queries of cross-attention count as padding where those of the
+    self-attention before it do.
 
     Examples
     --------

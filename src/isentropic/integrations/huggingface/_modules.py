@@ -60,7 +60,8 @@ def attention_modules(model: Any) -> dict[str, Any]:
 
 def uses_interface(module: Any) -> bool:
     """Whether the module looks up its attention in the AttentionInterface, and laws can act there."""
-    return looks_up_attention(module) and class_name(module) not in REFUSED
+    kind: Any = type(module)
+    return looks_up_attention(kind) and class_name(module) not in REFUSED
 
 
 def configs_in(config: Any) -> Iterator[Any]:

@@ -199,8 +199,9 @@ def _make_laws(model: Any) -> bool:
     if entry is None:
         return False
     made = []
+    modules = dict(model.named_modules()) | dict(model.base_model.named_modules())
     for name, description in _layers(entry).items():
-        module = _find(model, name)
+        module = modules.get(name)
         # An inner model may have made the law already.
         if module is not None and not hasattr(module, LAW):
             set_law(module, _from_description(description, module, model, name))
@@ -230,15 +231,6 @@ def _base(entry: dict[str, Any]) -> str | None:
         must = "have the name of an attention implementation as its 'base'"
         raise type_error(f"config.{ENTRY}", must, type(base).__name__)
     return base
-
-
-def _find(model: Any, name: str) -> Any:
-    for owner in (model.base_model, model):
-        try:
-            return owner.get_submodule(name)
-        except AttributeError:
-            continue
-    return None
 
 
 def _from_description(description: Any, module: Any, model: Any, name: str) -> LayerLaw | None:
