@@ -83,16 +83,16 @@ def survey(model_type: str) -> dict[str, Any]:
 
 
 def structure(model: Any) -> dict[str, Any]:
-    from isentropic.integrations.huggingface import _families, _modules
+    from isentropic.integrations.huggingface import _modules
 
     interface, hooks, standard = 0, 0, {}
     for module in model.modules():
         if _modules.uses_interface(module):
             interface += 1
-        elif _families.family_of(module) is not None:
+        elif _modules.family_of(module) is not None:
             hooks += 1
-        elif (name := _families.class_name(module)) in _families.REFUSED or forms_weights(type(module)):
-            standard[name.partition(".")[2]] = _families.REFUSED.get(name, "no hooks for its code")
+        elif (name := _modules.class_name(module)) in _modules.REFUSED or forms_weights(type(module)):
+            standard[name.partition(".")[2]] = _modules.REFUSED.get(name, "no hooks for its code")
     return {"interface": interface, "hooks": hooks, "standard": standard}
 
 

@@ -19,7 +19,7 @@ from torch import nn  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from isentropic.integrations import huggingface  # noqa: E402
-from isentropic.integrations.huggingface import _families, _hooks, _measure  # noqa: E402
+from isentropic.integrations.huggingface import _hooks, _measure, _modules  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -139,7 +139,7 @@ def outputs_by_hand(name, inputs, factors):
     """The output if the products of queries and keys are multiplied by a factor for each head."""
     model, acts_on_logits = tiny(name), False
     for module in model.modules():
-        family = _families.FAMILIES.get(_families.class_name(module))
+        family = _modules.FAMILIES.get(_modules.class_name(module))
         if family is not None and family.query is not None:
             scale_queries_by_hand(module, family, factors)
         acts_on_logits = acts_on_logits or (family is not None and family.query is None)
@@ -475,7 +475,7 @@ class TestModules:
         n_keys = 5 if {"context", "encoder_hidden_states"} & inputs.keys() else 6
         n = torch.tensor([n_keys, 4 if inputs.get("attention_mask") is not None else n_keys])
         law = laws.AffineLog(torch.tensor([0.2, 0.5, 0.8, 1.1]), 0.3)
-        module, family = self.module(name, options), _families.FAMILIES[name]
+        module, family = self.module(name, options), _modules.FAMILIES[name]
         monkeypatch.setattr(_hooks, "law_of", lambda _: (law, "keys"))
         with torch.no_grad():
             standard = module(self.STATES, **inputs)
@@ -537,10 +537,10 @@ class TestRefused:
             )
             if ".modeling_" in name
         }
-        for name, family in _families.FAMILIES.items():
+        for name, family in _modules.FAMILIES.items():
             file, _, kind = name.partition(".")
             module = getattr(importlib.import_module(files[file]), kind)
-            if _families.looks_up_attention(module):  # in this version of transformers
+            if _modules.looks_up_attention(module):  # in this version of transformers
                 continue
             accepted = inspect.unwrap(module.forward).__code__.co_varnames
             has_no_mask = family.masks == ("attention_mask",)

@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 from isentropic._attention.functions import attention_weights, scale_queries
 from isentropic._checks import value_error
 from isentropic._entropy import entropy
-from isentropic.integrations.huggingface._families import Family, family_of
 from isentropic.integrations.huggingface._layer_law import law_of
-from isentropic.integrations.huggingface._modules import n_heads, positions_from_1
+from isentropic.integrations.huggingface._modules import Family, family_of, n_heads, positions_from_1
 from isentropic.laws._law import Law
 
 _Arguments: TypeAlias = Mapping[str, Any]  # of the forward method of an attention module

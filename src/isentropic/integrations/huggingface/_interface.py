@@ -23,9 +23,8 @@ from isentropic._namespace import namespace
 from isentropic._numerics import grouped_matmul
 from isentropic.integrations._observe import announce, listeners
 from isentropic.integrations.huggingface._calls import call_of, counted_keys, with_tokens
-from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._layer_law import LAW, law_of
-from isentropic.integrations.huggingface._modules import positions_from_1, uses_interface
+from isentropic.integrations.huggingface._modules import family_of, positions_from_1, uses_interface
 from isentropic.laws._law import Law
 
 NAME = "isentropic"

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
-from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import check_law_can_act, hooks
 from isentropic.integrations.huggingface._interface import NAME, set_base
 from isentropic.integrations.huggingface._layer_law import (
@@ -23,7 +22,7 @@ from isentropic.integrations.huggingface._layer_law import (
     layer_law,
     set_law,
 )
-from isentropic.integrations.huggingface._modules import attention_modules, configs_in
+from isentropic.integrations.huggingface._modules import attention_modules, configs_in, family_of
 from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.integrations.huggingface._saving import write_entry
 from isentropic.laws._law import Law

@@ -21,7 +21,6 @@ from isentropic._namespace import to_numpy
 from isentropic.drift import FACTORS, CalibrationReport, DriftReport, Recorder, at_rows, some_queries
 from isentropic.integrations._observe import Call, listening, visible_counts
 from isentropic.integrations.huggingface._calls import is_token
-from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import (
     argument_names,
     cached_length,
@@ -30,7 +29,7 @@ from isentropic.integrations.huggingface._hooks import (
 )
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._layer_law import law_of
-from isentropic.integrations.huggingface._modules import attention_modules, evaluation
+from isentropic.integrations.huggingface._modules import attention_modules, evaluation, family_of
 from isentropic.laws._law import Constant, Law
 from isentropic.masks import as_mask
 
