@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -23,8 +24,8 @@ from isentropic.integrations.huggingface._layer_law import (
     set_law,
 )
 from isentropic.integrations.huggingface._modules import attention_modules, configs_in, family_of
-from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.integrations.huggingface._saving import write_entry
+from isentropic.laws import ModelRule, from_config
 from isentropic.laws._law import Law
 
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
@@ -134,12 +135,11 @@ def use(
     """
     if not isinstance(trainable, bool):
         check_choice("trainable", trainable, (True, False, "head"))
-    named = attention_modules(model)
-    modules, layer_laws = list(named.values()), per_layer(laws, count, list(named))
-    warn_of_rules(modules, [law for law, _ in layer_laws])
-    if base is None and any(law is not None for law, _ in layer_laws):
+    layers = per_layer(laws, count, attention_modules(model))
+    warn_of_rules([module for module, (law, _) in layers.items() if law is not None])
+    if base is None and any(law is not None for law, _ in layers.values()):
         base = NAME
-    stack = apply(model, modules, layer_laws, base, trainable)
+    stack = apply(model, layers, base, trainable)
     if base is None:
         before = _PREVIOUS_IMPLEMENTATIONS[model]
         for config, implementation in _implementations(model):
@@ -184,20 +184,24 @@ def laws_of(model: Any) -> dict[str, LawAndCount]:
     return {name: law_of(module) for name, module in attention_modules(model).items()}
 
 
-def per_layer(laws: Laws, count: str, names: Sequence[str]) -> list[LawAndCount]:
-    """A law, and what its n counts, for each of the layers with these names."""
+def per_layer(laws: Laws, count: str, modules: Mapping[str, Any]) -> dict[Any, LawAndCount]:
+    """A law, and what its n counts, for each of these modules, which have names."""
     check_choice("count", count, COUNTS)
+    names, chosen = list(modules), laws
     if laws is None or isinstance(laws, Law):
-        return [(laws, count)] * len(names)
-    if isinstance(laws, Mapping):
-        chosen = {name: law for key, law in laws.items() for name in _matching(key, names)}
-        return [(chosen.get(name), count) for name in names]
-    if not isinstance(laws, Sequence) or isinstance(laws, str):
+        chosen = [laws] * len(names)
+    elif isinstance(laws, Mapping):
+        by_name = {name: law for key, law in laws.items() for name in _matching(key, names)}
+        chosen = [by_name.get(name) for name in names]
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str):
         raise _not_laws_error(laws)
-    if len(laws) != len(names):
+    if len(chosen) != len(names):
         must = f"be as many as the model has attention layers, {len(names)}"
-        raise value_error("laws", must, len(laws))
-    return [(law, count) for law in laws]
+        raise value_error("laws", must, len(chosen))
+    if any(isinstance(law, tuple) for law in chosen):
+        must = "be laws, not the pairs of a law and what it counts that `laws_of` returns"
+        raise type_error("laws", must, "tuples")
+    return {module: (law, count) for module, law in zip(modules.values(), chosen, strict=True)}
 
 
 def _matching(key: int | str, names: Sequence[str]) -> list[str]:
@@ -230,22 +234,17 @@ def _not_laws_error(x: Any) -> TypeError:
 
 def apply(
     model: Any,
-    modules: Sequence[Any],
-    laws: Sequence[LawAndCount],
+    laws: Mapping[Any, LawAndCount],
     base: str | None = None,
     trainable: bool | str = False,
 ) -> contextlib.ExitStack:
     """Apply a law, or None, to each module. Without a `base`, the implementation stays as it is."""
-    if any(isinstance(law, tuple) for law, _ in laws):
-        must = "be laws, not the pairs of a law and what it counts that `laws_of` returns"
-        raise type_error("laws", must, "tuples")
-    held = [
-        None if law is None else layer_law(law, count, module, model, f"laws[{i}]", trainable)
-        for i, ((law, count), module) in enumerate(zip(laws, modules, strict=True))
-    ]
-
+    held = {
+        module: None if law is None else layer_law(law, count, module, model, f"laws[{i}]", trainable)
+        for i, (module, (law, count)) in enumerate(laws.items())
+    }
     with contextlib.ExitStack() as stack:
-        before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
+        before = {module: getattr(module, LAW, _MISSING) for module in laws}
         implementations = _implementations(model)
         stack.callback(_restore, model, implementations, before)
         _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {}).update(
@@ -253,11 +252,11 @@ def apply(
         )
         if base is not None:
             set_base(model, base)
-        for module, law in zip(modules, held, strict=True):
+        for module, law in held.items():
             if law is not None:
                 check_law_can_act(family_of(module), module, {})
-        stack.enter_context(hooks(modules))
-        for module, law in zip(modules, held, strict=True):
+        stack.enter_context(hooks(held))
+        for module, law in held.items():
             set_law(module, law)
         write_entry(model)
         return stack.pop_all()
@@ -271,13 +270,73 @@ def _implementations(model: Any) -> list[tuple[Any, str | None]]:
 
 
 def _restore(
-    model: Any, implementations: list[tuple[Any, str | None]], laws: list[tuple[Any, Any]]
+    model: Any, implementations: list[tuple[Any, str | None]], laws: Mapping[Any, Any]
 ) -> None:
     for config, implementation in implementations:
         config._attn_implementation = implementation
-    for module, law in laws:
+    for module, law in laws.items():
         if law is not _MISSING:
             set_law(module, law)
         elif hasattr(module, LAW):
             delattr(module, LAW)
     write_entry(model)
+
+
+# ----------------------------------------------------------------------------- rules of the model
+
+
+def warn_of_rules(modules: Iterable[Any], *, stacklevel: int = 2) -> None:
+    """Warn of rules by which a model already scales its logits in attention modules that get a law.
+
+    `stacklevel` is as for `warnings.warn` in the calling function.
+    """
+    layers: dict[int, tuple[Any, set[Any]]] = {}  # the numbers of the modules by configuration
+    for module in modules:
+        config = getattr(module, "config", None)
+        if config is not None:
+            number = getattr(module, "layer_idx", None)
+            layers.setdefault(id(config), (config, set()))[1].add(number)
+    messages: dict[str, None] = {}  # each once, in their order
+    for config, numbers in layers.values():
+        for message, of in _messages(config).items():
+            if of is None or numbers & {None, *of}:
+                messages[message] = None
+    for message in messages:
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+
+
+def _messages(config: Any) -> dict[str, tuple[int, ...] | None]:
+    """What to say of a configuration, and in which layers; None stands for all."""
+    try:
+        rules = from_config(config)
+    except (TypeError, ValueError) as error:
+        text = (
+            "The model may scale its attention logits by a rule of its own, which the law would "
+            f"multiply: the configuration cannot be read. {error}"
+        )
+        return {text: None}
+    # `llama_4_scaling` is read by engines, and not by transformers.
+    return {
+        _message(rule): rule.layers
+        for rule in rules
+        if not any("llama_4_scaling = " in x for x in rule.off)
+    }
+
+
+def _message(rule: ModelRule) -> str:
+    law = "a law whose numbers are weights" if rule.law is None else repr(rule.law)
+    counts = "" if rule.counts is None else f", where n counts {rule.counts}"
+    advice = "so the logits are scaled twice"
+    if rule.law is not None and rule.counts is None:
+        advice = (
+            "which is right if the law was fitted to this model, or if it is 1 up to the lengths that "
+            "the constant is for"
+        )
+    off = "The configuration of the model cannot switch the rule off."
+    if rule.off:
+        set_off = "; ".join(rule.off)
+        off = f"To switch it off, set `{set_off}` in the configuration before the model is made."
+    return (
+        f"The model already scales its {rule.scales} by the rule {rule.name!r}: {law}{counts}. "
+        f"The law multiplies them too, {advice}. {off}"
+    )

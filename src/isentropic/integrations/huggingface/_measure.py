@@ -220,21 +220,19 @@ def _measure(
 ) -> Recorder:
     """Let the recorder record the entropies of all layers while the model runs."""
     named = attention_modules(model)
-    modules = list(named.values())
     check_batches(batches)
-    if laws is None:
-        layer_laws = [law_of(module) for module in modules]
-    else:
-        layer_laws = per_layer(laws, count, list(named))
+    layers = {module: law_of(module) for module in named.values()}
+    if laws is not None:
+        layers = per_layer(laws, count, named)
     # With a cache, transformers does not detect packed sequences.
     accepted = inspect.signature(model.forward).parameters
     options = {"use_cache": False} if "use_cache" in accepted else {}
     # Layers of one kind, as in a decoder, have numbers.
     kinds = {re.sub(r"[0-9]+", "", name) for name in named}
     recorder.names = tuple(named) if len(kinds) > 1 else None
-    run = _Run(modules, recorder)
+    run = _Run(layers, recorder)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(apply(model, modules, layer_laws))
+        stack.enter_context(apply(model, layers))
         stack.enter_context(evaluation(model))
         stack.enter_context(run.recording())
         for batch in tqdm(batches, desc=str(label), unit=" batches", disable=not label):
@@ -243,8 +241,8 @@ def _measure(
             else:
                 inputs = as_mapping(batch).items()
                 model(**options | {name: _to_device(x, model.device) for name, x in inputs})
-    if len(run.seen) < len(modules):
-        must = f"run all {len(modules)} attention layers of `model` (or pass the part that runs)"
+    if len(run.seen) < len(layers):
+        must = f"run all {len(layers)} attention layers of `model` (or pass the part that runs)"
         raise value_error("batches", must, len(run.seen))
     return recorder
 
@@ -256,7 +254,7 @@ def _to_device(x: Any, device: Any) -> Any:
 class _Run:
     """Hands a recorder the entropies of each attention, at each of its factors on the logits."""
 
-    def __init__(self, modules: Sequence[Any], recorder: Recorder) -> None:
+    def __init__(self, modules: Iterable[Any], recorder: Recorder) -> None:
         self.layers = {module: layer for layer, module in enumerate(modules)}
         self.recorder = recorder
         self.seen: set[int] = set()

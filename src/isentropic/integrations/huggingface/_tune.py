@@ -19,7 +19,7 @@ from isentropic._checks import check_count, check_real, plain_integer, type_erro
 from isentropic._namespace import Array
 from isentropic._numerics import clip
 from isentropic.integrations.huggingface._interface import NAME
-from isentropic.integrations.huggingface._laws import apply
+from isentropic.integrations.huggingface._laws import apply, warn_of_rules
 from isentropic.integrations.huggingface._measure import as_mapping, check_batches
 from isentropic.integrations.huggingface._modules import (
     attention_modules,
@@ -28,7 +28,6 @@ from isentropic.integrations.huggingface._modules import (
     layer_device,
     n_heads,
 )
-from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._formulas import Knots
 from isentropic.laws._law import Law
 
@@ -153,8 +152,9 @@ def tune(
             raise value_error("batches", "have at least one text", "none")
         starts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
         laws = [_law(model, module, constant, reference_length) for module in modules]
-        warn_of_rules(modules, laws)
-        stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
+        warn_of_rules(modules)
+        layers = {module: (law, "keys") for module, law in zip(modules, laws, strict=True)}
+        stack.enter_context(apply(model, layers, base))
         stack.enter_context(evaluation(model))
         for weight in model.parameters():
             stack.callback(weight.requires_grad_, weight.requires_grad)
