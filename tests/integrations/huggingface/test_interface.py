@@ -395,12 +395,11 @@ class TestDropout:
     def weights(self, law, training, **options):
         """Values of one-hot rows: the output is the weights."""
         module = with_law(nn.Module(), law).train(training)
-        query, key = torch.randn(2, 1, 4, 6, 8)
+        query, key = torch.randn(2, 1, 4, 6, 8, generator=torch.Generator().manual_seed(3))
         value = torch.eye(6)[None, None].expand(1, 4, 6, 6)
         mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
         attend = transformers.AttentionInterface()["isentropic"]
-        out, none = attend(module, query, key, value, mask, dropout=0.5, **options)
-        assert none is None
+        out, _ = attend(module, query, key, value, mask, dropout=0.5, **options)
         factor = 1.0 if law is None else LAWS["AffineLog"][1](module, torch.arange(1, 7))[..., None]
         logits = query @ key.mT * factor / math.sqrt(8)
         return out.transpose(1, 2), torch.softmax(logits.masked_fill(~mask, -math.inf), -1)
@@ -429,11 +428,11 @@ class TestDropout:
 
     @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}])
     def test_soft_caps_and_sinks(self, option):
-        self.weights(None, training=False, **option)
-        with pytest.raises(
-            ValueError, match=r"`dropout` must be 0 while .*soft caps or sinks.* got 0.5"
-        ):
-            self.weights(None, training=True, **option)
+        expected, _ = self.weights(None, training=False, **option)
+        got, _ = self.weights(None, training=True, **option)
+        dropped = got == 0
+        close(got, torch.where(dropped, 0.0, 2 * expected), atol=1e-6)
+        assert 0.3 < dropped[expected > 0].float().mean() < 0.7
 
     def test_a_model_that_has_it(self):
         config = transformers.T5Config(

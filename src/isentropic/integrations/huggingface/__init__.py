@@ -24,8 +24,7 @@ with requires_extra(__name__):
 
 from isentropic.integrations.huggingface._interface import extend_interface
 from isentropic.integrations.huggingface._laws import laws_of, use
-from isentropic.integrations.huggingface._measure import calibrate, profile
-from isentropic.integrations.huggingface._observe import observe
+from isentropic.integrations.huggingface._measure import calibrate, observe, profile
 from isentropic.integrations.huggingface._saving import extend_transformers
 from isentropic.integrations.huggingface._tune import tune
 

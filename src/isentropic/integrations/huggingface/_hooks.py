@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -199,17 +199,13 @@ def _scale_logits(child: Any, args: Any) -> Any:
     return torch.softmax(logits.masked_fill(is_zero, -math.inf), -1).to(weights.dtype), *others
 
 
-class Measured(NamedTuple):
-    """What queries of a module see, and the entropies of its weights."""
+def run_with_laws(
+    module: Any, args: Any, kwargs: Any, laws: Iterable[Law], count: str
+) -> tuple[list[Any], Any, int]:
+    """The entropies (B, H, L) of the weights that a module forms with each law, by further runs of it.
 
-    entropies: list[Any]  # (B, H, L) for each law
-    n: Any  # (B or 1, L)
-    visible: Any  # as from `visible_keys`
-    n_keys: int
-
-
-def run_with_laws(module: Any, args: Any, kwargs: Any, laws: Iterable[Law], count: str) -> Measured:
-    """Run a module again, for each of the laws once."""
+    Also returns `visible_keys` and the number of keys.
+    """
     family = family_of(module)
     assert family is not None
     arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
@@ -227,8 +223,7 @@ def run_with_laws(module: Any, args: Any, kwargs: Any, laws: Iterable[Law], coun
             _check_law_was_applied(family, module, (), weights)
         entropies.append(entropy(weights.float()).reshape(-1, n_heads(module) or 1, weights.shape[-2]))
     visible = visible_keys(family, module, arguments)
-    n = torch.tensor([[weights.shape[-1]]]) if visible is None else visible.sum(-1)
-    return Measured(entropies, n.reshape(-1, n.shape[-1]), visible, weights.shape[-1])
+    return entropies, visible, weights.shape[-1]
 
 
 class _Weights(TorchFunctionMode):

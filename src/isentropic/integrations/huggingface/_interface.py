@@ -144,20 +144,16 @@ def attend(
     call = call_of(NAME, module, query, key, attention_mask, scaling=scaling, **kwargs)
     options = call.options | {"law": call.law, "sinks": call.sink}
     is_dropping = dropout > 0 and module.training
+    # PyTorch's attention, which drops weights, has neither soft caps nor sinks.
+    needs_weights = is_dropping and (call.sink is not None or options["softcap"] is not None)
     weights = None
-    if kwargs.get("output_attentions"):
+    if needs_weights or kwargs.get("output_attentions"):
         weights = attention_weights(query, key, **options)
     if weights is not None and (is_dropping or weights.requires_grad):
         # The output is made of them, so that they have the gradient of what is made of the output.
         weights = torch.dropout(weights, dropout, module.training)
         out = grouped_matmul(namespace(value=value), weights, value)
     elif is_dropping:
-        if call.sink is not None or options["softcap"] is not None:
-            must = (
-                "be 0 while a model with soft caps or sinks is trained (set it in its configuration, "
-                "or use `base='eager'`)"
-            )
-            raise value_error("dropout", must, dropout)
         # Attention of isentropic drops no weights. "sdpa" gets the same masks, and applies the law.
         sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -1,4 +1,4 @@
-"""Entropies of the attention of a model, and laws fitted to them."""
+"""Entropies of the attention of a model, laws fitted to them, and statistics while it is trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isentropic._calibration import FAMILIES
 from isentropic._checks import check_choice, check_flag, check_real, type_error, value_error
 from isentropic._namespace import to_numpy
 from isentropic.drift import FACTORS, CalibrationReport, DriftReport, Recorder, at_rows, some_queries
-from isentropic.integrations._observe import Call, listening, visible_counts
+from isentropic.integrations._observe import Call, Observation, Observer, listening, visible_counts
 from isentropic.integrations.huggingface._calls import is_token
 from isentropic.integrations.huggingface._hooks import (
     argument_names,
@@ -29,7 +29,12 @@ from isentropic.integrations.huggingface._hooks import (
 )
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
 from isentropic.integrations.huggingface._layer_law import law_of
-from isentropic.integrations.huggingface._modules import attention_modules, evaluation, family_of
+from isentropic.integrations.huggingface._modules import (
+    attention_modules,
+    evaluation,
+    family_of,
+    uses_interface,
+)
 from isentropic.laws._law import Constant, Law
 from isentropic.masks import as_mask
 
@@ -196,6 +201,78 @@ def calibrate(
     return (laws, found) if report else laws
 
 
+def observe(
+    model: Any,
+    every: int | None = 100,
+    *,
+    sequences: int | None = None,
+    then: Callable[[Observation], None] | None = None,
+    warn_below: float | None = None,
+    patience: int = 3,
+) -> Observer:
+    """Measure the attention of a model while it is trained.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model. Its attention implementation stays as it is: "sdpa", "eager", "isentropic" or
+        another. It may have laws.
+    every, sequences, then, warn_below, patience
+        As in `isentropic.integrations.torch.observe`.
+
+    Returns
+    -------
+    Observer
+        Its ``latest`` is an `Observation` with one row per attention layer, numbered as in `use`. Its
+        ``close()``, or the end of its ``with`` block, stops the measurements.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a `model` that is not a transformers model, or none of whose attention goes through the
+        AttentionInterface, and for arguments of the wrong type or out of range.
+
+    Warns
+    -----
+    UserWarning
+        See `warn_below`. Also if the attention of a layer cannot be observed, once for the layer.
+
+    Notes
+    -----
+    What `isentropic.integrations.torch.observe` says of the training step, of its cost and of
+    `torch.compile` holds here too. :doc:`/how-to/monitor-training` shows how a `transformers.Trainer`
+    logs the statistics. Padding is not part of the statistics. In self-attention a query is
+    padding if it does not see its own position. In cross-attention all queries are counted.
+
+    A forward pass that is observed raises nothing that it would not raise otherwise, except what `then`
+    raises. Layers that cannot be observed are NaN: those with a sink for each token, and those that
+    :doc:`/reference/models` lists as "through hooks". `profile` measures these.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=3)).train()
+    >>> observer = huggingface.observe(model, every=10)
+    >>> tokens = torch.randint(8, (4, 16))
+    >>> model(tokens, labels=tokens).loss.backward()
+    >>> observer.latest.entropy.shape  # layers, heads
+    (3, 2)
+    >>> observer.close()
+    """
+    named = attention_modules(model)
+    if not any(map(uses_interface, named.values())):
+        kinds = ", ".join(sorted({type(module).__name__ for module in named.values()}))
+        must = "have attention that goes through the AttentionInterface of transformers, to be observed"
+        raise value_error("model", must, f"{type(model).__name__}, where {kinds} does not")
+    return Observer(
+        model, named, every=every, sequences=sequences, then=then, warn_below=warn_below,
+        patience=patience,
+    )  # fmt: skip
+
+
 def check_batches(batches: Any) -> None:
     if isinstance(batches, (Mapping, torch.Tensor)) or not isinstance(batches, Iterable):
         raise type_error("batches", "be an iterable of batches", type(batches).__name__)
@@ -302,7 +379,8 @@ class _Run:
         """Of attention with hooks, by further runs of the module."""
         law, count = law_of(module)
         scaled = (_scaled(law, factor) for factor in self.recorder.factors)
-        entropies, n, visible, n_keys = run_with_laws(module, args, kwargs, scaled, count)
+        entropies, visible, n_keys = run_with_laws(module, args, kwargs, scaled, count)
+        n = torch.tensor([[n_keys]]) if visible is None else visible.sum(-1)[:, 0]
         counted = self._counted_queries(visible, entropies[0], entropies[0].shape[2], n_keys)
         self._add(module, n, entropies, counted, 1.0)
 
