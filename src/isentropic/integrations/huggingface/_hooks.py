@@ -59,9 +59,7 @@ def _hook(family: Family, module: Any) -> Iterator[Any]:
         yield child.register_forward_pre_hook(_scale_logits)
     else:
         features, query = family.query(module, n_heads(module) or 1)
-        yield child.register_forward_hook(
-            partial(_scale_query, features, query, family.positions_first)
-        )
+        yield child.register_forward_hook(partial(_scale_query, features, query))
 
 
 def argument_names(module: Any) -> tuple[str, ...]:
@@ -97,27 +95,21 @@ def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, cou
     check_law_can_act(family, module, arguments)
     n: Any
     if count == "positions":
-        states = _states(family, arguments)[:, None]
-        n = positions_from_1(states, arguments.get("position_ids"))
+        states = next(iter(arguments.values()))
+        n = positions_from_1(states[:, None], arguments.get("position_ids"))
     else:
         visible = visible_keys(family, module, arguments)
         n = None if visible is None else visible.sum(-1)
         if n is None and family.query is not None:
-            n = _n_keys(family, module, arguments)
+            n = _n_keys(module, arguments)
     setattr(module.get_submodule(family.child), _PENDING, (law, n))
 
 
-def _states(family: Family, arguments: _Arguments) -> Any:
-    """The states (B, L, features) of which the queries are made."""
-    states = next(iter(arguments.values()))
-    return states.transpose(0, 1) if family.positions_first else states
-
-
-def _n_keys(family: Family, module: Any, arguments: _Arguments) -> int:
+def _n_keys(module: Any, arguments: _Arguments) -> int:
     """The number of keys, for attention without a mask."""
     if (states := key_source(arguments)) is not None:
-        return int(states.shape[0 if family.positions_first else 1])
-    return int(_states(family, arguments).shape[1]) + cached_length(module, arguments)
+        return int(states.shape[1])
+    return int(next(iter(arguments.values())).shape[1]) + cached_length(module, arguments)
 
 
 def key_source(arguments: _Arguments) -> Any:
@@ -139,17 +131,12 @@ def cached_length(module: Any, arguments: _Arguments) -> int:
 def visible_keys(family: Family, module: Any, arguments: _Arguments) -> Any:
     """The mask (B, 1, L, S), in which axes may be 1, that is True where a key is visible; or None."""
     is_cross = family.cross_mask and key_source(arguments) is not None
-    masks = [arguments.get(name) for name in ((family.cross_mask,) if is_cross else family.masks)]
-    visible = None
-    for mask in masks:
-        if mask is not None:
-            # In Falcon the heads differ, because their biases are in the mask.
-            part = _as_visible(mask, family.marks_hidden)[:, :1]
-            visible = part if visible is None else visible & part
+    mask = arguments.get(family.cross_mask if is_cross else family.mask)
+    # In Falcon the heads differ, because their biases are in the mask.
+    visible = None if mask is None else _as_visible(mask, family.marks_hidden)[:, :1]
     if family.buffer:
-        length = _states(family, arguments).shape[1]
-        cached = cached_length(module, arguments)
-        n_keys = length + cached if visible is None else visible.shape[-1]
+        length = next(iter(arguments.values())).shape[1]
+        n_keys = _n_keys(module, arguments) if visible is None else visible.shape[-1]
         buffer = getattr(module, family.buffer)[..., n_keys - length : n_keys, :n_keys].bool()
         visible = buffer if visible is None else visible & buffer
     return visible
@@ -160,26 +147,22 @@ def _as_visible(mask: Any, marks_hidden: bool) -> Any:
         # The attention inputs of Funnel: positions, types, mask, and another mask.
         mask = mask[2].bool()
     if mask.is_floating_point() and mask.ndim != 3:
-        added = mask if mask.ndim == 4 else mask[None, None]
-        return added > torch.finfo(mask.dtype).min / 2
+        return mask > torch.finfo(mask.dtype).min / 2
     visible = ~mask.bool() if marks_hidden and not mask.is_floating_point() else mask.bool()
     if mask.ndim == 2:  # of keys
         return visible[:, None, None]
     return visible[:, None] if mask.ndim == 3 else visible
 
 
-def _scale_query(
-    features: tuple[int, ...], index: Any, positions_first: bool, child: Any, args: Any, output: Any
-) -> Any:
+def _scale_query(features: tuple[int, ...], index: Any, child: Any, args: Any, output: Any) -> Any:
     """Multiply the query among the features of a projection by the law."""
     if not hasattr(child, _PENDING):
         return output
     law, n = getattr(child, _PENDING)
     delattr(child, _PENDING)
     result = output.unflatten(-1, features).clone()
-    axes = (1, 2, 0) if positions_first else (0, 2, 1)
-    query = result[index].flatten(2, -2).permute(*axes, 3)
-    query = scale_queries(query, n, law=law).permute(*sorted(range(3), key=axes.__getitem__), 3)
+    query = result[index].flatten(2, -2).transpose(1, 2)
+    query = scale_queries(query, n, law=law).transpose(1, 2)
     result[index] = query.reshape(result[index].shape)
     return result.flatten(-len(features))
 

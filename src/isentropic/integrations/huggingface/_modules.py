@@ -34,15 +34,13 @@ class Family:
     # multiplies it. If None, the attention weights p, (B, H, L, S), pass through the child instead.
     # There the factor f turns them into p^f / Σ p^f, which multiplies all logits by f.
     query: _Split | None = None
-    # The arguments that say which keys are visible, and that of cross-attention, if it is another one.
-    masks: tuple[str, ...] = ("attention_mask",)
+    # The argument that says which keys are visible, and that of cross-attention, if it is another one.
+    mask: str = "attention_mask"
     cross_mask: str = ""
     # Whether a boolean mask is True at hidden keys.
     marks_hidden: bool = False
     # The buffer (1, 1, positions, positions) that hides keys too.
     buffer: str = ""
-    # Whether the positions are the first axis of the input of the child, and the batch is the second.
-    positions_first: bool = False
     # An attribute or argument that must not be set, because the law would act in a wrong place.
     unless: str = ""
 
@@ -98,7 +96,7 @@ _ALIKE: dict[tuple[str, _Split | None], str] = {
     "squeezebert.SqueezeBertSelfAttention",
 }
 _CROSS = Family("query", _alone, cross_mask="encoder_attention_mask")
-_XLM = Family("q_lin", _alone, masks=("mask",))
+_XLM = Family("q_lin", _alone, mask="mask")
 FAMILIES = {name: Family(*x) for x, names in _ALIKE.items() for name in names.split()} | {
     "big_bird.BigBirdSelfAttention": _CROSS,
     "bigbird_pegasus.BigBirdPegasusSelfAttention": _CROSS,
@@ -107,11 +105,8 @@ FAMILIES = {name: Family(*x) for x, names in _ALIKE.items() for name in names.sp
     "cpmant.CpmAntAttention": Family("project_q", _alone),
     "falcon.FalconAttention": Family("query_key_value", _in_groups),
     "flaubert.MultiHeadAttention": _XLM,
-    "fsmt.Attention": Family(
-        "q_proj", _alone, ("key_padding_mask", "attn_mask"), marks_hidden=True, positions_first=True
-    ),
     # The query is added to learned vectors before the products.
-    "funnel.FunnelRelMultiheadAttention": Family("attention_dropout", masks=("attention_inputs",)),
+    "funnel.FunnelRelMultiheadAttention": Family("attention_dropout", mask="attention_inputs"),
     "gpt_neo.GPTNeoSelfAttention": Family("q_proj", _alone, buffer="bias"),
     "ibert.IBertSelfAttention": Family("dropout", unless="quant_mode"),
     "imagegpt.ImageGPTAttention": Family(
@@ -144,6 +139,7 @@ _REASONS = {
         "nllb_moe.NllbMoeAttention pegasus_x.PegasusXAttention"
     ),
     "its logits are not products of queries and keys": "autoformer.AutoformerAttention",
+    "the first axis of its states is that of the positions": "fsmt.Attention",
     "it has two queries, of the texts and of their layout": "lilt.LiltSelfAttention",
     "it has several streams of queries": (
         "prophetnet.ProphetNetNgramSelfAttention xlnet.XLNetRelativeAttention"
