@@ -591,7 +591,7 @@ class TestBlocks:
     @pytest.mark.parametrize("tile", [2**24, 128])
     def test_functions(self, set_blocks, tile):
         set_blocks(count_tile=tile)
-        got = _calls._InBlocks(self.windows()).n()
+        got = _calls._InBlocks(self.windows()).visible_count(300, 360, like=torch.empty(0))
         for b in range(2):
             for h in range(3):
                 window = masks.window(89 + 10 * b + 20 * h).visible_count(300, 360)
@@ -602,14 +602,14 @@ class TestBlocks:
             kv_num_blocks=torch.tensor([[[1, 2]]]), kv_indices=torch.tensor([[[[1, 0], [0, 1]]]]),
             full_kv_num_blocks=None, full_kv_indices=None, BLOCK_SIZE=128, seq_lengths=(200, 256),
         )  # fmt: skip
-        got = _calls._InBlocks(mask).n()
+        got = _calls._InBlocks(mask).visible_count(200, 256, like=torch.empty(0))
         assert got.tolist() == [[[128] * 128 + [256] * 72]]
 
     def test_counted_once(self, monkeypatch):
         calls = []
-        count = _calls._InBlocks.visible_count
+        count = masks.Mask.count
         monkeypatch.setattr(
-            _calls._InBlocks, "visible_count", lambda *args, **of: calls.append(0) or count(*args, **of)
+            masks.Mask, "count", lambda *args, **of: calls.append(0) or count(*args, **of)
         )
         for name in ("Qwen3", "Llama"):
             by_base(decoder(name), "flex_attention", partial(outputs, inputs=batch()))

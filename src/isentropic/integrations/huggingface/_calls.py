@@ -110,8 +110,6 @@ def counted_keys(
     if mask_function(name) is None:
         raise unknown_count("masks of an unknown kind")
     visible = _visible(name, module, query, key, mask, kwargs)
-    if isinstance(visible, _Within | _InBlocks):
-        return visible.n()
     if not isinstance(visible, torch.Tensor):
         return visible_counts(query, key, visible)
     if visible.ndim != 4:
@@ -171,7 +169,7 @@ class _Within(Mask):
     first: torch.Tensor  # (B, 1, L, 1)
     last: torch.Tensor  # (B, 1, L, 1)
 
-    def n(self) -> torch.Tensor:
+    def count(self, frame: Frame) -> Array:
         return torch.clamp(self.last - self.first + 1, min=0)[..., 0]
 
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
@@ -189,43 +187,35 @@ class _Within(Mask):
 
 
 def _within(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> _Within:
-    position, length, start = _within_sequences(module, query, key, mask, kwargs)
-    window, is_causal = kwargs.get("sliding_window"), kwargs.get("is_causal")
-    first, last = torch.zeros_like(position), length - 1
-    if window is not None:
-        first = torch.clamp(position - (window - 1), min=0)
-        last = torch.minimum(last, position + (window - 1))
-    if module.is_causal if is_causal is None else is_causal:
-        last = position
-    number = torch.arange(key.shape[2], device=query.device)[None]
-    if mask is not None:
-        number = torch.where(mask.bool(), mask.long().cumsum(-1) - 1, -1)
-    rows = (x[:, None, :, None] for x in (start, start + first, start + last))
-    return _Within(number[:, None, None], *rows)
-
-
-def _within_sequences(
-    module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each query its position in its sequence, the number of keys there, and where they start."""
-    n_queries = query.shape[2]
-    index = torch.arange(n_queries, device=query.device)[None]
+    # For each query its position in its sequence, the number of keys there, and where they start.
+    index = torch.arange(query.shape[2], device=query.device)[None]
+    number, start = torch.arange(key.shape[2], device=query.device)[None], torch.zeros_like(index)
+    offset, positions = key.shape[2] - query.shape[2], kwargs.get("position_ids")
+    position, length = index + offset, torch.full_like(index, key.shape[2])
     if mask is not None:
         if mask.ndim != 2:
             raise unknown_count(f"a mask of shape {tuple(mask.shape)}")
         seen = mask.long().cumsum(-1)
-        return seen[:, -n_queries:] - 1, seen[:, -1:].expand(-1, n_queries), torch.zeros_like(index)
-    if all(kwargs.get(name) is not None for name in _PACKED):
-        return _within_packed(module, query, kwargs)
-    offset = key.shape[2] - n_queries
-    positions = kwargs.get("position_ids")
-    if positions is None or len(query) > 1 or positions.shape[-1] == 1:
-        return index + offset, torch.full_like(index, key.shape[2]), torch.zeros_like(index)
-    # Sequences without padding in one row start at the smallest position. They have no cache.
-    row = positions.reshape(-1)
-    sequence = (row == row.min()).cumsum(0)
-    start, end = (torch.searchsorted(sequence, sequence, right=x)[None] for x in (False, True))
-    return index - start + offset, end - start + offset, start
+        number = torch.where(mask.bool(), seen - 1, -1)
+        position = seen[:, -query.shape[2] :] - 1
+        length = seen[:, -1:].expand_as(position)
+    elif all(kwargs.get(name) is not None for name in _PACKED):
+        position, length, start = _within_packed(module, query, kwargs)
+    elif positions is not None and len(query) == 1 and positions.shape[-1] > 1:
+        # Sequences without padding in one row start at the smallest position. They have no cache.
+        row = positions.reshape(-1)
+        sequence = (row == row.min()).cumsum(0)
+        start, end = (torch.searchsorted(sequence, sequence, right=x)[None] for x in (False, True))
+        position, length = position - start, end - start + offset
+    first, last = torch.zeros_like(position), length - 1
+    if (window := kwargs.get("sliding_window")) is not None:
+        first = torch.clamp(position - (window - 1), min=0)
+        last = torch.minimum(last, position + (window - 1))
+    is_causal = kwargs.get("is_causal")
+    if module.is_causal if is_causal is None else is_causal:
+        last = position
+    rows = (x[:, None, :, None] for x in (start, start + first, start + last))
+    return _Within(number[:, None, None], *rows)
 
 
 def _within_packed(
@@ -249,12 +239,10 @@ class _InBlocks(Mask):
 
     mask: Any
 
-    def n(self) -> torch.Tensor:
-        n = getattr(self.mask, "_isentropic_counts", None)
-        if n is None:  # the first of the layers that share the mask
-            n = self.visible_count(*self.mask.shape[-2:], like=self.mask.kv_num_blocks)
-            self.mask._isentropic_counts = n
-        return n
+    def count(self, frame: Frame) -> Array:
+        if not hasattr(self.mask, "_isentropic_counts"):  # the first of the layers that share the mask
+            self.mask._isentropic_counts = super().count(frame)
+        return self.mask._isentropic_counts
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         return self.dense(rows, columns)

@@ -86,22 +86,14 @@ def with_law(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _announced(
-    function: Any,
-    name: str,
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    *args: Any,
-    **kwargs: Any,
+    function: Any, name: str, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Announce a call of an implementation, and compute it."""
     own = getattr(getattr(module, "config", None), "_attn_implementation", None)
     # An implementation that calls another one is announced once, with the queries of the model.
     if own in (name, None):
-        announce(module, lambda: with_tokens(call_of(name, module, query, key, mask, *args, **kwargs)))
-    return function(module, query, key, value, mask, *args, **kwargs)
+        announce(module, lambda: with_tokens(call_of(name, module, query, key, *args, **kwargs)))
+    return function(module, query, key, value, *args, **kwargs)
 
 
 def _scaled(query: torch.Tensor, n: torch.Tensor, law: Law) -> torch.Tensor:

@@ -30,7 +30,6 @@ from isentropic.laws._law import Law
 
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
 
-_MISSING = object()
 # By model and configuration, the last implementation that was not "isentropic".
 _PREVIOUS_IMPLEMENTATIONS: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
 
@@ -244,9 +243,20 @@ def apply(
         for i, (module, (law, count)) in enumerate(laws.items())
     }
     with contextlib.ExitStack() as stack:
-        before = {module: getattr(module, LAW, _MISSING) for module in laws}
+        before = {module: getattr(module, LAW) for module in laws if hasattr(module, LAW)}
         implementations = _implementations(model)
-        stack.callback(_restore, model, implementations, before)
+
+        def restore() -> None:
+            for config, implementation in implementations:
+                config._attn_implementation = implementation
+            for module in laws:
+                if module in before:
+                    set_law(module, before[module])
+                elif hasattr(module, LAW):
+                    delattr(module, LAW)
+            write_entry(model)
+
+        stack.callback(restore)
         _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {}).update(
             {id(config): name for config, name in implementations if name != NAME}
         )
@@ -267,19 +277,6 @@ def _implementations(model: Any) -> list[tuple[Any, str | None]]:
     owners = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for owner in owners for config in configs_in(owner)}
     return [(config, config._attn_implementation) for config in configs.values()]
-
-
-def _restore(
-    model: Any, implementations: list[tuple[Any, str | None]], laws: Mapping[Any, Any]
-) -> None:
-    for config, implementation in implementations:
-        config._attn_implementation = implementation
-    for module, law in laws.items():
-        if law is not _MISSING:
-            set_law(module, law)
-        elif hasattr(module, LAW):
-            delattr(module, LAW)
-    write_entry(model)
 
 
 # ----------------------------------------------------------------------------- rules of the model

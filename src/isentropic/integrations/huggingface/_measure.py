@@ -316,16 +316,14 @@ def _measure(
             if isinstance(batch, torch.Tensor):
                 model(batch.to(model.device), **options)
             else:
-                inputs = as_mapping(batch).items()
-                model(**options | {name: _to_device(x, model.device) for name, x in inputs})
+                inputs = dict(as_mapping(batch))
+                for name, x in inputs.items():
+                    inputs[name] = x.to(model.device) if isinstance(x, torch.Tensor) else x
+                model(**options | inputs)
     if len(run.seen) < len(layers):
         must = f"run all {len(layers)} attention layers of `model` (or pass the part that runs)"
         raise value_error("batches", must, len(run.seen))
     return recorder
-
-
-def _to_device(x: Any, device: Any) -> Any:
-    return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
 class _Run:

@@ -250,10 +250,6 @@ def n_heads(module: Any) -> int | None:
     return next((n for n in found if isinstance(n, int)), None)
 
 
-def is_causal(module: Any) -> bool:
-    return bool(getattr(module, "is_causal", True))
-
-
 def layer_device(model: Any, module: torch.nn.Module) -> torch.device:
     """The device of an attention module, which may differ from that of the model."""
     parameter = next(module.parameters(), None)

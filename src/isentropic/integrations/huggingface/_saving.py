@@ -113,9 +113,7 @@ _EXTENSIONS: dict[str, Callable[..., Any]] = {
 # -------------------------------------------------------------------------- into the configuration
 
 
-def write_entry(
-    model: torch.nn.Module, state: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, str]:
+def write_entry(model: torch.nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Write the present laws of a model into its configurations.
 
     `state` is a state dict of the model that is saved in place of its own. Returns the names of

@@ -24,7 +24,6 @@ from isentropic.integrations.huggingface._measure import as_mapping, check_batch
 from isentropic.integrations.huggingface._modules import (
     attention_modules,
     evaluation,
-    is_causal,
     layer_device,
     n_heads,
 )
@@ -137,7 +136,11 @@ def tune(
     check_real("learning_rate", learning_rate, above=0)
     check_count("chunk_size", chunk_size)
     modules = list(attention_modules(model).values())
-    if not model.can_generate() or model.config.is_encoder_decoder or not any(map(is_causal, modules)):
+    if (
+        not model.can_generate()
+        or model.config.is_encoder_decoder
+        or not any(getattr(x, "is_causal", True) for x in modules)
+    ):
         raise value_error("model", "be a causal decoder that generates text", type(model).__name__)
     if any(weight.is_inference() for weight in model.parameters()):
         raise value_error("model", "be made outside of `torch.inference_mode`", "inference tensors")
@@ -187,7 +190,9 @@ def _train(
             loss.backward()
             optimizer.step()
             schedule.step()
-            _detach(cache)
+            for layer in cache.layers:  # keeps what the step has added, without its gradients
+                if layer.is_initialized:
+                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
 
@@ -228,13 +233,6 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     return ids.clone() if ids.is_inference() else ids  # as ids are saved for a gradient
 
 
-def _detach(cache: DynamicCache) -> None:
-    """Keep what a step has added, without its gradients."""
-    for layer in cache.layers:
-        if layer.is_initialized:
-            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-
-
 @torch.no_grad()
 def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> DynamicCache:
     """The keys and values of the first tokens, (B, tokens)."""
@@ -243,7 +241,6 @@ def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> DynamicCache:
     kinds = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     for part in () if kinds else ids.split(chunk_size, dim=1):
         model.base_model(input_ids=part, use_cache=True, **_with_cache(model.base_model, cache))
-        _detach(cache)
     if kinds or cache.get_seq_length() != ids.shape[1]:
         must = "keep the keys and values of all tokens in its cache, and no other states"
         raise value_error("model", must, ", ".join(x.__name__ for x in kinds) or type(model).__name__)
