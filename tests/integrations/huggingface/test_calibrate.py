@@ -24,7 +24,7 @@ class Collector:
     def __init__(self):
         self.rows = []
 
-    def add(self, *row, weight):
+    def add(self, *row, weight=1.0):
         self.rows.append((*row, weight))
 
 

@@ -72,7 +72,7 @@ def with_tokens(call: Call) -> Call:
         counted = visible.number[:, :, 0] >= 0 if n_queries == n_keys else None
         return call._replace(counted=counted, is_first=visible.is_first())
     if isinstance(visible, _InBlocks):
-        visible = visible.dense((0, n_queries), (0, n_keys))
+        visible = visible.block(None, (0, n_queries), (0, n_keys))
         call = call._replace(options=call.options | {"mask": visible})
     if not isinstance(visible, torch.Tensor):
         return call
@@ -244,10 +244,7 @@ class _InBlocks(Mask):
             self.mask._isentropic_counts = super().count(frame)
         return self.mask._isentropic_counts
 
-    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
-        return self.dense(rows, columns)
-
-    def dense(self, rows: Block, columns: Block) -> torch.Tensor:
+    def block(self, frame: Frame | None, rows: Block, columns: Block) -> Array:
         (height, width), blocks = self.mask.BLOCK_SIZE, self.mask.to_dense().bool()
 
         def visible(b: Any, h: Any, i: Any, j: Any) -> Any:

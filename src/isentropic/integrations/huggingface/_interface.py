@@ -105,9 +105,6 @@ def _scaled(query: torch.Tensor, n: torch.Tensor, law: Law) -> torch.Tensor:
     return (query.to(dtype) * factor[..., None]).to(query.dtype)
 
 
-# ------------------------------------------------------------------------------------- "isentropic"
-
-
 @functools.cache  # once
 def _warn_of_no_laws(kind: str) -> None:
     warnings.warn(

@@ -31,7 +31,7 @@ from isentropic.laws._law import Law
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
 
 # By model and configuration, the last implementation that was not "isentropic".
-_PREVIOUS_IMPLEMENTATIONS: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
+_BEFORE: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
 
 
 def use(
@@ -140,10 +140,9 @@ def use(
         base = NAME
     stack = apply(model, layers, base, trainable)
     if base is None:
-        before = _PREVIOUS_IMPLEMENTATIONS[model]
         for config, implementation in _implementations(model):
             if implementation == NAME:
-                config._attn_implementation = before.get(id(config), NAME)
+                config._attn_implementation = _BEFORE[model].get(id(config), NAME)
     return stack
 
 
@@ -254,12 +253,11 @@ def apply(
                     set_law(module, before[module])
                 elif hasattr(module, LAW):
                     delattr(module, LAW)
-            write_entry(model)
+            write_entry(model, {})
 
         stack.callback(restore)
-        _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {}).update(
-            {id(config): name for config, name in implementations if name != NAME}
-        )
+        others = {id(config): name for config, name in implementations if name != NAME}
+        _BEFORE.setdefault(model, {}).update(others)
         if base is not None:
             set_base(model, base)
         for module, law in held.items():
@@ -268,7 +266,7 @@ def apply(
         stack.enter_context(hooks(held))
         for module, law in held.items():
             set_law(module, law)
-        write_entry(model)
+        write_entry(model, {})
         return stack.pop_all()
 
 
@@ -282,24 +280,18 @@ def _implementations(model: Any) -> list[tuple[Any, str | None]]:
 # ----------------------------------------------------------------------------- rules of the model
 
 
-def warn_of_rules(modules: Iterable[Any], *, stacklevel: int = 2) -> None:
-    """Warn of rules by which a model already scales its logits in attention modules that get a law.
-
-    `stacklevel` is as for `warnings.warn` in the calling function.
-    """
+def warn_of_rules(modules: Iterable[Any]) -> None:
+    """Warn of rules by which a model already scales its logits in attention modules that get a law."""
     layers: dict[int, tuple[Any, set[Any]]] = {}  # the numbers of the modules by configuration
     for module in modules:
         config = getattr(module, "config", None)
         if config is not None:
-            number = getattr(module, "layer_idx", None)
-            layers.setdefault(id(config), (config, set()))[1].add(number)
-    messages: dict[str, None] = {}  # each once, in their order
-    for config, numbers in layers.values():
-        for message, of in _messages(config).items():
-            if of is None or numbers & {None, *of}:
-                messages[message] = None
-    for message in messages:
-        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+            _, numbers = layers.setdefault(id(config), (config, set()))
+            numbers.add(getattr(module, "layer_idx", None))
+    found = [(x, numbers) for config, numbers in layers.values() for x in _messages(config).items()]
+    messages = [message for (message, of), numbers in found if of is None or numbers & {None, *of}]
+    for message in dict.fromkeys(messages):  # each once
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _messages(config: Any) -> dict[str, tuple[int, ...] | None]:

@@ -332,7 +332,7 @@ class _Run:
     def __init__(self, modules: Iterable[Any], recorder: Recorder) -> None:
         self.layers = {module: layer for layer, module in enumerate(modules)}
         self.recorder = recorder
-        self.seen: set[int] = set()
+        self.seen: set[Any] = set()
         self.is_cross = False  # whether the present attention is cross-attention
         self.counted: Any = None  # those queries of the last self-attention that are not padding
 
@@ -362,7 +362,7 @@ class _Run:
         query, key, law, options, sink = call()[:5]
         n = visible_counts(query, key, options["mask"]).reshape(-1, query.shape[2])
         counted = self._counted_queries(options["mask"], query, query.shape[2], key.shape[2])
-        weight: Any = 1.0
+        weight: Any = 1.0  # the number of queries that each stands for
         if len(self.recorder.factors) > 1:
             rows, weight = some_queries(to_numpy(n * counted.any(0)))
             query, options = _at_rows(rows, query, key, options)
@@ -371,7 +371,8 @@ class _Run:
             attention_entropy(query, key, law=_scaled(law, factor), sinks=sink, **options)
             for factor in self.recorder.factors
         ]
-        self._add(module, n, entropies, counted, weight)
+        self.seen.add(module)
+        self.recorder.add(self.layers[module], n, entropies, counted, weight=weight)
 
     def _run_again(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Of attention with hooks, by further runs of the module."""
@@ -380,16 +381,8 @@ class _Run:
         entropies, visible, n_keys = run_with_laws(module, args, kwargs, scaled, count)
         n = torch.tensor([[n_keys]]) if visible is None else visible.sum(-1)[:, 0]
         counted = self._counted_queries(visible, entropies[0], entropies[0].shape[2], n_keys)
-        self._add(module, n, entropies, counted, 1.0)
-
-    def _add(self, module: Any, n: Any, entropies: list[Any], counted: Any, weight: Any) -> None:
-        """`n` is (B or 1, L), and the entropies are (B, H, L). L counts the queries that are measured.
-
-        `counted` (B, L) is True for queries that are not padding. `weight` is the number of queries
-        that each stands for.
-        """
-        self.seen.add(self.layers[module])
-        self.recorder.add(self.layers[module], n, entropies, counted, weight=weight)
+        self.seen.add(module)
+        self.recorder.add(self.layers[module], n, entropies, counted)
 
     def _counted_queries(self, mask: Any, like: Any, n_queries: int, n_keys: int) -> Any:
         """Those of the queries (B, L) that are not padding. B and the device are those of `like`."""

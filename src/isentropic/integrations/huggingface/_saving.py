@@ -50,9 +50,7 @@ def _extended(original: Callable[..., Any], extension: Callable[..., Any]) -> Ca
     return method
 
 
-def _check_implementation(
-    original: Any, model: Any, name: str | None, *args: Any, **kwargs: Any
-) -> Any:
+def _check_implementation(original: Any, model: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
     entry = vars(model.config).get(ENTRY)
     if name == NAME and kwargs.get("is_init_check") and isinstance(entry, dict):
         name = _base(entry)  # before the model makes its layers for it
@@ -94,7 +92,7 @@ def _restore(name: str, x: torch.Tensor, value: torch.Tensor) -> None:
 
 def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    for name, kind in write_entry(model, given.get("state_dict")).items():
+    for name, kind in write_entry(model, given.get("state_dict") or {}).items():
         warnings.warn(
             f"The law of {name} cannot be saved: only those of isentropic.laws can, got {kind}.",
             stacklevel=3,
@@ -113,14 +111,13 @@ _EXTENSIONS: dict[str, Callable[..., Any]] = {
 # -------------------------------------------------------------------------- into the configuration
 
 
-def write_entry(model: torch.nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, str]:
+def write_entry(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Write the present laws of a model into its configurations.
 
-    `state` is a state dict of the model that is saved in place of its own. Returns the names of
+    `state` has tensors of the model by name that are saved in place of its own. Returns the names of
     attention modules whose law cannot be described, with the classes of these laws.
     """
     unsaved: dict[str, str] = {}
-    state = state or {}
     for root in _outermost_models(model):
         configs = list(configs_in(root.config))
         for config in configs:
@@ -238,7 +235,7 @@ def _from_description(description: Any, module: Any, model: Any, name: str) -> L
         warnings.warn(
             f"The law {description['unsaved']} of {name} was not saved, and so {name} has standard "
             "attention. Apply the law by `huggingface.use`.",
-            stacklevel=4,
+            stacklevel=5,
         )
         return None
     if not description.keys() <= set(_KEYS):

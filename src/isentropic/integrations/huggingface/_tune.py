@@ -136,11 +136,8 @@ def tune(
     check_real("learning_rate", learning_rate, above=0)
     check_count("chunk_size", chunk_size)
     modules = list(attention_modules(model).values())
-    if (
-        not model.can_generate()
-        or model.config.is_encoder_decoder
-        or not any(getattr(x, "is_causal", True) for x in modules)
-    ):
+    is_causal = any(getattr(module, "is_causal", True) for module in modules)
+    if not is_causal or not model.can_generate() or model.config.is_encoder_decoder:
         raise value_error("model", "be a causal decoder that generates text", type(model).__name__)
     if any(weight.is_inference() for weight in model.parameters()):
         raise value_error("model", "be made outside of `torch.inference_mode`", "inference tensors")
@@ -162,8 +159,8 @@ def tune(
         for weight in model.parameters():
             stack.callback(weight.requires_grad_, weight.requires_grad)
             weight.requires_grad_(False)
-        steps = sum(map(len, starts))
-        bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
+        bar = tqdm(total=sum(map(len, starts)), desc=str(label), unit=" steps", disable=not label)
+        stack.enter_context(bar)
         _train(model, laws, texts, starts, learning_rate, bar)
     longest = max(x.shape[1] for x in texts) - 1  # the last token has a loss, but no query
     return [law.knots(longest) for law in laws]
