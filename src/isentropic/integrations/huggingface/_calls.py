@@ -100,9 +100,7 @@ def _first_keys(visible: torch.Tensor) -> torch.Tensor:
     return (first_seen == positions) & visible.diagonal(dim1=-2, dim2=-1)
 
 
-def counted_keys(
-    name: str, module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]
-) -> Any:
+def counted_keys(name: str, module: Any, query: Any, key: Any, mask: Any, kwargs: Any) -> Any:
     """The number of keys that each query sees, broadcastable to (B, H, L)."""
     for sparse in SPARSE:
         if kwargs.get(sparse) is not None:
@@ -241,7 +239,9 @@ class _InBlocks(Mask):
 
     def count(self, frame: Frame) -> Array:
         if not hasattr(self.mask, "_isentropic_counts"):  # the first of the layers that share the mask
-            self.mask._isentropic_counts = super().count(frame)
+            n_queries, n_keys = self.mask.shape[-2:]
+            lengths = frame.replaced(n_queries=n_queries, n_keys=n_keys)
+            self.mask._isentropic_counts = super().count(lengths)
         return self.mask._isentropic_counts
 
     def block(self, frame: Frame | None, rows: Block, columns: Block) -> Array:

@@ -89,7 +89,7 @@ def use(
         For a model on whose attention laws cannot act, for layers that it does not have, for parameters
         that do not fit its heads, for `trainable` laws with nothing to train, and for a `base` that
         does not exist. Calling the model also raises it if the base does not support what the model
-        passes to its attention, if that are no positions, with ``count="positions"``, and if a mask
+        passes to its attention, if it passes no positions, with ``count="positions"``, and if a mask
         does not say how many keys a query sees, with a base other than "isentropic".
     ImportError
         For a `base` that is not installed.

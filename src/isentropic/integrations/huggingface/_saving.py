@@ -76,6 +76,7 @@ def _initialize_weights(original: Any, model: Any) -> None:
         if isinstance(module, LawModule) and not getattr(module, "_is_hf_initialized", False):
             for key, value in getattr(module, _VALUES, {}).items():
                 _restore(f"{name}.{key}", module._tensor(key), value)
+            module.__dict__.update(_is_hf_initialized=True)  # not by the rules of the model
     original(model)
 
 
