@@ -110,13 +110,6 @@ def write_capabilities(app):
     write(app, "capabilities.md", page())
 
 
-def write_models(app):
-    """The tables of models of transformers, from the stored survey."""
-    from models_page import page
-
-    write(app, "models.md", page())
-
-
 def write_inventories(app, config):
     """What sphinx.ext.intersphinx reads, made from text, so that a build needs no network."""
     for library, objects in INVENTORIES.items():
@@ -147,4 +140,3 @@ def setup(app):
     app.connect("builder-inited", write_ledger)
     app.connect("builder-inited", write_experiments)
     app.connect("builder-inited", write_capabilities)
-    app.connect("builder-inited", write_models)

@@ -1,8 +1,8 @@
 """The page of the model types of transformers: on whose attention laws act, and how.
 
 ``python docs/models_page.py`` surveys the installed transformers and writes docs/models.json, which
-takes some minutes; with model types as arguments, it updates these. The documentation shows what is in
-the file.
+takes an hour; with model types as arguments, it updates these. It also writes the tables of
+docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 STORED = Path(__file__).parent / "models.json"
+PAGE = Path(__file__).parent / "reference" / "models.md"
+MARK = "<!-- The rest of this file is made by docs/models_page.py. -->\n"
 
 # Sizes for tiny models, by the names that configurations have for them.
 SIZES = {
@@ -81,16 +83,16 @@ def survey(model_type: str) -> dict[str, Any]:
 
 
 def structure(model: Any) -> dict[str, Any]:
-    from isentropic.integrations.huggingface import _families, _modules
+    from isentropic.integrations.huggingface import _modules
 
     interface, hooks, standard = 0, 0, {}
     for module in model.modules():
         if _modules.uses_interface(module):
             interface += 1
-        elif _families.family_of(module) is not None:
+        elif _modules.family_of(module) is not None:
             hooks += 1
-        elif (name := _families.class_name(module)) in _families.REFUSED or forms_weights(type(module)):
-            standard[name.partition(".")[2]] = _families.REFUSED.get(name, "no hooks for its code")
+        elif (name := _modules.class_name(module)) in _modules.REFUSED or forms_weights(type(module)):
+            standard[name.partition(".")[2]] = _modules.REFUSED.get(name, "no hooks for its code")
     return {"interface": interface, "hooks": hooks, "standard": standard}
 
 
@@ -215,7 +217,7 @@ def page() -> str:
     unknown = [t for t in rest if "unknown" in models[t]]
     without = [t for t in rest if models[t].get("standard") == {}]
     lines = [
-        f"The tables have the {len(models)} model types of transformers {stored['transformers']}.",
+        f"The survey is of transformers {stored['transformers']} and its {len(models)} model types.",
         "",
     ]
     lines += section(
@@ -232,6 +234,11 @@ def page() -> str:
     lines += section("Not surveyed", unknown, models, unknown="reason")
     lines += ["## Without attention that forms weights", "", ", ".join(without) + ".", ""]
     return "\n".join(lines)
+
+
+def written(text: str) -> str:
+    """The page with the tables of the stored survey behind the mark."""
+    return text.partition(MARK)[0] + MARK + "\n" + page()
 
 
 def section(title: str, types: list[str], models: dict[str, Any], **columns: str) -> list[str]:
@@ -264,6 +271,7 @@ def main() -> None:
         models[model_type] = survey(model_type)
     text = json.dumps({"transformers": transformers.__version__, "models": models}, indent=1)
     STORED.write_text(text + "\n", encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -191,8 +191,6 @@ _ROWS = {
 
 # Public names without a row.
 WITHOUT_ROW = {
-    "integrations.huggingface.Diagnosis": "a result",
-    "integrations.huggingface.Effect": "a result",
     "laws.Law": "abstract",
     "laws.from_config": "takes a configuration",
 }
@@ -273,10 +271,6 @@ INTEGRATIONS = {
         "arrays of every library, as other estimators of scikit-learn with array API dispatch", "–", "–",
         ("integrations/test_sklearn.py:TestArrayAPI.test_arrays_of_other_libraries",),
     ),
-    "integrations.huggingface.register": _of_models(
-        "interface", "TestWithoutLaws.test_gradients", "TestLaws.test_compiled",
-        compiled="`torch.compile`", gradient="all",
-    ),
     "integrations.huggingface.use": _of_models(
         "interface", "TestLaws.test_gradients_of_parameters", "TestLaws.test_compiled",
         compiled="`torch.compile`, after it", gradient="all; of laws too",
@@ -286,19 +280,12 @@ INTEGRATIONS = {
         compiled="`torch.compile`; observed passes run eagerly",
         gradient="none; the training step stays as it is",
     ),
-    "integrations.huggingface.ObserveCallback": _of_models(
-        "observe", "TestTrainer.test_log", compiled="as `observe`", gradient="none"
-    ),
     "integrations.huggingface.calibrate": _of_models("calibrate", "test_laws_and_report"),
     "integrations.huggingface.profile": _of_models("interface", "TestPositions.test_profile"),
-    "integrations.huggingface.diagnose": _of_models("diagnose", "test_families"),
     "integrations.huggingface.tune": _of_models(
         "tune", "test_lowers_the_loss_beyond_the_length_alone", gradient="it takes them, of laws alone"
     ),
     "integrations.huggingface.laws_of": _of_models("saving", "TestSaved.test_saved_again"),
-    "integrations.huggingface.layer_names": _of_models("names", "TestNames"),
-    "integrations.huggingface.save_laws": _of_models("names", "TestFiles"),
-    "integrations.huggingface.load_laws": _of_models("names", "TestFiles"),
     "plots.attention": _plot("arrays of every library", "TestAttention.test_map_and_entropies"),
     "plots.distortion": _plot("a report", "TestDistortion.test_histogram_and_theory"),
     "plots.drift": _plot("a report", "TestDrift.test_colors_are_slopes"),

@@ -48,7 +48,7 @@ class TestLaws:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["none"], "none is not a file; as a preset: `name` must be 'asentmax-constant'"),
+            (["none"], "none is not a folder; as a preset: `name` must be 'asentmax-constant'"),
             (["qwen"], "`parameters` must be those of 'qwen' (length), got none"),
             (["qwen:length"], "'length' of 'qwen:length' is not PARAMETER=NUMBER"),
             (["qwen:length=x"], "'length=x' of 'qwen:length=x' is not PARAMETER=NUMBER"),
@@ -123,6 +123,18 @@ def save_decoder(folder, positions=2048):
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
 
 
+def save_laws(own, folder, **options):
+    """The configuration of a decoder with these laws, and no weights."""
+    import transformers
+
+    from isentropic.integrations import huggingface
+
+    sizes = {"vocab_size": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_hidden_layers=len(own)))
+    huggingface.use(model, own, **options)
+    model.config.save_pretrained(folder)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 class TestModel:
     @pytest.fixture(autouse=True)
@@ -131,45 +143,36 @@ class TestModel:
             pytest.skip("belongs to the backend torch")
 
     @pytest.mark.usefixtures("model")  # skips where transformers is not installed
-    def test_the_laws_of_a_file(self, run, tmp_path):
-        from isentropic.integrations import huggingface
-
-        own = [laws.AffineLog(np.asarray([0.0, 1.0]), 1.0), None, laws.LogLength(8)]
-        huggingface.save_laws(own, tmp_path / "laws.json")
-        arguments = ("laws", tmp_path / "laws.json", "su", "--lengths", "8,64")
+    def test_the_laws_of_a_folder(self, run, tmp_path):
+        save_laws([laws.AffineLog(np.asarray([0.0, 1.0]), 1.0), None, laws.LogLength(8)], tmp_path)
+        arguments = ("laws", tmp_path, "su", "--lengths", "8,64")
         rows = [line.rsplit(maxsplit=2) for line in run(*arguments).stdout.splitlines()[1:]]
         means = [[1 + np.log(8) / 2, 1 + np.log(64) / 2], [1, 1], [1, 2]]
         su = [laws.preset("su")(8), laws.preset("su")(64)]
-        assert [name for name, *_ in rows] == ["layer 0", "layer 1", "layer 2", "su"]
+        assert [name for name, *_ in rows] == [*(f"layers.{i}.self_attn" for i in range(3)), "su"]
         assert [[float(x) for x in row[1:]] for row in rows] == np.round([*means, su], 4).tolist()
-        heads = json.loads(run(*arguments, "--json").stdout)["factors"]["layer 0"]
-        assert heads == [[1.0, 1 + np.log(8)], [1.0, 1 + np.log(64)]]
+        heads = json.loads(run(*arguments, "--json").stdout)["factors"]["layers.0.self_attn"]
+        np.testing.assert_allclose(heads, [[1.0, 1 + np.log(8)], [1.0, 1 + np.log(64)]], rtol=1e-6)
 
-    def test_the_laws_of_several_files(self, run, tmp_path):
+    def test_the_laws_of_several_folders(self, run, tmp_path):
         pytest.importorskip("transformers")
-        from isentropic.integrations import huggingface
-
-        paths = [tmp_path / f"{base}.json" for base in (8, 64)]
-        for path in paths:
-            huggingface.save_laws([laws.LogLength(int(path.stem)), None], path)
+        paths = [tmp_path / f"{base}" for base in (8, 64)]
+        save_laws([laws.LogLength(8), None], paths[0])
+        save_laws([laws.AffineLog(1 / np.log(64), 0.0), None], paths[1], trainable="head")
         rows = run("laws", *paths, "--lengths", "64").stdout.splitlines()[1:]
         assert [row.rsplit(maxsplit=1) for row in rows] == [
-            [f"{paths[0]}: layer 0", "2.0000"], [f"{paths[0]}: layer 1", "1.0000"],
-            [f"{paths[1]}: layer 0", "1.0000"], [f"{paths[1]}: layer 1", "1.0000"],
-        ]  # fmt: skip
+            [f"{path}: layers.{i}.self_attn", factor]
+            for path, factors in zip(paths, (("2.0000", "1.0000"), ("1.0000", "1.0000")), strict=True)
+            for i, factor in enumerate(factors)
+        ]
 
-    def test_files_without_a_law_for_every_length(self, run, tmp_path):
+    def test_folders_without_a_law_for_every_length(self, run, tmp_path):
         pytest.importorskip("transformers")
-        from isentropic.integrations import huggingface
-
-        path = tmp_path / "laws.json"
-        huggingface.save_laws([], path)
-        assert run("laws", path, "--lengths", "8").stdout.split() == ["n", "8"]
-        huggingface.save_laws(laws.AffineLog(np.asarray([1e308, -1e308])), path)
-        for arguments in (["laws", path], ["laws", path, "--json"]):
+        save_laws([laws.Power(1000.0, 1)], tmp_path)
+        for arguments in (["laws", tmp_path], ["laws", tmp_path, "--json"]):
             result = run(*arguments)
             assert result.exit_code == 1
-            assert result.stderr == f"Error: {path} has no finite factor for 64 keys\n"
+            assert result.stderr == "Error: layers.0.self_attn has no finite factor for 64 keys\n"
 
     def test_the_laws_of_a_saved_model(self, run, model, tmp_path):
         import transformers
@@ -224,7 +227,7 @@ class TestModel:
         assert f"all layers{mean[0]:8.3f}{mean[1]:8.3f}" in table
 
     def test_calibrate(self, run, model, texts, tmp_path):
-        options = ["--lengths", "32,64,128", "--reference-length", 64, "-o", tmp_path / "laws.json"]
+        options = ["--lengths", "32,64,128", "--reference-length", 64, "-o", tmp_path / "laws"]
         data = json.loads(run("calibrate", model, *texts, *options, "--json").stdout)
         drift = {name: np.abs(report["slope"]).mean() for name, report in data.items()}
         assert drift["calibrated"] < drift["standard"] / 3
@@ -235,7 +238,7 @@ class TestModel:
             "--lengths",
             "32,64,128",
             "--laws",
-            tmp_path / "laws.json",
+            tmp_path / "laws",
             "--json",
         )
         np.testing.assert_allclose(
@@ -277,13 +280,18 @@ class TestModel:
         assert json.loads(result.stdout)["counts"] == [4 * 32, 4 * 64]
 
     def test_presets(self, run, model, texts, tmp_path):
+        import transformers
+
         from isentropic.integrations import huggingface
 
-        huggingface.save_laws(laws.preset("su", length=128), tmp_path / "laws.json")
+        config = transformers.AutoConfig.from_pretrained(model)
+        network = transformers.AutoModel.from_config(config)
+        huggingface.use(network, laws.preset("su", length=128))
+        network.config.save_pretrained(tmp_path / "laws")
         options = ["--lengths", "32", "--json"]
         outputs = [
             run("profile", model, texts[0], *options, *own).stdout
-            for own in ([], ["--laws", "su:length=128"], ["--laws", tmp_path / "laws.json"])
+            for own in ([], ["--laws", "su:length=128"], ["--laws", tmp_path / "laws"])
         ]
         assert outputs[1] == outputs[2] != outputs[0]
 
@@ -345,7 +353,7 @@ class TestModel:
 
     def test_outputs_are_tried_before_the_work(self, run, model, texts, tmp_path, monkeypatch):
         monkeypatch.setattr(cli, "_load_model_and_batches", None)  # the check comes before the work
-        for option in (["-o", "/no/laws.json"], ["-o", tmp_path / "a", "--plot", "/no/a.png"]):
+        for option in (["-o", "/no/laws"], ["-o", tmp_path / "a", "--plot", "/no/a.png"]):
             result = run("calibrate", model, *texts, *option)
             assert result.exit_code == 1
             assert "cannot be written" in result.stderr
@@ -381,12 +389,11 @@ class TestModel:
         assert "the longest has 4:" in refused("profile", model, *texts_too_short, "--lengths", "64")
         (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
         assert "binary is not a text in UTF-8" in refused("profile", model, tmp_path / "binary")
-        (tmp_path / "laws.json").write_text("[]")
-        wrong = refused("profile", model, texts[0], "--lengths", "32", "--laws", tmp_path / "laws.json")
-        assert "`path` must be a file of the format 'isentropic-laws'" in wrong
+        wrong = refused("profile", model, texts[0], "--lengths", "32", "--laws", tmp_path)
+        assert f"{tmp_path} does not contain a model that loads" in wrong
         monkeypatch.setattr(cli, "_load_model_and_batches", None)  # the check comes before the work
         for wrong, message in (
-            ("laws.jsn", "--laws: laws.jsn is not a file; as a preset: `name` must be"),
+            ("laws.jsn", "--laws: laws.jsn is not a folder; as a preset: `name` must be"),
             ("qwen", "`parameters` must be those of 'qwen' (length), got none"),
             ("su:length", "'length' of 'su:length' is not PARAMETER=NUMBER"),
         ):

@@ -416,28 +416,6 @@ class TestUnusualArrays:
             law(np.asarray(0.5))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('"law": null, "law": {"law": "LogLength"}', "repeated names among format, version, law, law"),
-        ('"layers": {"1": null, "1": {"law": "LogLength"}}', "repeated names among 1, 1"),
-        (
-            '"law": {"law": "LogLength"}, "layers": []',
-            "with a 'law' or with 'layers', and nothing else",
-        ),
-        ('"layers": [], "more": 1', "with a 'law' or with 'layers', and nothing else"),
-    ],
-)
-def test_files_of_laws_that_say_two_things(tmp_path, content, message):
-    pytest.importorskip("transformers")
-    from isentropic.integrations import huggingface
-
-    path = tmp_path / "laws.json"
-    path.write_text(f'{{"format": "isentropic-laws", "version": 1, {content}}}')
-    with pytest.raises(ValueError, match=f"`path` must be .*{message}"):
-        huggingface.load_laws(path)
-
-
 # What a file may hold instead of what belongs there.
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats()

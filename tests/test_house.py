@@ -88,8 +88,6 @@ TESTED_IN = {
     "_pytrees.py": "test_jax.py",
     "_quadrature.py": "test_theory.py",
     "_records.py": "_attention/test_plan.py",
-    "integrations/huggingface/_clamp.py": "integrations/huggingface/test_diagnose.py",
-    "integrations/huggingface/_files.py": "integrations/huggingface/test_saving.py",
     "integrations/huggingface/_hooks.py": "integrations/huggingface/test_families.py",
     "integrations/huggingface/_laws.py": "integrations/huggingface/test_interface.py",
     "integrations/huggingface/_layer_law.py": "integrations/huggingface/test_saving.py",

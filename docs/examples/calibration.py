@@ -77,20 +77,18 @@ def of_minilm(fitted: int, tried: int) -> dict[str, Any]:
     try_on = {kind: ids[fitted:] for kind, ids in both.items()}
     mixed = [ids for kind in KINDS for ids in fit_on[kind]]
 
-    def fit(ids: list[list[int]], lengths: tuple[int, ...]) -> tuple[list[laws.Law], Any]:
-        return huggingface.calibrate(
-            model, batches(ids, lengths), reference_length=REFERENCE, report=True
-        )
+    def fit(ids: list[list[int]], lengths: tuple[int, ...]) -> Any:
+        return huggingface.calibrate(model, batches(ids, lengths), reference_length=REFERENCE)
 
     found = {name: fit(mixed, lengths) for name, lengths in FITS.items()}
     arms: dict[str, Any] = {"standard scale": None, "Su's law, base 128": laws.LogLength(REFERENCE)}
-    arms |= {name: fitted_laws for name, (fitted_laws, _) in found.items()}
+    arms |= {name: report.laws for name, report in found.items()}
     errors = {
         name: {kind: error(model, law, try_on[kind]) for kind in KINDS} for name, law in arms.items()
     }
-    lowest, _, highest = found[FITTED][1].at(TRIED)
-    factor = factors(found[TO_USE][0])
-    of_code, of_prose = (factors(fit(fit_on[kind], USED)[0]) for kind in KINDS)
+    lowest, _, highest = found[FITTED].at(TRIED)
+    factor = factors(found[TO_USE].laws)
+    of_code, of_prose = (factors(fit(fit_on[kind], USED).laws) for kind in KINDS)
     return {
         "errors": errors,
         "covered": float(np.mean((lowest <= factor) & (factor <= highest))),

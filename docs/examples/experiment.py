@@ -127,13 +127,11 @@ def deciding_number(
 def diagnosis(results: dict[str, Any], arms: Sequence[str], window: int, count: int) -> str:
     """How much of the rise of the loss beyond the first length a law removes, and how much clamping.
 
-    It is the table of `isentropic.integrations.huggingface.diagnose`, for models that were tested
-    before. `arms` are the standard scale, the law, clamped positions, and both. `count` is the number
-    of predictions at each length. The errors are over seeds.
+    `arms` are the standard scale, the law, clamped positions, and both. `count` is the number of
+    predictions at each length. The errors are over seeds.
     """
     import numpy as np
-
-    from isentropic.integrations.huggingface import Diagnosis
+    from causes import Causes
 
     lengths = results["lengths"]
     plain, law, clamped, both = (
@@ -142,7 +140,7 @@ def diagnosis(results: dict[str, Any], arms: Sequence[str], window: int, count: 
     losses = np.stack([np.stack([plain, clamped], 1), np.stack([law, both], 1)], 1)
     counts = np.full((len(plain), len(lengths)), count)
     bands = np.repeat(np.asarray(lengths)[:, None], 2, axis=1)
-    return str(Diagnosis(lengths[0], window, bands, counts, losses))
+    return str(Causes(lengths[0], window, bands, counts, losses))
 
 
 # ------------------------------------------------------------------------------------------ runs

@@ -303,9 +303,8 @@ The mean entropy of all tokens grows like this:
 
 {grows}
 
-What of the rise of the loss is dilution? This is the table of
-{{func}}`~isentropic.integrations.huggingface.diagnose`, with the seeds in place of texts. The model
-has no positions but the mark of the first bit, so clamping changes nothing:
+What of the rise of the loss is dilution? The errors are over seeds. The model has
+no positions but the mark of the first bit, so clamping changes nothing:
 
 ```text
 {causes}

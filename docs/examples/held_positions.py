@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,6 @@ from tqdm import tqdm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import isentropic as it
-from isentropic.integrations.huggingface._clamp import clamping
 from isentropic.masks import causal, window
 
 NAME = "held_positions"
@@ -85,15 +84,21 @@ def clamped(model: Any, document: Document, numbers: Numbers, edges: list[int]) 
 
 
 def using(model: Any, numbers: Numbers) -> contextlib.AbstractContextManager:
-    """Clamp positions, and hold the entropies if there are any."""
-    if numbers.entropies is not None:
-        return clamped_and_held(model, numbers.entropies)
-    return clamping([layer.self_attn for layer in model.model.layers], WINDOW)
+    """Clamp positions, and hold the entropies beyond the trained length if there are any."""
+
+    def factor_of(layer: int, pairs: Pairs) -> Tensor:
+        factor = torch.ones(pairs[0][0].shape[:-1])
+        if numbers.entropies is not None:
+            target = torch.as_tensor(numbers.entropies[layer])[:, None]
+            factor[..., TRAINED:] = factor_for(target, pairs, factor.shape[-1] - TRAINED)
+        return factor
+
+    return clamping(model, factor_of)
 
 
 @contextlib.contextmanager
-def clamped_and_held(model: Any, entropies: Sequence[Any]) -> Iterator[None]:
-    """Clamp positions, and give each query beyond the trained length the entropy (H,) of its head."""
+def clamping(model: Any, factor_of: Callable[[int, Pairs], Tensor]) -> Iterator[None]:
+    """Clamp positions, and multiply each query by the factor (..., L) that its layer gives."""
     far: list[Tensor] = []  # the queries at the position of the window, and the keys at position 0
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -105,9 +110,7 @@ def clamped_and_held(model: Any, entropies: Sequence[Any]) -> Iterator[None]:
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
         pairs = (query, key), (far[0], far[1])
-        target = torch.as_tensor(entropies[module.layer_idx])[:, None]
-        factor = torch.ones(query.shape[:-1])
-        factor[..., TRAINED:] = factor_for(target, pairs, query.shape[-2] - TRAINED)
+        factor = factor_of(module.layer_idx, pairs)
         return clamped_state(pairs, factor, value).output().transpose(1, 2), None
 
     with contextlib.ExitStack() as stack:

@@ -2,24 +2,28 @@
 
     python law_or_position.py    # an hour of one core
 
-`huggingface.diagnose` on parts of the documents of `smollm2.py`. SmolLM2-135M was trained with contexts
-of 8192 tokens, and reads 12288 here, with its own rotary positions. It is a measurement, without a
+SmolLM2-135M was trained with contexts of 8192 tokens, and reads 12288 here, with its own rotary
+positions: parts of the documents of `smollm2.py`. It is a measurement, without a
 verdict. The result of each document is kept beside the others as soon as it is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import experiment
+import held_positions
 import matplotlib.pyplot as plt
 import numpy as np
 import smollm2
+import torch
+from causes import Causes
 from matplotlib.figure import Figure
 
+from isentropic import laws
 from isentropic.integrations import huggingface
-from isentropic.integrations.huggingface import Diagnosis
 
 NAME = "law_or_position"
 LENGTH = 12288
@@ -29,30 +33,47 @@ DOCUMENTS = ("topics 0", "docstrings networkx", "source argparse")
 def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
     model, tokenizer = smollm2.load(converted)
     smollm2.set_positions(model, "as trained")
+    edges = smollm2.TRAINED * np.array([0, 0.5, *2 ** (np.arange(2 * length // smollm2.TRAINED) / 2)])
+    edges = np.unique(np.minimum(np.floor(edges), length).astype(int))
     found = []
     for name in names:
         document = smollm2.read(name, tokenizer, length)
 
-        def measure(ids: Any = document.ids, name: str = name) -> dict[str, Any]:
-            batches = [{"input_ids": ids[None]}]
-            return huggingface.diagnose(
-                model, batches, trained_length=smollm2.TRAINED, progress=name
-            ).to_dict()
+        def measure(ids: Any = document.ids) -> list[Any]:
+            return [
+                [smollm2.means(losses(model, ids, law, clamps), edges.tolist()) for clamps in (0, 1)]
+                for law in (None, laws.LogLength(smollm2.TRAINED, minimum=1))
+            ]
 
         what = {"trained": smollm2.TRAINED, "document": document.digest}
         found.append(smollm2.kept(folder, name, what, measure))
-    kept = ("bands", "window", "trained_length")
-    lists = ("sequence_counts", "sequence_losses")
     return {
         "documents": list(names),
-        **{name: found[0][name] for name in kept},
-        **{name: [row for one in found for row in one[name]] for name in lists},
+        "bands": np.stack([edges[:-1] + 1, edges[1:]], axis=1).tolist(),
+        "window": held_positions.WINDOW,
+        "trained_length": smollm2.TRAINED,
+        "sequence_counts": [np.diff(edges).tolist()] * len(names),
+        "sequence_losses": found,
     }
 
 
-def diagnosis(results: dict[str, Any]) -> Diagnosis:
+@torch.no_grad()
+def losses(model: Any, ids: Any, law: laws.Law | None, clamps: bool) -> Any:
+    """−log p of all tokens but the first. Clamped, no key is farther than the window."""
+    factor = torch.ones(1) if law is None else law(torch.arange(1, len(ids)))
+    with contextlib.ExitStack() as stack:
+        if clamps:
+            factor = factor.expand(len(ids) - 1)
+            stack.enter_context(held_positions.clamping(model, lambda layer, pairs: factor))
+        else:
+            stack.enter_context(huggingface.use(model, law))
+        states = model.model(ids[None, :-1], use_cache=False).last_hidden_state[0]
+        return smollm2.losses_of(model, states, ids[1:])
+
+
+def causes_of(results: dict[str, Any]) -> Causes:
     arrays = (np.asarray(results[name]) for name in ("bands", "sequence_counts", "sequence_losses"))
-    return Diagnosis(results["trained_length"], results["window"], *arrays)
+    return Causes(results["trained_length"], results["window"], *arrays)
 
 
 def beside_yarn(results: dict[str, Any], extended: dict[str, Any]) -> list[list[str]]:
@@ -85,7 +106,7 @@ def report(results: dict[str, Any]) -> str:
 The first {LENGTH + 1} tokens of {len(results["documents"])} documents. The errors are over documents:
 
 ```text
-{diagnosis(results)}
+{causes_of(results)}
 ```
 
 The loss of the same tokens beyond the trained length, beside that with positions that are extended by
@@ -97,13 +118,14 @@ YaRN, without and with the laws of that experiment:
 
 def picture(results: dict[str, Any]) -> Figure:
     """Plot the loss by bands, for each treatment."""
-    found = diagnosis(results)
+    found = causes_of(results)
+    means = (found.losses * found.counts[:, None, None]).sum(0) / found.counts.sum(0)
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     titles = (("as it is", "clamped"), ("law", "law, clamped"))
     for i, j in np.ndindex(2, 2):
         style = ("-", "--")[j]
         width = (4, 1.5)[i]  # the lines of a law may lie on the others
-        axis.plot(found.losses[i, j], style, color=f"C{i}", linewidth=width, label=titles[i][j])
+        axis.plot(means[i, j], style, color=f"C{i}", linewidth=width, label=titles[i][j])
     axis.set_xticks(range(len(found.bands)), [f"{a}–{b}" for a, b in found.bands])
     axis.set(xlabel="keys", ylabel="loss per token in nats")
     axis.legend()

@@ -400,8 +400,7 @@ The differences are paired over the seeds. A mean gain matters from {SMALLEST:g}
 
 {decisions}
 
-What of the rise of the loss is dilution, and what is due to positions? This is the table of
-{{func}}`~isentropic.integrations.huggingface.diagnose`, with the seeds in place of texts:
+What of the rise of the loss is dilution, and what is due to positions? The errors are over seeds:
 
 ```text
 {causes}

@@ -70,7 +70,7 @@ def _preset_label(name: str) -> str:
 
 
 @main.command(epilog=f"Presets: {', '.join(map(_preset_label, RULES))}.")
-@click.argument("names", nargs=-1, metavar="[FILE|NAME[:PARAMETER=VALUE,...]]...")
+@click.argument("names", nargs=-1, metavar="[FOLDER|NAME[:PARAMETER=VALUE,...]]...")
 @click.option(
     "--lengths", type=_Numbers(), default=(64, 512, 4096, 32768), show_default="64,512,4096,32768",
     help="Numbers of keys.",
@@ -80,9 +80,9 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
     """Print the factors of laws for given numbers of keys.
 
     NAME is one of the presets, with its parameters: isentropic laws su qwen:length=2048.
-    FILE has the laws of a model, from `isentropic calibrate`. It may also be the folder of a model that
-    was saved with its laws. There is one row per layer, with the mean over the heads. Without names,
-    print all presets that do not need parameters.
+    FOLDER has the laws of a model in its configuration, from `isentropic calibrate` or
+    `save_pretrained`. There is one row per layer, with the mean over the heads. Without names, print
+    all presets that do not need parameters.
     """
     chosen = dict(_named_laws(names)) if names else dict(_laws_without_parameters())
     factors = {name: [_factor(name, law, n) for n in lengths] for name, law in chosen.items()}
@@ -98,17 +98,14 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
 
 
 def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | None]]:
-    """The laws of presets, and those of the layers in files."""
+    """The laws of presets, and those of the layers in folders."""
     paths = {name for name in names if os.path.exists(name)}
     for name in names:
-        model_laws = _laws_of_path(name) if name in paths else _law_or_no_file(name)
-        if isinstance(model_laws, (laws_module.Law, type(None))):
-            yield name, model_laws
-        else:
-            layers = model_laws if isinstance(model_laws, dict) else dict(enumerate(model_laws))
-            for layer, law in layers.items():
-                row = f"layer {layer}" if isinstance(layer, int) else layer
-                yield (f"{name}: {row}" if len(paths) > 1 else row), law
+        if name not in paths:
+            yield name, _law_or_no_folder(name)
+            continue
+        for layer, law in _laws_of_folder(name).items():
+            yield (f"{name}: {layer}" if len(paths) > 1 else layer), law
 
 
 def _factor(name: str, law: laws_module.Law | None, n: int) -> float | list[float]:
@@ -191,8 +188,8 @@ _READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _laws_option = click.option(
     "--laws",
     "chosen",
-    metavar="FILE|NAME[:PARAMETER=VALUE,...]",
-    help="Laws to apply: a file from `calibrate`, or a preset.",
+    metavar="FOLDER|NAME[:PARAMETER=VALUE,...]",
+    help="Laws to apply: a folder from `calibrate`, or a preset.",
 )
 
 
@@ -235,7 +232,7 @@ def profile(
     """
     _check_outputs(plot)
     huggingface = _import_huggingface()
-    model_laws = None if chosen is None else _laws_of_file_or_preset(chosen)
+    model_laws = None if chosen is None else _laws_of_folder_or_preset(chosen)
     network, batches = _load_model_and_batches(model, texts, lengths, _BATCH_TOKENS)
     with _without_traceback():
         report = huggingface.profile(network, batches, laws=model_laws, progress=True)
@@ -245,26 +242,28 @@ def profile(
     _draw(plot, {"with laws" if has_laws else "standard attention": report})
 
 
-def _laws_of_file_or_preset(text: str) -> Any:
-    """The laws in a file, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
-    return _laws_of_path(text) if os.path.isfile(text) else _law_or_no_file(text, "--laws: ")
+def _laws_of_folder_or_preset(text: str) -> Any:
+    """The laws in a folder, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
+    return _laws_of_folder(text) if os.path.isdir(text) else _law_or_no_folder(text, "--laws: ")
 
 
-def _law_or_no_file(text: str, option: str = "") -> laws_module.Law:
+def _law_or_no_folder(text: str, option: str = "") -> laws_module.Law:
     try:
         return _law(text)
     except click.UsageError as error:
-        message = f"{option}{text} is not a file; as a preset: {error.message}"
+        message = f"{option}{text} is not a folder; as a preset: {error.message}"
         raise click.UsageError(message) from None
 
 
-def _laws_of_path(path: str) -> Any:
-    """The laws in a file, or those of the model in a folder by the names of its layers."""
+def _laws_of_folder(path: str) -> dict[str, laws_module.Law | None]:
+    """The laws in the configuration of a model, by the names of its layers. No weights are loaded."""
     huggingface = _import_huggingface()
+    (config,) = _load(path, "AutoConfig")
     with _without_traceback():
-        if Path(path).is_file():
-            return huggingface.load_laws(path)
-        return {name: law for name, (law, _) in huggingface.laws_of(*_load(path, "AutoModel")).items()}
+        with importlib.import_module("torch").device("meta"):
+            model = importlib.import_module("transformers").AutoModel.from_config(config)
+        model.to_empty(device="cpu")  # gives trained laws the numbers of the configuration
+        return {name: law for name, (law, _) in huggingface.laws_of(model).items()}
 
 
 @main.command()
@@ -281,7 +280,7 @@ def observe(
     MODEL and TEXT are as for `profile`. Each text is truncated to the same length.
     """
     huggingface = _import_huggingface()
-    model_laws = None if chosen is None else _laws_of_file_or_preset(chosen)
+    model_laws = None if chosen is None else _laws_of_folder_or_preset(chosen)
     lengths = None if length is None else (length,)
     # An observer describes one pass, so that all texts have to be in it.
     network, batches = _load_model_and_batches(model, texts, lengths, sys.maxsize)
@@ -300,9 +299,9 @@ def observe(
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     required=True,
-    help="File for the laws, as JSON.",
+    help="Folder for the configuration of the model with its laws.",
 )
 @click.option(
     "--reference-length", type=click.FloatRange(min=2), help="Number of keys with the target entropy."
@@ -318,8 +317,9 @@ def calibrate(
 ) -> None:
     """Fit a law to each attention head of a model, and print the entropies with and without.
 
-    MODEL and TEXT are as for `profile`. To apply the laws, call
-    `isentropic.integrations.huggingface.use(model, load_laws(FILE))`.
+    MODEL and TEXT are as for `profile`. The laws are in the configuration that is written. To apply
+    them, import `isentropic.integrations.huggingface`, and load the model by
+    `from_pretrained(MODEL, config=AutoConfig.from_pretrained(OUTPUT))`.
     """
     _check_outputs(plot, output)
     huggingface = _import_huggingface()
@@ -327,8 +327,9 @@ def calibrate(
     with _without_traceback():
         fitted = huggingface.calibrate(
             network, batches, reference_length=reference_length, progress=True
-        )
-        huggingface.save_laws(fitted, output)
+        ).laws
+        with huggingface.use(network, fitted):
+            network.config.save_pretrained(output)
         reports = {
             name: huggingface.profile(network, batches, laws=chosen, progress=name)
             for name, chosen in (("standard", {}), ("calibrated", fitted))

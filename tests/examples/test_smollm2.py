@@ -111,7 +111,7 @@ def full_pass_held(model, document):
         return losses_of(model, document)
 
 
-def clamped_pass_held(model, document):
+def clamped_pass(model, document, factor_of):
     """The same with positions clamped to half of that length, and with all logits formed."""
 
     def attend(module, query, key, value, *_, **__):
@@ -127,12 +127,32 @@ def clamped_pass_held(model, document):
             i = torch.arange(distance, n)
             s[..., i, i - distance] = (turned[..., i, :] * key[..., i - distance, :]).sum(-1)
         s *= module.head_dim**-0.5
-        factor = it.factor_for_entropy(s, ENTROPIES[module.layer_idx][:, None])
-        factor[..., :TRAINED] = 1.0
-        return (torch.softmax(factor[..., None] * s, -1) @ value).transpose(1, 2), None
+        return (torch.softmax(factor_of(module.layer_idx, s)[..., None] * s, -1) @ value).transpose(
+            1, 2
+        ), None
 
     with smollm2.attention(model, attend):
         return losses_of(model, document)
+
+
+def clamped_pass_held(model, document):
+    def factor_of(layer, s):
+        factor = it.factor_for_entropy(s, ENTROPIES[layer][:, None])
+        factor[..., :TRAINED] = 1.0
+        return factor
+
+    return clamped_pass(model, document, factor_of)
+
+
+def clamped_pass_with(model, document, law):
+    """`law` is None, one law, or one for each layer."""
+    of_layers = law if isinstance(law, list) else [law] * LAYERS
+
+    def factor_of(layer, s):
+        n, law = torch.arange(1.0, s.shape[-1] + 1), of_layers[layer]
+        return torch.ones(s.shape[-1]) if law is None else torch.as_tensor(law(n))
+
+    return clamped_pass(model, document, factor_of)
 
 
 SLOPES = [torch.linspace(-0.5, 2, HEADS), torch.linspace(1, -0.5, HEADS)]
@@ -448,15 +468,21 @@ class TestAnswers:
 
 
 def test_law_or_position(model, monkeypatch, tmp_path):
-    """The documents together are diagnosed as one call would do, and each is kept."""
+    """Each cell is that of a full pass, and is kept."""
     monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    monkeypatch.setattr(held_positions, "WINDOW", TRAINED // 2)
     names = ("source argparse", "source typing")
     results = law_or_position.run(names, LENGTH, tmp_path, tmp_path)
+    assert results["bands"] == [[1, 16], [17, 32], [33, 45], [46, 64]]
     smollm2.set_positions(model, "as trained")
-    batches = [smollm2.read(name, tokenizer, LENGTH).ids[None] for name in names]
-    expected = huggingface.diagnose(model, batches, trained_length=TRAINED)
-    found = law_or_position.diagnosis(json.loads(json.dumps(results)))
-    assert repr(found) == repr(expected)
+    for name, of_one in zip(names, results["sequence_losses"], strict=True):
+        document = smollm2.read(name, tokenizer, LENGTH)
+        for i, law in enumerate((None, laws.LogLength(TRAINED, minimum=1))):
+            for j, by_hand in enumerate((full_pass, clamped_pass_with)):
+                expected = by_hand(model, document, law)
+                means = [expected[a - 1 : b].mean().item() for a, b in results["bands"]]
+                np.testing.assert_allclose(of_one[i][j], means, rtol=1e-5)
+    found = law_or_position.causes_of(json.loads(json.dumps(results)))
     assert str(found) in law_or_position.report(results)
     law_or_position.plt.close(law_or_position.picture(results))
 
@@ -480,13 +506,13 @@ def test_law_or_position(model, monkeypatch, tmp_path):
     assert [row[0] for row in rows[1:3]] == list(columns)
     assert len({tuple(row) for row in rows[:3]}) == 3
 
-    monkeypatch.setattr(huggingface, "diagnose", None)
+    monkeypatch.setattr(law_or_position, "losses", None)
     assert law_or_position.run(names, LENGTH, tmp_path, tmp_path) == results
 
 
 def test_positions_are_what_fails():
     """What the README and docs/how-to/law-or-position.md say of SmolLM2."""
-    found = law_or_position.diagnosis(experiment.load(law_or_position.NAME)).effects
+    found = law_or_position.causes_of(experiment.load(law_or_position.NAME)).effects
     assert found["rise"].nats > 4 * found["rise"].error
     assert found["clamping_alone"].share > 1
     assert abs(found["law_alone"].share) < 0.02
@@ -574,7 +600,7 @@ class TestLawsAndPositions:
         monkeypatch.setattr(experiment, "run", lambda work, jobs, *_: [work(job) for job in jobs])
 
     def test_each_cell_is_that_of_a_full_pass(self, model, slopes, serial, monkeypatch, tmp_path):
-        """Clamped ones are those of `diagnose`. The results are kept."""
+        """Clamped ones are those of formed logits. The results are kept."""
         size = laws_and_positions.Size(LENGTH, SIZE.test, SIZE.test[:1])
         results = laws_and_positions.run(size, tmp_path, tmp_path)
         assert results["edges"] == SIZE.edges
@@ -591,10 +617,7 @@ class TestLawsAndPositions:
                 applied = self.applied(law, constants[positions], slopes)
                 if positions == laws_and_positions.CLAMPED:
                     smollm2.set_positions(model, "as trained")
-                    options = {"trained_length": TRAINED, "window": TRAINED // 2}
-                    found = huggingface.diagnose(model, [document.ids[None]], law=applied, **options)
-                    losses = found.losses[int(applied is not None), 1]
-                    expected = np.average(losses[2:], weights=found.counts[2:])
+                    expected = clamped_pass_with(model, document, applied)[TRAINED:].mean().item()
                 else:
                     smollm2.set_positions(model, positions)
                     expected = full_pass(model, document, applied)[TRAINED:].mean().item()
@@ -714,12 +737,8 @@ def test_held_positions(model, monkeypatch, tmp_path):
     for positions, found in results["losses"].items():
         is_clamped = positions == laws_and_positions.CLAMPED
         smollm2.set_positions(model, "as trained" if is_clamped else positions)
-        if is_clamped:
-            options = {"trained_length": TRAINED, "window": TRAINED // 2}
-            diagnosis = huggingface.diagnose(model, [document.ids[None]], **options)
-            expected = np.average(diagnosis.losses[0, 1, 2:], weights=diagnosis.counts[2:])
-        else:
-            expected = full_pass(model, document, None)[TRAINED:].mean().item()
+        full = clamped_pass_with if is_clamped else full_pass
+        expected = full(model, document, None)[TRAINED:].mean().item()
         held_pass = clamped_pass_held if is_clamped else full_pass_held
         held = held_pass(model, document)[TRAINED:].mean().item()
         for law, of_law in ((smollm2.NO_LAW, expected), (smollm2.HELD, held)):

@@ -24,7 +24,7 @@ class Collector:
     def __init__(self):
         self.rows = []
 
-    def add(self, *row, weight):
+    def add(self, *row, weight=1.0):
         self.rows.append((*row, weight))
 
 
@@ -54,10 +54,9 @@ def test_some_queries_are_those_of_all(name, monkeypatch):
 def test_laws_and_report():
     model = decoder("Llama")
     batches = [torch.randint(3, 64, (4, 32), generator=torch.Generator().manual_seed(1))]
-    options = {"reference_length": 9, "report": True}
-    fitted, report = huggingface.calibrate(model, batches, **options)
-    assert [type(law) for law in fitted] == [laws.Knots] * 2
-    for layer, law in enumerate(fitted):
+    report = huggingface.calibrate(model, batches, reference_length=9)
+    assert [type(law) for law in report.laws] == [laws.Knots] * 2
+    for layer, law in enumerate(report.laws):
         np.testing.assert_allclose(law(9), np.ones(4), rtol=1e-9)
         far = 8 * report.lengths[-1]
         np.testing.assert_allclose(law(far), report.at(far)[1, layer], rtol=1e-9)

@@ -1,7 +1,6 @@
 """Models with "isentropic" agree with transformers, and with laws on weights formed here."""
 
 import copy
-import json
 import math
 
 import numpy as np
@@ -42,11 +41,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 NO_LAWS = pytest.mark.filterwarnings("ignore:.*because its model has no laws:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    huggingface.register()
 
 
 class Reference:
@@ -104,18 +98,10 @@ LAWS = {
 @NO_LAWS
 class TestRegister:
     def test_name(self):
-        huggingface.register()  # again
         model = decoder("Llama", attn_implementation="isentropic")
         expected = outputs(model, batch())
         model.set_attn_implementation("sdpa")
         close(outputs(model, batch()), expected)
-
-    @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2"])
-    def test_the_name_of_another(self, name):
-        with pytest.raises(ValueError, match=f"`name` must not be that of another .* got '{name}'"):
-            huggingface.register(name)
-        with pytest.raises(TypeError, match="`name` must be a string, got int"):
-            huggingface.register(3)
 
 
 @NO_LAWS
@@ -320,7 +306,7 @@ class TestPositions:
         positions = huggingface.profile(model, [inputs], laws=law, count="positions")
         np.testing.assert_array_equal(positions.lengths, keys.lengths)
         assert np.abs(positions.entropy - keys.entropy).max() > 0.01
-        huggingface.use(model, law, count="positions")
+        huggingface.use(model, law, count="positions", base="sdpa")  # which the model had
         np.testing.assert_array_equal(huggingface.profile(model, [inputs]).entropy, positions.entropy)
 
     def test_restores(self):
@@ -409,12 +395,11 @@ class TestDropout:
     def weights(self, law, training, **options):
         """Values of one-hot rows: the output is the weights."""
         module = with_law(nn.Module(), law).train(training)
-        query, key = torch.randn(2, 1, 4, 6, 8)
+        query, key = torch.randn(2, 1, 4, 6, 8, generator=torch.Generator().manual_seed(3))
         value = torch.eye(6)[None, None].expand(1, 4, 6, 6)
         mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
         attend = transformers.AttentionInterface()["isentropic"]
-        out, none = attend(module, query, key, value, mask, dropout=0.5, **options)
-        assert none is None
+        out, _ = attend(module, query, key, value, mask, dropout=0.5, **options)
         factor = 1.0 if law is None else LAWS["AffineLog"][1](module, torch.arange(1, 7))[..., None]
         logits = query @ key.mT * factor / math.sqrt(8)
         return out.transpose(1, 2), torch.softmax(logits.masked_fill(~mask, -math.inf), -1)
@@ -443,11 +428,11 @@ class TestDropout:
 
     @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}])
     def test_soft_caps_and_sinks(self, option):
-        self.weights(None, training=False, **option)
-        with pytest.raises(
-            ValueError, match=r"`dropout` must be 0 while .*soft caps or sinks.* got 0.5"
-        ):
-            self.weights(None, training=True, **option)
+        expected, _ = self.weights(None, training=False, **option)
+        got, _ = self.weights(None, training=True, **option)
+        dropped = got == 0
+        close(got, torch.where(dropped, 0.0, 2 * expected), atol=1e-6)
+        assert 0.3 < dropped[expected > 0].float().mean() < 0.7
 
     def test_a_model_that_has_it(self):
         config = transformers.T5Config(
@@ -814,7 +799,8 @@ class TestReports:
         assert np.isnan(report.entropy[behind, 0]).all()
         assert np.isfinite(report.entropy[behind, 1]).all()
         assert report.entropy[~behind, 0].max() == pytest.approx(math.log(WINDOW), abs=1e-6)
-        (window, full) = huggingface.calibrate(decoder("Gemma3"), [batch("left")], reference_length=9)
+        report = huggingface.calibrate(decoder("Gemma3"), [batch("left")], reference_length=9)
+        window, full = report.laws
         np.testing.assert_array_equal(window(20), np.ones(4))
         assert (full(20) != 1).any()
 
@@ -828,7 +814,7 @@ class TestReports:
 
         batches = (x for n in (64, 128, 256) for x in cut(texts[::2], n))
         with huggingface.use(model, laws.Constant(2.0)):  # which does not matter
-            fitted = huggingface.calibrate(model, batches, reference_length=128)
+            fitted = huggingface.calibrate(model, batches, reference_length=128).laws
         assert len(fitted) == 6
         for law in fitted:
             np.testing.assert_allclose(law(128), np.ones(12), atol=1e-6)
@@ -854,7 +840,7 @@ class TestReports:
             huggingface.calibrate(model, batches, reference_length="5")
         lengths = huggingface.profile(model, batches).lengths
         middle = math.sqrt(lengths[0] * lengths[-1])
-        for law in huggingface.calibrate(model, batches):
+        for law in huggingface.calibrate(model, batches).laws:
             np.testing.assert_allclose(law(middle), np.ones(4), atol=1e-6)
 
 
@@ -894,7 +880,7 @@ class TestArguments:
             ({-1: None}, ValueError, r"`laws` must have the numbers of layers, from 0, as keys, got -1"),
             ({None: None}, TypeError, r"`laws` must have the numbers or names of layers as keys, got None"),
             (laws.LogLength, TypeError, r"got the class LogLength; call it: `LogLength\(...\)`"),
-            ("su", TypeError, r"`laws` must be a law, or a sequence or mapping of laws \(`laws.preset` has those with a name, `load_laws` those of a file\), got str"),
+            ("su", TypeError, r"`laws` must be a law, or a sequence or mapping of laws \(`laws.preset` has those with a name\), got str"),
             (LawModule(laws.LogLength()), TypeError, r"`laws` must be a law, .* \(a LawModule gives its law when it is called\), got LawModule"),
             (3.0, TypeError, r"`laws` must be a law, or a sequence or mapping of laws, got float"),
             (["su", None], TypeError, r"`law` must be a law of isentropic.laws \(`laws.preset` has those with a name\), got str"),
@@ -921,67 +907,3 @@ class TestArguments:
             match=r"`model` must be a model whose attention goes .* got NystromformerModel: .*: it approx",
         ):
             huggingface.use(model, None)
-
-
-class TestFiles:
-    @pytest.mark.parametrize(
-        "own",
-        [
-            laws.LogLength(512, minimum=1),
-            [None, laws.shifted(laws.AffineLog(0.25, 0.5), 1)],
-            {0: laws.Constant(2.0), 11: None},
-        ],
-    )
-    def test_round_trip(self, tmp_path, own):
-        huggingface.save_laws(own, tmp_path / "laws.json")
-        assert huggingface.load_laws(tmp_path / "laws.json") == own
-
-    def test_arrays(self, tmp_path):
-        own = [laws.AffineLog(nn.Parameter(SLOPE), INTERCEPT.bfloat16()), None]
-        path = str(tmp_path / "laws.json")
-        huggingface.save_laws(own, path)
-        first, second = huggingface.load_laws(path)
-        assert second is None
-        assert first.slope.dtype == np.float64
-        np.testing.assert_array_equal(first.slope, SLOPE.numpy())
-        np.testing.assert_array_equal(first.intercept, INTERCEPT.bfloat16().float().numpy())
-        model = decoder("Llama")
-        with huggingface.use(model, own):
-            expected = outputs(model, batch())
-        with huggingface.use(model, [first, second]):
-            assert torch.equal(outputs(model, batch()), expected)
-
-    @pytest.mark.parametrize(
-        ("text", "error", "message"),
-        [
-            ("laws", ValueError, r"`path` must be a JSON file, got .*laws.json \(Expecting value"),
-            ("[" * 100_000, ValueError, r"`path` must be a JSON file, got .*laws.json \("),
-            ("[1]", ValueError, r"`path` must be a file of the format 'isentropic-laws', got .*laws.json"),
-            ('{"format": "other"}', ValueError, r"`path` must be a file of the format 'isentropic-laws'"),
-            ({"version": 2}, ValueError, r"`path` must be a file of version 1 of the format, got 2"),
-            ({}, ValueError, r"`path` must be a file with a 'law' or with 'layers', got .*laws.json"),
-            ({"layers": 3}, ValueError, r"`path` must be a file with a 'law' or with 'layers'"),
-            ({"layers": ["su"]}, TypeError, r"`data` must be a dictionary that describes a law, got str"),
-            ({"law": {"law": "os.system"}}, ValueError, r"`law` must be 'AffineLog' or .* got 'os.system'"),
-        ],
-    )  # fmt: skip
-    def test_other_files(self, tmp_path, text, error, message):
-        path = tmp_path / "laws.json"
-        if isinstance(text, dict):
-            text = json.dumps({"format": "isentropic-laws", "version": 1} | text)
-        path.write_text(text)
-        with pytest.raises(error, match=message):
-            huggingface.load_laws(path)
-
-    def test_no_laws(self, tmp_path):
-        for own in (None, "su", 3):
-            with pytest.raises(
-                TypeError, match=r"`laws` must be a law, or a sequence or mapping of laws"
-            ):
-                huggingface.save_laws(own, tmp_path / "laws.json")
-        slope = np.ones(2)
-        law = laws.AffineLog(slope)
-        slope[1] = math.nan
-        with pytest.raises(ValueError, match=r"`slope` must be finite, got nan at \(1,\)"):
-            huggingface.save_laws(law, tmp_path / "laws.json")
-        assert not list(tmp_path.iterdir())

@@ -50,6 +50,12 @@ class TestStored:
 
 
 class TestPage:
+    def test_is_written(self, models_page):
+        """A reader of the repository sees the tables of the survey."""
+        text = models_page.PAGE.read_text(encoding="utf-8")
+        assert models_page.written(text) == text
+        assert f"transformers {models_page.load()['transformers']}" in text
+
     def test_has_every_model_type_once(self, models_page, stored):
         text = models_page.page()
         for model_type in ("mpnet", "bert", "longformer", "mamba"):

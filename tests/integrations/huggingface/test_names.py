@@ -1,6 +1,4 @@
-"""Attention layers have names, and laws can be given, saved and loaded by them."""
-
-import json
+"""Attention layers have names, and laws can be given by them."""
 
 import pytest
 
@@ -14,7 +12,7 @@ import torch  # noqa: E402
 from tiny_models import batch, decoder, encoder_decoder, outputs  # noqa: E402
 
 from isentropic.integrations import huggingface  # noqa: E402
-from isentropic.integrations.huggingface._interface import law_of  # noqa: E402
+from isentropic.integrations.huggingface._layer_law import law_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -24,7 +22,7 @@ ONE, TWO, THREE = (laws.Constant(x) for x in (1.5, 2.0, 3.0))
 def used(model, own):
     """The laws of the layers, by name."""
     with huggingface.use(model, own):
-        return {name: law_of(model.get_submodule(name))[0] for name in huggingface.layer_names(model)}
+        return {name: law_of(model.get_submodule(name))[0] for name in list(huggingface.laws_of(model))}
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +46,10 @@ def clip():
 
 class TestNames:
     def test_order(self, bart):
-        assert huggingface.layer_names(decoder("Llama")) == [
+        assert list(huggingface.laws_of(decoder("Llama"))) == [
             "model.layers.0.self_attn", "model.layers.1.self_attn",
         ]  # fmt: skip
-        names = huggingface.layer_names(bart)
+        names = list(huggingface.laws_of(bart))
         assert names[:3] == [
             "model.encoder.layers.0.self_attn", "model.encoder.layers.1.self_attn",
             "model.decoder.layers.0.self_attn",
@@ -61,7 +59,7 @@ class TestNames:
 
     def test_of_other_things(self):
         with pytest.raises(TypeError, match="`model` must be a model of transformers, got Linear"):
-            huggingface.layer_names(torch.nn.Linear(2, 2))
+            huggingface.laws_of(torch.nn.Linear(2, 2))
 
 
 class TestLaws:
@@ -115,18 +113,3 @@ class TestLaws:
     def test_other_keys(self, own, error, message):
         with pytest.raises(error, match=message):
             huggingface.use(decoder("Llama"), own)
-
-
-class TestFiles:
-    def test_round_trip(self, tmp_path):
-        own = {"*": ONE, 1: None, "model.layers.0.self_attn": TWO, 0: laws.LogLength(512)}
-        huggingface.save_laws(own, tmp_path / "laws.json")
-        got = huggingface.load_laws(tmp_path / "laws.json")
-        assert got == own
-        assert list(got) == list(own)  # the last key that matches counts
-
-    def test_the_file(self, tmp_path):
-        huggingface.save_laws({"*.self_attn": None, 3: None}, tmp_path / "laws.json")
-        content = json.loads((tmp_path / "laws.json").read_text())
-        assert content["layers"] == {"*.self_attn": None, "3": None}
-        assert content["version"] == 1

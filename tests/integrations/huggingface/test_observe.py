@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 from isentropic.integrations import _observe as _shared  # noqa: E402
 from isentropic.integrations import huggingface  # noqa: E402
 from isentropic.integrations._observe import listeners  # noqa: E402
-from isentropic.integrations.huggingface import _observe  # noqa: E402
+from isentropic.integrations.huggingface import _calls  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 QUANTITIES = ("entropy", "normalized_entropy", "log_normalizer", "sink_mass", "largest_logit")
@@ -204,7 +204,9 @@ class TestMasks:
 
     def call(self, implementation, mask, **kwargs):
         x = torch.zeros(kwargs.pop("batch", 2), 4, 6, 8)
-        return _observe._call(implementation, torch.nn.Module(), x, x, mask, **kwargs)
+        module = torch.nn.Module()
+        module.is_causal = True
+        return _calls.with_tokens(_calls.call_of(implementation, module, x, x, mask, **kwargs))
 
     @pytest.mark.parametrize("window", [None, 3])
     def test_flash_attention(self, window):
@@ -220,10 +222,9 @@ class TestMasks:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_packed_flash_attention(self, is_causal):
         expected = [1, 2, 3, 4, 1, 2] if is_causal else [4, 4, 4, 4, 2, 2]
-        for options in (
-            {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])},
-            {"cu_seq_lens_q": torch.tensor([0, 4, 6], dtype=torch.int32)},
-        ):
+        ends = torch.tensor([0, 4, 6], dtype=torch.int32)
+        packed = {f"cu_seq_lens_{x}": ends for x in "qk"} | {f"max_length_{x}": 4 for x in "qk"}
+        for options in ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])}, packed):
             call = self.call("flash_attention_2", None, batch=1, is_causal=is_causal, **options)
             n = call.options["mask"].visible_count(6, 6)
             assert torch.as_tensor(n).flatten().tolist() == expected
@@ -254,7 +255,6 @@ class TestStep:
     @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
     @pytest.mark.parametrize("kind", ["eager", "sdpa", "isentropic"])
     def test_bits_of_loss_and_gradients(self, kind, checkpointing):
-        huggingface.register()
         model = decoder("Llama", attn_implementation=kind).train()
         dropout = 0.1 if kind != "isentropic" else 0.0
         model.config.attention_dropout = dropout
@@ -641,12 +641,16 @@ class TestTrainer:
         plain.train()
         trainer = self.trainer(tmp_path, gradient_accumulation_steps=accumulation)
         seen = []
-        trainer.add_callback(huggingface.ObserveCallback(trainer, heads=True, then=seen.append))
-        trainer.train()
-        assert [x.step for x in seen] == [2, 4]
+
+        def log(observation):
+            seen.append(observation)
+            trainer.log(observation.scalars(heads=True))
+
+        with huggingface.observe(trainer.model, every=2 * accumulation, then=log):
+            trainer.train()
         history = trainer.state.log_history
         logged = [x for x in history if "attention/entropy/layer_0/mean" in x]
-        assert [x["step"] for x in logged] == [2, 4]
+        assert [x["step"] for x in logged] == [0, 2]
         for x, observation in zip(logged, seen, strict=True):
             assert x["attention/sink_mass/layer_1/head_2"] == observation.sink_mass[1, 2]
         # What the trainer logs without it is unchanged.
@@ -656,42 +660,16 @@ class TestTrainer:
             assert len(values[0]) == 2
         assert not trainer.model._forward_hooks
 
-    def test_every(self, tmp_path):
-        trainer = self.trainer(tmp_path)
-        callback = huggingface.ObserveCallback(trainer, every=3)
-        trainer.add_callback(callback)
-        trainer.train()
-        logged = [x for x in trainer.state.log_history if "attention/entropy/layer_0/mean" in x]
-        assert [x["step"] for x in logged] == [3]
-        assert "attention/entropy/layer_0/head_0" not in logged[0]
-        assert callback.observer.latest.step == 3
-
-    def test_refused_when_it_is_made(self, tmp_path):
-        trainer = self.trainer(tmp_path)
-        for name, x in {"every": 0, "sequences": 0, "patience": 0, "warn_below": 0.0}.items():
-            with pytest.raises(ValueError, match=f"`{name}` must be"):
-                huggingface.ObserveCallback(trainer, **{name: x})
-        trainer.model = mpnet()
-        with pytest.raises(ValueError, match="MPNetSelfAttention does not"):
-            huggingface.ObserveCallback(trainer)
-
-    def test_never_where_the_trainer_never_logs(self, tmp_path):
-        trainer = self.trainer(tmp_path, logging_strategy="no", logging_steps=0, max_steps=1)
-        callback = huggingface.ObserveCallback(trainer)
-        trainer.add_callback(callback)
-        trainer.train()
-        assert callback.observer.latest is None
-
     def test_tensorboard(self, tmp_path, monkeypatch):
         pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
         trainer = self.trainer(tmp_path, report_to="tensorboard")
-        trainer.add_callback(huggingface.ObserveCallback(trainer))
-        trainer.train()
+        with huggingface.observe(trainer.model, 2, then=lambda seen: trainer.log(seen.scalars())):
+            trainer.train()
         events = dict(scalars_of_event_files(tmp_path / "board"))
         name = "attention/largest_logit/layer_1/max"
         logged = {x["step"]: x[name] for x in trainer.state.log_history if name in x}
-        assert sorted(logged) == [2, 4]
+        assert sorted(logged) == [0, 2]
         for at, value in logged.items():
             assert events[f"train/{name}", at] == pytest.approx(value, rel=1e-6)
         assert ("train/loss", 2) in events

@@ -10,7 +10,7 @@ from isentropic import laws
 pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from isentropic.integrations.huggingface._rules import warn_of_rules  # noqa: E402
+from isentropic.integrations.huggingface._laws import warn_of_rules  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -32,7 +32,7 @@ def attention_modules(name, **changes):
 def warned(modules, applied):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_rules(modules, applied)
+        warn_of_rules([module for module, law in zip(modules, applied, strict=True) if law is not None])
     assert {warning.category for warning in caught} <= {UserWarning}
     assert {warning.filename for warning in caught} <= {__file__}  # that of the caller
     return [str(warning.message) for warning in caught]
@@ -62,7 +62,7 @@ class TestWarnings:
     def test_constants(self):
         (message,) = warned(attention_modules("Llama", rope_parameters=YARN), [LAW] * 4)
         factor = laws.preset("yarn", scale=8)(1)
-        assert f"comes from rotated features by the constant {factor:.4g}, YaRN's factor" in message
+        assert f"its rotated products by the rule 'yarn': Constant(value={factor!r})." in message
         assert '`rope_parameters["attention_factor"] = 1.0`' in message
         assert warned(attention_modules("Llama"), [LAW] * 4) == []
 

@@ -293,10 +293,13 @@ print(load()(ids, attention_mask=torch.ones_like(ids)).logits.detach().double().
         assert not any(hasattr(module, "isentropic_law") for module in again.modules())
 
     def test_extending_twice_is_extending_once(self):
-        methods = [getattr(owner, name) for owner, name in _saving._EXTENSIONS]
+        methods = [getattr(transformers.PreTrainedModel, name) for name in _saving._EXTENSIONS]
+        lookup = transformers.AttentionInterface.get_interface
         _saving.extend_transformers()
-        assert methods == [getattr(owner, name) for owner, name in _saving._EXTENSIONS]
+        _interface.extend_interface()
+        assert methods == [getattr(transformers.PreTrainedModel, name) for name in _saving._EXTENSIONS]
         assert not any(hasattr(method.__wrapped__, "keeps_laws") for method in methods)
+        assert transformers.AttentionInterface.get_interface is lookup
 
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
@@ -326,19 +329,27 @@ print(load()(ids, attention_mask=torch.ones_like(ids)).logits.detach().double().
         with pytest.raises(error, match=message):
             decoder("Llama", isentropic_laws=own)
 
-    def test_old_files(self, tmp_path):
-        path = tmp_path / "laws.json"
-        path.write_text(
-            '{"format": "isentropic-laws", "version": 1, "layers": [{"law": "LogLength"}, null]}'
-        )
-        assert huggingface.load_laws(path) == [laws.LogLength(512), None]
-
-    def test_trained_laws_alone(self, tmp_path):
+    @pytest.mark.parametrize("trainable", [False, "head"])
+    def test_the_configuration_alone(self, tmp_path, trainable):
+        """Laws without weights: for the same model from elsewhere."""
         model = decoder("Llama")
-        huggingface.use(model, laws.AffineLog(PER_HEAD), trainable=True)
-        own = [law for law, _ in huggingface.laws_of(randomized(model)).values()]
-        huggingface.save_laws(own, tmp_path / "laws.json")
-        assert huggingface.load_laws(tmp_path / "laws.json") == own
+        model.save_pretrained(tmp_path / "model")
+        huggingface.use(model, FROZEN["per layer"], trainable=trainable)
+        expected = outputs(model, batch())
+        model.config.save_pretrained(tmp_path / "laws")
+        config = transformers.AutoConfig.from_pretrained(tmp_path / "laws")
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        assert torch.equal(outputs(load(tmp_path / "model", config=config), batch()), expected)
+
+    def test_a_dictionary(self):
+        """Of a model that has no configuration of transformers, or for a file of your own."""
+        model = decoder("Llama")
+        huggingface.use(model, FROZEN["per layer"])
+        saved = {name: law.to_dict() for name, (law, _) in huggingface.laws_of(model).items()}
+        other = decoder("Llama")
+        again = {name: laws.from_dict(x) for name, x in json.loads(json.dumps(saved)).items()}
+        huggingface.use(other, again)
+        assert huggingface.laws_of(other) == huggingface.laws_of(model)
 
 
 class TestSaidOnce:
@@ -558,16 +569,6 @@ class TestTrainable:
         model.initialize_weights()
         assert huggingface.laws_of(model) == before
 
-    def test_reset(self):
-        model = decoder("Llama")
-        huggingface.use(model, laws.scaled(laws.AffineLog(PER_HEAD), 1.0), trainable=True)
-        before = huggingface.laws_of(copy.deepcopy(model))
-        randomized(model)
-        assert huggingface.laws_of(model) != before
-        for name in (FIRST, SECOND):
-            model.get_submodule(name).isentropic_law.reset_parameters()
-        assert huggingface.laws_of(model) == before
-
 
 class TestWithoutMemory:
     """Models that are made without the memory of their tensors, and filled from a checkpoint."""
@@ -702,24 +703,16 @@ class TestTraining:
         final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint-4")
         assert torch.equal(outputs(final, batch()), outputs(model.eval(), batch()))
 
-    def test_resuming_without_the_laws(self, tmp_path):
+    def test_resuming_without_the_laws(self, tmp_path, caplog):
+        """The trainer says which tensors of the checkpoint the model does not have, and does not go on."""
         train(with_scales(), tmp_path, 2)
-        options = {"resume": str(tmp_path / "checkpoint-2")}
-        must = (
-            r"`model` must have the trained laws of the checkpoint .*checkpoint-2: .*`huggingface.use`"
-        )
-        for model in (decoder("Llama"), frozen := decoder("Llama")):
-            if model is frozen:
-                huggingface.use(model, laws.AffineLog(0.3))
-            with pytest.raises(ValueError, match=f"{must}.* in layers.0.self_attn, layers.1.self_attn"):
-                train(model, tmp_path, 4, **options)
-
-    def test_resuming_without_laws_that_are_not_trained(self, tmp_path):
-        model = decoder("Llama")
-        huggingface.use(model, laws.LogLength(4))
-        train(model, tmp_path, 2)
-        with pytest.warns(UserWarning, match="checkpoint-2 has laws, and the model .* has none"):
+        transformers.logging.enable_propagation()
+        caplog.set_level("WARNING", logger="transformers")  # which other tests may have changed
+        with pytest.raises(ValueError, match="a parameter group that doesn't match"):
             train(decoder("Llama"), tmp_path, 4, resume=str(tmp_path / "checkpoint-2"))
+        transformers.logging.disable_propagation()
+        assert "unexpected keys in the checkpoint model loaded" in caplog.text
+        assert all(name in caplog.text for name in law_names(with_scales()))
 
     def test_checkpointing_gives_the_same_gradients(self):
         gradients = []

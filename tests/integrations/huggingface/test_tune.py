@@ -11,11 +11,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import torch  # noqa: E402
 from tiny_models import close, decoder, encoder_decoder  # noqa: E402
-from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
 from isentropic import laws  # noqa: E402
 from isentropic.integrations import huggingface  # noqa: E402
-from isentropic.integrations.huggingface import _tune  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 LENGTH = 16
@@ -109,62 +107,6 @@ def test_the_shortest_text():
     assert (law.factors[:, 2] != 1).all()
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss"])
-def test_gradient_checkpointing(name):
-    """The laws are the same, and the layers are as they were afterwards."""
-    model = decoder(name)
-    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-    before = [vars(layer).keys() for layer in layers]
-    expected = tune(model, constant=1.1)
-    found = tune(model, constant=1.1, gradient_checkpointing=True)
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a.factors, b.factors, rtol=1e-5)
-    assert [vars(layer).keys() for layer in layers] == before
-
-
-def test_gradient_checkpointing_keeps_the_function_of_a_hook():
-    model = decoder("Llama")
-    layer = model.model.layers[0]
-    inner, calls = layer.forward, []
-
-    def hooked(*args, **options):
-        calls.append(1)
-        return inner(*args, **options)
-
-    layer.forward = hooked
-    tune(model, gradient_checkpointing=True)
-    assert layer.forward is hooked
-    # Two texts of 33 tokens: two chunks before the training, and two with gradients, computed twice.
-    assert len(calls) == 2 * (2 + 2 * 2)
-
-
-def test_gradient_checkpointing_keeps_few_activations():
-    """A layer more adds its input alone to what a step keeps for its gradients."""
-
-    def kept(layers, **options):
-        sizes = {}
-
-        def pack(x):
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        model = decoder("Llama", num_hidden_layers=layers)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            tune(model, [texts()[0][:, : LENGTH + 9]], **options)
-        return sum(sizes.values())
-
-    assert kept(6) - kept(2) > 5 * (
-        kept(6, gradient_checkpointing=True) - kept(2, gradient_checkpointing=True)
-    )
-
-
-def test_gradient_checkpointing_is_refused_where_layers_have_none(monkeypatch):
-    model = decoder("Llama")
-    monkeypatch.setattr(_tune, "GradientCheckpointingLayer", torch.nn.Bilinear)  # of which it has none
-    with pytest.raises(ValueError, match="`model` must have layers that support gradient checkpoint"):
-        tune(model, gradient_checkpointing=True)
-
-
 def test_no_dropout():
     expected = tune(decoder("Llama"))
     found = tune(decoder("Llama", attention_dropout=0.5).train())
@@ -187,12 +129,6 @@ def test_leaves_the_model_as_it_was():
     assert all(x.grad is None for x in model.parameters())
     assert set(huggingface.laws_of(model).values()) == {(law, "keys")}
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
-
-
-def test_saved_and_loaded(tmp_path):
-    found = tune(decoder("Llama"))
-    huggingface.save_laws(found, tmp_path / "laws.json")
-    assert huggingface.load_laws(tmp_path / "laws.json") == found
 
 
 def test_progress(capsys):

@@ -16,15 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from isentropic._attention.distribution import AttentionDistribution
 from isentropic._attention.functions import scale_queries
 from isentropic._checks import value_error
 from isentropic._entropy import entropy
-from isentropic.integrations.huggingface._families import Family, family_of
-from isentropic.integrations.huggingface._interface import law_of, positions_from_1
-from isentropic.integrations.huggingface._modules import n_heads, uses_interface
+from isentropic.integrations.huggingface._layer_law import law_of
+from isentropic.integrations.huggingface._modules import Family, family_of, n_heads, positions_from_1
 from isentropic.laws._law import Law
 
 _Arguments: TypeAlias = Mapping[str, Any]  # of the forward method of an attention module
@@ -37,25 +35,6 @@ _KEY_SOURCES = (
     "key", "kv",
 )  # fmt: skip
 _CACHES = {"past_key_values", "layer_past", "layer_state", "cache"}
-
-
-def set_implementation(model: Any, name: str) -> None:
-    """Set the attention implementation of those parts of a model that have one to choose."""
-    owners: dict[int, Any] = {}
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):  # outer before inner
-            owners |= {id(module): part for module in part.modules()}
-    modules = [module for module in model.modules() if id(module) in owners]
-    kept = {}
-    for module in modules:
-        if family_of(module) is not None:
-            config = owners[id(module)].config
-            kept[id(config)] = config, config._attn_implementation
-    if any(map(uses_interface, modules)):
-        model.set_attn_implementation(name)
-    for config, implementation in kept.values():
-        # Modules with hooks expect their own masks. The property would also set inner configurations.
-        config._attn_implementation_internal = implementation
 
 
 def hooks(modules: Iterable[Any]) -> contextlib.ExitStack:
@@ -76,14 +55,12 @@ def _hook(family: Family, module: Any) -> Iterator[Any]:
     before = partial(_before, family, argument_names(module))
     yield module.register_forward_pre_hook(before, with_kwargs=True)
     yield module.register_forward_hook(partial(_check_law_was_applied, family), always_call=True)
-    for child in map(module.get_submodule, family.children):
-        if family.query is None:
-            yield child.register_forward_pre_hook(_scale_logits)
-        else:
-            features, query = family.query(module, n_heads(module) or 1)
-            yield child.register_forward_hook(
-                partial(_scale_query, features, query, family.positions_first)
-            )
+    child = module.get_submodule(family.child)
+    if family.query is None:
+        yield child.register_forward_pre_hook(_scale_logits)
+    else:
+        features, query = family.query(module, n_heads(module) or 1)
+        yield child.register_forward_hook(partial(_scale_query, features, query))
 
 
 def argument_names(module: Any) -> tuple[str, ...]:
@@ -97,13 +74,13 @@ def _before(family: Family, names: tuple[str, ...], module: Any, args: Any, kwar
 
 
 def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) -> None:
-    children = {name: module.get_submodule(name) for name in family.children}
-    pending = [name for name, child in children.items() if hasattr(child, _PENDING)]
-    for name in pending:
-        delattr(children[name], _PENDING)
-    if pending and output is not None:  # after an error it is None
+    child = module.get_submodule(family.child)
+    if not hasattr(child, _PENDING):
+        return
+    delattr(child, _PENDING)
+    if output is not None:  # after an error it is None
         must = "have the modules that it had when `use` was called (call it again)"
-        raise value_error("model", must, f"another `{pending[0]}`")
+        raise value_error("model", must, f"another `{family.child}`")
 
 
 def check_law_can_act(family: Family | None, module: Any, arguments: _Arguments) -> None:
@@ -115,39 +92,25 @@ def check_law_can_act(family: Family | None, module: Any, arguments: _Arguments)
 
 
 def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, count: str) -> None:
-    """Store the law and n on the children, where their hooks read them."""
+    """Store the law and n on the child, where its hook reads them."""
     check_law_can_act(family, module, arguments)
-    for child, n in _counts(family, module, arguments, count).items():
-        setattr(module.get_submodule(child), _PENDING, (law, n))
-
-
-def _counts(family: Family, module: Any, arguments: _Arguments, count: str) -> dict[str, Any]:
-    """The n of the queries, by the child that gives them."""
     n: Any
     if count == "positions":
-        states = _states(family, arguments)[:, None]
-        n = positions_from_1(states, arguments.get("position_ids"))
-    elif family.counts is not None:
-        return family.counts(module, arguments)
+        states = next(iter(arguments.values()))
+        n = positions_from_1(states[:, None], arguments.get("position_ids"))
     else:
         visible = visible_keys(family, module, arguments)
         n = None if visible is None else visible.sum(-1)
         if n is None and family.query is not None:
-            n = _n_keys(family, module, arguments)
-    return {family.child: n}
+            n = _n_keys(module, arguments)
+    setattr(module.get_submodule(family.child), _PENDING, (law, n))
 
 
-def _states(family: Family, arguments: _Arguments) -> Any:
-    """The states (B, L, features) of which the queries are made."""
-    states = next(iter(arguments.values()))
-    return states.transpose(0, 1) if family.positions_first else states
-
-
-def _n_keys(family: Family, module: Any, arguments: _Arguments) -> int:
+def _n_keys(module: Any, arguments: _Arguments) -> int:
     """The number of keys, for attention without a mask."""
     if (states := key_source(arguments)) is not None:
-        return int(states.shape[0 if family.positions_first else 1])
-    return int(_states(family, arguments).shape[1]) + cached_length(module, arguments)
+        return int(states.shape[1])
+    return int(next(iter(arguments.values())).shape[1]) + cached_length(module, arguments)
 
 
 def key_source(arguments: _Arguments) -> Any:
@@ -169,17 +132,12 @@ def cached_length(module: Any, arguments: _Arguments) -> int:
 def visible_keys(family: Family, module: Any, arguments: _Arguments) -> Any:
     """The mask (B, 1, L, S), in which axes may be 1, that is True where a key is visible; or None."""
     is_cross = family.cross_mask and key_source(arguments) is not None
-    masks = [arguments.get(name) for name in ((family.cross_mask,) if is_cross else family.masks)]
-    visible = None
-    for mask in masks:
-        if mask is not None:
-            # In Falcon the heads differ, because their biases are in the mask.
-            part = _as_visible(mask, family.marks_hidden)[:, :1]
-            visible = part if visible is None else visible & part
+    mask = arguments.get(family.cross_mask if is_cross else family.mask)
+    # In Falcon the heads differ, because their biases are in the mask.
+    visible = None if mask is None else _as_visible(mask, family.marks_hidden)[:, :1]
     if family.buffer:
-        length = _states(family, arguments).shape[1]
-        cached = cached_length(module, arguments)
-        n_keys = length + cached if visible is None else visible.shape[-1]
+        length = next(iter(arguments.values())).shape[1]
+        n_keys = _n_keys(module, arguments) if visible is None else visible.shape[-1]
         buffer = getattr(module, family.buffer)[..., n_keys - length : n_keys, :n_keys].bool()
         visible = buffer if visible is None else visible & buffer
     return visible
@@ -190,26 +148,22 @@ def _as_visible(mask: Any, marks_hidden: bool) -> Any:
         # The attention inputs of Funnel: positions, types, mask, and another mask.
         mask = mask[2].bool()
     if mask.is_floating_point() and mask.ndim != 3:
-        added = mask if mask.ndim == 4 else mask[None, None]
-        return added > torch.finfo(mask.dtype).min / 2
+        return mask > torch.finfo(mask.dtype).min / 2
     visible = ~mask.bool() if marks_hidden and not mask.is_floating_point() else mask.bool()
     if mask.ndim == 2:  # of keys
         return visible[:, None, None]
     return visible[:, None] if mask.ndim == 3 else visible
 
 
-def _scale_query(
-    features: tuple[int, ...], index: Any, positions_first: bool, child: Any, args: Any, output: Any
-) -> Any:
+def _scale_query(features: tuple[int, ...], index: Any, child: Any, args: Any, output: Any) -> Any:
     """Multiply the query among the features of a projection by the law."""
     if not hasattr(child, _PENDING):
         return output
     law, n = getattr(child, _PENDING)
     delattr(child, _PENDING)
     result = output.unflatten(-1, features).clone()
-    axes = (1, 2, 0) if positions_first else (0, 2, 1)
-    query = result[index].flatten(2, -2).permute(*axes, 3)
-    query = scale_queries(query, n, law=law).permute(*sorted(range(3), key=axes.__getitem__), 3)
+    query = result[index].flatten(2, -2).transpose(1, 2)
+    query = scale_queries(query, n, law=law).transpose(1, 2)
     result[index] = query.reshape(result[index].shape)
     return result.flatten(-len(features))
 
@@ -229,62 +183,45 @@ def _scale_logits(child: Any, args: Any) -> Any:
     return torch.softmax(logits.masked_fill(is_zero, -math.inf), -1).to(weights.dtype), *others
 
 
-def arguments_without_cache(module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names, except the cache, which the call may have filled."""
-    arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
-    return arguments | dict.fromkeys(_CACHES & arguments.keys())
+def run_with_laws(
+    module: Any, args: Any, kwargs: Any, laws: Iterable[Law], count: str
+) -> tuple[list[Any], Any, int]:
+    """The entropies (B, H, L) of the weights that a module forms with each law, by further runs of it.
 
-
-def entropies_with_law(module: Any, arguments: _Arguments, law: Law, count: str) -> tuple[Any, int]:
-    """The entropies (B, H, L) of the weights that the module forms with a law, by a further run of it.
-
-    Also returns the number of keys.
+    Also returns `visible_keys` and the number of keys.
     """
     family = family_of(module)
     assert family is not None
-    _store_law(family, module, arguments, law, count)
-    weights = None
-    try:
-        with _Weights() as run:
-            module.forward(**arguments)
-        weights = run.weights
-    finally:
-        _check_law_was_applied(family, module, (), weights)
-    if family.rows is not None:
-        rows = family.rows(arguments, *map(_entropy, weights))
-        return rows, rows.shape[-1]
-    *_, n_queries, n_keys = weights[-1].shape
-    return _entropy(weights[-1]).reshape(-1, n_heads(module) or 1, n_queries), n_keys
-
-
-def visible_counts_and_mask(module: Any, arguments: _Arguments) -> tuple[Any, Any]:
-    """The number of keys that each query sees, (B, 1, L), and `visible_keys`; None for all keys."""
-    family = family_of(module)
-    assert family is not None
+    arguments = dict(zip(argument_names(module), args, strict=False)) | kwargs
+    arguments |= dict.fromkeys(_CACHES & arguments.keys())  # which the first run has filled
+    weights: Any = None
+    entropies = []
+    for law in laws:
+        _store_law(family, module, arguments, law, count)
+        weights = None
+        try:
+            with _Weights() as run:
+                module.forward(**arguments)
+            weights = run.weights
+        finally:
+            _check_law_was_applied(family, module, (), weights)
+        entropies.append(entropy(weights.float()).reshape(-1, n_heads(module) or 1, weights.shape[-2]))
     visible = visible_keys(family, module, arguments)
-    if family.counts is not None:
-        return family.counts(module, arguments)[family.child], visible
-    return None if visible is None else visible.sum(-1), visible
-
-
-def _entropy(weights: Any) -> Any:
-    return entropy(weights.float())
+    return entropies, visible, weights.shape[-1]
 
 
 class _Weights(TorchFunctionMode):
-    """Keeps the attention weights: those of softmaxes, and of PyTorch's attention."""
+    """Keeps the attention weights: those of the last softmax, or of PyTorch's attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Any] = []
+    weights: Any = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if getattr(function, "__name__", "") == "softmax":
-            self.weights.append(result)
+            self.weights = result
         elif function is scaled_dot_product_attention:
-            self.weights.append(_weights(*args, **kwargs))
+            self.weights = _weights(*args, **kwargs)
         return result
 
 

@@ -1,82 +1,109 @@
-"""The attention implementation "isentropic" of transformers."""
+"""Laws in the attention functions that transformers looks up, and what a call of one of them sees.
+
+transformers decides by the name of an implementation which arguments, caches and masks it gets. So an
+implementation keeps its name, and the lookup returns a function that multiplies the queries by the law
+first. For modules without a law it does the same as the original. "isentropic" is an implementation of
+its own, and takes laws itself.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from isentropic._attention.distribution import AttentionDistribution
-from isentropic._attention.functions import attention, scale_queries
+from isentropic._attention.functions import attention
 from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
 from isentropic._products import grouped_matmul
-from isentropic.integrations._observe import visible_counts
+from isentropic.integrations._observe import announce, listeners
+from isentropic.integrations.huggingface._calls import call_of, counted_keys, with_tokens
+from isentropic.integrations.huggingface._layer_law import LAW, law_of
+from isentropic.integrations.huggingface._modules import family_of, positions_from_1, uses_interface
 from isentropic.laws._law import Law
-from isentropic.masks import Mask, causal
-
-LawAndCount: TypeAlias = tuple[Law | None, str]  # a law, and what its n counts
 
 NAME = "isentropic"
-LAW = "isentropic_law"  # the attribute of an attention module that holds a LayerLaw, or None
-# Arguments with which some models ask for attention that the mask and the logits do not determine.
-_UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
+_WITH_LAW: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
-def register(name: str = NAME) -> None:
-    """Register ``attn_implementation="isentropic"`` with transformers.
+def extend_interface() -> None:
+    """Register "isentropic", and let the functions that transformers looks up apply laws.
 
-    It computes the same attention as "eager" and "sdpa", until `use` applies laws to a model. Importing
-    this module registers it under its own name.
-
-    Parameters
-    ----------
-    name : str
-        The name of the implementation. Registering it again has no effect.
-
-    Raises
-    ------
-    ValueError
-        If transformers already has another implementation of this name.
-
-    Examples
-    --------
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from isentropic.integrations import huggingface
-    >>> huggingface.register()
-    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    >>> config = LlamaConfig(**size, num_hidden_layers=1, attn_implementation="isentropic")
-    >>> LlamaForCausalLM(config).config._attn_implementation
-    'isentropic'
+    Calling this again has no effect.
     """
-    if not isinstance(name, str):
-        raise type_error("name", "be a string", type(name).__name__)
-    known = AttentionInterface()
-    if name == "eager" or known.get(name, attend) is not attend:
-        raise value_error("name", "not be that of another implementation of transformers", repr(name))
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(NAME, attend)
     # Models do not make masks for an implementation without a mask function.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    get_item, get_interface = AttentionInterface.__getitem__, AttentionInterface.get_interface
+    if hasattr(get_interface, "__wrapped__"):
+        return
+
+    @functools.wraps(get_item)
+    def get_item_with_law(self: Any, name: str) -> Any:
+        return with_law(get_item(self, name), name)
+
+    @functools.wraps(get_interface)
+    def get_interface_with_law(self: Any, name: str, default: Any) -> Any:
+        # The functions that the lookup finds apply laws already. The default, "eager", does not.
+        function = with_law(get_interface(self, name, default), "eager")
+        # A call is announced with the query as it is before the law multiplies it.
+        return functools.partial(_announced, function, name) if listeners else function
+
+    AttentionInterface.__getitem__ = get_item_with_law
+    AttentionInterface.get_interface = get_interface_with_law
 
 
-def law_of(module: torch.nn.Module) -> LawAndCount:
-    """The law of an attention module, with the present values of its parameters."""
-    held = getattr(module, LAW, None)
-    return (None, "keys") if held is None else (held(), held.count)
+def with_law(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function of an implementation, which gets scaled queries from modules that have a law."""
+    if hasattr(function, "takes_laws"):
+        return function
+    # The same object for every lookup: otherwise torch.compile would compile again.
+    if (known := _WITH_LAW.get((function, name))) is not None:
+        return known
+
+    @functools.wraps(function)
+    def attend_with_law(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        law, count = law_of(module)
+        if law is not None:
+            if count == "positions":
+                n = positions_from_1(query, kwargs.get("position_ids"))
+            else:
+                n = counted_keys(name, module, query, key, attention_mask, kwargs)
+            query = _scaled(query, n, law)
+        return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+    attend_with_law.takes_laws = True  # type: ignore[attr-defined]
+    if not torch.compiler.is_compiling():
+        _WITH_LAW[function, name] = attend_with_law
+    return attend_with_law
 
 
-def set_law(module: torch.nn.Module, law: torch.nn.Module | None) -> None:
-    """Give an attention module a LayerLaw, or None for standard attention."""
-    # Where a module had this name before, None would stay among its modules: loading a state dict would
-    # then ignore the tensors of a law.
-    module._modules.pop(LAW, None)
-    setattr(module, LAW, law)
+def _announced(
+    function: Any, name: str, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Announce a call of an implementation, and compute it."""
+    own = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    # An implementation that calls another one is announced once, with the queries of the model.
+    if own in (name, None):
+        announce(module, lambda: with_tokens(call_of(name, module, query, key, *args, **kwargs)))
+    return function(module, query, key, value, *args, **kwargs)
+
+
+def _scaled(query: torch.Tensor, n: torch.Tensor, law: Law) -> torch.Tensor:
+    """As `scale_queries`, without its checks, which take as long as attention of a single query."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    # A padding query may see nothing. An infinite factor would make the keys of the next layer NaN.
+    n = torch.clamp(n.to(dtype), min=1)
+    factor = law.evaluate_unchecked(namespace(query=query), n)
+    return (query.to(dtype) * factor[..., None]).to(query.dtype)
 
 
 @functools.cache  # once
@@ -96,10 +123,6 @@ def attend(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output (B, L, H, Ev), and the weights or None, with the signature that transformers calls.
@@ -108,99 +131,46 @@ def attend(
     """
     if not hasattr(module, LAW) and not torch.compiler.is_compiling():
         _warn_of_no_laws(type(module).__name__)
-    law, options = law_and_options(
-        module, query, attention_mask, scaling, is_causal, softcap, position_bias, kwargs
-    )
-    weights = None
+    call = call_of(NAME, module, query, key, attention_mask, scaling=scaling, **kwargs)
+    options = call.options | {"law": call.law, "sinks": call.sink}
     is_dropping = dropout > 0 and module.training
-    if kwargs.get("output_attentions"):
-        weights = AttentionDistribution(query, key, law=law, sinks=s_aux, **options).weights()
+    # PyTorch's attention, which drops weights, has neither soft caps nor sinks.
+    needs_weights = is_dropping and (call.sink is not None or options["softcap"] is not None)
+    weights = None
+    if needs_weights or kwargs.get("output_attentions"):
+        weights = AttentionDistribution(query, key, **options).weights()
     if weights is not None and (is_dropping or weights.requires_grad):
         # The output is made of them, so that they have the gradient of what is made of the output.
         weights = torch.dropout(weights, dropout, module.training)
         out = grouped_matmul(namespace(value=value), weights, value)
     elif is_dropping:
-        out = _attend_with_dropout(query, key, value, s_aux, law, options, dropout)
+        # Attention of isentropic drops no weights. "sdpa" gets the same masks, and applies the law.
+        sdpa = AttentionInterface()["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     else:
-        out = attention(query, key, value, law=law, sinks=s_aux, **options)
+        out = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), weights
 
 
 attend.takes_laws = True  # type: ignore[attr-defined]
 
 
-def law_and_options(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    attention_mask: Mask | torch.Tensor | None,
-    scaling: float | None,
-    is_causal: bool | None,
-    softcap: float | None,
-    position_bias: torch.Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[Law | None, dict[str, Any]]:
-    """The law of a call by transformers, and the other arguments of `attention`."""
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            must = "be None: isentropic does not support it (the attention implementation 'eager' may)"
-            raise value_error(name, must, type(kwargs[name]).__name__)
-    mask, bias = visibility_mask(module, query, attention_mask, is_causal), position_bias
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
-        bias = attention_mask if bias is None else bias + attention_mask
-    law, count = law_of(module)
-    options: dict[str, Any] = {
-        "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "enable_gqa": True,
-    }  # fmt: skip
-    if law is not None and count == "positions":
-        options["n_keys"] = positions_from_1(query, kwargs.get("position_ids"))
-    return law, options
-
-
-def visibility_mask(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    mask: Mask | torch.Tensor | None,
-    is_causal: bool | None,
-) -> Mask | torch.Tensor | None:
-    """The mask that is True where a key is visible, or None if all keys are."""
-    if mask is not None:
-        # A floating-point mask, as for "eager", has the lowest number of its dtype at hidden keys.
-        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
-            return mask > torch.finfo(mask.dtype).min / 2
-        return mask
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # Transformers omits the mask in two cases: for a single query, which sees all keys, and for a cache
-    # that was empty before. In the second case queries and keys start at the same position, and the
-    # empty slots of a static cache come after them. So the causal mask has the offset 0.
-    return causal(offset=0) if query.shape[2] > 1 and is_causal else None
-
-
-def positions_from_1(query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """The positions of the queries, counted from 1, broadcastable to (B, H, L)."""
-    if positions is None or positions.ndim != 2 or positions.shape[1] != query.shape[2]:
-        must = "be 'keys' if a model passes no `position_ids` (batch, queries) to its attention"
-        raise value_error("count", must, "'positions'")
-    return positions[:, None] + 1
-
-
-def _attend_with_dropout(
-    query: Any, key: Any, value: Any, sink: Any, law: Law | None, options: Any, dropout: float
-) -> Any:
-    """The output by PyTorch's kernel. Attention of isentropic does not drop weights."""
-    if sink is not None or options["softcap"] is not None:
-        must = (
-            "be 0 while a model with soft caps or sinks is trained (set it in its configuration, or "
-            "use `base='eager'`)"
-        )
-        raise value_error("dropout", must, dropout)
-    if law is not None:
-        n = options["n_keys"] if "n_keys" in options else visible_counts(query, key, options["mask"])
-        query = scale_queries(query, n, law=law)
-    mask, bias = options["mask"], options["bias"]
-    if isinstance(mask, Mask):
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if bias is not None:
-        mask = bias if mask is None else torch.where(mask, bias, -math.inf)
-    return scaled_dot_product_attention(
-        query, key, value, mask, dropout_p=dropout, scale=options["scale"], enable_gqa=True
-    )
+def set_base(model: Any, base: str) -> None:
+    """Let a model compute its attention by `base`, where it has an implementation to choose."""
+    if not isinstance(base, str):
+        raise type_error("base", "be the name of an attention implementation", type(base).__name__)
+    known = AttentionInterface()
+    if base != "eager" and base not in known and "/" not in base:
+        must = f"be 'eager', the name of a kernel of the Hub, or one of {', '.join(map(repr, known))}"
+        raise value_error("base", must, repr(base))
+    owners: dict[Any, Any] = {}  # the innermost model around each module
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # outer before inner
+            owners |= dict.fromkeys(part.modules(), part)
+    configs = [owner.config for module, owner in owners.items() if family_of(module) is not None]
+    kept = [(config, config._attn_implementation) for config in configs]
+    if any(map(uses_interface, owners)):
+        model.set_attn_implementation(base)
+    for config, implementation in kept:
+        # Modules with hooks expect their own masks. The property would also set inner configurations.
+        config._attn_implementation_internal = implementation

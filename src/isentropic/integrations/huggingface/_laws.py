@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -12,21 +13,26 @@ from weakref import WeakKeyDictionary
 import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
-from isentropic.integrations.huggingface._bases import check_base, default_base, set_base
-from isentropic.integrations.huggingface._families import family_of
 from isentropic.integrations.huggingface._hooks import check_law_can_act, hooks
-from isentropic.integrations.huggingface._interface import LAW, NAME, LawAndCount, law_of, set_law
-from isentropic.integrations.huggingface._layer_law import COUNTS, layer_law
-from isentropic.integrations.huggingface._modules import attention_modules
-from isentropic.integrations.huggingface._rules import warn_of_rules
+from isentropic.integrations.huggingface._interface import NAME, set_base
+from isentropic.integrations.huggingface._layer_law import (
+    COUNTS,
+    LAW,
+    LawAndCount,
+    law_of,
+    layer_law,
+    set_law,
+)
+from isentropic.integrations.huggingface._modules import attention_modules, configs_in, family_of
 from isentropic.integrations.huggingface._saving import write_entry
+from isentropic.laws import from_config
+from isentropic.laws._configurations import ModelRule
 from isentropic.laws._law import Law
 
 Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
 
-_MISSING = object()
 # By model and configuration, the last implementation that was not "isentropic".
-_PREVIOUS_IMPLEMENTATIONS: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
+_BEFORE: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
 
 
 def use(
@@ -42,15 +48,12 @@ def use(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model, which is changed in place: its attention implementation becomes `base`, unless it
-        does not use the AttentionInterface. It may be a part of a model, such as the text model of a
-        multimodal one. Models with hooks (see the notes) keep their implementation.
+        The model, or a part of one, such as the text model of a multimodal one. It is changed in place.
     laws : Law, None, sequence or mapping
-        One law for all attention layers, a sequence with one law per layer, or a mapping to laws. The
-        keys of a mapping are numbers of layers, names of layers, or patterns of names, such as
-        ``"*.language_model.*"``, as in `fnmatch.fnmatchcase`; `layer_names` lists the names. If several
-        keys match a layer, the last of them counts. Layers that no key matches, and layers with None,
-        use standard attention.
+        One law for all attention layers, one law per layer, or a mapping from numbers of layers, their
+        names (the keys of `laws_of`), or patterns of names, such as ``"*.language_model.*"``, to laws.
+        If several keys match a layer, the last of them counts. Layers that no key matches, and layers
+        with None, use standard attention.
 
         Array parameters of a law have the shape (H,), one number per head. They become buffers of the
         layer, on its device, in float32, or in float64 for a float64 model. Tensors that require
@@ -62,9 +65,10 @@ def use(
     base : str, optional
         The attention implementation that computes the attention: "isentropic", or another one of
         transformers, such as "sdpa", "eager", "flash_attention_2", "flex_attention" or the name of a
-        kernel on the Hub. The law goes into the queries of the others. The default is "isentropic". If
-        all laws are None, it is the implementation that the model had before. (A model that was loaded
-        or copied with laws keeps "isentropic".)
+        kernel on the Hub, which gets queries that the law has multiplied. The default is "isentropic".
+        If all laws are None, it is the implementation that the model had before. (A model that was
+        loaded or copied with laws keeps "isentropic".) Attention that does not use the
+        AttentionInterface of transformers keeps its implementation.
     trainable : bool or "head"
         Whether the numbers and arrays of the laws become parameters of the model, with names such as
         ``model.layers.0.self_attn.isentropic_law.slope``. With True, a number becomes one parameter per
@@ -85,44 +89,36 @@ def use(
     ValueError
         For a model on whose attention laws cannot act, for layers that it does not have, for parameters
         that do not fit its heads, for `trainable` laws with nothing to train, and for a `base` that
-        does not exist or does not support the model: the message names one that does. Calling the model
-        also raises it: with ``count="positions"`` if the model does not pass positions to its
-        attention, and with a base other than "isentropic" if the number of keys cannot be determined
-        from the shape of a mask.
+        does not exist. Calling the model also raises it if the base does not support what the model
+        passes to its attention, if it passes no positions, with ``count="positions"``, and if a mask
+        does not say how many keys a query sees, with a base other than "isentropic".
     ImportError
         For a `base` that is not installed.
 
     Notes
     -----
-    The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, and
-    keys outside a sliding window are not counted, so decoding with a cache equals prefill. Sinks are
-    not counted as keys. In Longformer, a query sees its window and the global tokens, and the query of
-    a global token sees all tokens. The law multiplies the products of queries and keys, before a soft
-    cap and position biases, such as those of T5, ALiBi and MPNet. Where positions are products with the
-    query or the key, as in DeBERTa, Funnel and SpeechT5, the law multiplies these too.
+    :doc:`/reference/models` lists the models with the ways in which laws act on their attention, and
+    :doc:`/how-to/save-and-train-laws` says how laws are saved with the model.
 
-    Modules that do not use the AttentionInterface of transformers keep their own code, and hooks apply
-    the law. :doc:`/reference/models` lists what runs in which way, and what does not. In some of them,
-    such as DeBERTa, the law f acts on the weights p, which become p^f / Σ p^f. In float16, weights
-    below 6e-8 are 0, and the law cannot bring them back. Call `torch.compile` after `use`: a compiled
-    model does not see hooks that are added later.
-
-    For a model that already scales its attention logits by a rule of its own, a warning names the
-    rule and says how to switch it off. `isentropic.laws.from_config` returns these rules.
+    The n of a query is the number of keys that it sees. Padding, empty slots of a static cache, keys
+    outside a sliding window, and sinks are not counted, so decoding with a cache equals prefill. The
+    law multiplies the products of queries and keys, before a soft cap and position biases, such as
+    those of T5, ALiBi and MPNet. Where positions are products with the query or the key, as in DeBERTa,
+    Funnel and SpeechT5, the law multiplies these too.
 
     Positions are the ``position_ids`` that the model passes to its attention, as most decoders do. The
     positions that ``generate`` makes do not count padding. If a decoder is called without
     ``position_ids``, its positions count the padding on the left too.
 
-    A `base` other than "isentropic" gets scaled queries, rounded to their dtype, and otherwise does
-    what it does without a law. A model keeps its laws if its attention implementation is changed later.
+    Scaled queries are rounded to their dtype. In some models with hooks, such as DeBERTa, the law f
+    acts on the weights p, which become p^f / Σ p^f. In float16, weights below 6e-8 are 0, and the law
+    cannot bring them back.
 
-    The model keeps its laws: ``save_pretrained`` writes them into its configuration, and
-    ``from_pretrained`` makes them again, if this module has been imported. Every new model of the same
-    configuration has them too. Laws of your own classes cannot be saved.
+    A warning names a rule by which the model already scales its logits, and says how to switch it off.
+    `isentropic.laws.from_config` returns these rules.
 
-    Gradient checkpointing computes attention again in the backward pass, with the laws that the model
-    has at that time. So run the backward pass within the ``with`` block too.
+    Call `torch.compile` after `use`: a compiled model does not see hooks that are added later. Gradient
+    checkpointing computes attention again in the backward pass, so run that within the ``with`` block.
 
     Examples
     --------
@@ -139,12 +135,16 @@ def use(
     """
     if not isinstance(trainable, bool):
         check_choice("trainable", trainable, (True, False, "head"))
-    named = attention_modules(model)
-    modules, layer_laws = list(named.values()), per_layer(laws, count, list(named))
-    warn_of_rules(modules, [law for law, _ in layer_laws])
-    if base is None and any(law is not None for law, _ in layer_laws):
+    layers = per_layer(laws, count, attention_modules(model))
+    warn_of_rules([module for module, (law, _) in layers.items() if law is not None])
+    if base is None and any(law is not None for law, _ in layers.values()):
         base = NAME
-    return apply(model, modules, layer_laws, base, trainable)
+    stack = apply(model, layers, base, trainable)
+    if base is None:
+        for config, implementation in _implementations(model):
+            if implementation == NAME:
+                config._attn_implementation = _BEFORE[model].get(id(config), NAME)
+    return stack
 
 
 def laws_of(model: Any) -> dict[str, LawAndCount]:
@@ -157,9 +157,10 @@ def laws_of(model: Any) -> dict[str, LawAndCount]:
     Returns
     -------
     dict
-        By the names of the attention modules, in the order of the layers: the law, with the present
-        values of its parameters, or None for standard attention; and what its n counts. Tensors of
-        trained laws are those of the model, not copies.
+        By the names of the attention layers, as in ``model.named_modules()`` and in the order of their
+        numbers: the law, with the present values of its parameters, or None for standard attention; and
+        what its n counts. Tensors of trained laws are those of the model, not copies. Attention that is
+        not in the dictionary stays standard attention.
 
     Raises
     ------
@@ -182,123 +183,150 @@ def laws_of(model: Any) -> dict[str, LawAndCount]:
     return {name: law_of(module) for name, module in attention_modules(model).items()}
 
 
-def per_layer(laws: Laws, count: str, names: Sequence[str]) -> list[LawAndCount]:
-    """A law, and what its n counts, for each of the layers with these names."""
+def per_layer(laws: Laws, count: str, modules: Mapping[str, Any]) -> dict[Any, LawAndCount]:
+    """A law, and what its n counts, for each of these modules, which have names."""
     check_choice("count", count, COUNTS)
+    names, chosen = list(modules), laws
     if laws is None or isinstance(laws, Law):
-        return [(laws, count)] * len(names)
-    if isinstance(laws, Mapping):
-        check_keys(laws)
-        chosen = {name: law for key, law in laws.items() for name in _matching(key, names)}
-        return [(chosen.get(name), count) for name in names]
-    if not isinstance(laws, Sequence) or isinstance(laws, str):
-        raise not_laws_error(laws)
-    if len(laws) != len(names):
+        chosen = [laws] * len(names)
+    elif isinstance(laws, Mapping):
+        by_name = {name: law for key, law in laws.items() for name in _matching(key, names)}
+        chosen = [by_name.get(name) for name in names]
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str):
+        raise _not_laws_error(laws)
+    if len(chosen) != len(names):
         must = f"be as many as the model has attention layers, {len(names)}"
-        raise value_error("laws", must, len(laws))
-    return [(law, count) for law in laws]
+        raise value_error("laws", must, len(chosen))
+    if any(isinstance(law, tuple) for law in chosen):
+        must = "be laws, not the pairs of a law and what it counts that `laws_of` returns"
+        raise type_error("laws", must, "tuples")
+    return {module: (law, count) for module, law in zip(modules.values(), chosen, strict=True)}
 
 
 def _matching(key: int | str, names: Sequence[str]) -> list[str]:
     """The names of the layers that a key of a mapping of laws means."""
+    if not is_integer(key) and not isinstance(key, str):
+        raise type_error("laws", "have the numbers or names of layers as keys", repr(key))
     if isinstance(key, str):
         if found := [name for name in names if name == key or fnmatchcase(name, key)]:
             return found
         closest = ", ".join(map(repr, get_close_matches(key, names, cutoff=0)))
-        must = f"have names or patterns of attention layers as keys, such as {closest} (`layer_names`)"
+        must = f"have names or patterns of attention layers as keys, such as {closest} (see `laws_of`)"
         raise value_error("laws", must, repr(key))
+    if key < 0:
+        raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
     if key >= len(names):
         raise value_error("laws", f"name attention layers of the model, 0 to {len(names) - 1}", key)
     return [names[key]]
 
 
-def not_laws_error(x: Any) -> TypeError:
+def _not_laws_error(x: Any) -> TypeError:
     must = "be a law, or a sequence or mapping of laws"
     if isinstance(x, type) and issubclass(x, Law):
         return type_error("laws", must, f"the class {x.__name__}; call it: `{x.__name__}(...)`")
     if isinstance(x, str):
-        must += " (`laws.preset` has those with a name, `load_laws` those of a file)"
+        must += " (`laws.preset` has those with a name)"
     elif isinstance(x, torch.nn.Module):
         must += " (a LawModule gives its law when it is called)"
     return type_error("laws", must, type(x).__name__)
 
 
-def check_keys(laws: Mapping[int | str, Any]) -> None:
-    for key in laws:
-        if not is_integer(key) and not isinstance(key, str):
-            raise type_error("laws", "have the numbers or names of layers as keys", repr(key))
-        if not isinstance(key, str) and key < 0:
-            raise value_error("laws", "have the numbers of layers, from 0, as keys", key)
-
-
 def apply(
     model: Any,
-    modules: Sequence[Any],
-    laws: Sequence[LawAndCount],
+    laws: Mapping[Any, LawAndCount],
     base: str | None = None,
     trainable: bool | str = False,
 ) -> contextlib.ExitStack:
-    if any(isinstance(law, tuple) for law, _ in laws):
-        must = "be laws, not the pairs of a law and what it counts that `laws_of` returns"
-        raise type_error("laws", must, "tuples")
-    held = [
-        None if law is None else layer_law(law, count, module, model, f"laws[{i}]", trainable)
-        for i, ((law, count), module) in enumerate(zip(laws, modules, strict=True))
-    ]
-
+    """Apply a law, or None, to each module. Without a `base`, the implementation stays as it is."""
+    held = {
+        module: None if law is None else layer_law(law, count, module, model, f"laws[{i}]", trainable)
+        for i, (module, (law, count)) in enumerate(laws.items())
+    }
     with contextlib.ExitStack() as stack:
-        before = [(module, getattr(module, LAW, _MISSING)) for module in modules]
-        stack.callback(_restore, model, _implementations(model), before)
-        counts = {
-            module: law.count for module, law in zip(modules, held, strict=True) if law is not None
-        }
-        _set_base(model, base, counts)
-        check_base(model, counts)
-        for module in counts:
-            check_law_can_act(family_of(module), module, {})
-        stack.enter_context(hooks(modules))
-        for module, law in zip(modules, held, strict=True):
+        before = {module: getattr(module, LAW) for module in laws if hasattr(module, LAW)}
+        implementations = _implementations(model)
+
+        def restore() -> None:
+            for config, implementation in implementations:
+                config._attn_implementation = implementation
+            for module in laws:
+                if module in before:
+                    set_law(module, before[module])
+                elif hasattr(module, LAW):
+                    delattr(module, LAW)
+            write_entry(model, {})
+
+        stack.callback(restore)
+        others = {id(config): name for config, name in implementations if name != NAME}
+        _BEFORE.setdefault(model, {}).update(others)
+        if base is not None:
+            set_base(model, base)
+        for module, law in held.items():
+            if law is not None:
+                check_law_can_act(family_of(module), module, {})
+        stack.enter_context(hooks(held))
+        for module, law in held.items():
             set_law(module, law)
-        write_entry(model)
+        write_entry(model, {})
         return stack.pop_all()
-
-
-def _set_base(model: Any, base: str | None, with_laws: Collection[Any]) -> None:
-    """Set the implementation. By default, a model without laws has the one from before its laws."""
-    before = _PREVIOUS_IMPLEMENTATIONS.setdefault(model, {})
-    for config, implementation in _implementations(model):
-        if implementation != NAME:
-            before[id(config)] = implementation
-        elif base is None and not with_laws:
-            config._attn_implementation = before.get(id(config), NAME)
-    if base is not None or with_laws:
-        set_base(model, default_base(with_laws) if base is None else base)
 
 
 def _implementations(model: Any) -> list[tuple[Any, str | None]]:
     """All configurations in a model, outer before inner, and the attention implementation of each."""
-    implementations: dict[int, tuple[Any, str | None]] = {}
-
-    def visit(config: Any) -> None:
-        if id(config) in implementations or not hasattr(config, "_attn_implementation"):
-            return
-        implementations[id(config)] = config, config._attn_implementation
-        for key in config.sub_configs:
-            visit(getattr(config, key, None))
-
-    for module in model.modules():
-        visit(getattr(module, "config", None))
-    return list(implementations.values())
+    owners = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for owner in owners for config in configs_in(owner)}
+    return [(config, config._attn_implementation) for config in configs.values()]
 
 
-def _restore(
-    model: Any, implementations: list[tuple[Any, str | None]], laws: list[tuple[Any, Any]]
-) -> None:
-    for config, implementation in implementations:
-        config._attn_implementation = implementation
-    for module, law in laws:
-        if law is not _MISSING:
-            set_law(module, law)
-        elif hasattr(module, LAW):
-            delattr(module, LAW)
-    write_entry(model)
+# ----------------------------------------------------------------------------- rules of the model
+
+
+def warn_of_rules(modules: Iterable[Any]) -> None:
+    """Warn of rules by which a model already scales its logits in attention modules that get a law."""
+    layers: dict[int, tuple[Any, set[Any]]] = {}  # the numbers of the modules by configuration
+    for module in modules:
+        config = getattr(module, "config", None)
+        if config is not None:
+            _, numbers = layers.setdefault(id(config), (config, set()))
+            numbers.add(getattr(module, "layer_idx", None))
+    found = [(x, numbers) for config, numbers in layers.values() for x in _messages(config).items()]
+    messages = [message for (message, of), numbers in found if of is None or numbers & {None, *of}]
+    for message in dict.fromkeys(messages):  # each once
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _messages(config: Any) -> dict[str, tuple[int, ...] | None]:
+    """What to say of a configuration, and in which layers; None stands for all."""
+    try:
+        rules = from_config(config)
+    except (TypeError, ValueError) as error:
+        text = (
+            "The model may scale its attention logits by a rule of its own, which the law would "
+            f"multiply: the configuration cannot be read. {error}"
+        )
+        return {text: None}
+    # `llama_4_scaling` is read by engines, and not by transformers.
+    return {
+        _message(rule): rule.layers
+        for rule in rules
+        if not any("llama_4_scaling = " in x for x in rule.off)
+    }
+
+
+def _message(rule: ModelRule) -> str:
+    law = "a law whose numbers are weights" if rule.law is None else repr(rule.law)
+    counts = "" if rule.counts is None else f", where n counts {rule.counts}"
+    advice = "so the logits are scaled twice"
+    if rule.law is not None and rule.counts is None:
+        advice = (
+            "which is right if the law was fitted to this model, or if it is 1 up to the lengths that "
+            "the constant is for"
+        )
+    off = "The configuration of the model cannot switch the rule off."
+    if rule.off:
+        set_off = "; ".join(rule.off)
+        off = f"To switch it off, set `{set_off}` in the configuration before the model is made."
+    return (
+        f"The model already scales its {rule.scales} by the rule {rule.name!r}: {law}{counts}. "
+        f"The law multiplies them too, {advice}. {off}"
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,10 +17,27 @@ from isentropic.integrations.huggingface._modules import layer_device, n_heads
 from isentropic.integrations.torch import LawModule
 from isentropic.laws._law import Law, check_law
 
+LawAndCount: TypeAlias = tuple[Law | None, str]  # a law, and what its n counts
+
+LAW = "isentropic_law"  # the attribute of an attention module that holds a LayerLaw, or None
 COUNTS = ("keys", "positions")
 # Fields that are never trained. They say where a law acts, not how strongly, and most have a range that
 # training could leave.
 _FIXED = frozenset({"base", "head_dim", "lengths", "minimum", "period", "shift"})
+
+
+def law_of(module: torch.nn.Module) -> LawAndCount:
+    """The law of an attention module, with the present values of its parameters."""
+    held = getattr(module, LAW, None)
+    return (None, "keys") if held is None else (held(), held.count)
+
+
+def set_law(module: torch.nn.Module, law: torch.nn.Module | None) -> None:
+    """Give an attention module a LayerLaw, or None for standard attention."""
+    # Where a module had this name before, None would stay among its modules: loading a state dict would
+    # then ignore the tensors of a law.
+    module._modules.pop(LAW, None)
+    setattr(module, LAW, law)
 
 
 class LayerLaw(LawModule):
@@ -34,40 +51,32 @@ class LayerLaw(LawModule):
     initial: Law  # with NumPy arrays, except for the tensors of the caller
 
     def __init__(self, law: Law, count: str, trainable: bool, like: torch.Tensor) -> None:
-        super().__init__(_with_tensors(law, trainable, like), borrow=not trainable)
+        def tensor(name: str, x: Any) -> Any:
+            if not is_array(x) or isinstance(x, torch.Tensor):
+                return x
+            x = torch.tensor(x, device="cpu", dtype=like.dtype)
+            return torch.nn.Parameter(x) if trainable and not _is_fixed(name) else x
+
+        super().__init__(_changed(law, tensor), borrow=not trainable)
+        # The module keeps the values of what it moves to the meta device, for `to_empty`. But buffers
+        # stay on the CPU then: they are in no state dict that could fill them.
+        self._apply(
+            lambda x: x if like.is_meta and not isinstance(x, torch.nn.Parameter) else x.to(like.device)
+        )
         # Not setattr: a field of the law may have the same name.
         self.__dict__.update(count=count, trainable=trainable, initial=law)
         # Transformers may initialize a model again, but only modules without this flag.
         self._is_hf_initialized = like.device.type != "meta"
 
-    def values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors of the module, with their initial values."""
-        for name, x in (*self.named_parameters(), *self.named_buffers()):
-            yield x, torch.from_numpy(attrgetter(name)(self.initial))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = [(x, x.is_meta) for x, _ in self.values()]
-        super()._apply(fn, recurse)
-        with torch.no_grad():
-            for (old, was_meta), (x, value) in zip(before, self.values(), strict=True):
-                # `to_empty` loses values. Those of buffers never change, and are in no state dict.
-                is_new = was_meta or (x is not old and not isinstance(x, torch.nn.Parameter))
-                if is_new and not x.is_meta:
-                    x.copy_(value)
-        return self
-
-    def reset_parameters(self) -> None:
-        """Set all tensors to their initial values."""
-        with torch.no_grad():
-            for x, value in self.values():
-                x.copy_(value)
-
     def to_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The law with its present values, for JSON.
+        """The law with its present values, for JSON; or its class, if it is none of `isentropic.laws`.
 
         `state` has tensors by name, instead of parameters of which this process has only a part.
         """
-        law = self._present({**dict(self.named_parameters()), **state}).to_dict()
+        try:
+            law = self._present({**dict(self.named_parameters()), **state}).to_dict()
+        except TypeError:
+            return {"unsaved": self._kind.__name__}
         return {"law": law, "count": self.count} | ({"trainable": True} if self.trainable else {})
 
     def _present(self, tensors: Mapping[str, torch.Tensor]) -> Law:
@@ -79,7 +88,7 @@ class LayerLaw(LawModule):
             if not (is_part or x.is_meta or torch.equal(x.detach().cpu(), initial.to(x.dtype))):
                 values[name] = x.detach().double().cpu().numpy()
         try:
-            return _with_values(self.initial, values)
+            return _changed(self.initial, values.get)
         except ValueError:  # the state dict is saved nevertheless
             return self.initial
 
@@ -95,13 +104,8 @@ def layer_law(
         if trainable == "head" and heads is None:
             must = "be True for attention layers that do not say how many heads they have"
             raise value_error("trainable", must, f"'head' with {type(module).__name__}")
-        initial = _with_arrays_to_train(law, heads if trainable == "head" else None)
-        if not _is_trainable(initial):
-            must = "have a parameter that can be trained (`laws.scaled(law, 1.0)` has one)"
-            raise value_error(name, must, repr(law))
-    else:
-        initial = law
-    for _, shape, _ in initial._named_shapes():
+        law = _with_arrays_to_train(name, law, heads if trainable == "head" else None)
+    for _, shape, _ in law._named_shapes():
         if heads is not None and shape not in ((), (1,), (heads,)):
             must = f"have numbers as parameters, or one per head, ({heads},)"
             raise value_error(name, must, shape)
@@ -117,52 +121,41 @@ def layer_law(
         return x
 
     like = torch.empty(0, device=device, dtype=dtype)
-    return LayerLaw(initial._with_arrays(checked_parameter), count, bool(trainable), like)
+    return LayerLaw(law._with_arrays(checked_parameter), count, bool(trainable), like)
 
 
-def _with_arrays_to_train(law: Law, heads: int | None) -> Law:
+def _with_arrays_to_train(argument: str, law: Law, heads: int | None) -> Law:
     """The law with NumPy arrays as the parameters to train: of each head, if `heads` are given."""
-    changes: dict[str, Any] = {}
-    for name, x in vars(law).items():
-        if isinstance(x, Law):
-            changes[name] = _with_arrays_to_train(x, heads)
-        elif name not in _FIXED and (is_array(x) or isinstance(x, (Real, tuple))):
-            value = to_numpy(x) if is_array(x) else np.asarray(x, dtype=np.float64)
-            knots = value.shape[-1:] if name == "factors" else ()
-            shape = value.shape[: value.ndim - len(knots)]
-            # Fully sharded data parallelism refuses parameters without axes.
-            shape = np.broadcast_shapes(shape, (1,) if heads is None else (heads,))
-            changes[name] = np.broadcast_to(value, (*shape, *knots)).copy()
-    return replace(law, **changes)
+    to_train = []
+
+    def array(name: str, x: Any) -> Any:
+        if _is_fixed(name) or not (is_array(x) or isinstance(x, (Real, tuple))):
+            return x
+        to_train.append(name)
+        value = to_numpy(x) if is_array(x) else np.asarray(x, dtype=np.float64)
+        knots = value.shape[-1:] if name.endswith("factors") else ()
+        shape = value.shape[: value.ndim - len(knots)]
+        # Fully sharded data parallelism refuses parameters without axes.
+        shape = np.broadcast_shapes(shape, (1,) if heads is None else (heads,))
+        return np.broadcast_to(value, (*shape, *knots)).copy()
+
+    changed = _changed(law, array)
+    if not to_train:
+        must = "have a parameter that can be trained (`laws.scaled(law, 1.0)` has one)"
+        raise value_error(argument, must, repr(law))
+    return changed
 
 
-def _with_values(law: Law, values: Mapping[str, Any], prefix: str = "") -> Law:
-    changes: dict[str, Any] = {}
-    for name, x in vars(law).items():
-        if isinstance(x, Law):
-            changes[name] = _with_values(x, values, f"{prefix}{name}.")
-        else:
-            changes[name] = values.get(prefix + name, x)
-    return replace(law, **changes)
+def _is_fixed(name: str) -> bool:
+    return name.rpartition(".")[2] in _FIXED
 
 
-def _is_trainable(law: Law) -> bool:
-    return any(
-        _is_trainable(x) if isinstance(x, Law) else name not in _FIXED and is_array(x)
+def _changed(law: Law, change: Callable[[str, Any], Any], prefix: str = "") -> Law:
+    """The law with other fields, which ``change(name, x)`` gives. Inner laws have names with dots."""
+    changes = {
+        name: change(prefix + name, x)
+        if not isinstance(x, Law)
+        else _changed(x, change, f"{prefix}{name}.")
         for name, x in vars(law).items()
-    )
-
-
-def _with_tensors(law: Law, trainable: bool, like: torch.Tensor) -> Law:
-    """The law with parameters or tensors in place of NumPy arrays."""
-    changes: dict[str, Any] = {}
-    for name, x in vars(law).items():
-        if isinstance(x, Law):
-            changes[name] = _with_tensors(x, trainable, like)
-        elif is_array(x) and not isinstance(x, torch.Tensor):
-            is_parameter = trainable and name not in _FIXED
-            # No state dict would give a buffer on the meta device its values.
-            device = like.device if is_parameter or not like.is_meta else "cpu"
-            x = torch.tensor(x, device=device, dtype=like.dtype)
-            changes[name] = torch.nn.Parameter(x) if is_parameter else x
+    }
     return replace(law, **changes)

@@ -1,4 +1,4 @@
-"""Entropies of the attention of a model, and laws fitted to them."""
+"""Entropies of the attention of a model, laws fitted to them, and statistics while it is trained."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from isentropic import laws as laws_module
 from isentropic._attention.functions import attention_entropy
-from isentropic._checks import check_flag, check_real, type_error, value_error
+from isentropic._checks import check_real, type_error, value_error
 from isentropic._namespace import to_numpy
 from isentropic.drift import FACTORS, CalibrationReport, DriftReport, Recorder, some_queries
-from isentropic.integrations._observe import Call, listening, visible_counts
-from isentropic.integrations.huggingface._families import family_of
+from isentropic.integrations._observe import Call, Observation, Observer, listening, visible_counts
+from isentropic.integrations.huggingface._calls import is_token
 from isentropic.integrations.huggingface._hooks import (
     argument_names,
-    arguments_without_cache,
     cached_length,
-    entropies_with_law,
     key_source,
-    visible_counts_and_mask,
+    run_with_laws,
 )
-from isentropic.integrations.huggingface._interface import law_of
 from isentropic.integrations.huggingface._laws import Laws, apply, per_layer
-from isentropic.integrations.huggingface._modules import attention_modules, evaluation
+from isentropic.integrations.huggingface._layer_law import law_of
+from isentropic.integrations.huggingface._modules import (
+    attention_modules,
+    evaluation,
+    family_of,
+    uses_interface,
+)
 from isentropic.laws._law import Constant, Law
 from isentropic.masks import as_mask
 
-_Add = Callable[[int, Any, list[Any], Any, Any], None]
 # The factors of the second run of `calibrate`, on the laws of the first.
 _NEAR = tuple(2.0 ** (i / 2) for i in range(-2, 3))
 
@@ -57,10 +59,10 @@ def profile(
     batches : iterable
         The inputs of the model: mappings of tensors (such as ``input_ids`` and ``attention_mask``), or
         tensors. They are moved to the device of the model. An encoder needs batches of different
-        lengths; in a decoder, queries see different numbers of keys anyway. For an encoder–decoder they
-        have the inputs of the decoder too, such as ``decoder_input_ids`` or ``labels``.
+        lengths, and an encoder–decoder the inputs of the decoder too, such as ``decoder_input_ids``.
     laws : Law, sequence or mapping, optional
-        Laws as in `use`, applied during the measurement. By default the model keeps its laws.
+        Laws as in `use`, applied during the measurement by the attention implementation that the model
+        has. By default the model keeps its laws.
     count : {"keys", "positions"}
         What the n of `laws` counts, as in `use`. The lengths of the report are always numbers of keys.
     progress : bool or str
@@ -69,10 +71,9 @@ def profile(
     Returns
     -------
     DriftReport
-        The report does not include padding. In models with sinks, the entropy is that of the
-        distribution over the keys and the sink. If the layers are not all of one kind, as in an
-        encoder–decoder, they have their names in the report. The n of cross-attention is the number of
-        keys of the encoder.
+        The report does not include padding. With sinks, the entropy is that of the distribution over
+        the keys and the sink. Layers of different kinds, as in an encoder–decoder, have their names in
+        the report. The n of cross-attention is the number of keys of the encoder.
 
     Raises
     ------
@@ -83,14 +84,12 @@ def profile(
     Notes
     -----
     The entropies are exact. They need no L×S arrays beyond the masks that transformers makes, and cost
-    as much as computing attention once more. The model runs without gradients, in evaluation mode.
-    Queries are grouped as in `drift.entropy_drift`.
+    as much as attention once more. The model runs without gradients, in evaluation mode. Queries are
+    grouped as in `drift.entropy_drift`.
 
-    Models that do not use the AttentionInterface of transformers materialize the weights, most of them
-    L×S. Their entropies are computed from these weights. That takes about as much memory as such a
-    model takes anyway. In Longformer, a query with global attention counts as one query, with all keys.
-
-    The queries of cross-attention count as padding where those of the self-attention before it do.
+    Models that do not use the AttentionInterface of transformers materialize the weights, and their
+    entropies are computed from these. Queries of cross-attention count as padding where those of the
+    self-attention before it do.
 
     Examples
     --------
@@ -110,32 +109,13 @@ def profile(
     return _measure(model, batches, Recorder("batches"), laws, label, count).report()
 
 
-@overload
-def calibrate(
-    model: Any,
-    batches: Iterable[Any],
-    *,
-    reference_length: float | None = ...,
-    report: Literal[False] = ...,
-    progress: bool | str = ...,
-) -> list[Law]: ...
-@overload
-def calibrate(
-    model: Any,
-    batches: Iterable[Any],
-    *,
-    reference_length: float | None = ...,
-    report: Literal[True],
-    progress: bool | str = ...,
-) -> tuple[list[Law], CalibrationReport]: ...
 def calibrate(
     model: Any,
     batches: Iterable[Any],
     *,
     reference_length: float | None = None,
-    report: bool = False,
     progress: bool | str = False,
-) -> list[Law] | tuple[list[Law], CalibrationReport]:
+) -> CalibrationReport:
     """Fit a law to every attention head of a model, to hold its entropy at the value for one length.
 
     Parameters
@@ -144,20 +124,16 @@ def calibrate(
         As in `profile`. The model runs on all batches twice; those of an iterator are kept in memory.
         The range of lengths should be as wide as possible.
     reference_length : float, optional
-        The number of keys at which the laws are 1. The entropies at this length are the targets at the
-        other lengths. By default it is the geometric mean of the smallest and the largest number of
-        keys that queries see.
-    report : bool
-        Whether to return a report too.
+        The number of keys at which the laws are 1, and whose entropies are the targets. By default it
+        is the geometric mean of the smallest and the largest number of keys that queries see.
 
     Returns
     -------
-    laws : list of Law
-        One law per layer, in the order of `layer_names`, a `laws.Knots` with NumPy factors (H, knots),
-        for `use` and `save_laws`. For a layer whose queries never see as many keys as the
-        reference length, the law is 1 everywhere, which is standard attention.
-    report : CalibrationReport
-        The factors at each length, and those to expect beyond. Only with ``report=True``.
+    CalibrationReport
+        Its ``laws`` are for `use`: one law per layer, in the order of `laws_of`, a `laws.Knots` with
+        NumPy factors (H, knots). For a layer whose queries never see as many keys as the reference
+        length, the law is 1 everywhere, which is standard attention. It also has the factors at each
+        length, and those to expect beyond.
 
     Raises
     ------
@@ -171,8 +147,8 @@ def calibrate(
     second run applies laws through the factors of the first, and corrects these factors.
 
     Each layer measures its entropy at eight factors in the first run and at five in the second, for 64
-    queries at most of each group of lengths in each sequence. Layers that compute their attention
-    themselves run once for each factor, with all queries.
+    queries at most of each group of lengths in each sequence. Layers with hooks run once for each
+    factor, with all queries.
 
     Examples
     --------
@@ -182,13 +158,12 @@ def calibrate(
     >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     >>> model = BertModel(BertConfig(**size, num_hidden_layers=3))
     >>> batches = [torch.randint(8, (4, n)) for n in (16, 32, 64)]
-    >>> laws = huggingface.calibrate(model, batches, reference_length=32)
+    >>> laws = huggingface.calibrate(model, batches, reference_length=32).laws
     >>> len(laws), laws[0](64).shape
     (3, (2,))
     """
     if reference_length is not None:
         check_real("reference_length", reference_length, least=2)
-    check_flag(report=report)
     if isinstance(batches, Iterator):
         batches = list(batches)
     label = "laws" if progress is True else progress
@@ -200,8 +175,79 @@ def calibrate(
     target = standard.target(reference_length)
     first = standard.calibration(reference_length, target).laws
     second = _measure(model, batches, Recorder("batches", _NEAR), first, labels[1])
-    found = second.calibration(reference_length, target, first)
-    return (list(found.laws), found) if report else list(found.laws)
+    return second.calibration(reference_length, target, first)
+
+
+def observe(
+    model: Any,
+    every: int | None = 100,
+    *,
+    sequences: int | None = None,
+    then: Callable[[Observation], None] | None = None,
+    warn_below: float | None = None,
+    patience: int = 3,
+) -> Observer:
+    """Measure the attention of a model while it is trained.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model. Its attention implementation stays as it is: "sdpa", "eager", "isentropic" or
+        another. It may have laws.
+    every, sequences, then, warn_below, patience
+        As in `isentropic.integrations.torch.observe`.
+
+    Returns
+    -------
+    Observer
+        Its ``latest`` is an `Observation` with one row per attention layer, numbered as in `use`. Its
+        ``close()``, or the end of its ``with`` block, stops the measurements.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a `model` that is not a transformers model, or none of whose attention goes through the
+        AttentionInterface, and for arguments of the wrong type or out of range.
+
+    Warns
+    -----
+    UserWarning
+        See `warn_below`. Also if the attention of a layer cannot be observed, once for the layer.
+
+    Notes
+    -----
+    What `isentropic.integrations.torch.observe` says of the training step, of its cost and of
+    `torch.compile` holds here too. :doc:`/how-to/monitor-training` shows how a `transformers.Trainer`
+    logs the statistics. Padding is not part of the statistics. In self-attention a query is
+    padding if it does not see its own position. In cross-attention all queries are counted.
+
+    A forward pass that is observed raises nothing that it would not raise otherwise, except what `then`
+    raises. Layers that cannot be observed are NaN: those with a sink for each token, and those that
+    :doc:`/reference/models` lists as "through hooks". `profile` measures these.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from isentropic.integrations import huggingface
+    >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=3)).train()
+    >>> observer = huggingface.observe(model, every=10)
+    >>> tokens = torch.randint(8, (4, 16))
+    >>> model(tokens, labels=tokens).loss.backward()
+    >>> observer.latest.entropy.shape  # layers, heads
+    (3, 2)
+    >>> observer.close()
+    """
+    named = attention_modules(model)
+    if not any(map(uses_interface, named.values())):
+        kinds = ", ".join(sorted({type(module).__name__ for module in named.values()}))
+        must = "have attention that goes through the AttentionInterface of transformers, to be observed"
+        raise value_error("model", must, f"{type(model).__name__}, where {kinds} does not")
+    return Observer(
+        model, named, every=every, sequences=sequences, then=then, warn_below=warn_below,
+        patience=patience,
+    )  # fmt: skip
 
 
 def check_batches(batches: Any) -> None:
@@ -226,122 +272,96 @@ def _measure(
     label: str | bool,
     count: str = "keys",
 ) -> Recorder:
+    """Let the recorder record the entropies of all layers while the model runs."""
     named = attention_modules(model)
-    modules = list(named.values())
-    accepted = inspect.signature(model.forward).parameters
     check_batches(batches)
-    if laws is None:
-        layer_laws = [law_of(module) for module in modules]
-    else:
-        layer_laws = per_layer(laws, count, list(named))
+    layers = {module: law_of(module) for module in named.values()}
+    if laws is not None:
+        layers = per_layer(laws, count, named)
     # With a cache, transformers does not detect packed sequences.
+    accepted = inspect.signature(model.forward).parameters
     options = {"use_cache": False} if "use_cache" in accepted else {}
-    recorder.names = _report_names(list(named))
-    run_layers = set()
-
-    def add(layer: int, n: Any, entropies: list[Any], counted: Any, weight: Any) -> None:
-        run_layers.add(layer)
-        recorder.add(layer, n, entropies, counted, weight=weight)
-
+    # Layers of one kind, as in a decoder, have numbers.
+    kinds = {re.sub(r"[0-9]+", "", name) for name in named}
+    recorder.names = tuple(named) if len(kinds) > 1 else None
+    run = _Run(layers, recorder)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(apply(model, modules, layer_laws))
+        stack.enter_context(apply(model, layers))
         stack.enter_context(evaluation(model))
-        stack.enter_context(_recording(modules, recorder.factors, add))
+        stack.enter_context(run.recording())
         for batch in tqdm(batches, desc=str(label), unit=" batches", disable=not label):
             if isinstance(batch, torch.Tensor):
                 model(batch.to(model.device), **options)
-            elif isinstance(batch, Mapping):
-                model(**options | {name: _to_device(x, model.device) for name, x in batch.items()})
             else:
-                raise type_error("batches", "give mappings or tensors", type(batch).__name__)
-    if len(run_layers) < len(modules):
-        must = f"run all {len(modules)} attention layers of `model` (or pass the part that runs)"
-        raise value_error("batches", must, len(run_layers))
+                inputs = dict(as_mapping(batch))
+                for name, x in inputs.items():
+                    inputs[name] = x.to(model.device) if isinstance(x, torch.Tensor) else x
+                model(**options | inputs)
+    if len(run.seen) < len(layers):
+        must = f"run all {len(layers)} attention layers of `model` (or pass the part that runs)"
+        raise value_error("batches", must, len(run.seen))
     return recorder
 
 
-def _to_device(x: Any, device: Any) -> Any:
-    return x.to(device) if isinstance(x, torch.Tensor) else x
-
-
-def _report_names(names: Sequence[str]) -> tuple[str, ...] | None:
-    """The names for a report, or None if the layers are all of one kind, and so numbers suffice."""
-    kinds = {re.sub(r"[0-9]+", "", name) for name in names}
-    return tuple(names) if len(kinds) > 1 else None
-
-
-@contextlib.contextmanager
-def _recording(modules: Sequence[Any], factors: Sequence[float], add: _Add) -> Iterator[None]:
-    """Call ``add(layer, n, entropies, counted, weight)`` for every attention of the modules.
-
-    `n` is (B or 1, L). `entropies` has an array (B, H, L) for each factor on the logits. `counted`
-    (B, L) is True for queries that are not padding. `weight` is the number of queries that each stands
-    for. With several factors, L counts only some of the queries.
-    """
-    run = _Run(factors, add)
-    layers: dict[torch.nn.Module, int] = {}
-
-    def hear(module: torch.nn.Module, call: Callable[[], Call]) -> None:
-        if module in layers:
-            run.record(layers[module], call())
-
-    with contextlib.ExitStack() as stack:
-        for layer, module in enumerate(modules):
-            start = partial(run.start, argument_names(module))
-            stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
-            if family_of(module) is None:
-                layers[module] = layer
-            else:
-                end = partial(run.run_again, layer)
-                stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
-        stack.enter_context(listening(hear))
-        stack.enter_context(torch.no_grad())
-        yield
-
-
 class _Run:
-    """What is recorded while a model runs."""
+    """Hands a recorder the entropies of each attention, at each of its factors on the logits."""
 
-    def __init__(self, factors: Sequence[float], add: _Add) -> None:
-        self.factors, self.add = factors, add
+    def __init__(self, modules: Iterable[Any], recorder: Recorder) -> None:
+        self.layers = {module: layer for layer, module in enumerate(modules)}
+        self.recorder = recorder
+        self.seen: set[Any] = set()
         self.is_cross = False  # whether the present attention is cross-attention
         self.counted: Any = None  # those queries of the last self-attention that are not padding
 
-    def start(self, names: Sequence[str], module: Any, args: Any, kwargs: Any) -> None:
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for module in self.layers:
+                start = partial(self._start, argument_names(module))
+                stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
+                if family_of(module) is not None:
+                    handle = module.register_forward_hook(self._run_again, with_kwargs=True)
+                    stack.callback(handle.remove)
+            stack.enter_context(listening(self._hear))
+            stack.enter_context(torch.no_grad())
+            yield
+
+    def _start(self, names: Sequence[str], module: Any, args: Any, kwargs: Any) -> None:
         arguments = dict(zip(names, args, strict=False)) | kwargs
         self.is_cross = key_source(arguments) is not None
         if not self.is_cross and (cached := cached_length(module, arguments)):
             raise value_error("model", "have no cache", f"one of {cached} keys")
 
-    def record(self, layer: int, call: Call) -> None:
-        query, key, law, options, sink = call[:5]
-        n = visible_counts(query, key, options["mask"])
-        n = n.reshape(-1, query.shape[2])
-        counted = self.counted_queries(options["mask"], query, query.shape[2], key.shape[2])
-        weight: Any = 1.0
-        if len(self.factors) > 1:
+    def _hear(self, module: torch.nn.Module, call: Callable[[], Call]) -> None:
+        """Of attention that is announced, with all queries or some of them."""
+        if module not in self.layers:
+            return
+        query, key, law, options, sink = call()[:5]
+        n = visible_counts(query, key, options["mask"]).reshape(-1, query.shape[2])
+        counted = self._counted_queries(options["mask"], query, query.shape[2], key.shape[2])
+        weight: Any = 1.0  # the number of queries that each stands for
+        if len(self.recorder.factors) > 1:
             rows, weight = some_queries(to_numpy(n * counted.any(0)))
             query, options = _at_rows(rows, query, key, options)
             n, counted = n[:, rows], counted[:, rows]
         entropies = [
             attention_entropy(query, key, law=_scaled(law, factor), sinks=sink, **options)
-            for factor in self.factors
+            for factor in self.recorder.factors
         ]
-        self.add(layer, n, entropies, counted, weight)
+        self.seen.add(module)
+        self.recorder.add(self.layers[module], n, entropies, counted, weight=weight)
 
-    def run_again(self, layer: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        arguments = arguments_without_cache(module, args, kwargs)
+    def _run_again(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Of attention with hooks, by further runs of the module."""
         law, count = law_of(module)
-        entropies, n_keys = [], 0
-        for factor in self.factors:
-            rows, n_keys = entropies_with_law(module, arguments, _scaled(law, factor), count)
-            entropies.append(rows)
-        n, visible = visible_counts_and_mask(module, arguments)
-        n = torch.tensor([n_keys]) if n is None else n
-        counted = self.counted_queries(visible, entropies[0], entropies[0].shape[2], n_keys)
-        self.add(layer, n.reshape(-1, n.shape[-1]), entropies, counted, 1.0)
+        scaled = (_scaled(law, factor) for factor in self.recorder.factors)
+        entropies, visible, n_keys = run_with_laws(module, args, kwargs, scaled, count)
+        n = torch.tensor([[n_keys]]) if visible is None else visible.sum(-1)[:, 0]
+        counted = self._counted_queries(visible, entropies[0], entropies[0].shape[2], n_keys)
+        self.seen.add(module)
+        self.recorder.add(self.layers[module], n, entropies, counted)
 
-    def counted_queries(self, mask: Any, like: Any, n_queries: int, n_keys: int) -> Any:
+    def _counted_queries(self, mask: Any, like: Any, n_queries: int, n_keys: int) -> Any:
         """Those of the queries (B, L) that are not padding. B and the device are those of `like`."""
         counted = torch.ones(len(like), n_queries, dtype=torch.bool, device=like.device)
         if self.is_cross:
@@ -353,9 +373,8 @@ class _Run:
         if isinstance(mask, torch.Tensor):
             if mask.shape[1] != 1:
                 raise value_error("model", "have masks that are the same for all heads", mask.shape)
-            # In self-attention, a query that does not see its own position is padding.
-            visible = mask.expand(-1, -1, n_queries, n_queries)[:, 0]
-            counted = counted & visible.diagonal(dim1=-2, dim2=-1)
+            visible: Any = is_token(mask.expand(-1, -1, n_queries, n_queries))
+            counted = counted & visible[:, 0]
         self.counted = counted
         return counted
 

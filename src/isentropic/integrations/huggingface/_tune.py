@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isentropic._checks import check_count, check_real, plain_integer, type_error, value_error
 from isentropic._namespace import Array
 from isentropic._numerics import clip
-from isentropic.integrations.huggingface._diagnose import checked_ids, is_causal
 from isentropic.integrations.huggingface._interface import NAME
-from isentropic.integrations.huggingface._laws import apply
+from isentropic.integrations.huggingface._laws import apply, warn_of_rules
 from isentropic.integrations.huggingface._measure import as_mapping, check_batches
 from isentropic.integrations.huggingface._modules import (
     attention_modules,
@@ -31,7 +27,6 @@ from isentropic.integrations.huggingface._modules import (
     layer_device,
     n_heads,
 )
-from isentropic.integrations.huggingface._rules import warn_of_rules
 from isentropic.laws._formulas import Knots
 from isentropic.laws._law import Law
 
@@ -68,7 +63,6 @@ def tune(
     constant: float | None = None,
     learning_rate: float = 0.02,
     chunk_size: int = 1024,
-    gradient_checkpointing: bool = False,
     base: str = NAME,
     progress: bool | str = False,
 ) -> list[Knots]:
@@ -91,10 +85,6 @@ def tune(
         The learning rate of Adam at the first step. It falls to 0 along a half cosine.
     chunk_size : int
         The number of tokens of a step. A step needs memory for the activations of so many tokens.
-    gradient_checkpointing : bool
-        Whether to keep the inputs of the decoder's layers alone, and compute each layer again when its
-        gradient is due. The laws are the same. A step has the activations of one layer in memory, and
-        takes longer by a forward pass.
     base : str
         The attention implementation during the training, as in `use`.
     progress : bool or str
@@ -103,19 +93,17 @@ def tune(
     Returns
     -------
     list of Knots
-        A law for each layer, in the order of `layer_names`, with NumPy arrays (H, 3), for `use` and
-        `save_laws`: ``c · (1 + a · ln(n / reference_length))`` beyond the reference length, and c up
-        to there, with a trained slope a for each head. c is 1, or the trained constant. Layers that no
-        text reaches, such as those for images, have the law 1, or `constant`.
+        A law for each layer, in the order of `laws_of`, with NumPy arrays (H, 3), for `use`:
+        ``c · (1 + a · ln(n / reference_length))`` beyond the reference length, and c up to there, with
+        a trained slope a for each head. c is 1, or the trained constant. Layers that no text reaches,
+        such as those for images, have the law 1, or `constant`.
 
     Raises
     ------
-    TypeError
-        For a `model` that is not a transformers model, and for `batches` of another type.
-    ValueError
+    TypeError, ValueError
         As in `use`; also for models that are not causal, that have an encoder, or whose cache has other
-        states than keys and values; for `gradient_checkpointing` of models that do not support it in
-        transformers; for texts that are too short or padded; and if the loss becomes NaN or infinite.
+        states than keys and values; for texts that are too short or padded; and if the loss becomes NaN
+        or infinite.
 
     Notes
     -----
@@ -124,13 +112,9 @@ def tune(
     Adam. Gradients do not reach the keys of earlier chunks, which saves memory and time. A trained
     constant may raise the loss within the reference length, which no step sees. So test it there too.
 
-    In the experiment of the documentation, at twice the trained length, trained constants gained as
-    much without slopes as with them.
-
-    There are few parameters, one or two per head, so a few texts suffice: 4 texts with 8192 tokens
-    beyond the reference length, which are 32 steps, for the 270 heads of the experiment in the
-    documentation. Test the laws on other texts. A law cannot mend positions that the model does not
-    know: extend those first, and see `diagnose`.
+    There are few parameters, one or two per head, so a few texts suffice; test the laws on others. A
+    law cannot mend positions that the model does not know. :doc:`/how-to/save-and-train-laws` has
+    measurements and advice, and :doc:`/how-to/law-or-position` says which of the two fails.
 
     Laws that the model has are ignored here, and restored afterwards.
 
@@ -152,7 +136,8 @@ def tune(
     check_real("learning_rate", learning_rate, above=0)
     check_count("chunk_size", chunk_size)
     modules = list(attention_modules(model).values())
-    if not model.can_generate() or model.config.is_encoder_decoder or not any(map(is_causal, modules)):
+    is_causal = any(getattr(module, "is_causal", True) for module in modules)
+    if not is_causal or not model.can_generate() or model.config.is_encoder_decoder:
         raise value_error("model", "be a causal decoder that generates text", type(model).__name__)
     if any(weight.is_inference() for weight in model.parameters()):
         raise value_error("model", "be made outside of `torch.inference_mode`", "inference tensors")
@@ -167,14 +152,15 @@ def tune(
             raise value_error("batches", "have at least one text", "none")
         starts = [range(reference_length, x.shape[1] - 1, chunk_size) for x in texts]
         laws = [_law(model, module, constant, reference_length) for module in modules]
-        warn_of_rules(modules, laws)
-        stack.enter_context(apply(model, modules, [(law, "keys") for law in laws], base))
+        warn_of_rules(modules)
+        layers = {module: (law, "keys") for module, law in zip(modules, laws, strict=True)}
+        stack.enter_context(apply(model, layers, base))
         stack.enter_context(evaluation(model))
-        stack.enter_context(_frozen(model))
-        if gradient_checkpointing:
-            stack.enter_context(_checkpointed(model))
-        steps = sum(map(len, starts))
-        bar = stack.enter_context(tqdm(total=steps, desc=str(label), unit=" steps", disable=not label))
+        for weight in model.parameters():
+            stack.callback(weight.requires_grad_, weight.requires_grad)
+            weight.requires_grad_(False)
+        bar = tqdm(total=sum(map(len, starts)), desc=str(label), unit=" steps", disable=not label)
+        stack.enter_context(bar)
         _train(model, laws, texts, starts, learning_rate, bar)
     longest = max(x.shape[1] for x in texts) - 1  # the last token has a loss, but no query
     return [law.knots(longest) for law in laws]
@@ -201,7 +187,9 @@ def _train(
             loss.backward()
             optimizer.step()
             schedule.step()
-            cache.end_step()
+            for layer in cache.layers:  # keeps what the step has added, without its gradients
+                if layer.is_initialized:
+                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
 
@@ -218,7 +206,13 @@ def _law(model: Any, module: torch.nn.Module, constant: float | None, base: floa
 def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     """The token ids (B, tokens) of a batch."""
     batch = as_mapping(batch)
-    ids = checked_ids("input_ids", batch.get("input_ids"))
+    ids, must = batch.get("input_ids"), "have `input_ids` as a tensor (sequences, tokens) of integers"
+    if not isinstance(ids, torch.Tensor):
+        raise type_error("batches", must, type(ids).__name__)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise type_error("batches", must, ids.dtype)
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise value_error("batches", must, tuple(ids.shape))
     if ids.shape[1] < reference_length + 2:
         must = f"have texts of at least `reference_length` + 2 = {reference_length + 2} tokens"
         raise value_error("batches", must, ids.shape[1])
@@ -232,43 +226,18 @@ def _ids(batch: Any, reference_length: int) -> torch.Tensor:
     if mask is not None and not (mask.shape == ids.shape and bool(mask.all())):
         must = "have no padding: an `attention_mask` of ones, with the shape of the ids"
         raise value_error("batches", must, tuple(mask.shape) if mask.shape != ids.shape else "zeros")
+    ids = ids.long()
     return ids.clone() if ids.is_inference() else ids  # as ids are saved for a gradient
 
 
-class _Cache(DynamicCache):
-    """A cache in which a layer can be computed twice in a step of the training.
-
-    The second time replaces what the first one has added.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(config=model.config)
-        self._starts: dict[int, dict[str, Any]] = {}  # the layers as they were before the step
-
-    def update(self, key: Any, value: Any, layer_idx: int, *others: Any, **options: Any) -> Any:
-        if layer_idx < len(self.layers):
-            # Layers add to their tensors by making new ones, so a copy of their attributes is enough.
-            state = vars(self.layers[layer_idx])
-            state |= self._starts.setdefault(layer_idx, state.copy())
-        return super().update(key, value, layer_idx, *others, **options)
-
-    def end_step(self) -> None:
-        """Keep what was added, without its gradients."""
-        self._starts.clear()
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-
-
 @torch.no_grad()
-def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> _Cache:
+def _cache(model: Any, ids: torch.Tensor, chunk_size: int) -> DynamicCache:
     """The keys and values of the first tokens, (B, tokens)."""
-    cache = _Cache(model)
+    cache = DynamicCache(config=model.config)
     # Other states, such as those of Mamba, are not always continued over chunks.
     kinds = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     for part in () if kinds else ids.split(chunk_size, dim=1):
         model.base_model(input_ids=part, use_cache=True, **_with_cache(model.base_model, cache))
-        cache.end_step()
     if kinds or cache.get_seq_length() != ids.shape[1]:
         must = "keep the keys and values of all tokens in its cache, and no other states"
         raise value_error("model", must, ", ".join(x.__name__ for x in kinds) or type(model).__name__)
@@ -292,33 +261,3 @@ def _loss(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     if not torch.isfinite(loss):
         raise value_error("model", "give a finite loss", loss.item())
     return loss
-
-
-@contextlib.contextmanager
-def _checkpointed(model: Any) -> Iterator[None]:
-    """Within the block, layers are computed again for their gradients, also with a cache."""
-    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-    if not layers:
-        must = "have layers that support gradient checkpointing, for `gradient_checkpointing=True`"
-        raise value_error("model", must, type(model).__name__)
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            own = {x: y for x, y in vars(layer).items() if x == "forward"}  # of a hook
-            again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-            stack.callback(vars(layer).update, own)
-            stack.callback(vars(layer).pop, "forward")
-            vars(layer)["forward"] = again
-        yield
-
-
-@contextlib.contextmanager
-def _frozen(model: Any) -> Iterator[None]:
-    """Within the block, no weight of the model gets a gradient."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
