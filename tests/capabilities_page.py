@@ -1,4 +1,4 @@
-"""The generated part of the page "What runs where", from the declaration in tests/capabilities.py."""
+"""The tables of the page "What runs where", from the declaration `capabilities`; `pages` writes them."""
 
 from capabilities import COLUMNS, INTEGRATIONS, ROWS, Cell, Row, bare
 
@@ -13,8 +13,8 @@ TITLES = {
 SYMBOLS = {True: "✓", False: "✗", None: "–"}
 
 
-def page() -> str:
-    """Markdown: a table for each module, then the notes."""
+def texts() -> dict[str, str]:
+    """A table for each module, then the notes."""
     notes: dict[str, int] = {}
     lines: list[str] = []
     for module, title in TITLES.items():
@@ -31,7 +31,7 @@ def page() -> str:
     ]
     lines += ["", "## Notes", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join(lines) + "\n"
+    return {"tables": "\n\n" + "\n".join(lines) + "\n\n"}
 
 
 def table(module: str, notes: dict[str, int]) -> list[str]:

@@ -1,19 +1,10 @@
-"""The numbers in the text of Markdown pages, from the records and functions that they are about.
+"""The numbers in the text of pages, by place, from the records and functions that they are about.
 
-In a page a number, or several with text between them, stands between `<!-- name -->` and `<!-- / -->`.
-
-python docs/numbers_in_text.py            # writes them
-python docs/numbers_in_text.py --check    # says where the text has another
+`pages` writes them.
 """
 
 import math
-import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-ROOT = Path(__file__).parents[1]
-PLACE = re.compile(r"(<!-- ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 
 
 def readme() -> dict[str, str]:
@@ -197,26 +188,6 @@ def reduce_dimension() -> dict[str, str]:
     }
 
 
-PAGES: dict[str, Callable[[], dict[str, str]]] = {
-    "README.md": readme,
-    "docs/overview.md": overview,
-    "docs/performance.md": performance,
-    "docs/how-to/reduce-dimension.md": reduce_dimension,
-    "docs/how-to/rotate.md": rotate,
-    "docs/explanation/what-holds.md": what_holds,
-    "docs/explanation/johnson-lindenstrauss.md": johnson_lindenstrauss,
-}
-
-
-def filled(page: str) -> str:
-    """The text of a page with its numbers; every one of them has a place."""
-    text, numbers = (ROOT / page).read_text(encoding="utf-8"), PAGES[page]()
-    places = [name for _, name, _, _ in PLACE.findall(text)]
-    if set(places) != set(numbers):
-        raise ValueError(f"{page} has places for {sorted(places)}, and {sorted(numbers)} are computed.")
-    return PLACE.sub(lambda place: place[1] + numbers[place[2]] + place[4], text)
-
-
 def _interval(differences: list[float], form: str, of: Callable[[float], float] = float) -> str:
     """The mean of paired differences with its 95 % interval, as a function of them."""
     from experiment import decide
@@ -236,17 +207,3 @@ def _power_of_ten(x: float) -> str:
     return f"{x / 10**exponent:.1f}·10" + str(exponent).translate(
         str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
     )
-
-
-def main(arguments: list[str]) -> int:
-    sys.path[:0] = [str(ROOT / folder) for folder in ("asv_benchmarks", "tests", "docs/examples")]
-    stale = [page for page in PAGES if filled(page) != (ROOT / page).read_text(encoding="utf-8")]
-    for page in stale:
-        if "--check" not in arguments:
-            (ROOT / page).write_text(filled(page), encoding="utf-8")
-        print(f"{page}: {'other numbers' if '--check' in arguments else 'written'}")
-    return int("--check" in arguments and bool(stale))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

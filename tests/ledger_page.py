@@ -1,4 +1,4 @@
-"""The generated part of the page "Ledger of claims", from the registry in tests/ledger."""
+"""The tables of the page "Ledger of claims", from the registry in `ledger`; `pages` writes them."""
 
 from collections import Counter
 from typing import get_args
@@ -14,8 +14,8 @@ REMARKS = {
 }
 
 
-def page() -> str:
-    """Markdown: the counts, what does not hold, then every document by its sections."""
+def texts() -> dict[str, str]:
+    """The counts with what does not hold, then every document by its sections."""
     claims = load()
     lines = [*counts(claims), "", *failing(claims)]
     for key, document in DOCUMENTS.items():
@@ -27,7 +27,7 @@ def page() -> str:
                 lines += [line for row in rows for line in block(row)]
                 lines += ["```"]
         lines += ["", *excused(document)]
-    return "\n".join(lines) + "\n"
+    return {"claims": "\n\n" + "\n".join(lines) + "\n\n"}
 
 
 def counts(claims: dict[str, Claim]) -> list[str]:
