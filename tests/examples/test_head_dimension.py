@@ -71,6 +71,7 @@ class TestMaps:
         )
 
 
+@pytest.mark.nightly
 def test_runs_and_goes_on_where_it_was(model, monkeypatch, tmp_path):
     for name, value in {"EDGES": (0, 8, 16, 32, 64), "BANDS": (16, 32, 64)}.items():
         monkeypatch.setattr(head_dimension, name, value)

@@ -172,6 +172,7 @@ class TestArmsAtTest:
         assert found["O + best constant"] == {"accuracy": [1.0, 1.0], "factor": [0, 3]}
 
 
+@pytest.mark.nightly
 class TestRun:
     def command(self, folder, *options):
         max_retrieval.main(["--quick", "--output", str(folder), *options])

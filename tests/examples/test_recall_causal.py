@@ -191,6 +191,7 @@ class TestArmsAtTest:
         np.testing.assert_allclose(factors[[5, 7, 11, 15]], [1.5, 2, 8 * 0.75**2, 8], rtol=1e-5)
 
 
+@pytest.mark.nightly
 class TestRun:
     def command(self, folder, *options):
         recall_causal.main(["--quick", "--output", str(folder), *options])

@@ -144,6 +144,7 @@ class TestMeasure:
         assert abs(law["late"]["loss"] - plain["late"]["loss"]) > 1e-3
 
 
+@pytest.mark.nightly
 def test_run_goes_on_where_it_was(model, monkeypatch, tmp_path, capsys):
     computed = []
 

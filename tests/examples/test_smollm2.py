@@ -354,6 +354,7 @@ def in_this_process(work, jobs, steps, workers):
     return found
 
 
+@pytest.mark.nightly
 class TestRun:
     @pytest.fixture
     def started(self, monkeypatch, model):

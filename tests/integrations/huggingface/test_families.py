@@ -430,7 +430,13 @@ class TestHooks:
         assert got.dtype == torch.bfloat16
         assert (got - exact).abs().mean() < 0.05 * exact.abs().mean()
 
-    @pytest.mark.parametrize("name", ["Bloom", "Deberta", "Longformer", "MPNet"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "Bloom",
+            *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Deberta", "Longformer", "MPNet")),
+        ],
+    )
     def test_compiled(self, name):
         model = one_layer(name)
         huggingface.use(model, laws.LogLength(4))
