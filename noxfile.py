@@ -107,7 +107,7 @@ def tests(session: nox.Session, backend: str) -> None:
 @nox.session
 @nox.parametrize("backend", BACKENDS, ids=BACKENDS)
 def nightly(session: nox.Session, backend: str) -> None:
-    """The same with the tests marked nightly: slow ones, and sweeps over all models and all meshes."""
+    """The test suite with what is too slow for each change, as sweeps over all models and meshes."""
     test_backend(session, backend, "--nightly")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
 import multiprocessing
@@ -193,23 +195,48 @@ def advance(steps: int = 1) -> None:
             _done.value += steps
 
 
-def stored(file: Path, identity: dict[str, Any]) -> dict[str, dict] | None:
-    """The results by arm in the file of a finished job.
+def kept(
+    path: Path, name: str, what: Any, compute: Callable[[], Any], steps: int = 0
+) -> dict | list | float:
+    """``compute()``, kept under the name and all that it depends on, so that it is computed once.
 
-    `identity` is what the results depend on. A file with another identity is of another experiment.
+    A result that is there already advances the progress bar by `steps`, as its computation would.
     """
-    if not file.exists():
-        return None
-    found = json.loads(file.read_text())
-    return found["arms"] if found["job"] == json.loads(json.dumps(identity)) else None
+    if stored(path, name, what) is None:
+        store(path, name, what, compute())
+    else:
+        advance(steps)
+    return stored(path, name, what)
 
 
-def store(file: Path, identity: dict[str, Any], arms: dict[str, dict]) -> None:
-    """Write the file that `stored` reads."""
-    # The file gets its name when it is complete, so that an interruption leaves no half of it.
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps({"job": identity, "arms": arms}))
-    part.replace(file)
+def stored(path: Path, name: str, what: Any) -> Any:
+    """A result in the file of lines, or None: `what` is all that it depends on."""
+    file, digest = lines_of(path), digest_of(what)
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # half a line, where a run was stopped
+            found = json.loads(line)
+            if (found["name"], found["digest"]) == (name, digest):
+                return found["result"]
+    return None
+
+
+def store(path: Path, name: str, what: Any, result: Any) -> None:
+    """Append the line that `stored` reads. Processes may do so at the same time."""
+    file = lines_of(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"name": name, "digest": digest_of(what), "result": result}, ensure_ascii=False)
+    is_torn = file.exists() and not file.read_bytes().endswith(b"\n")
+    with file.open("ab", buffering=0) as end:  # one write, so that lines of processes do not mix
+        end.write((b"\n" if is_torn else b"") + text.encode() + b"\n")
+
+
+def lines_of(path: Path) -> Path:
+    """The file of the kept results, next to the file of the experiment."""
+    return path.with_name(f"{path.name}.jsonl")
+
+
+def digest_of(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # --------------------------------------------------------------------------------------- results

@@ -47,8 +47,8 @@ ARMS = {
 }
 
 
-def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
+def run(names: tuple[str, ...], length: int, converted: Path, path: Path) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again."""
     model, tokenizer = smollm2.load(converted)
     fits = experiment.load(smollm2.NAME)["fits"]
     edges = smollm2.Size(length, names, (), (), 0).edges
@@ -72,7 +72,7 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
             what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
             what |= {"slopes": own.slopes, "copies": (smollm2.SPANS, smollm2.SPAN, smollm2.CUE)}
             what |= {} if own.constants is None else {"constants": own.constants}
-            arms[title][name] = smollm2.kept(folder, f"{name} {title}", what, compute)
+            arms[title][name] = experiment.kept(path, f"{name} {title}", what, compute)
     return {"edges": edges, "documents": digests, "arms": arms}
 
 

@@ -197,7 +197,7 @@ def run(size: Size, folder: Path) -> dict[str, Any]:
 
         of = [x.digest for x in (test[i], *(fit if arm == "fitted" else ()))]
         what = {"edges": EDGES, "arm": arm, "k": k, "draw": i, "texts": of}
-        return smollm2.kept(folder / NAME, f"{test[i].name} {arm} {k}", what, compute)
+        return experiment.kept(folder / NAME, f"{test[i].name} {arm} {k}", what, compute)
 
     arms = [(arm, k) for arm in ARMS for k in size.sizes[arm]]
     found: dict[str, Any] = {"model": [], **{arm: {k: [] for k in size.sizes[arm]} for arm in ARMS}}

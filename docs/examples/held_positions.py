@@ -49,8 +49,8 @@ LAWS = (NO_LAW, HELD)
 STEPS, LIMIT = 16, 1000.0  # of a bisection for factors between 1/LIMIT and LIMIT
 
 
-def run(name: str, length: int, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
+def run(name: str, length: int, converted: Path, path: Path) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again."""
     model, tokenizer = smollm2.load(converted)
     fits = experiment.load(smollm2.NAME)["fits"]
     edges = smollm2.Size(length, (), (), (), 0).edges
@@ -69,7 +69,7 @@ def run(name: str, length: int, converted: Path, folder: Path) -> dict[str, Any]
 
         what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
         what |= {"slopes": numbers.entropies, "window": WINDOW}
-        losses[positions][law] = smollm2.kept(folder, f"{name} {positions} {law}", what, compute)
+        losses[positions][law] = experiment.kept(path, f"{name} {positions} {law}", what, compute)
     return {"edges": edges, "documents": {name: document.digest}, "losses": losses}
 
 

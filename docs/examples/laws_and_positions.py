@@ -236,7 +236,7 @@ def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
 
 @torch.no_grad()
 def measured(
-    job: tuple[str, str], size: Size, fits: dict[str, dict], converted: Path, folder: Path
+    job: tuple[str, str], size: Size, fits: dict[str, dict], converted: Path, path: Path
 ) -> dict[str, list[float]]:
     """The mean loss in each band, for each law, on a document at some positions."""
     positions, name = job
@@ -266,7 +266,7 @@ def measured(
     what = {"trained": TRAINED, "edges": edges, "document": document.digest, "window": WINDOW}
     what |= {"arms": arms, "slopes": {law: x.slopes for law, x in numbers.items()}}
     what["products"] = str(PRODUCTS)
-    return smollm2.kept(folder, f"{name} {positions}", what, compute, len(LAWS))
+    return experiment.kept(path, f"{name} {positions}", what, compute, len(LAWS))
 
 
 loaded = lru_cache(1)(smollm2.load)
@@ -276,13 +276,13 @@ def edges_of(size: Size) -> list[int]:
     return smollm2.Size(size.length, (), (), (), 0).edges
 
 
-def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again. Each process has one thread."""
+def run(size: Size, converted: Path, path: Path, processes: int = 1) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again. Each process has one thread."""
     tokenizer = loaded(converted)[1]
     jobs = [(EXTENDED, name) for name in size.some]
     jobs += [(positions, name) for name in size.test for positions in POSITIONS]
     fits = experiment.load(smollm2.NAME)["fits"]
-    work = partial(measured, size=size, fits=fits, converted=converted, folder=folder)
+    work = partial(measured, size=size, fits=fits, converted=converted, path=path)
     found = experiment.run(work, jobs, len(jobs) * len(LAWS), processes)
     arms: dict[str, dict] = {positions: {law: {} for law in LAWS} for positions in COLUMNS}
     for (positions, name), of_laws in zip(jobs, found, strict=True):

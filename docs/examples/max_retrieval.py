@@ -335,13 +335,13 @@ class Job(NamedTuple):
     arm: str
     seed: int
     settings: Settings
-    folder: Path
+    path: Path
 
-    def file(self) -> Path:
-        return self.folder / f"{self.arm.replace(' ', '_')}-{self.seed}.json"
+    def name(self) -> str:
+        return f"{self.arm} {self.seed}"
 
     def identity(self) -> dict[str, Any]:
-        """What the result depends on. A file with another identity is of another experiment."""
+        """What the result depends on. One with another identity is of another experiment."""
         return {
             "arm": self.arm,
             "seed": self.seed,
@@ -352,10 +352,10 @@ class Job(NamedTuple):
 
     def result(self) -> dict[str, dict] | None:
         """The results by arm if the job is finished."""
-        return experiment.stored(self.file(), self.identity())
+        return experiment.stored(self.path, self.name(), self.identity())
 
     def write(self, arms: dict[str, dict]) -> None:
-        experiment.store(self.file(), self.identity(), arms)
+        experiment.store(self.path, self.name(), self.identity(), arms)
 
 
 def work(job: Job) -> None:
@@ -378,9 +378,8 @@ def finish(jobs: list[Job]) -> None:
         experiment.run(work, left, len(left) * (left[0].settings.steps + PASS * passes))
 
 
-def run(seeds: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(arm, seed, settings, folder) for seed in range(seeds) for arm in TRAINED]
+def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
+    jobs = [Job(arm, seed, settings, path) for seed in range(seeds) for arm in TRAINED]
     # O comes last: laws that others have learned are tested on its weights.
     finish([job for job in jobs if job.arm != "O"])
     finish([job for job in jobs if job.arm == "O"])

@@ -48,9 +48,8 @@ def work(job: Job) -> None:
     job.write(max_retrieval.test(model, rules(), job.seed, job.settings))
 
 
-def run(seeds: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(NAME, seed, settings, folder) for seed in range(seeds)]
+def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
+    jobs = [Job(NAME, seed, settings, path) for seed in range(seeds)]
     left = [job for job in jobs if job.result() is None]
     passes = sum(len(parts(n, settings)) for n in settings.lengths)
     experiment.run(work, left, len(left) * (settings.steps + PASS * passes))

@@ -425,13 +425,13 @@ class Job(NamedTuple):
     trained: int
     seed: int
     settings: Settings
-    folder: Path
+    path: Path
 
-    def file(self) -> Path:
-        return self.folder / f"{self.arm.replace(' ', '_')}-{self.trained}-{self.seed}.json"
+    def name(self) -> str:
+        return f"{self.arm} {self.trained} {self.seed}"
 
     def identity(self) -> dict[str, Any]:
-        """What the result depends on. A file with another identity is of another experiment."""
+        """What the result depends on. One with another identity is of another experiment."""
         return {
             "arm": self.arm,
             "trained": self.trained,
@@ -444,10 +444,10 @@ class Job(NamedTuple):
 
     def result(self) -> dict[str, Found] | None:
         """The results by arm if the job is finished."""
-        return experiment.stored(self.file(), self.identity())
+        return experiment.stored(self.path, self.name(), self.identity())
 
     def write(self, arms: dict[str, Found]) -> None:
-        experiment.store(self.file(), self.identity(), arms)
+        experiment.store(self.path, self.name(), self.identity(), arms)
 
 
 def work(job: Job) -> None:
@@ -472,10 +472,9 @@ def finish(jobs: list[Job]) -> None:
         experiment.run(work, left, len(left) * (left[0].settings.steps + TEST))
 
 
-def run(seeds: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
+def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
     jobs = [
-        Job(arm, trained, seed, settings, folder)
+        Job(arm, trained, seed, settings, path)
         for seed in range(seeds)
         for trained in settings.trained
         for arm in TRAINED

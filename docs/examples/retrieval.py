@@ -43,7 +43,7 @@ What was known. On one of the documents of the fit, no law had 0.68 nats per dig
 at 8192 and 1.34 at 16000, with 5, 3 and 1 of 16 codes right. While this program was tried on two
 of these documents with 2048 tokens, as if 1024 were the trained length, all laws gained about 0.1 nats.
 
-Each result is kept in the folder `retrieval` beside the others as soon as it is there, so that a run
+Each result is kept in `results/retrieval.jsonl` as soon as it is there, so that a run
 that was stopped goes on where it was.
 """
 
@@ -185,20 +185,20 @@ def measure(model: Any, one: Task, before: DynamicCache, arm: Arm, numbers: Numb
         return {"early": early, "late": ask(model, ids[-1], one.late, cache)}
 
 
-def run(size: Size, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
+def run(size: Size, converted: Path, path: Path) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again."""
     model, tokenizer = smollm2.load(converted)
     fits = experiment.load(smollm2.NAME)["fits"]
     tasks = [task(name, i, tokenizer, size.length) for i, name in enumerate(FULL.test + QUICK.test)]
     tasks = [x for x in tasks if x.name in size.test]
     arms: dict[str, dict] = {arm: {} for arm in ARMS}
     for one in tqdm(tasks, desc="documents", unit=" documents"):
-        for arm, found in measured(model, one, fits, folder).items():
+        for arm, found in measured(model, one, fits, path).items():
             arms[arm][one.name] = found
     return {"documents": {x.name: x.digest for x in tasks}, "length": size.length, "arms": arms}
 
 
-def measured(model: Any, one: Task, fits: dict[str, dict], folder: Path) -> dict[str, Any]:
+def measured(model: Any, one: Task, fits: dict[str, dict], path: Path) -> dict[str, Any]:
     """The results of all arms for a document. A prefix is computed if an arm needs it."""
     before = lru_cache(1)(lambda *constants: first_half(model, one, *constants))
     what = {"ids": one.ids.tolist(), "late": one.late, "early": one.early, "start": one.start}
@@ -215,7 +215,7 @@ def measured(model: Any, one: Task, fits: dict[str, dict], folder: Path) -> dict
 
         of = what | {"arm": arm, "slopes": own.slopes}
         of |= {"constants": own.constants} if own.constants is not None else {}
-        result[name] = smollm2.kept(folder, f"{one.name} {name}", of, compute)
+        result[name] = experiment.kept(path, f"{one.name} {name}", of, compute)
     return result
 
 

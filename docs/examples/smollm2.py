@@ -92,7 +92,7 @@ with "held", and 46 for a step of a fit. So a document takes 75 once for each co
 law. From these figures all arms and fits take four hours on two cores. The two that were added later
 take 0.9 of them. `--quick` took 8 minutes. Most of the time goes into the products of attention, in
 single precision. A step with 512 tokens had a peak of 4.7 GB, so one with 1024 may need 8 GB in each
-process. Each result is kept in the folder `smollm2` beside the others as soon as it is there, so that a
+process. Each result is kept in `results/smollm2.jsonl` as soon as it is there, so that a
 run that was stopped goes on where it was; only a fit starts again. `--arms` runs some of the arms.
 `--processes` sets how many documents or fits are computed at a time.
 """
@@ -119,7 +119,7 @@ from typing import Any, NamedTuple
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, answered, decide, plot_means, table
+from experiment import Claim, Decision, answered, decide, kept, plot_means, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformer import affine
@@ -251,27 +251,6 @@ QUICK = Size(
     (NO_LAW, CONSTANT, "Su", "one slope"),
     0,
 )
-
-
-# ---------------------------------------------------------------------------------------- results
-
-
-def kept(folder: Path, name: str, what: Any, compute: Callable[[], Any], steps: int = 0) -> Any:
-    """``compute()``, which is kept as JSON under the name and everything that it depends on.
-
-    A result that is there already advances the progress bar by `steps`, as its computation would.
-    """
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"{name.replace(' ', '-')}-{digest}.json"
-    if not path.exists():
-        found = compute()
-        folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(found))
-        part.replace(path)  # so that a file is never half of a result
-    else:
-        experiment.advance(steps)
-    return json.loads(path.read_text())
 
 
 # ------------------------------------------------------------------------------- model and texts
@@ -635,8 +614,8 @@ def queries(model: Any) -> Iterator[list[Tensor]]:
         yield found
 
 
-def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again. Each process has one thread."""
+def run(size: Size, converted: Path, path: Path, processes: int = 1) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again. Each process has one thread."""
     model, tokenizer = load(converted)
     test, fitting = (
         [read(x, tokenizer, size.length) for x in names] for names in (size.test, size.fit)
@@ -647,11 +626,11 @@ def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[s
 
     steps = fits_of(size)
     by_length = sorted(steps, key=lambda name: -steps[name])  # so that the last ones are short
-    work = partial(fitted, documents=fitting, size=size, converted=converted, folder=folder)
+    work = partial(fitted, documents=fitting, size=size, converted=converted, path=path)
     numbers = experiment.run(work, by_length, sum(steps.values()), processes)
     fits = dict(zip(by_length, numbers, strict=True))
 
-    work = partial(measured, size=size, fits=fits, converted=converted, folder=folder)
+    work = partial(measured, size=size, fits=fits, converted=converted, path=path)
     count = sum(documents_of(ARMS[arm], size) for arm in size.arms)
     found = experiment.run(work, list(enumerate(test)), count, processes)
     return {
@@ -683,7 +662,7 @@ def fits_of(size: Size) -> dict[str, int]:
 
 
 def fitted(
-    name: str, documents: Sequence[Document], size: Size, converted: Path, folder: Path
+    name: str, documents: Sequence[Document], size: Size, converted: Path, path: Path
 ) -> dict[str, Any]:
     """The numbers of a law: slopes, constants, or entropies."""
     model, _ = load(converted)
@@ -698,7 +677,7 @@ def fitted(
         settings["queries"] = QUERIES
         compute = partial(calibrated if name == CALIBRATED else held_entropies, model, documents)
     settings["documents"] = [x.digest for x in documents]
-    return kept(folder, name, settings, compute, fits_of(size)[name])
+    return kept(path, name, settings, compute, fits_of(size)[name])
 
 
 def documents_of(arm: Arm, size: Size) -> int:
@@ -714,7 +693,7 @@ def numbers_of(arm: Arm, fits: dict[str, dict]) -> Numbers:
 
 
 def measured(
-    job: tuple[int, Document], size: Size, fits: dict[str, dict], converted: Path, folder: Path
+    job: tuple[int, Document], size: Size, fits: dict[str, dict], converted: Path, path: Path
 ) -> dict[str, Any]:
     """The results of all arms for a document and its index. A prefix is computed if an arm needs it."""
     index, document = job
@@ -743,7 +722,7 @@ def measured(
         what |= {"copies": (SPANS, SPAN, CUE)} | (
             {"constants": numbers.constants} if numbers.constants else {}
         )
-        result[name] = kept(folder, f"{document.name} {name}", what, compute)
+        result[name] = kept(path, f"{document.name} {name}", what, compute)
         experiment.advance()
     return result
 

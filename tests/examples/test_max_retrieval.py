@@ -194,23 +194,23 @@ class TestRun:
         assert all(question in text for question in max_retrieval.QUESTIONS)
         assert "over 2 seeds" in text
 
-    def test_goes_on(self, tiny, tmp_path, capsys):
+    def test_goes_on(self, tiny, forget, tmp_path, capsys):
         """Finished runs are not repeated. A lost one is, and gives the same."""
         first = self.command(tmp_path)
         assert len(tiny) == 2 * len(TRAINED)
         assert self.command(tmp_path) == first
         assert len(tiny) == 2 * len(TRAINED)
-        (tmp_path / "max_retrieval_quick_runs" / "query_alone-1.json").unlink()
+        forget(tmp_path / "max_retrieval_quick_runs.jsonl", "query alone 1")
         assert self.command(tmp_path) == first
         assert [(job.arm, job.seed) for job in tiny[2 * len(TRAINED) :]] == [("query alone", 1)]
 
     def test_other_settings_are_another_experiment(self, tiny, tmp_path):
-        job = max_retrieval.Job("log", 0, SETTINGS, tmp_path)
+        job = max_retrieval.Job("log", 0, SETTINGS, tmp_path / "runs")
         assert job.result() is None
         job.write({"log": {"accuracy": [1.0]}})
         assert job.result() == {"log": {"accuracy": [1.0]}}
         assert job._replace(settings=SETTINGS._replace(steps=3)).result() is None
-        assert [path.name for path in tmp_path.iterdir()] == ["log-0.json"]
+        assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
 
     def test_training_learns(self):
         model = max_retrieval.train("log", 0, 150)

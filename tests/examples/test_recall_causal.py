@@ -197,7 +197,7 @@ class TestRun:
         recall_causal.main(["--quick", "--output", str(folder), *options])
         return json.loads((folder / "recall_causal_quick.json").read_text())
 
-    def test_command(self, tiny, tmp_path, capsys):
+    def test_command(self, tiny, forget, tmp_path, capsys):
         """Finished runs are not repeated. A lost one is, and gives the same."""
         written = self.command(tmp_path)
         assert list(written["arms"]) == list(ARMS)
@@ -211,12 +211,12 @@ class TestRun:
 
         count = 2 * 2 * len(TRAINED)
         assert len(tiny) == count
-        (tmp_path / "recall_causal_quick_runs" / "query_alone-8-1.json").unlink()
+        forget(tmp_path / "recall_causal_quick_runs.jsonl", "query alone 8 1")
         assert self.command(tmp_path) == written
         assert [(job.arm, job.trained, job.seed) for job in tiny[count:]] == [("query alone", 8, 1)]
 
     def test_other_settings_are_another_experiment(self, tmp_path):
-        job = recall_causal.Job("log", 8, 0, SETTINGS, tmp_path)
+        job = recall_causal.Job("log", 8, 0, SETTINGS, tmp_path / "runs")
         job.write({"log": {"accuracy": [1.0]}})
         assert job.result() == {"log": {"accuracy": [1.0]}}
         assert job._replace(settings=SETTINGS._replace(steps=3)).result() is None
