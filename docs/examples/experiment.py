@@ -255,18 +255,26 @@ def parser(name: str, description: str, seeds: int | None = None) -> argparse.Ar
     return result
 
 
-def options_of_arms(
-    name: str, description: str, seeds: int, arguments: list[str] | None
-) -> tuple[str, int, bool, Path]:
-    """The options of experiments that compare arms over seeds: name, seeds, --quick and --output."""
+def main_of_arms(
+    name: str,
+    description: str,
+    seeds: int,
+    sizes: tuple[Any, Any],
+    run: Callable[[int, Any, Path], dict[str, Any]],
+    report: Callable[[dict], str],
+    picture: Callable[[dict], Figure],
+    arguments: list[str] | None,
+) -> None:
+    """Run an experiment that compares arms over seeds, in its full size or with --quick."""
     options = parser(name, description, seeds=seeds)
     options.add_argument("--quick", action="store_true", help="two seeds, and less of everything")
     found = options.parse_args(arguments)
     if found.seeds < 2:
         options.error("argument --seeds: differences have no spread with fewer than 2")
     if found.quick:
-        return f"{name}_quick", min(found.seeds, 2), True, found.output
-    return name, found.seeds, False, found.output
+        name, found.seeds = f"{name}_quick", min(found.seeds, 2)
+    results = run(found.seeds, sizes[found.quick], found.output / f"{name}_runs")
+    finish(name, results, report, picture, found.output)
 
 
 def positive(text: str) -> int:

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
+import compared_arms  # noqa: E402
 import experiment  # noqa: E402
 import max_retrieval  # noqa: E402
 from max_retrieval import ARMS, AT_TEST, TRAINED  # noqa: E402
@@ -138,7 +140,7 @@ class TestArmsAtTest:
     @pytest.fixture
     def rules(self, tiny, model):
         model.query.weight.mul_(30)
-        learned = {arm: {"factor": [2.0, 5.0]} for arm in max_retrieval.TRANSFERRED}
+        learned = {arm: {"factor": [2.0, 5.0]} for arm in compared_arms.TRANSFERRED}
         return max_retrieval.rules_at_test(model, 0, SETTINGS, learned)
 
     def test_factors(self, model, rules):
@@ -209,7 +211,7 @@ class TestRun:
         assert job.result() is None
         job.write({"log": {"accuracy": [1.0]}})
         assert job.result() == {"log": {"accuracy": [1.0]}}
-        assert job._replace(settings=SETTINGS._replace(steps=3)).result() is None
+        assert replace(job, settings=SETTINGS._replace(steps=3)).result() is None
         assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
 
     def test_training_learns(self):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -219,8 +220,8 @@ class TestRun:
         job = recall_causal.Job("log", 8, 0, SETTINGS, tmp_path / "runs")
         job.write({"log": {"accuracy": [1.0]}})
         assert job.result() == {"log": {"accuracy": [1.0]}}
-        assert job._replace(settings=SETTINGS._replace(steps=3)).result() is None
-        assert job._replace(settings=SETTINGS._replace(trained=(8,))).result() == job.result()
+        assert replace(job, settings=SETTINGS._replace(steps=3)).result() is None
+        assert replace(job, settings=SETTINGS._replace(trained=(8,))).result() == job.result()
 
     def test_training_learns(self, monkeypatch):
         monkeypatch.setattr(recall_causal, "TOKENS", 256)
