@@ -64,7 +64,7 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
-import smollm2
+import pretrained
 import torch
 from experiment import Claim, Decision, Verdict, decide, table
 from matplotlib.figure import Figure
@@ -156,7 +156,7 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             total[layer] += (x.mT @ x)[0] / (x.shape[-2] * len(texts))
         return query
 
-    with smollm2.changed_queries(model, keep):
+    with pretrained.changed_queries(model, keep):
         for ids in tqdm(texts, desc="moments"):
             model(ids[None, :-1])
     return found[0], found[1]
@@ -169,18 +169,19 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def band_losses(model: Any, ids: Tensor, maps: Tensor | None) -> list[float]:
     """The mean loss of the tokens of each band."""
     inner = (lambda layer, query, key: query) if maps is None else partial(projected, maps)
-    with smollm2.changed_queries(model, inner):
+    with pretrained.changed_queries(model, inner):
         logits = model(ids[None, :-1]).logits[0]
     losses = nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-    return smollm2.means(losses, EDGES[1:])
+    return pretrained.means(losses, EDGES[1:])
 
 
 def run(size: Size, folder: Path) -> dict[str, Any]:
     """All results. Those that the folder has are not computed again."""
-    model, tokenizer = smollm2.load(folder / "model")
-    smollm2.set_positions(model, "as trained")
+    model, tokenizer = pretrained.load(folder / "model")
+    pretrained.set_positions(model, "as trained")
     test, fit = (
-        [smollm2.read(name, tokenizer, EDGES[-1]) for name in names] for names in (size.test, size.fit)
+        [pretrained.read(name, tokenizer, EDGES[-1]) for name in names]
+        for names in (size.test, size.fit)
     )
     second = moments(model, [x.ids for x in fit])
     config = model.config
@@ -404,7 +405,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 def main(arguments: list[str] | None = None) -> None:
     cached = "the model and for results that are not computed again"
-    parser = smollm2.model_parser(NAME, __doc__, quick="a minute, and no verdict", cached=cached)
+    parser = pretrained.model_parser(NAME, __doc__, quick="a minute, and no verdict", cached=cached)
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}_quick") if options.quick else (FULL, NAME)
     experiment.finish(name, run(size, options.cache), report, picture, options.output)

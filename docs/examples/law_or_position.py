@@ -15,6 +15,7 @@ from typing import Any
 import experiment
 import matplotlib.pyplot as plt
 import numpy as np
+import pretrained
 import smollm2
 from matplotlib.figure import Figure
 
@@ -27,19 +28,19 @@ DOCUMENTS = ("topics 0", "docstrings networkx", "source argparse")
 
 
 def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
-    model, tokenizer = smollm2.load(converted)
-    smollm2.set_positions(model, "as trained")
+    model, tokenizer = pretrained.load(converted)
+    pretrained.set_positions(model, "as trained")
     found = []
     for name in names:
-        document = smollm2.read(name, tokenizer, length)
+        document = pretrained.read(name, tokenizer, length)
 
         def measure(ids: Any = document.ids, name: str = name) -> dict[str, Any]:
             batches = [{"input_ids": ids[None]}]
             return huggingface.diagnose(
-                model, batches, trained_length=smollm2.TRAINED, progress=name
+                model, batches, trained_length=pretrained.TRAINED, progress=name
             ).to_dict()
 
-        what = {"trained": smollm2.TRAINED, "document": document.digest}
+        what = {"trained": pretrained.TRAINED, "document": document.digest}
         found.append(smollm2.kept(folder, name, what, measure))
     kept = ("bands", "window", "trained_length")
     lists = ("sequence_counts", "sequence_losses")
@@ -80,7 +81,7 @@ def beside_yarn(results: dict[str, Any], extended: dict[str, Any]) -> list[list[
 
 def report(results: dict[str, Any]) -> str:
     rows = beside_yarn(results, experiment.load(smollm2.NAME))
-    head = [f"positions, n = {smollm2.TRAINED + 1} to {LENGTH}", *results["documents"], "mean"]
+    head = [f"positions, n = {pretrained.TRAINED + 1} to {LENGTH}", *results["documents"], "mean"]
     return f"""\
 The first {LENGTH + 1} tokens of {len(results["documents"])} documents. The errors are over documents:
 
@@ -111,7 +112,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
+    options = pretrained.model_parser(NAME, __doc__).parse_args(arguments)
     results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
     experiment.finish(NAME, results, report, picture, options.output)
 
