@@ -12,7 +12,7 @@ from typing import Any
 
 import experiment
 import matplotlib.pyplot as plt
-from experiment import Claim, Decision, Verdict, plot_means, spread, table
+from experiment import Claim, Decision, Verdict, length_axis, plot_means, spread, table
 from trained_laws import modules
 
 TRAINED = tuple(modules(base=2, width=1))
@@ -142,9 +142,3 @@ def plot_arms(
         style = "--" if arm in AT_TEST else "-"
         plot_means(ax, lengths, samples(arm), linestyle=style, color=colors[arm], label=arm)
     length_axis(ax, lengths, label)
-
-
-def length_axis(ax: Any, lengths: Sequence[int], label: str) -> None:
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [str(n) for n in lengths])
-    ax.set_xlabel(label)

@@ -320,6 +320,19 @@ def plot_means(axes: Any, x: Sequence[float], samples: Sequence[Sequence[float]]
         axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, lw=0)
 
 
+def plot_intervals(axes: Any, x: Sequence[float], found: Sequence[Decision], **style: Any) -> None:
+    """Plot the mean of each decision as a dot, with its interval."""
+    halves = [one.high - one.mean for one in found]
+    axes.errorbar(x, [one.mean for one in found], halves, **{"fmt": "o"} | style)
+
+
+def length_axis(axes: Any, lengths: Sequence[int], label: str) -> None:
+    """Make the horizontal axis logarithmic, with these ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.set_xlabel(label)
+
+
 def load(name: str) -> dict[str, Any]:
     """The committed results of an experiment."""
     return json.loads((RESULTS / f"{name}.json").read_text())

@@ -66,7 +66,7 @@ import experiment
 import matplotlib.pyplot as plt
 import pretrained
 import torch
-from experiment import Claim, Decision, Verdict, decide, table
+from experiment import Claim, Decision, Verdict, decide, plot_intervals, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -390,10 +390,8 @@ def picture(results: dict[str, Any]) -> Figure:
         ax.legend(fontsize=8)
     n = lengths(results)
     for arm in ARMS:
-        columns = zip(*sufficient_sizes(results, arm), strict=True)
-        means = [decide(x, 0) for x in columns]
-        bars = [x.high - x.mean for x in means]
-        axes[2].errorbar(n, [x.mean for x in means], bars, fmt="o-", capsize=3, label=arm)
+        means = [decide(x, 0) for x in zip(*sufficient_sizes(results, arm), strict=True)]
+        plot_intervals(axes[2], n, means, fmt="o-", capsize=3, label=arm)
     axes[2].plot(n, [CONSTANT * math.log(x) for x in n], "k--", label="8.33 log n")
     axes[2].set_xscale("log", base=2)
     axes[2].set_ylim(0, results["size"])

@@ -53,7 +53,7 @@ import matplotlib.pyplot as plt
 import pretrained
 import smollm2
 import torch
-from experiment import Claim, Decision, answered, decide, table
+from experiment import Claim, Decision, answered, decide, plot_intervals, table
 from matplotlib.figure import Figure
 from pretrained import TRAINED, Arm, Numbers
 from smollm2 import CONSTANT, HELD, NO_LAW, PRIMARY, SMALLEST, TEMPERATURE, gains
@@ -449,9 +449,7 @@ def picture(results: dict[str, Any]) -> Figure:
     for i, law in enumerate(laws):
         found = [decision(of_pairs, (x, law), (x, NO_LAW)) for x in COLUMNS]
         places = [x + (i - (len(laws) - 1) / 2) * 0.1 for x in range(len(COLUMNS))]
-        means = [x.mean for x in found]
-        halves = [x.high - x.mean for x in found]
-        axis.errorbar(places, means, halves, fmt="o", markersize=4, color=f"C{i}", label=law)
+        plot_intervals(axis, places, found, markersize=4, color=f"C{i}", label=law)
     axis.axhline(0, color="gray", linewidth=0.5)
     axis.set_xticks(range(len(COLUMNS)), COLUMNS)
     axis.set_xlabel("positions")

@@ -22,8 +22,8 @@ from typing import Any
 import experiment
 import matplotlib.pyplot as plt
 import max_retrieval
-from compared_arms import finish, length_axis
-from experiment import Decision, decide, plot_means, spread, table
+from compared_arms import finish
+from experiment import Decision, decide, length_axis, plot_means, spread, table
 from matplotlib.figure import Figure
 from max_retrieval import FULL, LONGEST, QUICK, SEEDS, Job, Settings, values
 from trained_laws import constant_name
