@@ -8,8 +8,8 @@ a priority and one of 10 classes. The answer is the class of the item with the h
 are no positions. One head of attention, whose query is made from a random number, reads the set.
 Models are trained with 5 to 16 items, and tested with up to 4096.
 
-Every run of an arm and a seed is written to a file when it is finished. Start the command again to go
-on where it was interrupted.
+Every run of an arm and a seed is kept when it is finished. Start the command again to go on where it
+was interrupted.
 
 Arms that are trained:
 

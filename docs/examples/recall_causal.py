@@ -16,7 +16,7 @@ the same number of questions in each step, and tested with 16 · n0.
 
 It is the causal companion of `max_retrieval.py`. There a query sees one length in a pass. Here a pass
 has all lengths: in training from 1 to n0, whatever the arm. Every run of an arm, a seed and an n0 is
-written to a file when it is finished. Start the command again to go on where it was interrupted.
+kept when it is finished. Start the command again to go on where it was interrupted.
 
 Arms that are trained. Every layer and head has its own learned numbers.
 

@@ -321,6 +321,7 @@ class TestDecision:
 
 
 class TestHarness:
+    @pytest.mark.nightly
     def test_runs_in_processes(self, capsys):
         assert experiment.run(math.sqrt, [4, 9], 2, workers=2) == [2, 3]
         assert experiment.run(math.sqrt, [], 0, workers=2) == []
