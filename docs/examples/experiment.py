@@ -195,9 +195,7 @@ def advance(steps: int = 1) -> None:
             _done.value += steps
 
 
-def kept(
-    path: Path, name: str, what: Any, compute: Callable[[], Any], steps: int = 0
-) -> dict | list | float:
+def kept(path: Path, name: str, what: Any, compute: Callable[[], Any], steps: int = 0) -> Any:
     """``compute()``, kept under the name and all that it depends on, so that it is computed once.
 
     A result that is there already advances the progress bar by `steps`, as its computation would.
@@ -212,7 +210,8 @@ def kept(
 def stored(path: Path, name: str, what: Any) -> Any:
     """A result in the file of lines, or None: `what` is all that it depends on."""
     file, digest = lines_of(path), digest_of(what)
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else ()
+    for line in (x for x in lines if digest in x):
         with contextlib.suppress(json.JSONDecodeError):  # half a line, where a run was stopped
             found = json.loads(line)
             if (found["name"], found["digest"]) == (name, digest):
