@@ -101,6 +101,17 @@ def require_gpu(session: nox.Session, backend: str) -> None:
 @nox.parametrize("backend", BACKENDS, ids=BACKENDS)
 def tests(session: nox.Session, backend: str) -> None:
     """The test suite on each backend. Arguments go to pytest, names of backends choose among them."""
+    test_backend(session, backend)
+
+
+@nox.session
+@nox.parametrize("backend", BACKENDS, ids=BACKENDS)
+def nightly(session: nox.Session, backend: str) -> None:
+    """The test suite with what is too slow for each change, as sweeps over all models and meshes."""
+    test_backend(session, backend, "--nightly")
+
+
+def test_backend(session: nox.Session, backend: str, *options: str) -> None:
     named = set(session.posargs) & set(BACKENDS)
     if named and backend not in named:
         session.skip(f"only {', '.join(sorted(named))}")
@@ -108,7 +119,7 @@ def tests(session: nox.Session, backend: str) -> None:
     install(session, "test", backend, *PARTNERS.get(backend, []), model=True)
     if backend == "jax" and shutil.which("nvidia-smi"):
         session.install(*map(on_cuda, nox.project.dependency_groups(PYPROJECT, "jax")))
-    run_tests(session, backend, *(x for x in session.posargs if x not in BACKENDS))
+    run_tests(session, backend, *options, *(x for x in session.posargs if x not in BACKENDS))
 
 
 @nox.session
@@ -135,8 +146,9 @@ def run_tests(session: nox.Session, backend: str, *options: str, **environment: 
 
 # Values, contract and rules: what most changes would break.
 QUICK_TESTS = (
-    "tests/test_house.py", "tests/test_package.py", "tests/test_contract.py", "tests/test_masks.py",
-    "tests/test_entropy.py", "tests/laws", "tests/jl/test_projections.py", "tests/_attention",
+    "tests/test_house.py", "tests/test_pages.py", "tests/test_package.py", "tests/test_contract.py",
+    "tests/test_masks.py", "tests/test_entropy.py", "tests/laws", "tests/jl/test_projections.py",
+    "tests/_attention",
 )  # fmt: skip
 
 
@@ -165,20 +177,6 @@ def kernels(session: nox.Session) -> None:
         "pytest", "--backend=torch", "tests/_attention/test_triton_compiler.py",
         "tests/jl/test_triton_hadamard.py", *session.posargs,
         env={"ISENTROPIC_ALL_KERNELS": "1"},
-    )  # fmt: skip
-
-
-@nox.session
-def sweeps(session: nox.Session) -> None:
-    """Laws in all models of transformers, and all functions over all meshes of JAX.
-
-    The test suite takes samples of both. Arguments go to pytest.
-    """
-    install(session, "test", "torch", "jax", "transformers", model=True)
-    session.run(
-        "pytest", *PROCESSES, "--dist", "load", "tests/test_jax_modes.py",
-        "tests/integrations/huggingface/test_every_model.py", *session.posargs,
-        env={"ISENTROPIC_ALL_MODELS": "1", "ISENTROPIC_ALL_MESHES": "1"},
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from isentropic import __version__
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/examples", "asv_benchmarks", "tests")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/examples", "asv_benchmarks")]
 
 project = "isentropic"
 author = "isentropic developers"
@@ -86,13 +86,6 @@ def write_figures(app):
     write(app, "kernels.md", kernels_report())
 
 
-def write_ledger(app):
-    """The rows of the ledger of claims, from its tests."""
-    from ledger_page import page
-
-    write(app, "ledger.md", page())
-
-
 def write_experiments(app):
     """Tables, verdicts and pictures of the experiments, from their committed results."""
     from experiments_page import pictures, texts
@@ -101,13 +94,6 @@ def write_experiments(app):
         write(app, name, text)
     for name, figure in pictures().items():
         figure.savefig(Path(app.srcdir, "generated", name))
-
-
-def write_capabilities(app):
-    """The tables of what runs where, from the declaration that the tests try."""
-    from capabilities_page import page
-
-    write(app, "capabilities.md", page())
 
 
 def write_inventories(app, config):
@@ -137,6 +123,4 @@ def setup(app):
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("config-inited", write_inventories)
     app.connect("builder-inited", write_figures)
-    app.connect("builder-inited", write_ledger)
     app.connect("builder-inited", write_experiments)
-    app.connect("builder-inited", write_capabilities)

@@ -1,11 +1,10 @@
 """The house in figures, and its picture, both read from the source.
 
-``python docs/house.py`` prints the figures, and ``--picture`` writes docs/images/house.svg.
+``python docs/house.py`` prints the figures. ``python tests/pages.py`` writes docs/images/house.svg.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import tokenize
@@ -16,7 +15,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isentropic"
-PICTURE = ROOT / "docs" / "images" / "house.svg"
 
 # The rooms of the picture, by the beginnings of the names of their modules. The longest one decides.
 ROOMS = {
@@ -242,11 +240,6 @@ def picture() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--picture", action="store_true", help="write docs/images/house.svg")
-    if parser.parse_args().picture:
-        PICTURE.write_text(picture(), encoding="utf-8")
-        return
     for name, figure in figures().items():
         print(f"{name:50} {figure}")
 

@@ -1,9 +1,8 @@
-"""Write docs/reference/law-vectors.json: factors of the laws of models, to test other implementations.
+"""The text of docs/reference/law-vectors.json: factors of the laws, to test other implementations.
 
-    python docs/law_vectors.py
-
-The factors are computed here from the formulas in decimal arithmetic, and not by the laws of
-isentropic. They are the float64 numbers nearest to the exact values, the same on every machine.
+`python tests/pages.py` writes it. The factors are computed here from the formulas in decimal
+arithmetic, and not by the laws of isentropic. They are the float64 numbers nearest to the exact
+values, the same on every machine.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from decimal import Decimal, localcontext
-from pathlib import Path
 from typing import Any
 
 from isentropic.laws._presets import RULES as LAW_RULES
 
-PATH = Path(__file__).parent / "reference" / "law-vectors.json"
 PRECISION = 50  # digits, of which float64 has 17
 
 # Below, at and above the lengths at which rules begin to act or have steps.
@@ -162,7 +159,3 @@ def text() -> str:
 def _object(content: dict[str, Any], indent: int) -> str:
     lines = [f"{' ' * indent}{json.dumps(key)}: {json.dumps(x)}" for key, x in content.items()]
     return "{\n" + ",\n".join(lines) + "\n" + " " * (indent - 1) + "}"
-
-
-if __name__ == "__main__":
-    PATH.write_text(text(), encoding="utf-8")

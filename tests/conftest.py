@@ -132,6 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=sorted({*MODULES, *BACKENDS}),
         help="run only the tests of this backend or mode",
     )
+    parser.addoption("--nightly", action="store_true", help="also run the tests marked nightly")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -165,8 +166,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen, seen = config.getoption("--backend"), set()
+    is_night = config.getoption("--nightly")
 
     def is_wanted(item: pytest.Item) -> bool:
+        if item.get_closest_marker("nightly") and not is_night:
+            return False
         if item.get_closest_marker("host"):
             return chosen in (None, "numpy")
         # A mode changes how arrays are made and which operations they support, but not the formulas. So

@@ -1,8 +1,6 @@
-"""Claims of the documentation beside those of the ledger (tests/ledger), and the numbers in its text."""
+"""Claims of the documentation beside those of the ledger (tests/ledger)."""
 
-import importlib
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,49 +9,6 @@ import isentropic as it
 from isentropic import laws, theory
 
 pytestmark = pytest.mark.host
-
-
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    "README.md",
-    "docs/overview.md",
-    "docs/performance.md",
-    "docs/how-to/reduce-dimension.md",
-    "docs/how-to/rotate.md",
-    "docs/explanation/what-holds.md",
-    "docs/explanation/johnson-lindenstrauss.md",
-]
-
-
-class TestNumbersInText:
-    @pytest.fixture
-    def numbers(self, monkeypatch):
-        for folder in ("docs", "docs/examples", "asv_benchmarks"):
-            monkeypatch.syspath_prepend(ROOT / folder)
-        return importlib.import_module("numbers_in_text")
-
-    def test_pages(self, numbers):
-        assert list(numbers.PAGES) == PAGES
-
-    @pytest.mark.parametrize("page", PAGES)
-    def test_are_those_computed(self, numbers, page):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert text == numbers.filled(page), "run python docs/numbers_in_text.py"
-        # There a comment would begin a block of HTML.
-        assert not any(line.lstrip().startswith("<!--") for line in text.splitlines())
-
-    def test_another_number_is_noticed(self, numbers, monkeypatch, tmp_path):
-        page = "docs/performance.md"
-        text = (ROOT / page).read_text(encoding="utf-8")
-        (tmp_path / "docs").mkdir()
-        monkeypatch.setattr(numbers, "ROOT", tmp_path)
-        (tmp_path / page).write_text(text.replace("<!-- gradient -->", "<!-- gradient -->1"))
-        assert numbers.filled(page) == text
-        (tmp_path / page).write_text("no place")
-        with pytest.raises(
-            ValueError, match=r"has places for \[\], and \[.*'gradient'.*\] are computed"
-        ):
-            numbers.filled(page)
 
 
 def _needle_entropy(n, law, relevant=8, gap=7.5):

@@ -1,7 +1,6 @@
 """What the source keeps to, read from it."""
 
 import ast
-import importlib
 import itertools
 import re
 import sys
@@ -144,16 +143,6 @@ def test_a_small_call_is_easy_to_follow(monkeypatch):
     assert 0 < len(files) <= 30
     assert len(set(files)) <= 12
     assert sum(a != b for a, b in itertools.pairwise(files)) <= 16
-
-
-def test_the_picture_of_the_house_shows_the_imports(monkeypatch):
-    if not (DOCS / "house.py").exists():
-        pytest.skip("the documentation is not here")
-    monkeypatch.syspath_prepend(DOCS)
-    house = importlib.import_module("house")
-    assert house.PICTURE.read_text(encoding="utf-8") == house.picture(), (
-        "run python docs/house.py --picture"
-    )
 
 
 PAGE = DOCS / "explanation" / "where-is-what.md"

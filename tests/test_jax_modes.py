@@ -1,8 +1,8 @@
 """JAX arrays sharded over two devices, outside of `jax.shard_map`: the values of arrays that are whole.
 
 The tests start this file as a script, since JAX makes its devices when it starts. It shards one kind of
-axis at a time, in three ways. By default it computes each call with one kind in one way, and traces it
-over explicit axes with all kinds; with ``ISENTROPIC_ALL_MESHES=1`` it computes every combination.
+axis at a time, in three ways. It computes each call with one kind in one way, and traces it over
+explicit axes with all kinds; with the argument ``all``, at night, it computes every combination.
 """
 
 import contextlib
@@ -194,13 +194,14 @@ def _arrays_without_a_device():
         it.attention(bound[0], bound[1], q)
 
 
-def test_two_devices(request):
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.nightly)])
+def test_two_devices(request, which):
     if request.config.getoption("--backend") not in (None, "jax"):
         pytest.skip("belongs to the backend jax")
     pytest.importorskip("jax")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     result = subprocess.run(
-        [sys.executable, "-W", "error", __file__],
+        [sys.executable, "-W", "error", __file__, which],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags},
         stderr=subprocess.PIPE,
         text=True,
@@ -218,4 +219,4 @@ if __name__ == "__main__":
     assert jax.device_count() == 2
     _arrays_without_a_device()
     _results_over_explicit_axes()
-    _every_call(is_whole="ISENTROPIC_ALL_MESHES" in os.environ)
+    _every_call(is_whole="all" in sys.argv)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
 import multiprocessing
@@ -191,23 +193,47 @@ def advance(steps: int = 1) -> None:
             _done.value += steps
 
 
-def stored(file: Path, identity: dict[str, Any]) -> dict[str, dict] | None:
-    """The results by arm in the file of a finished job.
+def kept(path: Path, name: str, what: Any, compute: Callable[[], Any], steps: int = 0) -> Any:
+    """``compute()``, kept under the name and all that it depends on, so that it is computed once.
 
-    `identity` is what the results depend on. A file with another identity is of another experiment.
+    A result that is there already advances the progress bar by `steps`, as its computation would.
     """
-    if not file.exists():
-        return None
-    found = json.loads(file.read_text())
-    return found["arms"] if found["job"] == json.loads(json.dumps(identity)) else None
+    if stored(path, name, what) is None:
+        store(path, name, what, compute())
+    else:
+        advance(steps)
+    return stored(path, name, what)
 
 
-def store(file: Path, identity: dict[str, Any], arms: dict[str, dict]) -> None:
-    """Write the file that `stored` reads."""
-    # The file gets its name when it is complete, so that an interruption leaves no half of it.
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps({"job": identity, "arms": arms}))
-    part.replace(file)
+def stored(path: Path, name: str, what: Any) -> Any:
+    """A result in the file of lines, or None: `what` is all that it depends on."""
+    file, digest = lines_of(path), digest_of(what)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else ()
+    for line in (x for x in lines if digest in x):
+        with contextlib.suppress(json.JSONDecodeError):  # half a line, where a run was stopped
+            found = json.loads(line)
+            if (found["name"], found["digest"]) == (name, digest):
+                return found["result"]
+    return None
+
+
+def store(path: Path, name: str, what: Any, result: Any) -> None:
+    """Append the line that `stored` reads. Processes may do so at the same time."""
+    file = lines_of(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"name": name, "digest": digest_of(what), "result": result}, ensure_ascii=False)
+    is_torn = file.exists() and not file.read_bytes().endswith(b"\n")
+    with file.open("ab", buffering=0) as end:  # one write, so that lines of processes do not mix
+        end.write((b"\n" if is_torn else b"") + text.encode() + b"\n")
+
+
+def lines_of(path: Path) -> Path:
+    """The file of the kept results, next to the file of the experiment."""
+    return path.with_name(f"{path.name}.jsonl")
+
+
+def digest_of(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # --------------------------------------------------------------------------------------- results
@@ -226,18 +252,26 @@ def parser(name: str, description: str, seeds: int | None = None) -> argparse.Ar
     return result
 
 
-def options_of_arms(
-    name: str, description: str, seeds: int, arguments: list[str] | None
-) -> tuple[str, int, bool, Path]:
-    """The options of experiments that compare arms over seeds: name, seeds, --quick and --output."""
+def main_of_arms(
+    name: str,
+    description: str,
+    seeds: int,
+    sizes: tuple[Any, Any],
+    run: Callable[[int, Any, Path], dict[str, Any]],
+    report: Callable[[dict], str],
+    picture: Callable[[dict], Figure],
+    arguments: list[str] | None,
+) -> None:
+    """Run an experiment that compares arms over seeds, in its full size or with --quick."""
     options = parser(name, description, seeds=seeds)
     options.add_argument("--quick", action="store_true", help="two seeds, and less of everything")
     found = options.parse_args(arguments)
     if found.seeds < 2:
         options.error("argument --seeds: differences have no spread with fewer than 2")
     if found.quick:
-        return f"{name}_quick", min(found.seeds, 2), True, found.output
-    return name, found.seeds, False, found.output
+        name, found.seeds = f"{name}_quick", min(found.seeds, 2)
+    results = run(found.seeds, sizes[found.quick], found.output / f"{name}_runs")
+    finish(name, results, report, picture, found.output)
 
 
 def positive(text: str) -> int:
@@ -281,6 +315,19 @@ def plot_means(axes: Any, x: Sequence[float], samples: Sequence[Sequence[float]]
         halves = [half_width(statistics.stdev(sample), len(sample)) for sample in samples]
         low, high = zip(*((m - h, m + h) for m, h in zip(means, halves, strict=True)), strict=True)
         axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, lw=0)
+
+
+def plot_intervals(axes: Any, x: Sequence[float], found: Sequence[Decision], **style: Any) -> None:
+    """Plot the mean of each decision as a dot, with its interval."""
+    halves = [one.high - one.mean for one in found]
+    axes.errorbar(x, [one.mean for one in found], halves, **{"fmt": "o"} | style)
+
+
+def length_axis(axes: Any, lengths: Sequence[int], label: str) -> None:
+    """Make the horizontal axis logarithmic, with these ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.set_xlabel(label)
 
 
 def load(name: str) -> dict[str, Any]:

@@ -352,10 +352,8 @@ def picture(results: dict[str, Any]) -> Figure:
         for seed in accuracies(results, arm):
             ax.plot(results["lengths"], seed, "o-", color=f"C{i}", alpha=0.5, markersize=4)
         ax.axhline(50, color="gray", linewidth=0.8, linestyle=":")
-        ax.set_xscale("log", base=2)
-        ax.set_xticks((ticks := results["lengths"][::2]), [str(n) for n in ticks])
+        experiment.length_axis(ax, results["lengths"][::2], "tokens")
         ax.set_title(arm, fontsize=10)
-        ax.set_xlabel("tokens")
     axes[0].set_ylabel("accuracy in % (a line per seed)")
     return figure
 

@@ -29,16 +29,18 @@ from typing import Any
 
 import experiment
 import matplotlib.pyplot as plt
+import pretrained
 import smollm2
 from matplotlib.figure import Figure
-from smollm2 import CONSTANT, CONSTANTS, NO_LAW, ON_TOP, TRAINED, TWO_NUMBERS, Arm, Numbers
+from pretrained import CUE, SPAN, SPANS, TRAINED, Arm, Numbers
+from smollm2 import CONSTANT, CONSTANTS, NO_LAW, ON_TOP, TWO_NUMBERS
 from tqdm import tqdm
 
 NAME = "four_times"
 LENGTH = 4 * TRAINED
 DOCUMENTS = ("topics 0", "source turtle")
 POSITIONS = "YaRN × 4"
-TEMPERATURE = smollm2.temperature(4)
+TEMPERATURE = pretrained.temperature(4)
 ARMS = {
     NO_LAW: Arm(POSITIONS),
     "Su": Arm(POSITIONS, law="Su"),
@@ -47,18 +49,18 @@ ARMS = {
 }
 
 
-def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
-    model, tokenizer = smollm2.load(converted)
+def run(names: tuple[str, ...], length: int, converted: Path, path: Path) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again."""
+    model, tokenizer = pretrained.load(converted)
     fits = experiment.load(smollm2.NAME)["fits"]
     edges = smollm2.Size(length, names, (), (), 0).edges
     arms: dict[str, dict] = {arm: {} for arm in ARMS}
     digests = {}
     for name in tqdm(names, desc="documents", unit=" documents"):
-        document = smollm2.read(name, tokenizer, length)
+        document = pretrained.read(name, tokenizer, length)
         digests[name] = document.digest
         start = lru_cache(1)(
-            lambda constant, constants, of=document: smollm2.prefix(
+            lambda constant, constants, of=document: pretrained.prefix(
                 model, of, Arm(POSITIONS, constant), constants
             )
         )
@@ -67,12 +69,12 @@ def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> d
 
             def compute(arm: Arm = arm, own: Any = own, of: Any = document, start: Any = start) -> Any:
                 before = start(arm.constant, own.constants)
-                return smollm2.measure(model, of, before, arm, own, edges)
+                return pretrained.measure(model, of, before, arm, own, edges)
 
             what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
-            what |= {"slopes": own.slopes, "copies": (smollm2.SPANS, smollm2.SPAN, smollm2.CUE)}
+            what |= {"slopes": own.slopes, "copies": (SPANS, SPAN, CUE)}
             what |= {} if own.constants is None else {"constants": own.constants}
-            arms[title][name] = smollm2.kept(folder, f"{name} {title}", what, compute)
+            arms[title][name] = experiment.kept(path, f"{name} {title}", what, compute)
     return {"edges": edges, "documents": digests, "arms": arms}
 
 
@@ -116,7 +118,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
+    options = pretrained.model_parser(NAME, __doc__).parse_args(arguments)
     results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
     experiment.finish(NAME, results, report, picture, options.output)
 

@@ -64,9 +64,9 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
-import smollm2
+import pretrained
 import torch
-from experiment import Claim, Decision, Verdict, decide, table
+from experiment import Claim, Decision, Verdict, decide, plot_intervals, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -156,7 +156,7 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             total[layer] += (x.mT @ x)[0] / (x.shape[-2] * len(texts))
         return query
 
-    with smollm2.changed_queries(model, keep):
+    with pretrained.changed_queries(model, keep):
         for ids in tqdm(texts, desc="moments"):
             model(ids[None, :-1])
     return found[0], found[1]
@@ -169,18 +169,19 @@ def moments(model: Any, texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def band_losses(model: Any, ids: Tensor, maps: Tensor | None) -> list[float]:
     """The mean loss of the tokens of each band."""
     inner = (lambda layer, query, key: query) if maps is None else partial(projected, maps)
-    with smollm2.changed_queries(model, inner):
+    with pretrained.changed_queries(model, inner):
         logits = model(ids[None, :-1]).logits[0]
     losses = nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-    return smollm2.means(losses, EDGES[1:])
+    return pretrained.means(losses, EDGES[1:])
 
 
 def run(size: Size, folder: Path) -> dict[str, Any]:
     """All results. Those that the folder has are not computed again."""
-    model, tokenizer = smollm2.load(folder / "model")
-    smollm2.set_positions(model, "as trained")
+    model, tokenizer = pretrained.load(folder / "model")
+    pretrained.set_positions(model, "as trained")
     test, fit = (
-        [smollm2.read(name, tokenizer, EDGES[-1]) for name in names] for names in (size.test, size.fit)
+        [pretrained.read(name, tokenizer, EDGES[-1]) for name in names]
+        for names in (size.test, size.fit)
     )
     second = moments(model, [x.ids for x in fit])
     config = model.config
@@ -197,7 +198,7 @@ def run(size: Size, folder: Path) -> dict[str, Any]:
 
         of = [x.digest for x in (test[i], *(fit if arm == "fitted" else ()))]
         what = {"edges": EDGES, "arm": arm, "k": k, "draw": i, "texts": of}
-        return smollm2.kept(folder / NAME, f"{test[i].name} {arm} {k}", what, compute)
+        return experiment.kept(folder / NAME, f"{test[i].name} {arm} {k}", what, compute)
 
     arms = [(arm, k) for arm in ARMS for k in size.sizes[arm]]
     found: dict[str, Any] = {"model": [], **{arm: {k: [] for k in size.sizes[arm]} for arm in ARMS}}
@@ -389,10 +390,8 @@ def picture(results: dict[str, Any]) -> Figure:
         ax.legend(fontsize=8)
     n = lengths(results)
     for arm in ARMS:
-        columns = zip(*sufficient_sizes(results, arm), strict=True)
-        means = [decide(x, 0) for x in columns]
-        bars = [x.high - x.mean for x in means]
-        axes[2].errorbar(n, [x.mean for x in means], bars, fmt="o-", capsize=3, label=arm)
+        means = [decide(x, 0) for x in zip(*sufficient_sizes(results, arm), strict=True)]
+        plot_intervals(axes[2], n, means, fmt="o-", capsize=3, label=arm)
     axes[2].plot(n, [CONSTANT * math.log(x) for x in n], "k--", label="8.33 log n")
     axes[2].set_xscale("log", base=2)
     axes[2].set_ylim(0, results["size"])
@@ -404,7 +403,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 def main(arguments: list[str] | None = None) -> None:
     cached = "the model and for results that are not computed again"
-    parser = smollm2.model_parser(NAME, __doc__, quick="a minute, and no verdict", cached=cached)
+    parser = pretrained.model_parser(NAME, __doc__, quick="a minute, and no verdict", cached=cached)
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}_quick") if options.quick else (FULL, NAME)
     experiment.finish(name, run(size, options.cache), report, picture, options.output)

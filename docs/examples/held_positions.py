@@ -28,11 +28,13 @@ from typing import Any
 
 import experiment
 import matplotlib.pyplot as plt
+import pretrained
 import smollm2
 import torch
 from laws_and_positions import CLAMPED, POSITIONS, arm_at
 from matplotlib.figure import Figure
-from smollm2 import HELD, NO_LAW, TRAINED, Arm, Document, Numbers
+from pretrained import TRAINED, Arm, Document, Numbers
+from smollm2 import HELD, NO_LAW
 from torch import Tensor
 from tqdm import tqdm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -48,13 +50,13 @@ LAWS = (NO_LAW, HELD)
 STEPS, LIMIT = 16, 1000.0  # of a bisection for factors between 1/LIMIT and LIMIT
 
 
-def run(name: str, length: int, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
-    model, tokenizer = smollm2.load(converted)
+def run(name: str, length: int, converted: Path, path: Path) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again."""
+    model, tokenizer = pretrained.load(converted)
     fits = experiment.load(smollm2.NAME)["fits"]
     edges = smollm2.Size(length, (), (), (), 0).edges
-    document = smollm2.read(name, tokenizer, length)
-    start = lru_cache(1)(lambda positions: smollm2.prefix(model, document, Arm(positions)))
+    document = pretrained.read(name, tokenizer, length)
+    start = lru_cache(1)(lambda positions: pretrained.prefix(model, document, Arm(positions)))
     losses: dict[str, dict] = {positions: {} for positions in POSITIONS}
     cells = [(positions, law) for positions in POSITIONS for law in LAWS]
     for positions, law in tqdm(cells, unit=" arms"):
@@ -64,23 +66,24 @@ def run(name: str, length: int, converted: Path, folder: Path) -> dict[str, Any]
         def compute(arm: Arm = arm, numbers: Numbers = numbers) -> list[float]:
             if arm.positions == CLAMPED:
                 return clamped(model, document, numbers, edges)
-            return smollm2.measure(model, document, start(arm.positions), arm, numbers, edges)["bands"]
+            before = start(arm.positions)
+            return pretrained.measure(model, document, before, arm, numbers, edges)["bands"]
 
         what = {"trained": TRAINED, "edges": edges, "document": document.digest, "arm": arm}
         what |= {"slopes": numbers.entropies, "window": WINDOW}
-        losses[positions][law] = smollm2.kept(folder, f"{name} {positions} {law}", what, compute)
+        losses[positions][law] = experiment.kept(path, f"{name} {positions} {law}", what, compute)
     return {"edges": edges, "documents": {name: document.digest}, "losses": losses}
 
 
 @torch.no_grad()
 def clamped(model: Any, document: Document, numbers: Numbers, edges: list[int]) -> list[float]:
     """The mean loss in each band, where no key is farther than the window."""
-    smollm2.set_positions(model, "as trained")
+    pretrained.set_positions(model, "as trained")
     # In one piece, as keys at other positions need all hidden states.
     with using(model, numbers):
         states = model.model(document.ids[None, :-1], use_cache=False).last_hidden_state[0]
-        found = smollm2.losses_of(model, states, document.ids[1:])
-    return smollm2.means(found, edges)
+        found = pretrained.losses_of(model, states, document.ids[1:])
+    return pretrained.means(found, edges)
 
 
 def using(model: Any, numbers: Numbers) -> contextlib.AbstractContextManager:
@@ -117,7 +120,7 @@ def clamping(model: Any, factor_of: Callable[[int, Pairs], Tensor]) -> Iterator[
         for layer in model.model.layers:
             handle = layer.self_attn.register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(handle.remove)
-        stack.enter_context(smollm2.attention(model, attend))
+        stack.enter_context(pretrained.attention(model, attend))
         yield
 
 
@@ -181,7 +184,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
+    options = pretrained.model_parser(NAME, __doc__).parse_args(arguments)
     results = run(DOCUMENT, LENGTH, options.cache / "model", options.output / NAME)
     experiment.finish(NAME, results, report, picture, options.output)
 

@@ -17,6 +17,7 @@ import experiment
 import held_positions
 import matplotlib.pyplot as plt
 import numpy as np
+import pretrained
 import smollm2
 import torch
 from causes import Causes
@@ -31,27 +32,28 @@ DOCUMENTS = ("topics 0", "docstrings networkx", "source argparse")
 
 
 def run(names: tuple[str, ...], length: int, converted: Path, folder: Path) -> dict[str, Any]:
-    model, tokenizer = smollm2.load(converted)
-    smollm2.set_positions(model, "as trained")
-    edges = smollm2.TRAINED * np.array([0, 0.5, *2 ** (np.arange(2 * length // smollm2.TRAINED) / 2)])
+    model, tokenizer = pretrained.load(converted)
+    pretrained.set_positions(model, "as trained")
+    octaves = np.arange(2 * length // pretrained.TRAINED) / 2
+    edges = pretrained.TRAINED * np.array([0, 0.5, *2**octaves])
     edges = np.unique(np.minimum(np.floor(edges), length).astype(int))
     found = []
     for name in names:
-        document = smollm2.read(name, tokenizer, length)
+        document = pretrained.read(name, tokenizer, length)
 
         def measure(ids: Any = document.ids) -> list[Any]:
             return [
-                [smollm2.means(losses(model, ids, law, clamps), edges.tolist()) for clamps in (0, 1)]
-                for law in (None, laws.LogLength(smollm2.TRAINED, minimum=1))
+                [pretrained.means(losses(model, ids, law, clamps), edges.tolist()) for clamps in (0, 1)]
+                for law in (None, laws.LogLength(pretrained.TRAINED, minimum=1))
             ]
 
-        what = {"trained": smollm2.TRAINED, "document": document.digest}
-        found.append(smollm2.kept(folder, name, what, measure))
+        what = {"trained": pretrained.TRAINED, "document": document.digest}
+        found.append(experiment.kept(folder, name, what, measure))
     return {
         "documents": list(names),
         "bands": np.stack([edges[:-1] + 1, edges[1:]], axis=1).tolist(),
         "window": held_positions.WINDOW,
-        "trained_length": smollm2.TRAINED,
+        "trained_length": pretrained.TRAINED,
         "sequence_counts": [np.diff(edges).tolist()] * len(names),
         "sequence_losses": found,
     }
@@ -68,7 +70,7 @@ def losses(model: Any, ids: Any, law: laws.Law | None, clamps: bool) -> Any:
         else:
             stack.enter_context(huggingface.use(model, law))
         states = model.model(ids[None, :-1], use_cache=False).last_hidden_state[0]
-        return smollm2.losses_of(model, states, ids[1:])
+        return pretrained.losses_of(model, states, ids[1:])
 
 
 def causes_of(results: dict[str, Any]) -> Causes:
@@ -101,7 +103,7 @@ def beside_yarn(results: dict[str, Any], extended: dict[str, Any]) -> list[list[
 
 def report(results: dict[str, Any]) -> str:
     rows = beside_yarn(results, experiment.load(smollm2.NAME))
-    head = [f"positions, n = {smollm2.TRAINED + 1} to {LENGTH}", *results["documents"], "mean"]
+    head = [f"positions, n = {pretrained.TRAINED + 1} to {LENGTH}", *results["documents"], "mean"]
     return f"""\
 The first {LENGTH + 1} tokens of {len(results["documents"])} documents. The errors are over documents:
 
@@ -133,7 +135,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
+    options = pretrained.model_parser(NAME, __doc__).parse_args(arguments)
     results = run(DOCUMENTS, LENGTH, options.cache / "model", options.output / NAME)
     experiment.finish(NAME, results, report, picture, options.output)
 

@@ -50,22 +50,13 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
+import pretrained
 import smollm2
 import torch
-from experiment import Claim, Decision, answered, decide, table
+from experiment import Claim, Decision, answered, decide, plot_intervals, table
 from matplotlib.figure import Figure
-from smollm2 import (
-    CONSTANT,
-    HELD,
-    NO_LAW,
-    PRIMARY,
-    SMALLEST,
-    TEMPERATURE,
-    TRAINED,
-    Arm,
-    Numbers,
-    gains,
-)
+from pretrained import TRAINED, Arm, Numbers
+from smollm2 import CONSTANT, HELD, NO_LAW, PRIMARY, SMALLEST, TEMPERATURE, gains
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
@@ -73,7 +64,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 NAME = "laws_and_positions"
 WINDOW = TRAINED // 2
 CLAMPED, EXTENDED = "clamped", Arm().positions
-CONSTANTS = {"YaRN × 4": smollm2.temperature(4)}
+CONSTANTS = {"YaRN × 4": pretrained.temperature(4)}
 COLUMNS = ("as trained", CLAMPED, EXTENDED, "YaRN × 4", "NTK")
 CALLED = {
     "as trained": "as trained",
@@ -187,9 +178,9 @@ class NoPositions(nn.Module):
 def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
     """Apply an arm with its positions to the model."""
     clamps = arm.positions == CLAMPED
-    smollm2.set_positions(model, "as trained" if clamps else arm.positions)
+    pretrained.set_positions(model, "as trained" if clamps else arm.positions)
     rotary, model.model.rotary_emb = model.model.rotary_emb, NoPositions()
-    of_layers = smollm2.laws_of(arm, numbers.slopes)
+    of_layers = pretrained.laws_of(arm, numbers.slopes)
     groups = model.config.num_attention_heads // model.config.num_key_value_heads
 
     angles = rotary(torch.ones(()), torch.arange(2 * TRAINED)[None])
@@ -217,7 +208,7 @@ def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
         return attended.transpose(1, 2), None
 
     try:
-        with smollm2.attention(model, attend):
+        with pretrained.attention(model, attend):
             yield
     finally:
         model.model.rotary_emb = rotary
@@ -227,34 +218,34 @@ def using(model: Any, arm: Arm, numbers: Numbers) -> Iterator[None]:
 
 
 def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
-    """`smollm2.losses`, in mixed precision, and with all tokens at a time in the layers."""
+    """`pretrained.losses`, in mixed precision, and with all tokens at a time in the layers."""
     options = {"cache": cache, "use_cache": True}
     with torch.autocast("cpu", PRODUCTS, enabled=PRODUCTS is not torch.float32):
         states = model.model(ids[None, :-1], **options).last_hidden_state[0]
-        return smollm2.losses_of(model, states, ids[1:])
+        return pretrained.losses_of(model, states, ids[1:])
 
 
 @torch.no_grad()
 def measured(
-    job: tuple[str, str], size: Size, fits: dict[str, dict], converted: Path, folder: Path
+    job: tuple[str, str], size: Size, fits: dict[str, dict], converted: Path, path: Path
 ) -> dict[str, list[float]]:
     """The mean loss in each band, for each law, on a document at some positions."""
     positions, name = job
     model, tokenizer = loaded(converted)
-    document, edges = smollm2.read(name, tokenizer, size.length), edges_of(size)
+    document, edges = pretrained.read(name, tokenizer, size.length), edges_of(size)
 
     @lru_cache(1)
-    def start(constant: float) -> smollm2.Prefix:
+    def start(constant: float) -> pretrained.Prefix:
         cache = DynamicCache(config=model.config)
         with using(model, Arm(positions, constant), Numbers()):
-            return smollm2.Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
+            return pretrained.Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
 
     def bands(arm: Arm, numbers: Numbers) -> list[float]:
         before = start(arm.constant)
         with using(model, arm, numbers):
-            found = losses(model, document.ids[TRAINED:], smollm2.branch(before.cache))
+            found = losses(model, document.ids[TRAINED:], pretrained.branch(before.cache))
         experiment.advance()
-        return smollm2.means(torch.cat([before.losses, found]), edges)
+        return pretrained.means(torch.cat([before.losses, found]), edges)
 
     arms = {law: arm_at(positions, law) for law in LAWS}
     numbers = {law: smollm2.numbers_of(arm, fits) for law, arm in arms.items()}
@@ -266,23 +257,23 @@ def measured(
     what = {"trained": TRAINED, "edges": edges, "document": document.digest, "window": WINDOW}
     what |= {"arms": arms, "slopes": {law: x.slopes for law, x in numbers.items()}}
     what["products"] = str(PRODUCTS)
-    return smollm2.kept(folder, f"{name} {positions}", what, compute, len(LAWS))
+    return experiment.kept(path, f"{name} {positions}", what, compute, len(LAWS))
 
 
-loaded = lru_cache(1)(smollm2.load)
+loaded = lru_cache(1)(pretrained.load)
 
 
 def edges_of(size: Size) -> list[int]:
     return smollm2.Size(size.length, (), (), (), 0).edges
 
 
-def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again. Each process has one thread."""
+def run(size: Size, converted: Path, path: Path, processes: int = 1) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again. Each process has one thread."""
     tokenizer = loaded(converted)[1]
     jobs = [(EXTENDED, name) for name in size.some]
     jobs += [(positions, name) for name in size.test for positions in POSITIONS]
     fits = experiment.load(smollm2.NAME)["fits"]
-    work = partial(measured, size=size, fits=fits, converted=converted, folder=folder)
+    work = partial(measured, size=size, fits=fits, converted=converted, path=path)
     found = experiment.run(work, jobs, len(jobs) * len(LAWS), processes)
     arms: dict[str, dict] = {positions: {law: {} for law in LAWS} for positions in COLUMNS}
     for (positions, name), of_laws in zip(jobs, found, strict=True):
@@ -290,7 +281,7 @@ def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[s
             arms[positions][law][name] = {"bands": bands}
     return {
         "edges": edges_of(size),
-        "documents": {x: smollm2.read(x, tokenizer, size.length).digest for x in size.test},
+        "documents": {x: pretrained.read(x, tokenizer, size.length).digest for x in size.test},
         "positions": arms,
     }
 
@@ -458,9 +449,7 @@ def picture(results: dict[str, Any]) -> Figure:
     for i, law in enumerate(laws):
         found = [decision(of_pairs, (x, law), (x, NO_LAW)) for x in COLUMNS]
         places = [x + (i - (len(laws) - 1) / 2) * 0.1 for x in range(len(COLUMNS))]
-        means = [x.mean for x in found]
-        halves = [x.high - x.mean for x in found]
-        axis.errorbar(places, means, halves, fmt="o", markersize=4, color=f"C{i}", label=law)
+        plot_intervals(axis, places, found, markersize=4, color=f"C{i}", label=law)
     axis.axhline(0, color="gray", linewidth=0.5)
     axis.set_xticks(range(len(COLUMNS)), COLUMNS)
     axis.set_xlabel("positions")
@@ -471,7 +460,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = smollm2.model_parser(NAME, __doc__)
+    parser = pretrained.model_parser(NAME, __doc__)
     parser.add_argument(
         "--documents", type=int, choices=range(2, len(FULL.test) + 1), default=len(FULL.test),
         metavar="COUNT", help="only the first of them (%(default)s)",

@@ -514,9 +514,7 @@ def picture(results: dict[str, Any]) -> Figure:
     left.axhline(results["constant"]["accuracy"], color="k", linewidth=0.8, label="most frequent byte")
     right.plot(lengths, np.log(lengths), color="gray", linewidth=0.8, label="log n")
     for ax in (left, right):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, [str(n) for n in lengths])
-        ax.set_xlabel("bytes of context")
+        experiment.length_axis(ax, lengths, "bytes of context")
     left.set_ylabel("accuracy in % (band: all seeds)")
     right.set_ylabel("mean attention entropy in nats")
     figure.legend(fontsize=8, loc="outside lower center", ncols=6)

@@ -8,8 +8,8 @@ a priority and one of 10 classes. The answer is the class of the item with the h
 are no positions. One head of attention, whose query is made from a random number, reads the set.
 Models are trained with 5 to 16 items, and tested with up to 4096.
 
-Every run of an arm and a seed is written to a file when it is finished. Start the command again to go
-on where it was interrupted.
+Every run of an arm and a seed is kept when it is finished. Start the command again to go on where it
+was interrupted.
 
 Arms that are trained:
 
@@ -66,15 +66,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import compared_arms
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, Verdict, answered, decide, plot_means, spread, table
+from compared_arms import ARMS, AT_TEST, QUESTIONS, finish_all, plot_arms, questions
+from experiment import Claim, Decision, Verdict, answered, decide
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, held, modules, with_best_constant
@@ -95,27 +98,6 @@ PASS = 8  # A pass of the test takes about as long as so many steps of training.
 # What decides
 SMALLEST = 3.0  # points of accuracy
 SEEDS = 24
-QUESTIONS = {
-    "Does a law in training beat a learned constant?": [
-        (arm, "constant") for arm in ("log", "slope", "affine", "power", "query")
-    ],
-    "Does the held entropy beat the log law, both at test time?": [
-        ("O + held", "O + log"),
-        ("O + held mean", "O + log"),
-    ],
-    "Does a learned affine law beat the log law?": [("slope", "log"), ("affine", "log")],
-    "Does a law in training beat the same law at test time only?": [
-        ("log", "O + log"),
-        ("slope", "O + log"),
-        ("affine", "O + affine"),
-        ("power", "O + power"),
-    ],
-    "Does the length help a law of the query?": [("query", "query alone")],
-    "Does an entropy that is held in training beat a learned constant, or the law log n?": [
-        ("held", "constant"),
-        ("held", "log"),
-    ],
-}
 
 
 class Settings(NamedTuple):
@@ -167,18 +149,6 @@ def parts(n: int, settings: Settings) -> list[int]:
 # ----------------------------------------------------------------------------------------- laws
 
 TRAINED = modules(LONGEST, WIDTH)
-# The learned laws that are also tested on the weights of O. Divided by its factor at 16, "slope" is
-# "log", and the others need their own weights.
-TRANSFERRED = ("affine", "power")
-AT_TEST = (
-    "O + log",
-    *(f"O + {arm}" for arm in TRANSFERRED),
-    "O + held",
-    "O + held mean",
-    "O + best constant",
-)
-ARMS = (*TRAINED, *AT_TEST)
-
 
 # ---------------------------------------------------------------------------------------- model
 
@@ -329,19 +299,19 @@ def factor_of_mean(heads: Heads, target: float) -> float:
 # ----------------------------------------------------------------------------------------- runs
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job(compared_arms.Job):
     """An arm to be trained with a seed. That of O has the arms at test time too."""
 
     arm: str
     seed: int
     settings: Settings
-    folder: Path
+    path: Path
 
-    def file(self) -> Path:
-        return self.folder / f"{self.arm.replace(' ', '_')}-{self.seed}.json"
+    def name(self) -> str:
+        return f"{self.arm} {self.seed}"
 
     def identity(self) -> dict[str, Any]:
-        """What the result depends on. A file with another identity is of another experiment."""
         return {
             "arm": self.arm,
             "seed": self.seed,
@@ -350,40 +320,26 @@ class Job(NamedTuple):
             "test": [CALIBRATION, *FACTORS, *CONSTANTS],
         }
 
-    def result(self) -> dict[str, dict] | None:
-        """The results by arm if the job is finished."""
-        return experiment.stored(self.file(), self.identity())
-
-    def write(self, arms: dict[str, dict]) -> None:
-        experiment.store(self.file(), self.identity(), arms)
-
 
 def work(job: Job) -> None:
     """Train and test, and write the results."""
     model = train(job.arm, job.seed, job.settings.steps)
     if job.arm == "O":
-        learned = {arm: (job._replace(arm=arm).result() or {})[arm] for arm in TRANSFERRED}
-        rules = rules_at_test(model, job.seed, job.settings, learned)
+        rules = rules_at_test(model, job.seed, job.settings, job.learned())
         job.write(with_best_constant(test(model, rules, job.seed, job.settings), CONSTANTS))
     else:
         rules = {job.arm: lambda heads, n: model.rule(heads)}
         job.write(test(model, rules, job.seed, job.settings))
 
 
-def finish(jobs: list[Job]) -> None:
-    """Run those of the jobs that are not finished."""
-    left = [job for job in jobs if job.result() is None]
-    if left:
-        passes = sum(len(parts(n, left[0].settings)) for n in left[0].settings.lengths)
-        experiment.run(work, left, len(left) * (left[0].settings.steps + PASS * passes))
+def steps(settings: Settings) -> int:
+    """The steps of a job: those of its training, and of the passes of its test."""
+    return settings.steps + PASS * sum(len(parts(n, settings)) for n in settings.lengths)
 
 
-def run(seeds: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(arm, seed, settings, folder) for seed in range(seeds) for arm in TRAINED]
-    # O comes last: laws that others have learned are tested on its weights.
-    finish([job for job in jobs if job.arm != "O"])
-    finish([job for job in jobs if job.arm == "O"])
+def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
+    jobs = [Job(arm, seed, settings, path) for seed in range(seeds) for arm in TRAINED]
+    finish_all(work, jobs, steps(settings))
     arms: dict[str, list] = {arm: [] for arm in ARMS}
     for job in jobs:
         for arm, found in (job.result() or {}).items():
@@ -411,38 +367,25 @@ def decision(results: dict[str, Any], arm: str, other: str, n: int) -> Decision:
     return decide([a - b for a, b in pairs], SMALLEST)
 
 
-def decisions_table(results: dict[str, Any], pairs: list[tuple[str, str]]) -> str:
-    head = ["arm against other, points [95 % interval]"]
-    for n in results["decided"]:
-        head += [f"n = {n}", "verdict"]
-    rows = []
-    for arm, other in pairs:
-        found = [decision(results, arm, other, n) for n in results["decided"]]
-        cells = [cell for x in found for cell in (x.interval(), str(x))]
-        rows.append([f"{arm} against {other}", *cells])
-    return table(head, rows)
-
-
 def means_table(results: dict[str, Any], what: str, form: str, title: str) -> str:
-    lengths = results["lengths"]
-    rows = [[arm, *(spread(values(results, arm, what, n), form) for n in lengths)] for arm in ARMS]
-    return table([f"{title}, n =", *lengths], rows)
+    def of_seeds(arm: str, n: int) -> list[float]:
+        return values(results, arm, what, n)
+
+    return compared_arms.means_table(f"{title}, n =", results["lengths"], of_seeds, form)
 
 
 def report(results: dict[str, Any]) -> str:
     accuracy = means_table(results, "accuracy", ".1f", "accuracy in %")
     factor = means_table(results, "factor", ".2f", "median factor")
     entropy = means_table(results, "entropy", ".2f", "entropy in nats")
-    questions = "\n\n".join(
-        f"{question}\n\n{decisions_table(results, pairs)}" for question, pairs in QUESTIONS.items()
-    )
+    decisions = {f"n = {n}": partial(decision, results, n=n) for n in results["decided"]}
     return f"""\
 {accuracy}
 
 The differences are paired over {results["seeds"]} seeds. An effect matters from {SMALLEST:g} points.
 The accuracy at n = {results["decided"][0]} decides. Each row is decided alone.
 
-{questions}
+{questions(QUESTIONS, "arm against other, points [95 % interval]", decisions)}
 
 "O + best constant" was chosen by the accuracy on the test data themselves.
 
@@ -490,18 +433,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
         control = "One untrained constant at all lengths does as well as the first (a later control)."
         return f"Max Retrieval, trained with up to {LONGEST}, n = {n}, {points}. {control}", answered(x)
 
-    return [
-        Claim(
-            "posts 9588 and 8823",
-            "A factor log n improves extrapolation to longer contexts.",
-            *found("log", "constant"),
-        ),
-        Claim(
-            "post 8823",
-            "For lengths beyond those of training the entropy should not depend on n.",
-            *found("O + held mean", "O + log"),
-        ),
-    ]
+    return compared_arms.claims(found)
 
 
 def picture(results: dict[str, Any]) -> Figure:
@@ -509,15 +441,12 @@ def picture(results: dict[str, Any]) -> Figure:
     lengths = results["lengths"]
     figure, axes = plt.subplots(1, 3, figsize=(10, 4.8), layout="constrained")
     panels = [("accuracy", tuple(TRAINED)), ("accuracy", ("O", *AT_TEST)), ("factor", ARMS)]
-    colors = dict(zip(ARMS, plt.get_cmap("tab20").colors, strict=False))
     for ax, (what, arms) in zip(axes, panels, strict=True):
-        for arm in arms:
-            samples = [values(results, arm, what, n) for n in lengths]
-            style = "--" if arm in AT_TEST else "-"
-            plot_means(ax, lengths, samples, linestyle=style, color=colors[arm], label=arm)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, [str(n) for n in lengths])
-        ax.set_xlabel("items")
+
+        def samples(arm: str, what: str = what) -> list[list[float]]:
+            return [values(results, arm, what, n) for n in lengths]
+
+        plot_arms(ax, arms, lengths, samples, "items")
         name = "accuracy in %" if what == "accuracy" else "factor on the scale"
         ax.set_ylabel(f"{name} (band: 95 % interval of the mean)")
     for ax, title in zip(axes[:2], ("trained", "the weights of O, at test time"), strict=True):
@@ -528,9 +457,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    name, seeds, is_quick, folder = experiment.options_of_arms(NAME, __doc__, SEEDS, arguments)
-    results = run(seeds, QUICK if is_quick else FULL, folder / f"{name}_runs")
-    experiment.finish(name, results, report, picture, folder)
+    experiment.main_of_arms(NAME, __doc__, SEEDS, (FULL, QUICK), run, report, picture, arguments)
 
 
 if __name__ == "__main__":

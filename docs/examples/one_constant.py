@@ -22,9 +22,10 @@ from typing import Any
 import experiment
 import matplotlib.pyplot as plt
 import max_retrieval
-from experiment import Decision, decide, plot_means, spread, table
+from compared_arms import finish
+from experiment import Decision, decide, length_axis, plot_means, spread, table
 from matplotlib.figure import Figure
-from max_retrieval import FULL, LONGEST, PASS, QUICK, SEEDS, Job, Settings, parts, values
+from max_retrieval import FULL, LONGEST, QUICK, SEEDS, Job, Settings, values
 from trained_laws import constant_name
 
 from isentropic import laws
@@ -48,12 +49,9 @@ def work(job: Job) -> None:
     job.write(max_retrieval.test(model, rules(), job.seed, job.settings))
 
 
-def run(seeds: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(NAME, seed, settings, folder) for seed in range(seeds)]
-    left = [job for job in jobs if job.result() is None]
-    passes = sum(len(parts(n, settings)) for n in settings.lengths)
-    experiment.run(work, left, len(left) * (settings.steps + PASS * passes))
+def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
+    jobs = [Job(NAME, seed, settings, path) for seed in range(seeds)]
+    finish(work, jobs, max_retrieval.steps(settings))
     found = [job.result() or {} for job in jobs]
     return {
         "lengths": list(settings.lengths),
@@ -107,18 +105,14 @@ def picture(results: dict[str, Any]) -> Figure:
         plot_means(ax, lengths, samples, linestyle="--", label=arm)
     samples = [values(trained, "log", "accuracy", n)[: results["seeds"]] for n in lengths]
     plot_means(ax, lengths, samples, color="black", label="trained with log")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [str(n) for n in lengths])
-    ax.set_xlabel("items")
+    length_axis(ax, lengths, "items")
     ax.set_ylabel("accuracy in % (band: 95 % interval of the mean)")
     ax.legend(fontsize=8)
     return figure
 
 
 def main(arguments: list[str] | None = None) -> None:
-    name, seeds, is_quick, folder = experiment.options_of_arms(NAME, __doc__, SEEDS, arguments)
-    results = run(seeds, QUICK if is_quick else FULL, folder / f"{name}_runs")
-    experiment.finish(name, results, report, picture, folder)
+    experiment.main_of_arms(NAME, __doc__, SEEDS, (FULL, QUICK), run, report, picture, arguments)
 
 
 if __name__ == "__main__":

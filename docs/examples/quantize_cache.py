@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import experiment
+import pretrained
 import smollm2
 import torch
 from torch import Tensor
@@ -105,9 +106,9 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
-    model, tokenizer = smollm2.load(options.cache / "model")
-    texts = [smollm2.read(name, tokenizer, LENGTH) for name in TEXTS]
+    options = pretrained.model_parser(NAME, __doc__).parse_args(arguments)
+    model, tokenizer = pretrained.load(options.cache / "model")
+    texts = [pretrained.read(name, tokenizer, LENGTH) for name in TEXTS]
     results = {
         "texts": {x.name: x.digest for x in texts},
         "errors": measure(model, [x.ids for x in texts]),

@@ -16,7 +16,7 @@ the same number of questions in each step, and tested with 16 · n0.
 
 It is the causal companion of `max_retrieval.py`. There a query sees one length in a pass. Here a pass
 has all lengths: in training from 1 to n0, whatever the arm. Every run of an arm, a seed and an n0 is
-written to a file when it is finished. Start the command again to go on where it was interrupted.
+kept when it is finished. Start the command again to go on where it was interrupted.
 
 Arms that are trained. Every layer and head has its own learned numbers.
 
@@ -91,14 +91,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import compared_arms
 import experiment
 import matplotlib.pyplot as plt
 import torch
-from experiment import Claim, Decision, Verdict, answered, decide, plot_means, spread, table
+from compared_arms import ARMS, AT_TEST, TRAINED, finish_all, plot_arms, questions
+from experiment import Claim, Decision, Verdict, answered, decide
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from trained_laws import constant_name, modules, with_best_constant
@@ -122,41 +125,10 @@ SMALLEST = 3.0  # points of accuracy
 SEEDS = 24
 CONFIDENCE = 0.975  # of each of two looks
 LEARNED = 98.0  # the least accuracy of O in % at n0
-QUESTIONS = {
-    "Does a law in training beat a learned constant?": [
-        (arm, "constant") for arm in ("log", "slope", "affine", "power", "query")
-    ],
-    "Does the log law at test time beat the standard scale?": [("O + log", "O")],
-    "Does the held entropy beat the log law, both at test time?": [
-        ("O + held", "O + log"),
-        ("O + held mean", "O + log"),
-    ],
-    "Does a learned affine law beat the log law?": [("slope", "log"), ("affine", "log")],
-    "Does a law in training beat the same law at test time only?": [
-        ("log", "O + log"),
-        ("slope", "O + log"),
-        ("affine", "O + affine"),
-        ("power", "O + power"),
-    ],
-    "Does the length help a law of the query?": [("query", "query alone")],
-    "Does an entropy that is held in training beat a learned constant, or the law log n?": [
-        ("held", "constant"),
-        ("held", "log"),
-    ],
-}
-
-TRAINED = tuple(modules(base=2, width=1))
-# The learned laws that are also tested on the weights of O. Divided by its factor at n0, "slope" is
-# "log", and the others need their own weights.
-TRANSFERRED = ("affine", "power")
-AT_TEST = (
-    "O + log",
-    *(f"O + {arm}" for arm in TRANSFERRED),
-    "O + held",
-    "O + held mean",
-    "O + best constant",
+_first, *_others = compared_arms.QUESTIONS.items()
+QUESTIONS = dict(
+    [_first, ("Does the log law at test time beat the standard scale?", [("O + log", "O")]), *_others]
 )
-ARMS = (*TRAINED, *AT_TEST)
 
 
 class Settings(NamedTuple):
@@ -418,20 +390,20 @@ def interpolated(knots: Tensor, lengths: list[int]) -> Tensor:
 # ----------------------------------------------------------------------------------------- runs
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job(compared_arms.Job):
     """An arm to be trained with a length and a seed. That of O has the arms at test time too."""
 
     arm: str
     trained: int
     seed: int
     settings: Settings
-    folder: Path
+    path: Path
 
-    def file(self) -> Path:
-        return self.folder / f"{self.arm.replace(' ', '_')}-{self.trained}-{self.seed}.json"
+    def name(self) -> str:
+        return f"{self.arm} {self.trained} {self.seed}"
 
     def identity(self) -> dict[str, Any]:
-        """What the result depends on. A file with another identity is of another experiment."""
         return {
             "arm": self.arm,
             "trained": self.trained,
@@ -442,21 +414,13 @@ class Job(NamedTuple):
             "test": [*MULTIPLES, *CONSTANTS, *FACTORS, ROWS],
         }
 
-    def result(self) -> dict[str, Found] | None:
-        """The results by arm if the job is finished."""
-        return experiment.stored(self.file(), self.identity())
-
-    def write(self, arms: dict[str, Found]) -> None:
-        experiment.store(self.file(), self.identity(), arms)
-
 
 def work(job: Job) -> None:
     """Train and test, and write the results."""
     model = train(job.arm, job.trained, job.seed, job.settings.steps)
     sample = test_sample(job.trained, job.seed, job.settings)
     if job.arm == "O":
-        learned = {arm: (job._replace(arm=arm).result() or {})[arm] for arm in TRANSFERRED}
-        rules = rules_at_test(model, job.trained, job.seed, job.settings, learned)
+        rules = rules_at_test(model, job.trained, job.seed, job.settings, job.learned())
         found = {arm: test(model, rule, job.trained, sample) for arm, rule in rules.items()}
         job.write(with_best_constant(found, CONSTANTS))
     else:
@@ -465,24 +429,14 @@ def work(job: Job) -> None:
     experiment.advance(TEST)
 
 
-def finish(jobs: list[Job]) -> None:
-    """Run those of the jobs that are not finished."""
-    left = [job for job in jobs if job.result() is None]
-    if left:
-        experiment.run(work, left, len(left) * (left[0].settings.steps + TEST))
-
-
-def run(seeds: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
+def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
     jobs = [
-        Job(arm, trained, seed, settings, folder)
+        Job(arm, trained, seed, settings, path)
         for seed in range(seeds)
         for trained in settings.trained
         for arm in TRAINED
     ]
-    # O comes last: laws that others have learned are tested on its weights.
-    finish([job for job in jobs if job.arm != "O"])
-    finish([job for job in jobs if job.arm == "O"])
+    finish_all(work, jobs, settings.steps + TEST)
     arms: dict[str, list[list]] = {arm: [[] for _ in settings.trained] for arm in ARMS}
     for job in jobs:
         for arm, found in (job.result() or {}).items():
@@ -516,32 +470,13 @@ def decision(results: dict[str, Any], arm: str, other: str, trained: int | None 
     return decide([a - b for a, b in pairs], SMALLEST, CONFIDENCE)
 
 
-def decisions_table(results: dict[str, Any], pairs: list[tuple[str, str]]) -> str:
-    last = results["multiples"][-1]
-    head = [
-        f"arm against other, points [{100 * CONFIDENCE:g} % interval]",
-        f"mean, n = {last} n₀",
-        "verdict",
-    ]
-    for trained in results["trained"]:
-        head += [f"n₀ = {trained}, n = {last * trained}", "verdict"]
-    rows = []
-    for arm, other in pairs:
-        found = [decision(results, arm, other, n0) for n0 in (None, *results["trained"])]
-        rows.append(
-            [f"{arm} against {other}", *(cell for x in found for cell in (x.interval(), str(x)))]
-        )
-    return table(head, rows)
-
-
 def means_table(
     results: dict[str, Any], what: str, form: str, title: str, trained: int | None = None
 ) -> str:
-    rows = [
-        [arm, *(spread(values(results, arm, x, trained, what), form) for x in results["multiples"])]
-        for arm in ARMS
-    ]
-    return table([f"{title}, n/n₀ =", *results["multiples"]], rows)
+    def of_seeds(arm: str, multiple: int) -> list[float]:
+        return values(results, arm, multiple, trained, what)
+
+    return compared_arms.means_table(f"{title}, n/n₀ =", results["multiples"], of_seeds, form)
 
 
 def not_learned(results: dict[str, Any]) -> str:
@@ -561,16 +496,19 @@ def report(results: dict[str, Any]) -> str:
     )
     factor = means_table(results, "factor", ".2f", "mean factor")
     entropy = means_table(results, "entropy", ".2f", "entropy in nats")
-    questions = "\n\n".join(
-        f"{question}\n\n{decisions_table(results, pairs)}" for question, pairs in QUESTIONS.items()
-    )
+    last = results["multiples"][-1]
+    head = f"arm against other, points [{100 * CONFIDENCE:g} % interval]"
+    decisions = {f"mean, n = {last} n₀": partial(decision, results)} | {
+        f"n₀ = {n0}, n = {last * n0}": partial(decision, results, trained=n0)
+        for n0 in results["trained"]
+    }
     return f"""\
 {accuracies}
 
 The differences are paired over {results["seeds"]} seeds. An effect matters from {SMALLEST:g} points.
 The mean over n₀ decides. Each row is decided alone. {not_learned(results)}
 
-{questions}
+{questions(QUESTIONS, head, decisions)}
 
 "O + best constant" was chosen by the accuracy on the test data themselves.
 
@@ -605,18 +543,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
         where = f"Causal recall, mean over n₀ = {lengths}, n = {results['multiples'][-1]} n₀"
         return f"{where}, {arm} against {other}, points of accuracy: {x.interval()}.", answered(x)
 
-    return [
-        Claim(
-            "posts 9588 and 8823",
-            "A factor log n improves extrapolation to longer contexts.",
-            *found("log", "constant"),
-        ),
-        Claim(
-            "post 8823",
-            "For lengths beyond those of training the entropy should not depend on n.",
-            *found("O + held mean", "O + log"),
-        ),
-    ]
+    return compared_arms.claims(found)
 
 
 def picture(results: dict[str, Any]) -> Figure:
@@ -627,17 +554,13 @@ def picture(results: dict[str, Any]) -> Figure:
     figure, axes = plt.subplots(
         len(panels), len(trained), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
-    colors = dict(zip(ARMS, plt.get_cmap("tab20").colors, strict=False))
     for row, arms in zip(axes, panels, strict=True):
         for ax, n0 in zip(row, trained, strict=True):
-            lengths = [x * n0 for x in multiples]
-            for arm in arms:
-                samples = [values(results, arm, x, n0) for x in multiples]
-                style = "--" if arm in AT_TEST else "-"
-                plot_means(ax, lengths, samples, linestyle=style, color=colors[arm], label=arm)
-            ax.set_xscale("log", base=2)
-            ax.set_xticks(lengths, [str(n) for n in lengths])
-            ax.set_xlabel("keys")
+
+            def samples(arm: str, n0: int = n0) -> list[list[float]]:
+                return [values(results, arm, x, n0) for x in multiples]
+
+            plot_arms(ax, arms, [x * n0 for x in multiples], samples, "keys")
             ax.set_title(f"n₀ = {n0}", fontsize=10)
         row[0].legend(fontsize=7)
     for ax, title in zip(axes[:, 0], ("trained", "O, at test time"), strict=True):
@@ -646,9 +569,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    name, seeds, is_quick, folder = experiment.options_of_arms(NAME, __doc__, SEEDS, arguments)
-    results = run(seeds, QUICK if is_quick else FULL, folder / f"{name}_runs")
-    experiment.finish(name, results, report, picture, folder)
+    experiment.main_of_arms(NAME, __doc__, SEEDS, (FULL, QUICK), run, report, picture, arguments)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ What was known. On one of the documents of the fit, no law had 0.68 nats per dig
 at 8192 and 1.34 at 16000, with 5, 3 and 1 of 16 codes right. While this program was tried on two
 of these documents with 2048 tokens, as if 1024 were the trained length, all laws gained about 0.1 nats.
 
-Each result is kept in the folder `retrieval` beside the others as soon as it is there, so that a run
+Each result is kept in `results/retrieval.jsonl` as soon as it is there, so that a run
 that was stopped goes on where it was.
 """
 
@@ -60,11 +60,13 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
+import pretrained
 import smollm2
 import torch
 from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
-from smollm2 import CHUNK, CONSTANT, CONSTANTS, NO_LAW, ON_TOP, PRIMARY, TRAINED, Arm, Numbers
+from pretrained import CHUNK, TRAINED, Arm, Numbers
+from smollm2 import CONSTANT, CONSTANTS, NO_LAW, ON_TOP, PRIMARY
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -119,7 +121,7 @@ def task(name: str, index: int, tokenizer: Any, length: int) -> Task:
     sentences = [question(SENTENCE.format(x, codes[x]), tokenizer) for x in THINGS]
     late = draws.sample(sentences, len(sentences))
     room = sum(len(x.ids) for x in sentences)
-    text = smollm2.read(name, tokenizer, length - 2 * room)
+    text = pretrained.read(name, tokenizer, length - 2 * room)
     # Each sentence is in the middle of its share of the text.
     count, n = len(sentences), len(text.ids)
     cuts = [0, *(round((i + 0.5) / count * n) for i in range(count)), n]
@@ -167,9 +169,9 @@ def read(model: Any, ids: Tensor, cache: DynamicCache) -> None:
 @torch.no_grad()
 def first_half(model: Any, one: Task, constant: float, constants: Any = None) -> DynamicCache:
     """The cache after the tokens before `start`. All laws with the same constants have it in common."""
-    smollm2.set_positions(model, Arm().positions)
+    pretrained.set_positions(model, Arm().positions)
     cache = DynamicCache(config=model.config)
-    with huggingface.use(model, smollm2.laws_of(Arm(constant=constant), constants=constants)):
+    with huggingface.use(model, pretrained.laws_of(Arm(constant=constant), constants=constants)):
         read(model, one.ids[: one.start - 1], cache)
     return cache
 
@@ -177,28 +179,28 @@ def first_half(model: Any, one: Task, constant: float, constants: Any = None) ->
 @torch.no_grad()
 def measure(model: Any, one: Task, before: DynamicCache, arm: Arm, numbers: Numbers) -> dict[str, Any]:
     """The answers within the trained length, and those at the end."""
-    smollm2.set_positions(model, arm.positions)
-    ids, cache = one.ids, smollm2.branch(before)
-    with smollm2.using(model, arm, numbers):
-        early = ask(model, ids[one.start - 1], one.early, smollm2.branch(cache))
+    pretrained.set_positions(model, arm.positions)
+    ids, cache = one.ids, pretrained.branch(before)
+    with pretrained.using(model, arm, numbers):
+        early = ask(model, ids[one.start - 1], one.early, pretrained.branch(cache))
         read(model, ids[one.start - 1 : -1], cache)
         return {"early": early, "late": ask(model, ids[-1], one.late, cache)}
 
 
-def run(size: Size, converted: Path, folder: Path) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again."""
-    model, tokenizer = smollm2.load(converted)
+def run(size: Size, converted: Path, path: Path) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again."""
+    model, tokenizer = pretrained.load(converted)
     fits = experiment.load(smollm2.NAME)["fits"]
     tasks = [task(name, i, tokenizer, size.length) for i, name in enumerate(FULL.test + QUICK.test)]
     tasks = [x for x in tasks if x.name in size.test]
     arms: dict[str, dict] = {arm: {} for arm in ARMS}
     for one in tqdm(tasks, desc="documents", unit=" documents"):
-        for arm, found in measured(model, one, fits, folder).items():
+        for arm, found in measured(model, one, fits, path).items():
             arms[arm][one.name] = found
     return {"documents": {x.name: x.digest for x in tasks}, "length": size.length, "arms": arms}
 
 
-def measured(model: Any, one: Task, fits: dict[str, dict], folder: Path) -> dict[str, Any]:
+def measured(model: Any, one: Task, fits: dict[str, dict], path: Path) -> dict[str, Any]:
     """The results of all arms for a document. A prefix is computed if an arm needs it."""
     before = lru_cache(1)(lambda *constants: first_half(model, one, *constants))
     what = {"ids": one.ids.tolist(), "late": one.late, "early": one.early, "start": one.start}
@@ -215,7 +217,7 @@ def measured(model: Any, one: Task, fits: dict[str, dict], folder: Path) -> dict
 
         of = what | {"arm": arm, "slopes": own.slopes}
         of |= {"constants": own.constants} if own.constants is not None else {}
-        result[name] = smollm2.kept(folder, f"{one.name} {name}", of, compute)
+        result[name] = experiment.kept(path, f"{one.name} {name}", of, compute)
     return result
 
 
@@ -313,7 +315,7 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = smollm2.model_parser(NAME, __doc__, quick="five minutes, and no verdict")
+    parser = pretrained.model_parser(NAME, __doc__, quick="five minutes, and no verdict")
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}_quick") if options.quick else (FULL, NAME)
     results = run(size, options.cache / "model", options.output / name)

@@ -19,7 +19,7 @@ import statistics
 from typing import Any
 
 import experiment
-import smollm2
+import pretrained
 import torch
 from torch import Tensor, nn
 
@@ -80,9 +80,9 @@ def largest(layers: tuple[Tensor, ...]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = smollm2.model_parser(NAME, __doc__).parse_args(arguments)
-    model, tokenizer = smollm2.load(options.cache / "model")
-    results = measure(model, smollm2.read(TEXT, tokenizer, LENGTH).ids)
+    options = pretrained.model_parser(NAME, __doc__).parse_args(arguments)
+    model, tokenizer = pretrained.load(options.cache / "model")
+    results = measure(model, pretrained.read(TEXT, tokenizer, LENGTH).ids)
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{NAME}.json"
     path.write_text(json.dumps(experiment.rounded(results), indent=1) + "\n")

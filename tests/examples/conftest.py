@@ -1,7 +1,9 @@
 """What the tests of the examples share."""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +19,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def forget() -> Callable[[Path, str], None]:
+    """A function that takes a kept result away."""
+
+    def take(file: Path, name: str) -> None:
+        lines = file.read_text().splitlines()
+        rest = [line for line in lines if json.loads(line)["name"] != name]
+        assert len(rest) == len(lines) - 1
+        file.write_text("".join(f"{line}\n" for line in rest))
+
+    return take

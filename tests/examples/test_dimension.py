@@ -51,6 +51,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(experiment, "run", lambda work, jobs, steps: [work(job) for job in jobs])
 
 
+@pytest.mark.nightly
 def test_command(tiny, tmp_path, capsys):
     dimension.main(["--output", str(tmp_path)])
     out = capsys.readouterr().out

@@ -321,9 +321,30 @@ class TestDecision:
 
 
 class TestHarness:
+    @pytest.mark.nightly
     def test_runs_in_processes(self, capsys):
         assert experiment.run(math.sqrt, [4, 9], 2, workers=2) == [2, 3]
         assert experiment.run(math.sqrt, [], 0, workers=2) == []
+
+    def test_results_are_kept(self, tmp_path):
+        path, computed = tmp_path / "results" / "some", []
+
+        def get(name, what):
+            return experiment.kept(
+                path, name, what, lambda: computed.append(name) or [name, (1.5, "×")]
+            )
+
+        for _ in range(2):
+            assert get("a", {"n": 1}) == ["a", [1.5, "×"]]
+        assert get("a", {"n": 2}) == ["a", [1.5, "×"]]
+        assert get("b", {"n": 1}) == ["b", [1.5, "×"]]
+        assert computed == ["a", "a", "b"]
+        (file,) = (tmp_path / "results").iterdir()
+        file.write_text(file.read_text()[:-5])  # as if a run was killed while it wrote
+        assert get("b", {"n": 1}) == get("b", {"n": 1}) == ["b", [1.5, "×"]]
+        assert get("c", {"n": 1}) == get("c", {"n": 1}) == ["c", [1.5, "×"]]
+        assert get("a", {"n": 2}) == ["a", [1.5, "×"]]
+        assert computed == ["a", "a", "b", "b", "c"]
 
     def test_rounded(self):
         assert experiment.rounded({"a": [1.23456789, 3, "b"]}) == {"a": [1.2346, 3, "b"]}

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import experiment  # noqa: E402
 import head_dimension  # noqa: E402
-import smollm2  # noqa: E402
+import pretrained  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 HEAD = 8
@@ -27,7 +27,7 @@ def model():
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": smollm2.THETA},
+        rope_parameters={"rope_type": "default", "rope_theta": pretrained.THETA},
     )
     result = LlamaForCausalLM(config).eval().requires_grad_(False)
     for parameter in result.parameters():
@@ -71,6 +71,7 @@ class TestMaps:
         )
 
 
+@pytest.mark.nightly
 def test_runs_and_goes_on_where_it_was(model, monkeypatch, tmp_path):
     for name, value in {"EDGES": (0, 8, 16, 32, 64), "BANDS": (16, 32, 64)}.items():
         monkeypatch.setattr(head_dimension, name, value)
@@ -78,7 +79,7 @@ def test_runs_and_goes_on_where_it_was(model, monkeypatch, tmp_path):
         sizes=dict.fromkeys(head_dimension.ARMS, (4, HEAD)), fit=("source pickletools",)
     )
     monkeypatch.setattr(head_dimension, "QUICK", quick)
-    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
     arguments = ["--quick", "--output", str(tmp_path), "--cache", str(tmp_path / "cache")]
     head_dimension.main(arguments)
     results = json.loads((tmp_path / "head_dimension_quick.json").read_text())

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
+import compared_arms  # noqa: E402
 import experiment  # noqa: E402
 import max_retrieval  # noqa: E402
 from max_retrieval import ARMS, AT_TEST, TRAINED  # noqa: E402
@@ -138,7 +140,7 @@ class TestArmsAtTest:
     @pytest.fixture
     def rules(self, tiny, model):
         model.query.weight.mul_(30)
-        learned = {arm: {"factor": [2.0, 5.0]} for arm in max_retrieval.TRANSFERRED}
+        learned = {arm: {"factor": [2.0, 5.0]} for arm in compared_arms.TRANSFERRED}
         return max_retrieval.rules_at_test(model, 0, SETTINGS, learned)
 
     def test_factors(self, model, rules):
@@ -172,6 +174,7 @@ class TestArmsAtTest:
         assert found["O + best constant"] == {"accuracy": [1.0, 1.0], "factor": [0, 3]}
 
 
+@pytest.mark.nightly
 class TestRun:
     def command(self, folder, *options):
         max_retrieval.main(["--quick", "--output", str(folder), *options])
@@ -193,23 +196,23 @@ class TestRun:
         assert all(question in text for question in max_retrieval.QUESTIONS)
         assert "over 2 seeds" in text
 
-    def test_goes_on(self, tiny, tmp_path, capsys):
+    def test_goes_on(self, tiny, forget, tmp_path, capsys):
         """Finished runs are not repeated. A lost one is, and gives the same."""
         first = self.command(tmp_path)
         assert len(tiny) == 2 * len(TRAINED)
         assert self.command(tmp_path) == first
         assert len(tiny) == 2 * len(TRAINED)
-        (tmp_path / "max_retrieval_quick_runs" / "query_alone-1.json").unlink()
+        forget(tmp_path / "max_retrieval_quick_runs.jsonl", "query alone 1")
         assert self.command(tmp_path) == first
         assert [(job.arm, job.seed) for job in tiny[2 * len(TRAINED) :]] == [("query alone", 1)]
 
     def test_other_settings_are_another_experiment(self, tiny, tmp_path):
-        job = max_retrieval.Job("log", 0, SETTINGS, tmp_path)
+        job = max_retrieval.Job("log", 0, SETTINGS, tmp_path / "runs")
         assert job.result() is None
         job.write({"log": {"accuracy": [1.0]}})
         assert job.result() == {"log": {"accuracy": [1.0]}}
-        assert job._replace(settings=SETTINGS._replace(steps=3)).result() is None
-        assert [path.name for path in tmp_path.iterdir()] == ["log-0.json"]
+        assert replace(job, settings=SETTINGS._replace(steps=3)).result() is None
+        assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
 
     def test_training_learns(self):
         model = max_retrieval.train("log", 0, 150)

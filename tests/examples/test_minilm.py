@@ -69,6 +69,7 @@ class TestEncoder:
         got = minilm.gelu(backend.xp, backend.array(x))
         backend.assert_close(got, np.asarray(exact), atol=2e-6)
 
+    @pytest.mark.nightly
     def test_texts_have_the_length(self, ids):
         assert ids.shape == (2, 40)
         with pytest.raises(ValueError, match="too few modules of 99999999 tokens"):
@@ -93,6 +94,7 @@ class TestDemo:
         # What this model gave when the demo was written: 2.1 and 2.6 nats at n = 32, 3.0 at 128.
         np.testing.assert_allclose(standard, [2.1, 3.0], atol=0.25)
 
+    @pytest.mark.nightly
     def test_command(self, demo, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(demo, "LENGTHS", (8, 16, 32))
         demo.main(["--texts", "1", "--output", str(tmp_path / "picture.png")])

@@ -35,6 +35,7 @@ def test_rules():
             assert (found["factor"] == x).all()
 
 
+@pytest.mark.nightly
 def test_command(monkeypatch, tmp_path, capsys):
     """Weights of O, tested with each constant on the sets of `max_retrieval`; finished runs are kept."""
     for name, size in {"BATCH": 4, "TOGETHER": 100}.items():

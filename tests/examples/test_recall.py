@@ -34,6 +34,7 @@ def of_seeds(results, task, arm, what):
     return np.asarray([found[what] for found in results["tasks"][task][arm]])
 
 
+@pytest.mark.nightly
 class TestRun:
     def test_command(self, tiny, tmp_path, capsys):
         recall.main(["--seeds", "2", "--output", str(tmp_path)])

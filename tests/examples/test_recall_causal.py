@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -191,12 +192,13 @@ class TestArmsAtTest:
         np.testing.assert_allclose(factors[[5, 7, 11, 15]], [1.5, 2, 8 * 0.75**2, 8], rtol=1e-5)
 
 
+@pytest.mark.nightly
 class TestRun:
     def command(self, folder, *options):
         recall_causal.main(["--quick", "--output", str(folder), *options])
         return json.loads((folder / "recall_causal_quick.json").read_text())
 
-    def test_command(self, tiny, tmp_path, capsys):
+    def test_command(self, tiny, forget, tmp_path, capsys):
         """Finished runs are not repeated. A lost one is, and gives the same."""
         written = self.command(tmp_path)
         assert list(written["arms"]) == list(ARMS)
@@ -210,16 +212,16 @@ class TestRun:
 
         count = 2 * 2 * len(TRAINED)
         assert len(tiny) == count
-        (tmp_path / "recall_causal_quick_runs" / "query_alone-8-1.json").unlink()
+        forget(tmp_path / "recall_causal_quick_runs.jsonl", "query alone 8 1")
         assert self.command(tmp_path) == written
         assert [(job.arm, job.trained, job.seed) for job in tiny[count:]] == [("query alone", 8, 1)]
 
     def test_other_settings_are_another_experiment(self, tmp_path):
-        job = recall_causal.Job("log", 8, 0, SETTINGS, tmp_path)
+        job = recall_causal.Job("log", 8, 0, SETTINGS, tmp_path / "runs")
         job.write({"log": {"accuracy": [1.0]}})
         assert job.result() == {"log": {"accuracy": [1.0]}}
-        assert job._replace(settings=SETTINGS._replace(steps=3)).result() is None
-        assert job._replace(settings=SETTINGS._replace(trained=(8,))).result() == job.result()
+        assert replace(job, settings=SETTINGS._replace(steps=3)).result() is None
+        assert replace(job, settings=SETTINGS._replace(trained=(8,))).result() == job.result()
 
     def test_training_learns(self, monkeypatch):
         monkeypatch.setattr(recall_causal, "TOKENS", 256)

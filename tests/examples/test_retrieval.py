@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 import experiment  # noqa: E402
+import pretrained  # noqa: E402
 import retrieval  # noqa: E402
 import smollm2  # noqa: E402
 import tiny_models  # noqa: E402
@@ -32,7 +33,7 @@ class Characters:
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    for module in (smollm2, retrieval):
+    for module in (pretrained, retrieval):
         monkeypatch.setattr(module, "TRAINED", TRAINED)
         monkeypatch.setattr(module, "CHUNK", 64)
     monkeypatch.setattr(retrieval, "THINGS", retrieval.THINGS[:4])
@@ -40,7 +41,7 @@ def _tiny(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    theta = {"rope_type": "default", "rope_theta": smollm2.THETA}
+    theta = {"rope_type": "default", "rope_theta": pretrained.THETA}
     sizes = {"vocab_size": 128, "max_position_embeddings": TRAINED, "rope_parameters": theta}
     return tiny_models.decoder("Llama", **sizes).requires_grad_(False)
 
@@ -70,7 +71,7 @@ class TestTask:
         text = Characters().decode(task.ids.tolist())
         for x in task.late:
             text = text.replace(Characters().decode(x.ids), "")
-        assert smollm2.source_of("argparse").startswith(text)
+        assert pretrained.source_of("argparse").startswith(text)
 
     def test_codes_are_drawn_for_each_document(self, task):
         other = retrieval.task("source argparse", 4, Characters(), LENGTH)
@@ -105,8 +106,8 @@ def test_ask(task):
 
 SLOPES = [torch.linspace(-0.5, 2, 4), torch.linspace(1, -0.5, 4)]
 NUMBERS = {
-    retrieval.PRIMARY: smollm2.Numbers(SLOPES),
-    retrieval.CONSTANTS: smollm2.Numbers(constants=[x + 1 for x in SLOPES]),
+    retrieval.PRIMARY: pretrained.Numbers(SLOPES),
+    retrieval.CONSTANTS: pretrained.Numbers(constants=[x + 1 for x in SLOPES]),
 }
 
 
@@ -114,14 +115,14 @@ class TestMeasure:
     @pytest.mark.parametrize("arm", retrieval.ARMS)
     def test_is_a_full_pass(self, model, task, arm):
         arm = smollm2.ARMS[arm]
-        numbers = NUMBERS.get(arm.law, smollm2.Numbers())
+        numbers = NUMBERS.get(arm.law, pretrained.Numbers())
         before = retrieval.first_half(model, task, arm.constant, numbers.constants)
         for _ in range(2):  # the first time leaves the cache as it was
             found = retrieval.measure(model, task, before, arm, numbers)
         assert before.get_seq_length() == task.start - 1
 
         def expected(ids, questions):
-            with torch.no_grad(), smollm2.using(model, arm, numbers):
+            with torch.no_grad(), pretrained.using(model, arm, numbers):
                 cache = DynamicCache(config=model.config)
                 model(ids[None, :-1], cache=cache)
                 return retrieval.ask(model, ids[-1], questions, cache)
@@ -135,7 +136,7 @@ class TestMeasure:
 
     def test_laws_are_1_within_the_trained_length(self, model, task):
         before = retrieval.first_half(model, task, 1.0)
-        plain = retrieval.measure(model, task, before, smollm2.Arm(), smollm2.Numbers())
+        plain = retrieval.measure(model, task, before, pretrained.Arm(), pretrained.Numbers())
         arm = smollm2.ARMS[retrieval.PRIMARY]
         law = retrieval.measure(model, task, before, arm, NUMBERS[retrieval.PRIMARY])
         # On some processors the two calls round sums differently.
@@ -144,6 +145,7 @@ class TestMeasure:
         assert abs(law["late"]["loss"] - plain["late"]["loss"]) > 1e-3
 
 
+@pytest.mark.nightly
 def test_run_goes_on_where_it_was(model, monkeypatch, tmp_path, capsys):
     computed = []
 
@@ -155,7 +157,7 @@ def test_run_goes_on_where_it_was(model, monkeypatch, tmp_path, capsys):
 
     measure = retrieval.measure
     monkeypatch.setattr(retrieval, "measure", counted)
-    monkeypatch.setattr(smollm2, "load", lambda folder: (model, Characters()))
+    monkeypatch.setattr(pretrained, "load", lambda folder: (model, Characters()))
     monkeypatch.setattr(retrieval, "QUICK", retrieval.Size(LENGTH, ("source pickletools", "topics 3")))
     numbers = [x.tolist() for x in SLOPES]
     fits = {retrieval.PRIMARY: {"slopes": numbers}, retrieval.CONSTANTS: {"constants": numbers}}

@@ -17,6 +17,7 @@ import four_times  # noqa: E402
 import held_positions  # noqa: E402
 import law_or_position  # noqa: E402
 import laws_and_positions  # noqa: E402
+import pretrained  # noqa: E402
 import smollm2  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -38,8 +39,9 @@ def _tiny(monkeypatch):
         "CUE": 1,
         "CHECKED": 16,
     }
-    for name, value in sizes.items():
-        monkeypatch.setattr(smollm2, name, value)
+    for module in (pretrained, smollm2):
+        for name in sizes.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, sizes[name])
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def weights():
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         max_position_embeddings=TRAINED,
-        rope_parameters={"rope_type": "default", "rope_theta": smollm2.THETA},
+        rope_parameters={"rope_type": "default", "rope_theta": pretrained.THETA},
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -64,7 +66,7 @@ def weights():
 
 @pytest.fixture
 def model(weights):
-    smollm2.set_positions(weights, "YaRN × 2")
+    pretrained.set_positions(weights, "YaRN × 2")
     return weights
 
 
@@ -75,7 +77,7 @@ def tokenizer(text, add_special_tokens):
 
 @pytest.fixture
 def document():
-    return smollm2.read("source argparse", tokenizer, LENGTH)
+    return pretrained.read("source argparse", tokenizer, LENGTH)
 
 
 SIZE = smollm2.Size(
@@ -107,7 +109,7 @@ def full_pass_held(model, document):
         is_beyond = torch.arange(query.shape[-2]) >= TRAINED
         return query * torch.where(is_beyond, found, 1.0)[..., None]
 
-    with smollm2.changed_queries(model, multiplied):
+    with pretrained.changed_queries(model, multiplied):
         return losses_of(model, document)
 
 
@@ -131,7 +133,7 @@ def clamped_pass(model, document, factor_of):
             1, 2
         ), None
 
-    with smollm2.attention(model, attend):
+    with pretrained.attention(model, attend):
         return losses_of(model, document)
 
 
@@ -160,7 +162,7 @@ SLOPES = [torch.linspace(-0.5, 2, HEADS), torch.linspace(1, -0.5, HEADS)]
 
 class TestLaw:
     def test_is_1_up_to_the_trained_length(self):
-        law = smollm2.BeyondLog(torch.tensor([-0.5, 0.5]), TRAINED)
+        law = pretrained.BeyondLog(torch.tensor([-0.5, 0.5]), TRAINED)
         n = torch.arange(1.0, 2 * TRAINED + 1)
         found = law(n)
         assert (found[:, :TRAINED] == 1).all()
@@ -170,7 +172,7 @@ class TestLaw:
     def test_su_is_a_slope(self):
         n = np.arange(1.0, 2 * TRAINED + 1)
         slope = np.asarray([1 / math.log(TRAINED)])
-        found = smollm2.BeyondLog(slope, TRAINED)(n)[0]
+        found = pretrained.BeyondLog(slope, TRAINED)(n)[0]
         np.testing.assert_allclose(found, laws.LogLength(TRAINED, minimum=1)(n))
 
     @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ class TestLaw:
     )
     def test_nothing_changes_within_the_trained_length(self, model, document, arm):
         slopes = SLOPES if smollm2.ARMS[arm].law not in ("", "Su") else None
-        found = full_pass(model, document, smollm2.laws_of(smollm2.ARMS[arm], slopes))
+        found = full_pass(model, document, pretrained.laws_of(smollm2.ARMS[arm], slopes))
         plain = full_pass(model, document, None)
         torch.testing.assert_close(found[:TRAINED], plain[:TRAINED])
         changes = (found - plain)[TRAINED:].abs().max() > 1e-3
@@ -195,7 +197,7 @@ class TestLaw:
 
 
 ENTROPIES = [torch.linspace(0.5, 2, HEADS), torch.linspace(2.5, 1, HEADS)]
-HELD = smollm2.Numbers(entropies=ENTROPIES)
+HELD = pretrained.Numbers(entropies=ENTROPIES)
 
 
 class TestHeld:
@@ -209,10 +211,10 @@ class TestHeld:
             found.append(it.attention_entropy(query, key, law=None, **options))
             return attention(module, query, key, *others, scaling=scaling, **kwargs)
 
-        start = smollm2.prefix(model, document, smollm2.Arm())
+        start = pretrained.prefix(model, document, pretrained.Arm())
         monkeypatch.setitem(AttentionInterface()._global_mapping, "sdpa", observed)
-        with torch.no_grad(), smollm2.using(model, smollm2.ARMS["held"], HELD):
-            smollm2.losses(model, document.ids[TRAINED:], smollm2.branch(start.cache))
+        with torch.no_grad(), pretrained.using(model, smollm2.ARMS["held"], HELD):
+            pretrained.losses(model, document.ids[TRAINED:], pretrained.branch(start.cache))
         assert len(found) == LAYERS * (LENGTH - TRAINED) // 8
         for i, entropy in enumerate(found):
             expected = ENTROPIES[i % LAYERS][:, None].expand(1, HEADS, 8)
@@ -220,7 +222,7 @@ class TestHeld:
         assert model.config._attn_implementation == "sdpa"
 
     def test_targets_are_those_of_the_weights_of_transformers(self, model):
-        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
         found = smollm2.held_entropies(model, documents)["entropies"]
         model.set_attn_implementation("eager")
         try:
@@ -238,14 +240,14 @@ class TestMeasure:
     @pytest.mark.parametrize("constant", [1.0, smollm2.TEMPERATURE])
     @pytest.mark.parametrize(("slopes", "constants"), [(None, None), (SLOPES, None), (SLOPES, SLOPES)])
     def test_a_common_prefix_equals_a_full_pass(self, model, document, constant, slopes, constants):
-        arm = smollm2.Arm(constant=constant)
-        numbers = smollm2.Numbers(slopes, constants)
-        start = smollm2.prefix(model, document, arm, constants)
-        losses = full_pass(model, document, smollm2.laws_of(arm, slopes, constants))
+        arm = pretrained.Arm(constant=constant)
+        numbers = pretrained.Numbers(slopes, constants)
+        start = pretrained.prefix(model, document, arm, constants)
+        losses = full_pass(model, document, pretrained.laws_of(arm, slopes, constants))
         edges = SIZE.edges
         expected = [losses[a:b].mean().item() for a, b in pairwise(edges)]
         for _ in range(2):  # the first time leaves the prefix as it was
-            found = smollm2.measure(model, document, start, arm, numbers, edges)
+            found = pretrained.measure(model, document, start, arm, numbers, edges)
             np.testing.assert_allclose(found["bands"], expected, rtol=1e-5)
         assert start.cache.get_seq_length() == TRAINED
 
@@ -263,8 +265,8 @@ class TestMeasure:
             fed.append(ids)
             return torch.arange(len(ids) - 1.0)
 
-        monkeypatch.setattr(smollm2, "losses", losses)
-        found = smollm2.copying(None, document.ids[:56], None)
+        monkeypatch.setattr(pretrained, "losses", losses)
+        found = pretrained.copying(None, document.ids[:56], None)
         step = (56 - 4) // 2
         expected = [document.ids[55:56], document.ids[:4], document.ids[step : step + 4]]
         assert (fed[0] == torch.cat(expected)).all()
@@ -274,7 +276,7 @@ class TestMeasure:
     def test_documents_are_apart(self, size):
         names = (*size.test, *size.fit)
         assert len(set(names)) == len(names)
-        found = [smollm2.read(name, tokenizer, LENGTH) for name in names if "docstrings" not in name]
+        found = [pretrained.read(name, tokenizer, LENGTH) for name in names if "docstrings" not in name]
         assert len({x.digest for x in found}) == len(found)
         assert {len(x.ids) for x in found} == {LENGTH + 1}
 
@@ -283,7 +285,7 @@ class TestFit:
     @pytest.mark.parametrize("per", ["model", "layer", "head"])
     def test_lowers_the_loss(self, model, monkeypatch, per):
         monkeypatch.setattr(smollm2, "RATE", 0.1)
-        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
         found = smollm2.fit(model, documents * 4, smollm2.Fit(per, 8))
         slopes = [torch.tensor(x) for x in found["slopes"]]
         assert len(found["losses"]) == 8 * (LENGTH - TRAINED) // 8
@@ -293,7 +295,7 @@ class TestFit:
         def mean(law):
             return sum(full_pass(model, x, law)[TRAINED:].mean() for x in documents)
 
-        assert mean(smollm2.laws_of(smollm2.Arm(), slopes)) < mean(None) - 1e-3
+        assert mean(pretrained.laws_of(pretrained.Arm(), slopes)) < mean(None) - 1e-3
 
     @pytest.mark.parametrize(
         ("per", "name"),
@@ -305,7 +307,7 @@ class TestFit:
     )
     def test_of_constants_lowers_the_loss(self, model, monkeypatch, per, name):
         monkeypatch.setattr(smollm2, "RATE", 0.1)
-        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
         job, start = smollm2.Fit(per, 8, smollm2.TEMPERATURE), laws.Constant(smollm2.TEMPERATURE)
         found = smollm2.fit(model, documents * 4, job, trained=smollm2.TRAINED_NUMBERS[name])
         assert ("slopes" in found) == (name != "constant per head")
@@ -316,13 +318,13 @@ class TestFit:
         def mean(law):
             return sum(full_pass(model, x, law)[TRAINED:].mean() for x in documents)
 
-        law = smollm2.laws_of(smollm2.Arm(), found.get("slopes"), found["constants"])
+        law = pretrained.laws_of(pretrained.Arm(), found.get("slopes"), found["constants"])
         assert mean(law) < mean(start) - 1e-3
 
     @pytest.mark.parametrize("constant", [None, smollm2.TEMPERATURE])
     def test_is_what_the_library_has(self, model, constant):
         """`huggingface.tune` makes the laws of "slope per head" and "two numbers per head"."""
-        documents = [smollm2.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
+        documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
         job = smollm2.Fit("head", 2, constant or 1.0)
         trained = ("slopes", "constants") if constant else ("slopes",)
         fitted = smollm2.fit(model, documents, job, trained=trained)
@@ -333,7 +335,7 @@ class TestFit:
             reference_length=TRAINED,
             constant=constant,
             learning_rate=smollm2.RATE,
-            chunk_size=smollm2.CHUNK,
+            chunk_size=pretrained.CHUNK,
             base="sdpa",
         )
         for law, *expected in zip(found, fitted["slopes"], constants, strict=True):
@@ -358,7 +360,7 @@ class TestFit:
         model.set_attn_implementation("smollm2-test")
         try:
             with torch.no_grad(), smollm2.queries(model) as found:
-                smollm2.losses(model, document.ids[:8], DynamicCache(config=model.config))
+                pretrained.losses(model, document.ids[:8], DynamicCache(config=model.config))
         finally:
             model.set_attn_implementation(before)
         torch.testing.assert_close(found, seen)
@@ -374,6 +376,7 @@ def in_this_process(work, jobs, steps, workers):
     return found
 
 
+@pytest.mark.nightly
 class TestRun:
     @pytest.fixture
     def started(self, monkeypatch, model):
@@ -388,29 +391,30 @@ class TestRun:
             return count
 
         # The docstrings of packages are those of this test, which is quicker.
-        monkeypatch.setattr(smollm2, "docstrings", lambda package: __doc__ * 20 + package)
-        monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+        monkeypatch.setattr(pretrained, "docstrings", lambda package: __doc__ * 20 + package)
+        monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
         monkeypatch.setattr(experiment, "run", in_this_process)
         monkeypatch.setattr(smollm2, "FULL", SIZE)
         monkeypatch.setattr(smollm2, "SANE", (0, math.inf))
         for name in ("measure", "fit", "calibrated", "prefix"):
-            monkeypatch.setattr(smollm2, name, counted(getattr(smollm2, name)))
+            module = smollm2 if hasattr(smollm2, name) else pretrained
+            monkeypatch.setattr(module, name, counted(getattr(module, name)))
         return computed
 
     def test_goes_on_where_it_was(self, started, monkeypatch, tmp_path, capsys):
         arguments = ["--output", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
-        measure = smollm2.measure
+        measure = pretrained.measure
 
         def stop(*args):
             if started.count("measure") == 3:
                 raise KeyboardInterrupt
             return measure(*args)
 
-        monkeypatch.setattr(smollm2, "measure", stop)
+        monkeypatch.setattr(pretrained, "measure", stop)
         with pytest.raises(KeyboardInterrupt):
             smollm2.main(arguments)
         assert started.count("fit") == len(smollm2.FITS)
-        monkeypatch.setattr(smollm2, "measure", measure)
+        monkeypatch.setattr(pretrained, "measure", measure)
         smollm2.main(arguments)
         others = 5  # other positions and held entropies, on the first document only
         assert started.count("measure") == 2 * len(smollm2.ARMS) - others
@@ -469,14 +473,14 @@ class TestAnswers:
 
 def test_law_or_position(model, monkeypatch, tmp_path):
     """Each cell is that of a full pass, and is kept."""
-    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
     monkeypatch.setattr(held_positions, "WINDOW", TRAINED // 2)
     names = ("source argparse", "source typing")
     results = law_or_position.run(names, LENGTH, tmp_path, tmp_path)
     assert results["bands"] == [[1, 16], [17, 32], [33, 45], [46, 64]]
-    smollm2.set_positions(model, "as trained")
+    pretrained.set_positions(model, "as trained")
     for name, of_one in zip(names, results["sequence_losses"], strict=True):
-        document = smollm2.read(name, tokenizer, LENGTH)
+        document = pretrained.read(name, tokenizer, LENGTH)
         for i, law in enumerate((None, laws.LogLength(TRAINED, minimum=1))):
             for j, by_hand in enumerate((full_pass, clamped_pass_with)):
                 expected = by_hand(model, document, law)
@@ -492,7 +496,7 @@ def test_law_or_position(model, monkeypatch, tmp_path):
     monkeypatch.setattr(law_or_position, "LENGTH", LENGTH)
     rows = law_or_position.beside_yarn(results, {"edges": SIZE.edges, "arms": arms})
     assert {tuple(row[1:]) for row in rows[3:]} == {("2.500", "2.750", "2.625")}
-    of_each = [full_pass(model, smollm2.read(x, tokenizer, LENGTH), None)[TRAINED:] for x in names]
+    of_each = [full_pass(model, pretrained.read(x, tokenizer, LENGTH), None)[TRAINED:] for x in names]
     assert rows[0][:3] == ["as trained", *(f"{x.mean():.3f}" for x in of_each)]
     columns = {"clamped": (0, 1), "clamped, Su's law": (1, 1)}
     for row, treatment in zip(rows[1:3], columns.values(), strict=True):
@@ -520,7 +524,7 @@ def test_positions_are_what_fails():
 
 def test_four_times(model, monkeypatch, tmp_path):
     """Each arm is that of a full pass at the positions of YaRN × 4, and is kept."""
-    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
     slopes = [x.tolist() for x in SLOPES]
     constants = [[1 + x / 4 for x in layer] for layer in slopes]
     two = smollm2.TWO_NUMBERS[1]
@@ -534,12 +538,12 @@ def test_four_times(model, monkeypatch, tmp_path):
     names = ("source argparse", "source typing")
     results = four_times.run(names, 4 * TRAINED, tmp_path, tmp_path)
     assert results["edges"] == [0, 16, 32, 56, 80, 104, 128]
-    document = smollm2.read(names[1], tokenizer, 4 * TRAINED)
-    smollm2.set_positions(model, "YaRN × 4")
+    document = pretrained.read(names[1], tokenizer, 4 * TRAINED)
+    pretrained.set_positions(model, "YaRN × 4")
     constant = (1 + 0.1 * math.log(4)) ** 2
     relative = constant / (1 + 0.1 * math.log(2)) ** 2
     factors = [relative * torch.tensor(x) for x in constants]
-    beyond = [smollm2.BeyondLog(x, TRAINED) for x in SLOPES]
+    beyond = [pretrained.BeyondLog(x, TRAINED) for x in SLOPES]
     found = {
         smollm2.NO_LAW: None,
         "Su": laws.LogLength(TRAINED, minimum=1),
@@ -556,7 +560,7 @@ def test_four_times(model, monkeypatch, tmp_path):
     assert "nan" not in four_times.report(results)
     four_times.plt.close(four_times.picture(results))
 
-    monkeypatch.setattr(smollm2, "measure", None)
+    monkeypatch.setattr(pretrained, "measure", None)
     assert four_times.run(names, 4 * TRAINED, tmp_path, tmp_path) == results
 
 
@@ -613,13 +617,13 @@ class TestLawsAndPositions:
             assert list(of_laws) == list(laws_and_positions.LAWS)
             for law, of_law in of_laws.items():
                 assert list(of_law) == list(size.some if is_checked else size.test)
-                document = smollm2.read(size.test[not is_checked], tokenizer, LENGTH)
+                document = pretrained.read(size.test[not is_checked], tokenizer, LENGTH)
                 applied = self.applied(law, constants[positions], slopes)
                 if positions == laws_and_positions.CLAMPED:
-                    smollm2.set_positions(model, "as trained")
+                    pretrained.set_positions(model, "as trained")
                     expected = clamped_pass_with(model, document, applied)[TRAINED:].mean().item()
                 else:
-                    smollm2.set_positions(model, positions)
+                    pretrained.set_positions(model, positions)
                     expected = full_pass(model, document, applied)[TRAINED:].mean().item()
                 own = of_law[document.name]["bands"][2:]
                 np.testing.assert_allclose(np.mean(own), expected, rtol=1e-5)
@@ -631,20 +635,20 @@ class TestLawsAndPositions:
     def applied(law, constant, slopes):
         if law in slopes:
             factor = 1 if smollm2.ARMS[law].constant == 1 else constant
-            return [laws.scaled(smollm2.BeyondLog(x, TRAINED), factor) for x in slopes[law]]
+            return [laws.scaled(pretrained.BeyondLog(x, TRAINED), factor) for x in slopes[law]]
         plain = {smollm2.NO_LAW: None, smollm2.CONSTANT: laws.Constant(constant)}
         return plain.get(law, laws.LogLength(TRAINED, minimum=1))
 
     @pytest.mark.parametrize("positions", ["clamped", "NTK"])
     def test_mixed_precision(self, model, slopes, monkeypatch, positions):
         """Its losses are near, and the weights stay as they are."""
-        document = smollm2.read(SIZE.test[1], tokenizer, LENGTH)
+        document = pretrained.read(SIZE.test[1], tokenizer, LENGTH)
         found = []
         for products in (torch.float32, torch.bfloat16):
             monkeypatch.setattr(laws_and_positions, "PRODUCTS", products)
             cache = DynamicCache(config=model.config)
             arm = laws_and_positions.arm_at(positions, smollm2.ON_TOP)
-            numbers = smollm2.Numbers([x.tolist() for x in slopes[smollm2.ON_TOP]])
+            numbers = pretrained.Numbers([x.tolist() for x in slopes[smollm2.ON_TOP]])
             with laws_and_positions.using(model, arm, numbers), torch.no_grad():
                 found.append(laws_and_positions.losses(model, document.ids, cache))
         assert 0 < (found[1] - found[0]).abs().mean() < 0.05
@@ -652,7 +656,9 @@ class TestLawsAndPositions:
 
     def test_model_is_as_it_was(self, model, slopes):
         rotary, implementation = model.model.rotary_emb, model.config._attn_implementation
-        with laws_and_positions.using(model, laws_and_positions.arm_at("NTK", "Su"), smollm2.Numbers()):
+        with laws_and_positions.using(
+            model, laws_and_positions.arm_at("NTK", "Su"), pretrained.Numbers()
+        ):
             assert model.model.rotary_emb is not rotary
         assert isinstance(model.model.rotary_emb, type(rotary))
         assert model.config._attn_implementation == implementation
@@ -726,17 +732,17 @@ class TestReportOfLawsAndPositions:
 
 def test_held_positions(model, monkeypatch, tmp_path):
     """Each cell is that of a full pass at its positions, and is kept."""
-    monkeypatch.setattr(smollm2, "load", lambda folder: (model, tokenizer))
+    monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
     fits = {"fits": {smollm2.HELD: {"entropies": [x.tolist() for x in ENTROPIES]}}}
     monkeypatch.setattr(experiment, "load", lambda name: fits)
     monkeypatch.setattr(held_positions, "TRAINED", TRAINED)
     monkeypatch.setattr(held_positions, "WINDOW", TRAINED // 2)
     length, name = TRAINED + TRAINED // 2, SIZE.test[1]
     results = held_positions.run(name, length, tmp_path, tmp_path)
-    document = smollm2.read(name, tokenizer, length)
+    document = pretrained.read(name, tokenizer, length)
     for positions, found in results["losses"].items():
         is_clamped = positions == laws_and_positions.CLAMPED
-        smollm2.set_positions(model, "as trained" if is_clamped else positions)
+        pretrained.set_positions(model, "as trained" if is_clamped else positions)
         full = clamped_pass_with if is_clamped else full_pass
         expected = full(model, document, None)[TRAINED:].mean().item()
         held_pass = clamped_pass_held if is_clamped else full_pass_held
@@ -747,7 +753,7 @@ def test_held_positions(model, monkeypatch, tmp_path):
     assert "nan" not in held_positions.report(results)
     held_positions.plt.close(held_positions.picture(results))
 
-    monkeypatch.setattr(smollm2, "measure", None)
+    monkeypatch.setattr(pretrained, "measure", None)
     monkeypatch.setattr(held_positions, "clamped", None)
     assert held_positions.run(name, length, tmp_path, tmp_path) == results
 

@@ -25,6 +25,7 @@ def test_finds_what_the_lemma_promises(tmp_path, capsys):
     assert rows[0]["same"] > 0.7
 
 
+@pytest.mark.nightly
 def test_command(tmp_path, capsys):
     source_search.main(["--files", "30", "--output", str(tmp_path / "picture.png")])
     out = capsys.readouterr().out

@@ -93,6 +93,7 @@ def test_unknown_numbers_of_rows(chunks, rng):
         it.jl.hadamard_transform(some, axis=0)
 
 
+@pytest.mark.nightly
 def test_larger_than_the_memory_of_a_worker(tmp_path):
     # 1.2 GB through two workers of 0.5 GB each: the process that holds all of it would be killed.
     code = """

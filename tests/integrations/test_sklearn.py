@@ -32,11 +32,15 @@ def x(rng):
     return rng.normal(size=(40, 300))
 
 
+OTHERS = [
+    *(JLTransformer(n_components=2, kind=kind) for kind in KINDS),
+    JLTransformer("auto", kind="orthogonal", eps=0.3, delta=0.1, random_state=0),
+]
+
+
 @pytest.mark.parametrize(
     "transformer",
-    [JLTransformer()]
-    + [JLTransformer(n_components=2, kind=kind) for kind in KINDS]
-    + [JLTransformer("auto", kind="orthogonal", eps=0.3, delta=0.1, random_state=0)],
+    [JLTransformer(), *(pytest.param(x, marks=pytest.mark.nightly) for x in OTHERS)],
     ids=str,
 )
 def test_check_estimator(transformer):

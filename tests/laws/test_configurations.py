@@ -601,6 +601,7 @@ def _kinds(path):
     return set(re.findall(r'^    model_type = "(\w+)"', text, re.M))
 
 
+@pytest.mark.nightly
 class TestListsAreComplete:
     """What is known of models, against the sources of all models of the installed transformers."""
 

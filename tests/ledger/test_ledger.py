@@ -8,7 +8,8 @@ import pytest
 from ledger import PLACE, Claim, claim, load, printed, resolve
 from ledger.documents import DOCUMENTS
 
-pytestmark = pytest.mark.host
+# What is wrong with a row shows when it is written. Its claim is tested every day.
+pytestmark = [pytest.mark.host, pytest.mark.nightly]
 
 CLAIMS = load()
 

@@ -346,7 +346,13 @@ class TestGeneration:
             got = by_base(model, base, lambda m: m.generate(ids, **GREEDY, assistant_model=assistant))
         assert torch.equal(got, expected)
 
-    @pytest.mark.parametrize("base", ["sdpa", "paged|eager", "flash_attention_2"])
+    @pytest.mark.parametrize(
+        "base",
+        [
+            "sdpa",
+            *(pytest.param(x, marks=pytest.mark.nightly) for x in ("paged|eager", "flash_attention_2")),
+        ],
+    )
     def test_continuous_batching(self, base):
         pytest.importorskip("psutil", reason="transformers asks psutil how much memory there is")
         model = decoder("Qwen3")
@@ -387,6 +393,7 @@ class TestGeneration:
         assert torch.equal(*by_base(model, base, run))
         assert len(graphs) == 1
 
+    @pytest.mark.nightly
     def test_compiled_with_a_growing_cache(self):
         """Two graphs: one of the first length, and one of all. (Without a law it is two as well.)"""
         model, ids = decoder("Llama", num_hidden_layers=1), batch()["input_ids"]
@@ -484,6 +491,7 @@ class TestLookup:
         )
         assert torch.equal(outputs(model, batch()), expected)
 
+    @pytest.mark.nightly
     def test_pickled_for_another_process(self, tmp_path):
         saved = []
         for base in ("sdpa", "eager"):

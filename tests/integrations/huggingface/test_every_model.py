@@ -8,7 +8,6 @@ own code in `test_families`.
 import contextlib
 import importlib
 import inspect
-import os
 import tomllib
 import warnings
 from pathlib import Path
@@ -33,13 +32,9 @@ with pytest.MonkeyPatch.context() as patch:
 
 LAW = laws.LogLength(4.5)  # no number of keys has the factor 1, which would show nothing
 SURVEYED = {name: x for name, x in models_page.load()["models"].items() if "difference" in x}
-# All types take many minutes. Else those with hooks, and some of the others.
-if "ISENTROPIC_ALL_MODELS" in os.environ:
-    TYPES, MOST_PARAMETERS = list(SURVEYED), models_page.MOST_PARAMETERS
-else:
-    hooked = [name for name, x in SURVEYED.items() if x["hooks"]]
-    decoders = [name for name, x in SURVEYED.items() if not x["hooks"]][::6]
-    TYPES, MOST_PARAMETERS = sorted({*hooked, *decoders, "codegen", "gptj", "layoutlmv3"}), 2_000_000
+DAILY = {"bert", "gpt_neo", "llama", "mpnet", "t5"}  # all of them take many minutes
+TYPES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly) for name in SURVEYED]
+MOST_PARAMETERS = models_page.MOST_PARAMETERS
 
 
 @pytest.fixture(autouse=True)

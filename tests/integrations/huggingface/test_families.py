@@ -447,7 +447,13 @@ class TestHooks:
         assert got.dtype == torch.bfloat16
         assert (got - exact).abs().mean() < 0.05 * exact.abs().mean()
 
-    @pytest.mark.parametrize("name", ["Bloom", "Deberta", "MPNet"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "Bloom",
+            *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Deberta", "MPNet")),
+        ],
+    )
     def test_compiled(self, name):
         model = one_layer(name)
         huggingface.use(model, laws.LogLength(4))

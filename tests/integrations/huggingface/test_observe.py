@@ -352,7 +352,7 @@ class TestStep:
             assert observer.latest.step == 1
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-    @pytest.mark.parametrize("is_inside", [False, True])
+    @pytest.mark.parametrize("is_inside", [False, pytest.param(True, marks=pytest.mark.nightly)])
     def test_torch_compile(self, is_inside):
         graphs = []
 

@@ -1,0 +1,209 @@
+"""The numbers in the text of pages, by place, from the records and functions that they are about.
+
+`pages` writes them.
+"""
+
+import math
+from collections.abc import Callable
+
+
+def readme() -> dict[str, str]:
+    from statistics import fmean
+
+    from experiment import load
+
+    def gain(name: str, arm: str, other: str, first: int, last: int) -> str:
+        """The gain in accuracy at lengths from `first` to `last`, with its interval."""
+        results = load(name)
+        used = [i for i, n in enumerate(results["lengths"]) if first <= n <= last]
+        a, b = (
+            [fmean(x["accuracy"][i] for i in used) for x in results["arms"][y]] for y in (arm, other)
+        )
+        return _interval([x - y for x, y in zip(a, b, strict=True)], "+.1f")
+
+    model = load("smollm2")
+    clamped = load("laws_and_positions")["positions"]["clamped"]
+
+    def nats(
+        arm: str, other: str, arms: dict = model["arms"], beyond: bool = True, by_kind: bool = False
+    ) -> str:
+        """The gain of a language model in nats per token, over texts or over kinds of them."""
+        # The mean loss of each text beyond the trained length or within it, in bands of one width.
+        trained = model["edges"].index(8192)
+        used = slice(trained, None) if beyond else slice(trained)
+        units: dict[str, list[float]] = {}
+        for name in arms[arm]:
+            a, b = (fmean(arms[x][name]["bands"][used]) for x in (arm, other))
+            units.setdefault(name.partition(" ")[0] if by_kind else name, []).append(b - a)
+        return _interval([fmean(gains) for gains in units.values()], "+.3f")
+
+    def accuracy(name: str, arm: str, n: int) -> str:
+        results = load(name)
+        found = [x["accuracy"][results["lengths"].index(n)] for x in results["arms"][arm]]
+        return f"{fmean(found):.1f}"
+
+    first = load("first")
+    of_arms = ([x["accuracy"][-1] for x in first["arms"][arm]] for arm in ("O + law", "O"))
+    pairs = [*zip(*of_arms, strict=True), *first["further"]]
+    with_law, without = (sum(x < first["guesses"] for x in of) for of in zip(*pairs, strict=True))
+    recall = load("recall")["tasks"]["recall"]
+    law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
+    return {
+        "retrieval": gain("max_retrieval", "log", "constant", 1024, 1024),
+        "one-constant": accuracy("one_constant", "O + constant 8", 1024),
+        "trained-log": accuracy("max_retrieval", "log", 1024),
+        "masked": gain("masked_language", "O + law", "O", 128, 1024),
+        "clamped": gain("masked_language", "O, ReRoPE", "O", 128, 1024),
+        "constants": nats("constant per head", "YaRN's constant"),
+        "constants-within": nats("constant per head", "YaRN's constant", beyond=False),
+        "slopes-on-constants": nats("two numbers per head", "constant per head"),
+        "first-models": str(len(pairs)),
+        "first-plain": str(without),
+        "first-law": str(with_law),
+        "language": nats("slope per head", "no law"),
+        "constant": nats("slope per head", "YaRN's constant"),
+        "constant-kinds": nats("slope per head", "YaRN's constant", by_kind=True),
+        "log": nats("Su", "no law"),
+        "log-clamped": nats("Su", "no law", clamped),
+        "calibrated": nats("calibrated", "no law"),
+        "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),
+    }
+
+
+def overview() -> dict[str, str]:
+    from report import figures
+
+    of_torch = figures("attention.AgainstTorch.track_ratio", "numpy", "attention", "4096")
+    of_jax = figures("attention.AgainstOwnLibrary.track_jax")
+    return {"numpy-torch": _range(of_torch), "jax-nn": _range([1 / x for x in of_jax])}
+
+
+def performance() -> dict[str, str]:
+    from report import figure, figures
+
+    gradients = figures("attention.Gradients.track_ratio", "torch", "output and entropy")
+    # 5356ac1d is the last record before the pass that computes in powers of 2 and without maxima.
+    before, now = {}, {}
+    for what in ("entropy", "output"):
+        name = f"attention.Error.track_{what}_error"
+        before[what] = f"{figure(name, 'numpy', 'None', commit='5356ac1d'):.1e}"
+        now[what] = _range(figures(name, "numpy", "None"), ".1e")
+    small = [
+        x
+        for call in ("attention", "causal", "entropy", "state")
+        for x in figures("attention.SmallCalls.track_ratio", "torch", call)
+    ]
+    return {
+        "gradient": _range(gradients),
+        "small-calls": _range(small),
+        "entropy-errors": f"{before['entropy']} nats, and is now {now['entropy']}",
+        "output-errors": f"{before['output']}, and is now {now['output']}",
+    }
+
+
+def what_holds() -> dict[str, str]:
+    from experiment import load
+    from ledger.test_mean_entropy import POWERS, random_initialization
+
+    from isentropic import laws, theory
+
+    law = laws.LogLength(512)
+    held = [theory.needle_entropy(n, 8, 7.5 * law(n)) for n in POWERS]
+    growth = (f"{theory.needle_entropy(n, 8, 7.5):.1f}" for n in (64, 8192))
+    numbers = random_initialization()
+    rows = {name: " | ".join(f"{h:.2f}" for h in numbers[name]) for name in ("standard", "law")}
+    errors = load("calibration")["minilm"]["errors"]
+    arms = {"fitted": "fitted", "su": "Su's law, base 128", "plain": "standard scale"}
+    missed = {
+        name: f"{errors[arm]['code']:.2f} nats on code and {errors[arm]['prose']:.2f} on prose"
+        for name, arm in arms.items()
+    }
+    return {
+        "growth": " to ".join(growth),
+        "held": f"{min(held):.2f} and {max(held):.2f}",
+        **rows,
+        **missed,
+    }
+
+
+def johnson_lindenstrauss() -> dict[str, str]:
+    from layers.test_linear_attention import errors_of_estimates
+    from ledger.test_dimensions import constants_at_half, criterion, famous_constant
+    from ledger.test_maps import failures_of_a_spike, failures_of_single_features
+
+    from isentropic.jl import min_dim
+
+    dimensions = {
+        method: str(min_dim(10_000, eps=0.2, delta=0.01, method=method, n_features=5000))
+        for method in ("exact", "haar", "dasgupta-gupta", "achlioptas", "chernoff")
+    }
+    features = {
+        f"features-{d}-{square}": " | ".join(f"{x:.2g}" for x in errors_of_estimates(d, square))
+        for d in (64, 8)
+        for square in (1, 4, 7, 16)
+    }
+    famous = famous_constant()
+    return (
+        dimensions
+        | features
+        | {
+            "criterion": str(famous["k"]),
+            "off": f"{famous['off']:.0f} of the {famous['pairs']:_d}".replace("_", " "),
+            "natural": f"{constants_at_half()['natural']:.1f}",
+            "of-512": f"{criterion()['of_512']:.1f}",
+            **{name: _power_of_ten(p) for name, p in failures_of_a_spike().items()},
+            **{f"sparse-{name}": f"{100 * p:.1f}" for name, p in failures_of_single_features().items()},
+        }
+    )
+
+
+def rotate() -> dict[str, str]:
+    from experiment import load
+
+    schemes = load("quantize_cache")["errors"].values()
+    residual = load("rotate_residual")
+    return {
+        **{
+            name: " | ".join(f"{100 * x:.1f} %" for x in of.values())
+            for name, of in zip(("plain", "rotated", "channel", "both"), schemes, strict=True)
+        },
+        "change": _power_of_ten(residual["change"]),
+        "logits": f"{residual['logits']:.0f}",
+        "before": f"{residual['largest before']:.1f}",
+        "after": f"{residual['largest after']:.1f}",
+    }
+
+
+def reduce_dimension() -> dict[str, str]:
+    from experiment import load
+    from report import shown
+
+    results = load("map_speed")
+    return {
+        "processor": results["processor"],
+        **{
+            f"d-{d}": " | ".join(shown(x, "ratio") for x in found.values())
+            for d, found in results["ratios"].items()
+        },
+    }
+
+
+def _interval(differences: list[float], form: str, of: Callable[[float], float] = float) -> str:
+    """The mean of paired differences with its 95 % interval, as a function of them."""
+    from experiment import decide
+
+    found = decide(differences, 0)
+    mean, low, high = (f"{of(x):{form}}" for x in (found.mean, found.low, found.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def _range(numbers: list[float], form: str = ".1f") -> str:
+    """The least and the greatest of the numbers of several machines."""
+    return " to ".join(dict.fromkeys(f"{x:{form}}" for x in (min(numbers), max(numbers))))
+
+
+def _power_of_ten(x: float) -> str:
+    exponent = math.floor(math.log10(x))
+    return f"{x / 10**exponent:.1f}·10" + str(exponent).translate(
+        str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    )
