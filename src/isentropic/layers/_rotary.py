@@ -84,6 +84,7 @@ def rotary(
         check_numeric(xp, positions=positions)
         check_broadcastable("positions", positions.shape, x.shape[:-1])
 
+    # Half precision does not have all integers above 2048, so positions would coincide.
     dtype = accumulator(xp, x.dtype)
     half = size // 2
     pair = xp.arange(half, dtype=dtype, device=device)
