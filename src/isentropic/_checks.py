@@ -224,6 +224,7 @@ def counts(**values: Any) -> tuple[int, ...]:
 
 
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
+    # `in` compares, to which an array would answer with an array.
     if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)
         raise value_error(name, f"be {options}", _shortened(x) + _nearest(x, choices))
