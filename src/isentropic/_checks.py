@@ -69,6 +69,7 @@ def _shortened(x: Any, form: Callable[[Any], str] = repr) -> str:
     try:
         text = form(x)
     except ValueError:
+        # Python refuses to print more than 4300 digits by default.
         return "an integer of more digits than Python prints"
     if len(text) <= 2 * _SHOWN_CHARACTERS + 20:
         return text
@@ -99,6 +100,7 @@ def _packages_of(extra: str) -> list[str]:
     except importlib.metadata.PackageNotFoundError:  # run from a folder
         return []
     parts = [requirement.partition(";") for requirement in requirements]
+    # Metadata may have quotes of either kind around the name of the extra.
     return [package.strip() for package, _, marker in parts if f"'{extra}'" in marker.replace('"', "'")]
 
 
@@ -241,6 +243,7 @@ def _nearest(x: Any, choices: Sequence[Any]) -> str:
 def check_flag(**flags: Any) -> None:
     """Refuse everything but True and False. The string "False", for example, would count as true."""
     for name, x in flags.items():
+        # NumPy 2 calls its class `bool`, and NumPy 1 `bool_`.
         is_numpy = type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
         if not isinstance(x, bool) and not is_numpy:
             must = "be True or False"
@@ -287,6 +290,7 @@ def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ..
     if _broadcast(shape, target) == tuple(target):
         return
     must, missing = f"have a shape broadcastable to {tuple(target)}", len(target) - len(shape)
+    # A likely mistake is an array (B, S) without axes for heads and queries.
     by_batch = (*shape[:1], *(1,) * missing, *shape[1:])
     if shape and missing > 0 and _broadcast(by_batch, target) == tuple(target):
         must += f", such as {by_batch} if its first axis is that of the batch"

@@ -237,6 +237,7 @@ class Mask(Node, Record, ABC):
         xp, device = namespace(group, like=like), common_device(group, like=like)
         is_symbol = is_symbolic(n_queries) or is_symbolic(n_keys)
         frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_symbol)
+        # Positions have the default integers of the library, which are of 32 bits in JAX.
         largest = 0 if is_symbol else xp.iinfo(frame.index_dtype).max
         for name, x in (("n_queries", n_queries), ("n_keys", n_keys)):
             if not is_symbol and x > largest:
@@ -292,6 +293,7 @@ class Mask(Node, Record, ABC):
             return (fold(xp, with_tile, n_keys, block_size),)
 
         (counts,) = map_blocks(xp, count_rows, n_queries, row_size)
+        # They are columns, because `map_blocks` joins blocks of rows along axis −2.
         return counts[..., 0]
 
     def __bool__(self) -> bool:

@@ -134,6 +134,7 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1
         return finish(annealed)
     # Beyond it the result is ∞ anyway, and the square might overflow.
     square = clip(xp, beta, max=1e4) ** 2
+    # In one exponent, because e^{β²} alone would overflow sooner.
     exponent = square - xp.log(n) - math.log(2)
     diverges = exponent > _LARGEST_EXPONENT
     correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
@@ -422,6 +423,7 @@ def invariant_factor(
     own = _own_parameters(model, {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap})
     is_exact = model in ("gaussian", "sphere")
     xp, (n, target, *parameters), finish = _checked_arrays(is_exact, n=n, target=target, **own)
+    # The entries become one row, because `_root` joins its steps along the axis before.
     shape = n.shape
     n, target, *parameters = (xp.reshape(x, (1, -1)) for x in (n, target, *parameters))
     # On a sphere the strength is κ = factor · √d.

@@ -311,6 +311,7 @@ def scale_queries(
             # Without arrays in the law, or without an axis for heads, another axis would not help.
             if len(shape) < 2 or not law.arrays:
                 raise
+            # The likely reason is a query whose tokens come before its heads.
             hint = "pass `head_axis=-2` for a query (..., tokens, heads, E)"
             raise ValueError(f"{str(error).removesuffix('.')}: {hint}.") from None
     return xp.astype(xp.astype(query, dtype) * factors, query.dtype)

@@ -337,6 +337,7 @@ def _to_library(plan: Plan, x: Any) -> Any:
     if x is None or plan.library == "numpy":
         return x
     if plan.library == "torch":
+        # PyTorch warns of memory that cannot be written.
         return xp.from_numpy(x if x.flags.writeable else x.copy())
     return jax_array(x, plan.device)
 
@@ -552,6 +553,7 @@ class _Pass:
             reference = reference + log_factor
             if value is not None:
                 value /= factor
+        # Rounding may bring it above 0, and then the entropy of a single key below 0.
         moment = np.minimum(moment, 0.0) if self.order == 1 else moment
         return Sums(reference, normalizer, value, moment)
 

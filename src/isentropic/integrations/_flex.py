@@ -181,6 +181,7 @@ def _band(mask: _Band, shift: int) -> MaskMod:
         bounds.append(lambda b, h, q_idx, kv_idx: kv_idx >= q_idx + offset(b, h) - left)
     if right is not None:
         bounds.append(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset(b, h) + right)
+    # Without bounds it is the mask that shows all keys.
     return and_masks(*bounds)
 
 

@@ -155,6 +155,7 @@ class LawModule(torch.nn.Module):
             value = self._values.pop(name, None) if x.is_meta else x
             if value is not None:
                 # Buffers are configuration, which half precision would round.
+                # A float64 may become float32, but no buffer becomes narrower than that.
                 is_rounded = new.dtype.itemsize < min(4, value.dtype.itemsize)
                 dtype = value.dtype if is_rounded and name in self._buffers else new.dtype
                 return _placed(value.to(new.device, dtype), new)
@@ -505,6 +506,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if (x := attn_mask) is not None:
             shape = (n_queries, n_keys)
             _check_mask("attn_mask", x, shape if x.ndim == 2 else (n * heads, *shape))
+            # PyTorch's masks of three axes have the batch and the heads in one.
             masks.append(x if x.ndim == 2 else x.unflatten(0, (n, heads)))
 
         visible: Mask | None = None

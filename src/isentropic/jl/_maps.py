@@ -451,6 +451,7 @@ class Rotation(Projection, _RotationArrays):
         True
         """
         check_choice("side", side, ("input", "output"))
+        # The rows of W Rᵀ are R times rows of W, and the columns of R W are R times columns of W.
         return self._along("weight", weight, -1 if side == "input" else -2)
 
     @property

@@ -488,6 +488,7 @@ def _plan_of_features(
     # Queries and keys get the root of the scale each, as the error grows with both norms.
     root = (1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)) ** 0.5
     x, y = x * root, xp.astype(operands.key, dtype, copy=False) * root
+    # Without a law this still checks `n_keys`.
     if law is not None or n_keys is not None:
         mask = causal() if is_causal else None
         n = visible_lengths(plan, mask, n_keys)
@@ -589,6 +590,7 @@ def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:
         x = xp.where(lift(visible, x.ndim), x, -math.inf)
     state = absorb(Ops(xp), None, x, None, None)
     ones = xp.ones_like(x) if visible is None else lift(xp.astype(visible, x.dtype), x.ndim)
+    # A query that sees no key has the mean 0, not 0/0.
     count = clip(xp, xp.sum(ones, axis=-1, keepdims=True), min=1)
     log_root = (log_normalizer(xp, state) - xp.log(count)) / 2
     largest = 0.999 * math.log(float(xp.finfo(x.dtype).max))
