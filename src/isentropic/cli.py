@@ -370,6 +370,7 @@ def _first_line(error: Exception) -> str:
 def _check_outputs(plot: Path | None, *others: Path) -> None:
     """Fail before the computation if an output could not be written after it."""
     for path in (plot, *others):
+        # A file that does not exist yet takes a folder that can be written.
         if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
             raise click.ClickException(f"{path} cannot be written")
     if plot is None:

@@ -285,6 +285,7 @@ class Mask(Node, Record, ABC):
         def count_rows(rows: Block) -> tuple[Array]:
             def with_tile(count: Array | None, columns: Block) -> Array:
                 seen = self.block(frame, rows, columns)
+                # A tile may have axes of length 1, which a sum would count once.
                 seen = xp.broadcast_to(seen, (*seen.shape[:-2], rows[1], columns[1]))
                 # The array API does not sum booleans.
                 here = xp.sum(xp.astype(seen, frame.index_dtype), axis=-1, keepdims=True)

@@ -232,6 +232,7 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
         factors = [law(float(x)) for x in n]
         rows = np.stack([np.ravel(to_numpy(x) if law.arrays else x) for x in factors])
         lines = ax.plot(n, rows, color=f"C{i % 10}", lw=1.5)
+        # The lines of all heads have one entry in the legend.
         lines[0].set_label(name)
     ax.axhline(1, color="0.6", lw=0.8, ls=":")
     _format_length_axis(ax)

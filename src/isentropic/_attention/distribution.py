@@ -559,6 +559,7 @@ def state_for(arguments: Arguments) -> AttentionState:
         else:
             n_seen = n = plan.xp.broadcast_to(lengths_of_law(plan, operands, n_keys), shape)
         if n_keys is not None:
+            # A given number of keys is that of all blocks together.
             n_seen = plan.xp.broadcast_to(visible_lengths(plan, operands.mask), shape)
     fields = state_in_rows(plan, operands, arguments.implementation)[:4]
     return AttentionState(*fields, n_seen, n)

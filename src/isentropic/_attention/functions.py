@@ -330,6 +330,7 @@ def _check_heads_are_known(law: Law, n: Array, shape: tuple[int, ...]) -> None:
 def _heads_before_tokens(head_axis: int, ndim: int) -> list[int]:
     """The order of all axes but E that brings that of the heads to the last place but one."""
     check_axis(head_axis, ndim + 1, "head_axis")
+    # The axes of `query` are one more, with that of the features.
     head = int(head_axis) % (ndim + 1)
     if head == ndim:
         raise value_error("head_axis", "not be the last axis, which is that of the features", head_axis)

@@ -250,6 +250,7 @@ class _Heads:
         import jax
 
         xp, plan = self.plan.xp, self.plan
+        # `_arrays_of` has already made the arrays those of the computation.
         plan_of_head = plan.replaced(batch=(), dtype=plan.compute)
         shape, arrays = _with_groups(xp, plan.batch, self.arrays)
 
@@ -376,6 +377,7 @@ class _Blocks:
         same = {name: x for name, x in arrays.items() if name not in axes or x.shape[axes[name]] == 1}
         first, stacked = {}, {}
         for name in arrays.keys() - same.keys():
+            # Arrays of one head have two axes.
             x, axis = arrays[name], axes[name] % 2
             first[name] = take(x, (0, ragged), axes[name])
             x = take(x, (ragged, length - ragged), axes[name])

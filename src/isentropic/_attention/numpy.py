@@ -570,6 +570,7 @@ class _Pass:
 
     def tiles(self, item: Task) -> Iterator[tuple[slice, Block, Hidden]]:
         """Yield tiles: some rows of the item, a block of keys, and what is hidden."""
+        # A tile of fewer rows has room for more columns.
         column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // item.rows[1])
         sizes, visible = (BLOCKS.numpy_rows, column_size), partial(self.visible, item.mask)
         return schedule.tiles(self.plan.frame, item.mask, item.rows, item.part, sizes, visible)
@@ -578,6 +579,7 @@ class _Pass:
         frame = self.plan.frame
         if not self.has_common_tiles:
             return mask.block(frame, rows, columns)
+        # Tiles on the same diagonal hide the same keys.
         tile_key = (rows[0] - columns[0], rows[1], columns[1])
         if tile_key not in self.visible_tiles:
             self.visible_tiles[tile_key] = mask.block(frame, rows, columns)

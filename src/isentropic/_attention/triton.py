@@ -693,6 +693,7 @@ def _launch(
     }  # fmt: skip
     all_constants = {
         "WIDTH": query.shape[-1],
+        # Without values kernels still have a sum of this width, which must be a power of 2.
         "VALUE_WIDTH": 16 if value is None else value.shape[-1],
         "HAS_VALUE": value is not None,
         "HAS_BIAS": blocks.bias is not None,

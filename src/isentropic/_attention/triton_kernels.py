@@ -730,6 +730,7 @@ def largest_kernel(
         first, end = load_interval(FIRST, END, at, row, L, S, HAS_MASK, ROWS)
         low, _all_low, _all_high, high = ranges_of_keys(first, end, row, L, S, HAS_MASK, COLUMNS)
         maximum = tl.full((ROWS,), -float("inf"), tl.float32)
+        # Full tiles are not apart here: only losses that depend on the maximum run this loop.
         for block in range(low, high, COLUMNS):
             column = block + tl.arange(0, COLUMNS)
             k = load_rows(K, block, k_row, S, COLUMNS, WIDTH)

@@ -236,6 +236,7 @@ class _Shards:
             n_keys = mask.visible_count(self.n_queries, total, like=query)
         # Before the law multiplies, as its factor times a query would be rounded to half precision.
         query = xp.astype(query, accumulator(xp, xp.result_type(*arrays.values())))
+        # `scale_queries` takes no None.
         law = Constant(1.0) if law is None else law
         return scale_queries(query, total if n_keys is None else n_keys, law=law)
 

@@ -167,6 +167,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self.n_components_ = n_features if k is None else k
         # None for the identity, and a sparse matrix for the kind "sparse" and sparse data.
         self._map: Any = None if k is None else self._draw(n_features, k, sparse.issparse(X))
+        # The matrices of these two kinds have few entries.
         self._is_sparse = sparse.issparse(X) if k is None else self.kind in ("sparse", "count_sketch")
         if self.compute_inverse_components:
             self.inverse_components_ = self._pseudo_inverse()

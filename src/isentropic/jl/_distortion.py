@@ -266,6 +266,7 @@ def _errors_on_host(xp: Any, x: Array, y: Array, pair: Any, dtype: Any) -> list[
 def _errors(xp: ModuleType, x: Array, y: Array, pair: Any, dtype: Any, precision: float) -> list[Array]:
     """The four arrays of a `DistortionReport`, computed in `dtype`."""
     unit = _power_of_two_above(xp, xp.astype(xp.max(xp.abs(x)), dtype))
+    # Images have the unit of the points, so that ratios of both need no correction.
     norm_x, norm_y = (_square_norms(xp, points, unit) for points in (x, y))
     square_x, *units_x, inner_x = _pair_products(xp, x, unit, pair, norm_x, precision)
     square_y, *units_y, inner_y = _pair_products(xp, y, unit, pair, norm_y, precision)

@@ -66,6 +66,7 @@ class Projection:
     ((5, 7, 64), (64, 3))
     """
 
+    # Otherwise an instance would have a `__dict__` too, of which neither trees nor comparisons know.
     __slots__ = ()
 
     @property
@@ -147,6 +148,7 @@ class Projection:
         sample = x._meta if is_dask(x) else x  # type: ignore[attr-defined]
         xp = namespace_with_drawn(("projection", tuple(leaves_of(self))), **{name: sample})
         check_floating(xp, **{name: sample})
+        # A user may have replaced arrays of the tuple, so each call checks them.
         self._check()
         out, size = self._shape[::-1] if is_adjoint else self._shape
         check_axis(axis, x.ndim)

@@ -198,6 +198,7 @@ def orthogonal_projection(
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     generator = generator_of(rng)
+    # There are no more orthonormal rows than columns.
     short, long = sorted((n_components, n_features))
     weights = random_orthonormal(generator, short, long)
     weights = weights if n_components <= n_features else weights.T
@@ -457,6 +458,7 @@ def rotation(
         signs = [random_signs(generator, (blocks if independent else 1, size)) for _ in range(rounds)]
         factors = [flat_matrix(order) for order in orders]
     return Rotation(
+        # Each block has signs of its own in the map, even if they are equal.
         tuple(convert_draw(np.repeat(part, blocks // part.shape[0], axis=0), like) for part in signs),
         # In half precision the factors would not be orthogonal.
         tuple(convert_draw(factor, like, is_wide=True) for factor in factors),

@@ -436,6 +436,7 @@ def over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
     if not is_array(x):
         return plain_float(x)
     x = xp.astype(x, n.dtype)
+    # The new last axis is that of the queries, to which a plain parameter applies alike.
     return lift(x[..., None], n.ndim) if x.ndim > 0 and n.ndim > 0 else x
 
 

@@ -257,6 +257,7 @@ def _orthogonal_directions(
     for _ in range(-(-n_components // n_features)):
         normals = random_normals(generator, (n_features, n_features))
         lengths = deviation * np.linalg.norm(normals, axis=1, keepdims=True)
+        # Each direction is distributed like a normal vector, which keeps the estimate unbiased.
         blocks.append(lengths * random_orthonormal(generator, n_features, n_features))
     directions: Array = convert_draw(np.concatenate(blocks)[:n_components], like)
     return directions

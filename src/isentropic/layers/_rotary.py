@@ -91,6 +91,7 @@ def rotary(
     frequency = xp.exp(pair * (-2.0 * math.log(base) / max(size, 1)))
     if positions is None:
         positions = xp.arange(length, dtype=dtype, device=device)
+    # Positions and frequencies get the axes of `x`, which JAX may be set to require.
     _, frequency, positions = align(x, frequency, xp.astype(positions, dtype)[..., None])
     angle = positions * frequency
     cos, sin = xp.cos(angle), xp.sin(angle)
