@@ -91,6 +91,7 @@ def absorb(
     if state is None:
         return Sums(m, z, None if value is None else ops.weighted(p, value), w)
     if policy == "largest":
+        # The sums so far are relative to the former maximum.
         state = moved(ops, state, m, order)
     return Sums(
         m,

@@ -439,6 +439,7 @@ def _circulate_queries(
         # After the last visit only the results travel on, to the process that they belong to.
         ahead = _hop(visitors, group) if step < size - 1 else None
         behind = _hop(gathered, group) if step > 0 else None
+        # After so many hops the visitors are those of the process that is so many ranks before.
         here = visit((rank - step) % size, *visitors)
         gathered = here if behind is None else merge(behind(), here)
         visitors = visitors if ahead is None else ahead()

@@ -258,6 +258,7 @@ def preset(name: str, **parameters: Any) -> Law:
         bound = inspect.signature(make).bind(**parameters)
     except TypeError:
         known = inspect.signature(make).parameters.values()
+        # Annotations would show names that are not public.
         takes = ", ".join(str(p.replace(annotation=p.empty)) for p in known) or "none"
         got = ", ".join(sorted(parameters)) or "none"
         raise type_error("parameters", f"be those of {name!r} ({takes})", got) from None
