@@ -132,7 +132,7 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1
     annealed = xp.log(n) - beta * beta / 2
     if method == "annealed":
         return finish(annealed)
-    # Beyond it the result is ∞ anyway, and the square might overflow.
+    # Beyond 10⁴ the result is ∞ anyway, and the square might overflow.
     square = clip(xp, beta, max=1e4) ** 2
     # In one exponent, because e^{β²} alone would overflow sooner.
     exponent = square - xp.log(n) - math.log(2)

@@ -553,7 +553,7 @@ class _Pass:
             reference = reference + log_factor
             if value is not None:
                 value /= factor
-        # Rounding may bring it above 0, and then the entropy of a single key below 0.
+        # Rounding may bring the moment above 0, and then the entropy of a single key below 0.
         moment = np.minimum(moment, 0.0) if self.order == 1 else moment
         return Sums(reference, normalizer, value, moment)
 

@@ -108,7 +108,7 @@ _ARGUMENTS = (
     "isentropic::attention_state", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
 )
 def _state(*arguments: Any) -> list[Tensor]:
-    # Like the tensors with which PyTorch traces.
+    # Contiguous, like the tensors with which PyTorch traces the operator.
     return [x.contiguous() for x in _forward(Call(*arguments)) if x is not None]
 
 

@@ -65,7 +65,7 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "jax-triton is not installed: pip install jax-triton"
     if plan.library == "torch" and plan.facts.is_transformed:
         return TRANSFORMED
-    # The last one is bfloat16, which CuPy does not have.
+    # The last one is bfloat16, which not every library has.
     dtypes = [getattr(xp, name) for name in ("float32", "float16", "bfloat16") if hasattr(xp, name)]
     if is_interpreted():
         if plan.dtype in dtypes[2:]:
@@ -562,7 +562,7 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
     )
     g = upstream.out
     if out is not None:
-        # The kernels of gradients always read one if there are values.
+        # If there are values, the kernels of gradients always read this gradient.
         g = xp.zeros_like(out) if g is None else g
         g, out = (contiguous(xp, xp.astype(x, blocks.query.dtype, copy=False)) for x in (g, out))
     # Most losses do not depend on the maximum itself. Then `rest` is 0, and the kernel returns at once.

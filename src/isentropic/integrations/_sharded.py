@@ -456,7 +456,7 @@ def _hop(tensors: Sequence[Any], group: Any) -> Callable[[], Sequence[Any]]:
     # The backends of `torch.distributed` transfer only tensors without gaps.
     sent = [None if x is None else x.contiguous() for x in tensors]
     received = [None if x is None else torch.empty_like(x) for x in sent]
-    # All start at once. If each process first waited for its send, none would receive.
+    # All transfers start at once. If each process first waited for its send, none would receive.
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(operation, x, group=group, group_peer=peer)

@@ -335,7 +335,7 @@ def _pair_products(
     # Squares that underflow are not accurate either, and a zero vector has no angle.
     is_accurate = xp.minimum(a, b) > d * xp.finfo(norms.dtype).smallest_normal
     is_accurate &= 1 - abs(cosine) >= min(1 / 16, 4 * (d + 4) * precision)  # False for NaN
-    # Their number depends on values, which other libraries may not know while they trace.
+    # The number of these pairs depends on values, which a traced call does not know.
     (others,) = xp.nonzero(~is_accurate)
     if others.size:
         those = [index[others] for index in pair]

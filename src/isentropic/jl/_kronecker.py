@@ -98,7 +98,7 @@ def _in_numpy(np: Any, factors: list[Array], rows: Array, trail: int, out: Any) 
 
 def _times_few_rows(np: Any, factor: Array, rows: Array) -> Array:
     count, f = rows.shape
-    # It divides the rows, so all products have the same size and are one call.
+    # A part divides the rows, so all products have the same size and are one call.
     part = math.gcd(count, 128)
     if part < 16:
         return _times_rows(np, factor, rows)

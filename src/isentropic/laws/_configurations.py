@@ -354,7 +354,7 @@ def _beam(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
     types = fields.sequence("layer_types", str)
     if types is None:
         last = fields.n_layers() - 1
-        # So transformers fills in the types that a configuration leaves out.
+        # transformers fills in the types in this way if a configuration leaves them out.
         full = [i % 6 == 5 or i == last for i in range(last + 1)]
         types = ["full_attention" if x else "sliding_attention" for x in full]
     rotating = _rope_data(fields)[1] or {}

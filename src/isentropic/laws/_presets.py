@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 def _checked(length: Parameter, above: float = 1) -> Parameter:
     """A length; a number is checked under this name, as laws have other names for their parameters."""
-    # Arrays are checked by the law.
+    # The law itself checks arrays.
     if is_real(length):
         check_real("length", length, above=above)
     return length

@@ -581,7 +581,7 @@ def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, directions: _Di
     # Each factor has a maximum of its own, so that the sum over the features is a product of matrices.
     x_max, y_max = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
     kernel = product(xp, xp.exp(a - x_max), xp.matrix_transpose(xp.exp(b - y_max)))
-    # It may underflow to 0 where the largest terms of both factors are at different features.
+    # The sum may underflow to 0 where the largest terms of both factors are at different features.
     return log_or(xp, kernel, -math.inf) + x_max + xp.matrix_transpose(y_max)
 
 
