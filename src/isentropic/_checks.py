@@ -69,6 +69,7 @@ def _shortened(x: Any, form: Callable[[Any], str] = repr) -> str:
     try:
         text = form(x)
     except ValueError:
+        # Python refuses to print more than 4300 digits by default.
         return "an integer of more digits than Python prints"
     if len(text) <= 2 * _SHOWN_CHARACTERS + 20:
         return text
@@ -99,6 +100,7 @@ def _packages_of(extra: str) -> list[str]:
     except importlib.metadata.PackageNotFoundError:  # run from a folder
         return []
     parts = [requirement.partition(";") for requirement in requirements]
+    # Metadata may have quotes of either kind around the name of the extra.
     return [package.strip() for package, _, marker in parts if f"'{extra}'" in marker.replace('"', "'")]
 
 
@@ -224,6 +226,7 @@ def counts(**values: Any) -> tuple[int, ...]:
 
 
 def check_choice(name: str, x: Any, choices: Sequence[Any]) -> None:
+    # `in` compares, to which an array would answer with an array.
     if not isinstance(x, (str, type(None))) or x not in choices:
         options = " or ".join(repr(choice) for choice in choices)
         raise value_error(name, f"be {options}", _shortened(x) + _nearest(x, choices))
@@ -286,6 +289,7 @@ def check_broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ..
     if _broadcast(shape, target) == tuple(target):
         return
     must, missing = f"have a shape broadcastable to {tuple(target)}", len(target) - len(shape)
+    # A likely mistake is an array (B, S) without axes for heads and queries.
     by_batch = (*shape[:1], *(1,) * missing, *shape[1:])
     if shape and missing > 0 and _broadcast(by_batch, target) == tuple(target):
         must += f", such as {by_batch} if its first axis is that of the batch"

@@ -149,12 +149,15 @@ def entropy_of_moments(
     t = order - 1
     log_z = log_or(xp, normalizer, 0.0)
     if order >= INFINITE_ORDER:
+        # Relative to the maximum the largest probability is 1/z.
         renyi = log_z
     elif abs(t) < _SAME_AS_ORDER_1:
         renyi = log_z - divide_or_zero(xp, moment, normalizer)
     elif is_far_from_1(order):
+        # Σ p^α is the moment divided by z^α.
         renyi = log_z * (order / t) - log_or(xp, moment, 0.0) / t
     else:
+        # The moment w is Σ eˣ (e^{tx} − 1)/t here, and Σ p^α is z^{−t} (1 + t w/z).
         renyi = log_z - xp.log1p(divide_or_zero(xp, moment, normalizer) * t) / t
     return convert_family(xp, renyi, order, family)
 
@@ -165,6 +168,7 @@ def convert_family(xp: ModuleType, renyi: Array, order: float, family: str) -> A
     if family == "renyi" or abs(t) < _SAME_AS_ORDER_1:
         return renyi
     if order >= INFINITE_ORDER:
+        # The limit is 0. The product keeps NaN.
         return renyi * 0.0
     return -xp.expm1(renyi * -t) / t
 
@@ -317,6 +321,7 @@ def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = 
 def entropy_of_rows(xp: ModuleType, s: Array, order: float, family: str) -> Array:
     """The entropy of the softmax of logits along the last axis, in nats."""
     if s.shape[-1] == 0:
+        # The sum over no keys is a 0 of the right shape.
         return xp.sum(s, axis=-1)
     ops = Ops(xp)
     _, _, normalizer, moment = partition(ops, s, order, ops.row_max(s))

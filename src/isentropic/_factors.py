@@ -108,6 +108,7 @@ def factor_for_entropy(
             hidden = s == -math.inf
 
             def entropy_at(factor: Array) -> Array:
+                # A factor of 0 times −∞ would be NaN, and so would its derivative.
                 scaled = xp.where(hidden, s, xp.where(hidden, 0.0, s) * factor)
                 return entropy_of_rows(xp, scaled, 1.0, "renyi")[..., None]
 
@@ -165,6 +166,7 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     at_highest, _ = _entropy_and_variance(xp, x, highest)
     is_inside = is_below & (spread > 0) & (at_highest < targets)
     log_spread = log_or(xp, spread, 0.0)
+    # No variance exceeds spread²/4, so the deficit is at most λ² spread²/8.
     lowest = xp.where(is_inside, xp.log(deficit * 8.0) / 2 - log_spread, highest)
     # For small λ the deficit is λ²/2 times the variance of the scores.
     start = xp.log(deficit * 2.0 / clip(xp, spread_variance, min=eps)) / 2 - log_spread
@@ -177,6 +179,7 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
         is_above = h > targets
         low, high = xp.where(is_above, u, low), xp.where(is_above, high, u)
         d, h = clip(xp, log_n - h, min=eps / 8), clip(xp, h, min=tiny)
+        # The derivative of log d − log h with respect to log λ, of which −dH/d log λ is the variance.
         slope = variance * (1 / d + 1 / h)
         slope = xp.where(slope > 1e-30, slope, 0.0)  # a smaller slope would make the step overflow
         newton = divide_or_zero(xp, goal - xp.log(d) + xp.log(h), slope)
@@ -189,8 +192,10 @@ def _solve(xp: ModuleType, s: Array, targets: Array) -> tuple[Array, Array]:
     carry = (start, lowest, highest, xp.zeros_like(start))
     u, *_ = iterate(xp, step, carry, _MAX_STEPS, lambda c: xp.all(~(xp.abs(c[3]) > 1e3 * eps)))
     h, variance = _entropy_and_variance(xp, x, u)
+    # The scores were halved, and divided by the unit.
     factor = xp.exp(xp.where(is_inside, u, highest)) / (unit * 2)
     factor = xp.where(is_below, factor, 0.0)
+    # Equal scores have the same entropy at every factor.
     factor = xp.where(spread == 0, 1.0, factor)
     is_number = (h == h) & (targets == targets)
     return xp.where(is_number, factor, math.nan), xp.where(is_inside, variance, 0.0)

@@ -44,6 +44,7 @@ def _across_meshes(function: Callable[..., _R], args: Any, kwargs: Any) -> _R:
         mesh = model.sharding.mesh  # with its devices, to which JAX moves constants
     with jax.sharding.use_abstract_mesh(automatic):
         whole = jax.sharding.NamedSharding(automatic, jax.P())
+        # By identity, since `==` compares arrays number by number.
         leaves = [
             jax.sharding.reshard(x, whole) if any(x is y for y in explicit) else x for x in leaves
         ]

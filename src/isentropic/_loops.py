@@ -183,6 +183,7 @@ def _map_into_result(
     def write(block: Block) -> None:
         parts = function(block)
         with lock:
+            # Only a computed block tells the shapes of the results.
             if not results:
                 shapes = [None if x is None else (*x.shape[:-2], length, x.shape[-1]) for x in parts]
                 pairs = zip(shapes, parts, strict=True)
@@ -223,6 +224,7 @@ def scan_blocks(
     """
     if is_symbolic(length):
         return step(carry, (0, length))[1]
+    # The ragged block comes first, so that all blocks of a scan have one size.
     first = min(length, length % block_size or block_size)
     carry, output = step(carry, (0, first))
     outputs = [output]

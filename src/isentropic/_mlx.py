@@ -53,6 +53,7 @@ class _Namespace(ModuleType):
         return mx.clip(x, min, max)
 
 
+# Arrays of MLX are in memory that its devices share, so its functions take no device.
 def _without_device(name: str) -> Any:
     def function(self: _Namespace, *args: Any, device: None = None, **options: Any) -> Any:
         return getattr(mx, name)(*args, **{key: x for key, x in options.items() if x is not None})

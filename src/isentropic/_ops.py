@@ -99,6 +99,7 @@ class InPlaceOps(Ops):
         return self.xp.multiply(s, x, out=s) if _fits(x, s) else s * x
 
     def cap(self, s: Any, softcap: float) -> tuple[Any, Any]:
+        # No derivative is taken here, so the tanh may be overwritten.
         return self.xp.multiply(self.xp.tanh(s, out=s), softcap, out=s), None
 
     def hide(self, s: Any, visible: Any) -> Any:
@@ -117,6 +118,7 @@ class InPlaceOps(Ops):
             s = xp.subtract(s, m, out=s) if _fits(m, s) else s - m
         if order == 1:
             xp.maximum(s, LOWEST_SCORE, out=s)
+        # A moment needs the scores beside their exponentials.
         return s, xp.exp(s, out=s if order is None else None)
 
     def power(self, x: Any, order: float) -> Any:

@@ -21,6 +21,7 @@ class Record:
         cls._fields = (*cls._fields, *cls.__annotations__)
 
     def __init__(self, *values: Any, **named: Any) -> None:
+        # The other fields are named, or have their defaults in the class.
         self.__dict__.update(zip(self._fields, values, strict=False), **named)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -148,6 +148,7 @@ def in_host_memory(xp: Any, x: Any) -> Any:
     """An array, or nested tuples of arrays, as NumPy arrays. Only half precision is copied."""
     if isinstance(x, tuple):
         parts = [in_host_memory(xp, part) for part in x]
+        # A map is a named tuple, whose methods the caller needs.
         return tuple(parts) if type(x) is tuple else type(x)(*parts)
     if xp.isdtype(x.dtype, "real floating"):
         x = xp.astype(x, accumulator(xp, x.dtype), copy=False)
@@ -195,6 +196,7 @@ def _kernel(xp: Any, linear: LinearMap, x: Array) -> tuple[Program, Sequence[Arr
     """The program of the map and its arrays, if a kernel computes the map."""
     if linear.program is None or not runs_kernels(xp, x):
         return None
+    # A grid of no programs cannot be launched.
     if any(map(is_symbolic, x.shape)) or 0 in x.shape:
         return None
     if str(x.dtype).removeprefix("torch.") not in _KERNEL_DTYPES:
@@ -254,6 +256,7 @@ def _primitive() -> Any:
     def batch(args: Any, axes: Any, *, program: Any) -> Any:
         x, *arrays = args
         x = jax.numpy.moveaxis(x, axes[0], 0)
+        # A batch of matrices is a matrix of more rows.
         y = kernel_rows.bind(x.reshape(-1, x.shape[-1]), *arrays, program=program)
         return y.reshape(*x.shape[:2], -1), 0
 

@@ -18,10 +18,12 @@ _DEBYE_TERMS = 10
 
 def log_gamma_step(xp: ModuleType, x: Array) -> Array:
     """``log Γ(x + ½) − log Γ(x)`` for x > 0."""
+    # In powers of 1/(x − ¼) the asymptotic series has no odd terms.
     z = x + (_SHIFT - 0.25)
     r = 1 / (z * z)
     series = xp.log(z) / 2 + r * (1 / 64 - r * (5 / 2048 - r * 61 / 49152))
     below = sum(align(x[..., None], xp.arange(_SHIFT, dtype=x.dtype, device=common_device(x=x))))
+    # Each step down divides the ratio of gamma functions by (x + j + ½)/(x + j).
     return series - xp.sum(xp.log1p(0.5 / below), axis=-1)
 
 

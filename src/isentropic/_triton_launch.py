@@ -159,6 +159,7 @@ def launch_on_torch(call: Call) -> tuple[Any, ...]:
         torch.empty(x.shape, dtype=x.dtype, device=first.device) if isinstance(x, Output) else x
         for x in call.outputs
     ]
+    # Triton launches on the current device, which may be another one than that of the arrays.
     with torch.cuda.device_of(first):
         call.kernel[(call.grid,)](
             *call.inputs, *outputs, **call.numbers, **call.constants,

@@ -30,6 +30,7 @@ try:
     with requires_extra(__name__):
         import click
 except ModuleNotFoundError as error:
+    # The command is installed without its extra, too. Then one line says what is missing.
     raise SystemExit(str(error)) from None
 
 _LENGTHS = (64, 128, 256, 512)
@@ -43,6 +44,7 @@ class _Numbers(click.ParamType):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
         if not isinstance(value, str):
+            # Click also converts defaults, which are numbers already.
             return tuple(value)
         try:
             numbers = tuple(int(part) for part in value.split(","))
@@ -105,6 +107,7 @@ def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | N
             yield name, _law_or_no_folder(name)
             continue
         for layer, law in _laws_of_folder(name).items():
+            # The layers of several models may have the same names.
             yield (f"{name}: {layer}" if len(paths) > 1 else layer), law
 
 
@@ -170,6 +173,7 @@ def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: 
                 n_samples, eps=eps, delta=delta, method=method, n_features=features
             )
             for method in methods
+            # The tail of orthonormal rows depends on the number of features.
             if method != "haar" or features is not None
         }
     except ValueError as error:
@@ -236,6 +240,7 @@ def profile(
     network, batches = _load_model_and_batches(model, texts, lengths, _BATCH_TOKENS)
     with _without_traceback():
         report = huggingface.profile(network, batches, laws=model_laws, progress=True)
+        # Without the option the model keeps laws that it was saved with.
         present = huggingface.laws_of(network).values() if model_laws is None else [(model_laws, "")]
     click.echo(json.dumps(report.to_dict()) if as_json else report)
     has_laws = any(law is not None for law, _ in present)
@@ -288,8 +293,10 @@ def observe(
         if model_laws is not None:
             stack.enter_context(huggingface.use(network, model_laws))
         observer = stack.enter_context(huggingface.observe(network, every=None))
+        # The model is in evaluation mode, whose passes no interval counts.
         observer.request()
         with importlib.import_module("torch").no_grad():
+            # Without --length there is a batch for each default length. The last one is the longest.
             network(batches[-1])
     click.echo(json.dumps(observer.latest.to_dict()) if as_json else observer.latest)
 
@@ -328,10 +335,12 @@ def calibrate(
         fitted = huggingface.calibrate(
             network, batches, reference_length=reference_length, progress=True
         ).laws
+        # Before the measurements, so that an error in them does not lose the laws.
         with huggingface.use(network, fitted):
             network.config.save_pretrained(output)
         reports = {
             name: huggingface.profile(network, batches, laws=chosen, progress=name)
+            # None would keep laws that the model was saved with, and an empty mapping takes them away.
             for name, chosen in (("standard", {}), ("calibrated", fitted))
         }
     if as_json:
@@ -339,6 +348,7 @@ def calibrate(
     else:
         for name, report in reports.items():
             click.echo(f"{name}: {report}")
+    # Not to the standard output, which with --json is JSON alone.
     click.echo(f"laws: {output}", err=True)
     _draw(plot, reports)
 
@@ -353,18 +363,21 @@ def _without_traceback() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
+    # The loaders of transformers give their advice in further lines.
     return str(error).partition("\n")[0]
 
 
 def _check_outputs(plot: Path | None, *others: Path) -> None:
     """Fail before the computation if an output could not be written after it."""
     for path in (plot, *others):
+        # A file that does not exist yet takes a folder that can be written.
         if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
             raise click.ClickException(f"{path} cannot be written")
     if plot is None:
         return
     with _without_traceback(), requires_extra("isentropic.plots"):
         figure = importlib.import_module("matplotlib.figure").Figure()
+    # Matplotlib itself refuses a format only when it saves.
     formats = figure.canvas.get_supported_filetypes()
     if plot.suffix[1:].lower() not in formats:
         raise click.UsageError(f"--plot: {plot} must end in one of {', '.join(sorted(formats))}")
@@ -372,6 +385,7 @@ def _check_outputs(plot: Path | None, *others: Path) -> None:
 
 def _import_huggingface() -> Any:
     with _without_traceback():
+        # Here, because PyTorch takes seconds to import, and `laws` of presets and `jl` do not need it.
         return importlib.import_module("isentropic.integrations.huggingface")
 
 
@@ -380,6 +394,7 @@ def _load_model_and_batches(
 ) -> tuple[Any, list[Any]]:
     """The model, from a folder or from the Hub, and the texts as batches of tokens."""
     tokenizer, model = _load(name, "AutoTokenizer", "AutoModel")
+    # A model of several parts has the length in the configuration of its text decoder.
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if lengths is None:
         lengths = [n for n in _LENGTHS if n <= longest]
@@ -397,6 +412,7 @@ def _load(name: str, *kinds: str) -> list[Any]:
     transformers.logging.disable_progress_bar()
     is_folder = Path(name).is_dir()
     hub_error = None if is_folder else _hub_error(name)
+    # Without the Hub the model may still be in the cache.
     options = {"local_files_only": is_folder or hub_error is not None}
     try:
         return [getattr(transformers, kind).from_pretrained(name, **options) for kind in kinds]
@@ -434,6 +450,7 @@ def _batches(
             raise click.ClickException(f"{path} is not a text in UTF-8") from None
 
     def encode(n: int) -> list[Any]:
+        # Not slices of longer ones: a tokenizer may add tokens at both ends.
         return [tokenizer(text, truncation=True, max_length=n)["input_ids"] for text in contents]
 
     longest = max(lengths)
@@ -449,6 +466,7 @@ def _batches(
         ids = encode(n)
         size = max(1, most_tokens // n)
         for start in range(0, len(ids), size):
+            # All texts have at least n tokens, so a batch needs no padding.
             yield tensor(ids[start : start + size])
 
 
@@ -456,6 +474,7 @@ def _draw(path: Path | None, reports: dict[str, Any]) -> None:
     """Plot entropies against the length, and for each report the drift of each head."""
     if path is None:
         return
+    # A file needs no display. The choice has to come before `pyplot`.
     importlib.import_module("matplotlib").use("Agg")
     plt = importlib.import_module("matplotlib.pyplot")
     plots = importlib.import_module("isentropic.plots")

@@ -86,6 +86,7 @@ class DriftReport:
         _, layers, heads = self.entropy.shape
         slope = np.full((layers, heads), np.nan)
         for layer in range(layers):
+            # The heads of a layer have the same queries, so the first one tells for all.
             known = np.isfinite(self.entropy[:, layer, 0])
             if known.sum() > 1:
                 x = np.log(self.lengths[known])
@@ -116,6 +117,7 @@ class DriftReport:
         lists: dict[str, Any] = {}
         for name in ("lengths", "counts", "entropy", "slope"):
             x = getattr(self, name).astype(object)
+            # JSON has no NaN.
             x[x != x] = None
             lists[name] = x.tolist()
         return lists if self.names is None else lists | {"names": list(self.names)}
@@ -226,6 +228,7 @@ def _format_length(n: float) -> str:
 
 
 def _format_row(values: Iterable[float]) -> str:
+    # With `z` a small negative number is 0.000, without a sign.
     return "".join(("–" if x != x else format(x, "z.3f")).rjust(8) for x in values)
 
 
@@ -484,12 +487,14 @@ def some_queries(n: Any) -> tuple[np.ndarray, np.ndarray]:
 
     The queries see n (..., L) keys. Return the rows (K,), and how many queries each of them stands for.
     """
+    # All sequences get the same rows, although padding may make their numbers of keys differ.
     n = np.reshape(n, (-1, np.shape(n)[-1])).max(axis=0)
     groups = np.zeros_like(n) if n.min() == n.max() else _half_octave(n)
     weight = np.zeros(n.shape)
     for group in np.unique(groups):
         rows = np.flatnonzero(groups == group)
         count = min(len(rows), _MOST_QUERIES)
+        # The rows in the middle of equal parts of the group.
         weight[rows[((np.arange(count) + 0.5) * len(rows) / count).astype(int)]] = len(rows) / count
     chosen = np.flatnonzero(weight)
     return chosen, weight[chosen]

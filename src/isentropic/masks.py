@@ -116,6 +116,7 @@ class Mask(Node, Record, ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # With the module, as a mask of a user may have the name of one of ours.
         cls._word = f"{cls.__module__}.{cls.__qualname__}"
         _KINDS[cls._word] = cls
 
@@ -236,6 +237,7 @@ class Mask(Node, Record, ABC):
         xp, device = namespace(group, like=like), common_device(group, like=like)
         is_symbol = is_symbolic(n_queries) or is_symbolic(n_keys)
         frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_symbol)
+        # Positions have the default integers of the library, which are of 32 bits in JAX.
         largest = 0 if is_symbol else xp.iinfo(frame.index_dtype).max
         for name, x in (("n_queries", n_queries), ("n_keys", n_keys)):
             if not is_symbol and x > largest:
@@ -258,6 +260,7 @@ class Mask(Node, Record, ABC):
                 raise value_error("rows", f"be in [0, {n_queries})", row)
         if not rows:
             return frame.xp.zeros((0, n_keys), dtype=frame.xp.bool, device=frame.device)
+        # The rows may be far apart, so each is a block of its own.
         blocks = [self.block(frame, (row, 1), (0, n_keys)) for row in rows]
         return frame.xp.concat(
             [frame.xp.broadcast_to(x, (*x.shape[:-2], 1, n_keys)) for x in blocks], axis=-2
@@ -269,8 +272,10 @@ class Mask(Node, Record, ABC):
         interval = self.interval(frame, (0, n_queries))
         if interval is not None:
             first, end = interval
+            # An interval may reach beyond the keys, and end before it begins.
             visible = clip(xp, end, max=n_keys) - clip(xp, first, min=0)
             return clip(xp, visible, min=0)
+        # `fold` is for axes of a length above 0.
         if n_queries == 0 or n_keys == 0:
             return xp.zeros((n_queries,), dtype=frame.index_dtype, device=frame.device)
 
@@ -280,13 +285,16 @@ class Mask(Node, Record, ABC):
         def count_rows(rows: Block) -> tuple[Array]:
             def with_tile(count: Array | None, columns: Block) -> Array:
                 seen = self.block(frame, rows, columns)
+                # A tile may have axes of length 1, which a sum would count once.
                 seen = xp.broadcast_to(seen, (*seen.shape[:-2], rows[1], columns[1]))
+                # The array API does not sum booleans.
                 here = xp.sum(xp.astype(seen, frame.index_dtype), axis=-1, keepdims=True)
                 return here if count is None else count + here
 
             return (fold(xp, with_tile, n_keys, block_size),)
 
         (counts,) = map_blocks(xp, count_rows, n_queries, row_size)
+        # They are columns, because `map_blocks` joins blocks of rows along axis −2.
         return counts[..., 0]
 
     def __bool__(self) -> bool:
@@ -329,6 +337,7 @@ class Frame(Record):
 
     def limited(self, shift: int) -> int:
         """A shift of positions that sees the same keys, and whose sum with a position fits in int32."""
+        # From a position in 0 … L − 1, these shifts lead before the first key, and past the last one.
         return max(-self.n_queries, min(shift, self.n_keys))
 
     def index(self, x: Any) -> Any:
@@ -340,9 +349,11 @@ class Frame(Record):
         if is_torch(xp):  # which does not clip unsigned integers
             is_wrapped = xp.uint64 == x.dtype
             x = xp.astype(x, self.index_dtype)
+            # Numbers beyond int64 become negative in it, although they mean positions past every key.
             x = xp.where(x < 0, highest, x) if is_wrapped else x
         else:
             bounds = xp.iinfo(x.dtype)
+            # The bounds of `clip` have to be numbers of the dtype: int8 has no 2²⁹.
             lowest, highest = max(bounds.min, lowest), min(bounds.max, highest)
         return xp.astype(clip(xp, x, min=lowest, max=highest), self.index_dtype)[..., None]
 
@@ -513,6 +524,7 @@ def is_causal_alone(mask: Mask, n_queries: int, n_keys: int) -> bool:
     """Whether the mask is the plain causal one for as many queries as keys."""
     if not isinstance(mask, _Band) or mask.left is not None or mask.right != 0:
         return False
+    # Only then the two alignments are the same. Kernels of libraries align top-left.
     return n_queries == n_keys and not mask.arrays and mask.offset in (None, 0)
 
 
@@ -547,9 +559,11 @@ class _Band(_Contiguous):
         return not self.arrays
 
     def reach(self, frame: Frame, rows: Block) -> Span:
+        # Neither end decreases, so the first row has the first key, and the last row the last one.
         return self._between(frame, rows, 0, rows[1] - 1, super().reach(frame, rows))
 
     def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        # The last row begins last, and the first row ends first.
         return self._between(frame, rows, rows[1] - 1, 0, super().fully_visible(frame, rows))
 
     def _between(self, frame: Frame, rows: Block, left_row: int, right_row: int, unknown: Span) -> Span:
@@ -557,6 +571,7 @@ class _Band(_Contiguous):
         if self.arrays:
             return unknown
         first_shift, end_shift = self._shifts(frame)
+        # Where a block is traced, `rows[0]` is. So nothing here compares it.
         first = 0 if self.left is None else rows[0] + (left_row + first_shift)
         end = frame.n_keys if self.right is None else rows[0] + (right_row + end_shift)
         return first, end
@@ -576,16 +591,19 @@ class _Band(_Contiguous):
             return None
         _, first = self._shifts(frame)
         last = first + frame.n_queries - 1
+        # Where the keys end, counts stay at 0 or at S.
         return range(first, last + 1) if first >= 0 and last <= frame.n_keys else None
 
     def interval(self, frame: Frame, rows: Block) -> _Interval:
         position = frame.positions(rows)
         if self.arrays:
             position = sum(align(position, frame.index(self.offset)))
+            # `index` keeps offsets within ±2²⁹. So a window of more than 2³⁰ shows no further key.
             left, right = (min(x or 0, 2 * _MAX_POSITION) for x in (self.left, self.right))
             first_shift, end_shift = -left, right + 1
         else:
             first_shift, end_shift = self._shifts(frame)
+        # Both ends get the axes of `position`, to which an array of offsets adds batch axes.
         first = position * 0 if self.left is None else position + first_shift
         end = position * 0 + frame.n_keys if self.right is None else position + end_shift
         return first, end
@@ -641,6 +659,7 @@ class _Segments(Mask):
         if self.ids.shape[-1] != n_keys:
             raise value_error("ids", f"have a last dimension of {n_keys}, one per key", self.ids.shape)
         _check_per_sequence("ids", self.ids.shape, batch, n_keys)
+        # The first queries would be at positions before the first id.
         if self.query_ids is None and n_queries > n_keys:
             must = f"be given where there are more queries ({n_queries}) than keys ({n_keys})"
             raise value_error("query_ids", must, None)
@@ -676,6 +695,7 @@ class _Dense(Mask):
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         x = self.visible
+        # A mask may have fewer axes, such as (S,). `take` leaves axes of length 1, which broadcast.
         return take(take(lift(x, 2), rows, -2), columns, -1)
 
 
@@ -734,6 +754,7 @@ class _Or(_Pair):
 
     def reach(self, frame: Frame, rows: Block) -> Span:
         a, b = self.first.reach(frame, rows), self.second.reach(frame, rows)
+        # Between the keys of both there may be a gap, so this is a bound, and there is no `interval`.
         return smaller(frame.xp, a[0], b[0]), larger(frame.xp, a[1], b[1])
 
 
@@ -743,6 +764,7 @@ class _Not(Mask):
     hidden: Mask
 
     def __repr__(self) -> str:
+        # `~` binds more tightly than `&`. A union has parentheses of its own.
         return f"~({self.hidden})" if isinstance(self.hidden, _And) else f"~{self.hidden}"
 
     def __invert__(self) -> Mask:
@@ -779,6 +801,7 @@ def describe(mask: Mask | None) -> Description:
         if x is None or isinstance(x, str):
             return [str(x)]
         is_number = not is_array(x)
+        # Apart, because an operator of PyTorch has parameters for lists of one type each.
         (numbers if is_number else arrays).append(x)
         return ["number" if is_number else "array"]
 
@@ -823,6 +846,7 @@ def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int
     """
     on_host = all(isinstance(i, int) for i in index)
     x = lift(np.asarray(x) if on_host else x, len(batch) + n_last)
+    # Axes of length 1 broadcast. The index has no entries for the last axes, where `zip` ends.
     part = x[tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))]
     return part if n_last or not on_host else int(part)
 
@@ -856,6 +880,7 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
         return max(-_MAX_INTEGER, min(plain_integer(x), _MAX_INTEGER))
     if not hasattr(x, "dtype") or not isdtype(namespace(**{name: x}), x.dtype, "integral"):
         got = described_dtype(x.dtype) if hasattr(x, "dtype") else type(x).__name__
+        # A padding mask of other libraries is the likely reason, and it needs no `padding` here.
         if name == "lengths" and "bool" in str(got):
             got = f"{got}: an array that is True for the keys to attend to is itself a `mask`"
         raise type_error(name, "be an integer or an array of an integer dtype", got)

@@ -74,10 +74,12 @@ def entropy(
         if not isinstance(report, DriftReport):
             raise type_error(f"reports[{name!r}]", "be a DriftReport", type(report).__name__)
         heads = report.entropy.reshape(len(report.lengths), -1)
+        # Heads that a layer does not have are NaN.
         (line,) = ax.plot(report.lengths, np.nanmean(heads, axis=1), "o-", ms=4, label=name)
         low, high = np.nanquantile(heads, (0.25, 0.75), axis=1)
         ax.fill_between(report.lengths, low, high, color=line.get_color(), alpha=0.15, lw=0)
     lengths = np.concatenate([report.lengths for report in named.values()])
+    # Curves have some width even if there is a single length.
     n = np.geomspace(lengths.min(), max(lengths.max(), lengths.min() * 1.01), 100)
     for style, (name, curve) in enumerate((curves or {}).items()):
         ax.plot(n, curve(n), color="black", ls=("--", "-.", (0, (1, 1)))[style % 3], lw=1.2, label=name)
@@ -226,9 +228,11 @@ def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None =
     n = np.geomspace(ends.min(), ends.max(), 400) if ends.size == 2 else np.sort(ends)
     for i, (name, law) in enumerate(laws.items()):
         check_law(law)
+        # By numbers, because an array of lengths would have to be of the library of each law.
         factors = [law(float(x)) for x in n]
         rows = np.stack([np.ravel(to_numpy(x) if law.arrays else x) for x in factors])
         lines = ax.plot(n, rows, color=f"C{i % 10}", lw=1.5)
+        # The lines of all heads have one entry in the legend.
         lines[0].set_label(name)
     ax.axhline(1, color="0.6", lw=0.8, ls=":")
     _format_length_axis(ax)
@@ -331,6 +335,7 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
 
     k = report.n_components
     left, right = ax.get_xlim()
+    # The relative error of a square is above −1, where the logarithm of the density is infinite.
     e = np.linspace(max(float(left), -1 + 1e-9), float(right), 500)
     # The density of χ²_k/k − 1.
     log_density = (k / 2 - 1) * np.log1p(e) - k / 2 * e
@@ -366,6 +371,7 @@ def _axes(ax: Axes | None, height: float = 4) -> Axes:
 def _color(layer: int, count: int) -> Any:
     from matplotlib import colormaps
 
+    # The last tenth of the scale is a yellow that is hard to see on white.
     return colormaps["viridis"](0.9 * layer / max(count - 1, 1))
 
 

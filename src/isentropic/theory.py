@@ -132,7 +132,9 @@ def gaussian_entropy(n: Any, beta: Any, *, method: str = "exact", order: int = 1
     annealed = xp.log(n) - beta * beta / 2
     if method == "annealed":
         return finish(annealed)
+    # Beyond 10⁴ the result is ∞ anyway, and the square might overflow.
     square = clip(xp, beta, max=1e4) ** 2
+    # In one exponent, because e^{β²} alone would overflow sooner.
     exponent = square - xp.log(n) - math.log(2)
     diverges = exponent > _LARGEST_EXPONENT
     correction = (2 * square - 1) * xp.exp(xp.where(diverges, 0.0, exponent)) + 1 / (2 * n)
@@ -421,11 +423,14 @@ def invariant_factor(
     own = _own_parameters(model, {"std": std, "d": d, "n_relevant": n_relevant, "gap": gap})
     is_exact = model in ("gaussian", "sphere")
     xp, (n, target, *parameters), finish = _checked_arrays(is_exact, n=n, target=target, **own)
+    # The entries become one row, because `_root` joins its steps along the axis before.
     shape = n.shape
     n, target, *parameters = (xp.reshape(x, (1, -1)) for x in (n, target, *parameters))
+    # On a sphere the strength is κ = factor · √d.
     unit = xp.sqrt(parameters[0]) if names == ("d",) else parameters.pop()
     log_n = xp.log(n)
     lowest = xp.log(parameters[0]) if model == "needle" else xp.zeros_like(n)
+    # The entropy may round beyond its bounds, whose logits are infinite.
     tiny = float(xp.finfo(n.dtype).smallest_normal)
     # Above this, rounding spoils the entropy.
     highest = min(highest, 0.01 / float(xp.finfo(n.dtype).eps))

@@ -70,6 +70,7 @@ def _constructor(init: Callable[_P, None]) -> Callable[_P, None]:
         try:
             init(*args, **kwargs)
         except TypeError:
+            # Python's own message would not say what an argument of another library is called here.
             refuse_names("AttentionDistribution", kwargs, NAMES)
             raise
 
@@ -326,6 +327,7 @@ class AttentionDistribution(Node, Record):
         xp = plan.xp
         if plan.n_keys == 0:
             return plan.zeros((plan.n_queries, 0))
+        # One tile of all logits, as the weights take as much memory anyway.
         logits = Tiles.of(plan, operands).logits((0, plan.n_queries), (0, plan.n_keys))
         # A sink is one more key, whose column is dropped after the softmax.
         if operands.sinks is not None:
@@ -366,6 +368,7 @@ class AttentionDistribution(Node, Record):
         plan, operands = prepare(self._arguments())
         if plan.n_keys == 0 or plan.n_queries == 0:
             return plan.zeros((plan.n_keys,), plan.compute)
+        # Relative to another number the exponents of the second pass might overflow.
         columns = state_of(plan, operands, self.implementation, relative_to_maximum=True)
         return Tiles.of(plan, operands).column_sums(columns)
 
@@ -411,7 +414,9 @@ class AttentionDistribution(Node, Record):
         entropies = as_rows(columns).entropy()
         n_seeing = xp.sum(sees[..., 0], axis=-1, keepdims=True)
         mean_entropy = divide_or_zero(xp, xp.sum(entropies, axis=-1, keepdims=True), n_seeing)
+        # `entropy` divides by the sum, so the sums over queries need not become means first.
         entropy_of_mean = entropy(xp.concat(received, axis=-1))[..., None]
+        # The difference may round to less than 0.
         return clip(xp, entropy_of_mean - mean_entropy, min=0.0)[..., 0]
 
     @in_one_node(Array)
@@ -522,6 +527,7 @@ class AttentionDistribution(Node, Record):
         if order is not None:
             check_order(order)
         plan, _ = prepare(self._arguments(value))
+        # A sink has no value, so an output with sinks is merged from a state.
         is_state = value is None or self.sinks is not None
         reported_order = 1.0 if order is None and is_state else order
         report: dict[str, str] = {}
@@ -545,6 +551,7 @@ def state_for(arguments: Arguments) -> AttentionState:
     plan, operands = prepare(arguments)
     law, n_keys = arguments.law, arguments.n_keys
     n_seen, n = None, None
+    # `merge_states` compares these counts. A constant factor is the same for any n.
     if law is not None and not isinstance(law, Constant):
         shape = (*plan.batch, plan.n_queries)
         if n_keys is None and not plan.has_mask:
@@ -552,6 +559,7 @@ def state_for(arguments: Arguments) -> AttentionState:
         else:
             n_seen = n = plan.xp.broadcast_to(lengths_of_law(plan, operands, n_keys), shape)
         if n_keys is not None:
+            # A given number of keys is that of all blocks together.
             n_seen = plan.xp.broadcast_to(visible_lengths(plan, operands.mask), shape)
     fields = state_in_rows(plan, operands, arguments.implementation)[:4]
     return AttentionState(*fields, n_seen, n)

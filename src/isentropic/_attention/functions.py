@@ -28,8 +28,10 @@ def _with_options(function: _F) -> _F:
     """Put the text of the options of `AttentionDistribution` into the docstring of a function."""
     if function.__doc__ is not None and AttentionDistribution.__doc__ is not None:
         text, of_class = map(inspect.cleandoc, (function.__doc__, AttentionDistribution.__doc__))
+        # The short doors have the options of the class and no text of their own, which could differ.
         options = of_class[of_class.index("mask : ") : of_class.index("\nRaises")]
         names, _, rest = text.partition("    As in `AttentionDistribution`.")
+        # The line that names the options makes way for their text.
         start = names.rindex("\nmask, bias")
         function.__doc__ = f"{text[:start]}\n{options.rstrip()}{rest}"
     return function
@@ -291,11 +293,14 @@ def scale_queries(
     check_floating(xp, query=query)
     check_ndim(2 if head_axis is None else 3, query=query)
 
+    # The factor times the query is rounded once, at the end.
     dtype, shape = accumulator(xp, query.dtype), query.shape[:-1]
     n = given_lengths(xp, device, dtype, n_keys, shape)
     if head_axis is not None:
         order = _heads_before_tokens(head_axis, len(shape))
+        # A law has its numbers for heads before the axis of the tokens.
         factors = factor(xp, law, xp.permute_dims(n, order), tuple(shape[i] for i in order))
+        # The inverse of a permutation sorts its places.
         back = sorted(range(len(shape)), key=order.__getitem__)
         factors = xp.permute_dims(lift(factors, query.ndim), (*back, len(shape)))
     else:
@@ -303,8 +308,10 @@ def scale_queries(
         try:
             factors = factor(xp, law, n, shape)
         except ValueError as error:
+            # Without arrays in the law, or without an axis for heads, another axis would not help.
             if len(shape) < 2 or not law.arrays:
                 raise
+            # The likely reason is a query whose tokens come before its heads.
             hint = "pass `head_axis=-2` for a query (..., tokens, heads, E)"
             raise ValueError(f"{str(error).removesuffix('.')}: {hint}.") from None
     return xp.astype(xp.astype(query, dtype) * factors, query.dtype)
@@ -323,6 +330,7 @@ def _check_heads_are_known(law: Law, n: Array, shape: tuple[int, ...]) -> None:
 def _heads_before_tokens(head_axis: int, ndim: int) -> list[int]:
     """The order of all axes but E that brings that of the heads to the last place but one."""
     check_axis(head_axis, ndim + 1, "head_axis")
+    # The axes of `query` are one more, with that of the features.
     head = int(head_axis) % (ndim + 1)
     if head == ndim:
         raise value_error("head_axis", "not be the last axis, which is that of the features", head_axis)

@@ -63,6 +63,7 @@ class Tiles(Record):
     def of(cls, plan: Plan, operands: Operands) -> Tiles:
         operands = finite(plan, operands)
         query = plan.xp.astype(operands.query, plan.compute, copy=False)
+        # The soft cap divides the queries, which are fewer numbers than the logits.
         factor = operands.multiplier / (1.0 if plan.softcap is None else plan.softcap)
         return cls(plan, operands, query * factor)
 
@@ -192,6 +193,7 @@ def tile_shape(plan: Plan, numbers_per_logit: int = 1) -> tuple[int, int]:
         return plan.n_queries, plan.n_keys
     width, size = max(numbers_per_logit, 1), logits_of_a_tile(plan.xp, plan.device)
     columns = max(BLOCKS.columns // width, 1)
+    # A size that is not known yet cannot bound a tile.
     known = math.prod([n for n in plan.batch if not is_symbolic(n)])
     rows = size // max(known * min(columns, plan.n_keys) * width, 1)
     return max(rows, BLOCKS.rows), columns
@@ -241,6 +243,7 @@ def interval_nan(plan: Plan, operands: Operands) -> Array:
     before_end, before_first = (xp.take_along_axis(counts, x, axis=-1) for x in (end, first))
     is_seen = (before_end > before_first) | xp.isnan(query_nan[..., 0])
     zero = xp.zeros_like(query_nan[..., 0])
+    # The output of a query that sees no key is 0, even if the query is NaN.
     return xp.where(is_seen & (end > first), math.nan, zero)[..., None]
 
 

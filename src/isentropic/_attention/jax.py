@@ -57,10 +57,12 @@ def output(plan: Plan, operands: Operands) -> Array:
     if not isinstance(scale, float) or scale <= 0:  # which kernels may not expect
         query, scale = Tiles.of(plan, operands).query, 1.0
     arrays = [
+        # JAX has the axis of the heads after that of the length.
         xp.swapaxes(four_axes(plan, xp.astype(x, plan.dtype), expand=True), 1, 2)
         for x in (query, operands.key, operands.values)
     ]
     kernel = "cudnn" if jax.default_backend() == "gpu" and _fits_cudnn(plan) else "xla"
+    # A mask that comes here is the plain causal one, of as many queries as keys.
     with jax.default_matmul_precision(matmul_precision()):
         out = jax.nn.dot_product_attention(
             *arrays, scale=scale, is_causal=plan.has_mask, implementation=kernel
@@ -147,10 +149,12 @@ def _state(plan: Plan, operands: Operands, order: float | None, *, with_largest:
         _, shift = jax.jvp(
             lambda a, m: heads(a | {"largest": keys}, m).logits_of_largest(), call, tangents
         )
+        # Where a query sees no key, the index of the largest logit means nothing.
         shift = plan.xp.where(state.maximum == -math.inf, 0.0, shift)
         zero = plan.xp.zeros_like(shift)
         _, shift_tangent = jax.jvp(partial(_shifted, plan, state, order), (zero,), (shift,))
         tangent = jax.tree.map(lambda a, b: a + b, tangent, shift_tangent)
+        # Tangents of integers have this dtype in JAX.
         return (state, keys), (tangent, np.zeros(keys.shape, jax.dtypes.float0))
 
     mask_arrays = () if operands.mask is None else operands.mask.arrays
@@ -198,6 +202,7 @@ class _Heads:
             if not with_largest:
                 return new, None
             here = xp.where(logits == new.maximum, xp.arange(columns[1]) + columns[0], 0)
+            # Of equal logits in different tiles the first one stays.
             is_higher = new.maximum > state.maximum
             return new, xp.where(is_higher, xp.max(here, axis=-1, keepdims=True), keys)
 
@@ -245,6 +250,7 @@ class _Heads:
         import jax
 
         xp, plan = self.plan.xp, self.plan
+        # `_arrays_of` has already made the arrays those of the computation.
         plan_of_head = plan.replaced(batch=(), dtype=plan.compute)
         shape, arrays = _with_groups(xp, plan.batch, self.arrays)
 
@@ -252,6 +258,7 @@ class _Heads:
             mask = self.mask
             if mask is not None and plan.batch:
                 if len(shape) > len(plan.batch):
+                    # A mask has one axis for all heads.
                     index = (*index[:-2], index[-2] * shape[-1] + index[-1])
                 mask = mask.element(plan.batch, index)
             return function(_Heads(plan_of_head, arrays, mask, self.order))
@@ -370,6 +377,7 @@ class _Blocks:
         same = {name: x for name, x in arrays.items() if name not in axes or x.shape[axes[name]] == 1}
         first, stacked = {}, {}
         for name in arrays.keys() - same.keys():
+            # Arrays of one head have two axes.
             x, axis = arrays[name], axes[name] % 2
             first[name] = take(x, (0, ragged), axes[name])
             x = take(x, (ragged, length - ragged), axes[name])

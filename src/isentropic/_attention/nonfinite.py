@@ -35,6 +35,7 @@ def without_nonfinite(
     query_nan = xp.where(query_is_finite[..., None], zero, math.nan)
     key_nan = xp.where(key_is_finite, zero, math.nan)[..., None, :]
     if key_nan.ndim > 2 and query.ndim > 2 and query.shape[-3] > key_nan.shape[-3] > 1:
+        # Logits have a head for each query head, and not for each group.
         key_nan = xp.repeat(key_nan, query.shape[-3] // key_nan.shape[-3], axis=-3)
     return query, key, value, (query_nan, key_nan)
 
@@ -45,6 +46,7 @@ def _finite_numbers(plan: Any, x: Array) -> tuple[Array, Array]:
     if plan.library == "torch" and not plan.is_differentiated and x.shape[-1] > 0:
         # Three passes over the memory. PyTorch's `isfinite` alone takes six.
         largest = xp.linalg.vector_norm(x, ord=math.inf, axis=-1)
+        # The norm of a row with such a number is ∞ or NaN, and neither is below ∞.
         return xp.nan_to_num(x, 0.0, 0.0, 0.0), largest < math.inf
     if plan.library == "torch":
         from isentropic._attention import triton

@@ -337,6 +337,7 @@ def _to_library(plan: Plan, x: Any) -> Any:
     if x is None or plan.library == "numpy":
         return x
     if plan.library == "torch":
+        # PyTorch warns of memory that cannot be written.
         return xp.from_numpy(x if x.flags.writeable else x.copy())
     return jax_array(x, plan.device)
 
@@ -552,6 +553,7 @@ class _Pass:
             reference = reference + log_factor
             if value is not None:
                 value /= factor
+        # Rounding may bring the moment above 0, and then the entropy of a single key below 0.
         moment = np.minimum(moment, 0.0) if self.order == 1 else moment
         return Sums(reference, normalizer, value, moment)
 
@@ -568,6 +570,7 @@ class _Pass:
 
     def tiles(self, item: Task) -> Iterator[tuple[slice, Block, Hidden]]:
         """Yield tiles: some rows of the item, a block of keys, and what is hidden."""
+        # A tile of fewer rows has room for more columns.
         column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // item.rows[1])
         sizes, visible = (BLOCKS.numpy_rows, column_size), partial(self.visible, item.mask)
         return schedule.tiles(self.plan.frame, item.mask, item.rows, item.part, sizes, visible)
@@ -576,6 +579,7 @@ class _Pass:
         frame = self.plan.frame
         if not self.has_common_tiles:
             return mask.block(frame, rows, columns)
+        # Tiles on the same diagonal hide the same keys.
         tile_key = (rows[0] - columns[0], rows[1], columns[1])
         if tile_key not in self.visible_tiles:
             self.visible_tiles[tile_key] = mask.block(frame, rows, columns)

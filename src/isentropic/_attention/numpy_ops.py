@@ -56,6 +56,7 @@ class TileOps(InPlaceOps):
 
     def row_max(self, s: Any) -> Any:
         if self._hidden:
+            # Of a copy, since this table hides keys only after the exponential.
             s = hide(s.copy(), self._hidden)
         # `argmax` takes half the time of `max`, and finds NaN too.
         return s[np.arange(s.shape[0]), np.argmax(s, axis=-1), None]

@@ -105,6 +105,7 @@ def _rows_and_hidden(
     for part in ranges:
         seen = None
         if not (part.fully_visible[0] <= start and end <= part.fully_visible[1]):
+            # One number stands for a tile of which nothing is seen.
             seen = np.zeros((1, 1), bool)
             if part.reach[0] < end and start < part.reach[1]:
                 seen = visible(part.rows, columns)
@@ -115,6 +116,7 @@ def _rows_and_hidden(
     seeing = [i for i, (_, seen) in enumerate(found) if seen is None or seen.any()]
     if not seeing:
         return slice(0, 0), []
+    # Rows between two ranges that see keys stay, because the rows of a tile are a slice.
     found = found[seeing[0] : seeing[-1] + 1]
     rows = slice(found[0][0].start, found[-1][0].stop)
     hidden = [

@@ -159,6 +159,7 @@ class AttentionState(NamedTuple):
         is_zero = xp.all(value == 0, axis=-1)
         is_empty = (maximum == -math.inf) | ((maximum == math.inf) & is_zero)
         maximum = xp.where(is_empty, -math.inf, maximum) * unit
+        # With z = 1 the entropy, log z − w/z, is −w.
         score = None if entropy is None else -xp.astype(entropy, dtype)
         return _with_empty_zeroed(cls(maximum, xp.ones_like(maximum), value, score))
 
@@ -227,6 +228,7 @@ class AttentionState(NamedTuple):
                 "entropy", "be given to `AttentionState.from_output` for an entropy", None
             )
         xp = namespace(state=self.normalizer)
+        # Clearing the values would take a pass over them for nothing.
         state = _with_empty_zeroed(self._replace(weighted_value=None))
         return entropy_of_moments(xp, state.normalizer, state.weighted_score, 1.0, "renyi")
 
@@ -308,6 +310,7 @@ def merge_states(
     )
     xp = namespace(**arrays)
     common_device(**arrays)
+    # A last axis of length 1 would broadcast, although it means another number of queries.
     for i, state in enumerate(states):
         for name, x, expected in (
             ("normalizer", state.normalizer, states[0].normalizer),
@@ -325,6 +328,7 @@ def merge_states(
 
 @quietly
 def _merged(xp: ModuleType, states: tuple[AttentionState, ...]) -> AttentionState:
+    # With the axis of length 1 that columns have at the end.
     ndim = max(state.normalizer.ndim for state in states) + 1
     if any(state.weighted_score is None for state in states):  # the entropy of the union is unknown
         states = tuple(state._replace(weighted_score=None) for state in states)
@@ -348,6 +352,7 @@ def _states_to_merge(states: tuple[Any, ...], axis: int | None) -> tuple[Attenti
         check_axis(axis, ndim)
         if axis % ndim == ndim - 1:
             raise value_error("axis", "not be the last axis, which is that of the queries", axis)
+        # Counted from the front, because the values have one more axis at the end.
         before = (slice(None),) * (axis % ndim)
         states = tuple(
             AttentionState(*(x if x is None else x[(*before, i, ...)] for x in stacked))
@@ -385,6 +390,7 @@ def _with_empty_zeroed(state: AttentionState) -> AttentionState:
 
 def _merged_counts(xp: ModuleType, states: tuple[AttentionState, ...]) -> tuple[Any, Any]:
     """The key counts of the union. Warns if the counts of the states contradict each other."""
+    # One unknown count makes the sum unknown.
     if any(state.n_seen is None or state.n_keys is None for state in states):
         return None, None
     n_seen = reduce(lambda a, b: sum(align(a, b)), (state.n_seen for state in states))

@@ -84,12 +84,14 @@ def absorb(
     m = None if state is None else state.maximum
     if policy == "largest":
         m = ops.row_max(s) if state is None else ops.xp.maximum(m, ops.row_max(s))
+    # After the first tile there is mostly no row left without a reference, and nothing to select.
     elif policy == "first" and ops.xp.any(m == -math.inf):
         m = ops.xp.where(m == -math.inf, ops.row_max(s), m)
     m, p, z, w = partition(ops, s, order, m)
     if state is None:
         return Sums(m, z, None if value is None else ops.weighted(p, value), w)
     if policy == "largest":
+        # The sums so far are relative to the former maximum.
         state = moved(ops, state, m, order)
     return Sums(
         m,
@@ -118,6 +120,7 @@ def gradient(
             # No product with eˣ: below order 1 the other factor would overflow for small weights.
             rest = slope_of_moment(p, visible_terms(ops.xp, x, p, order), order)
             rest = ops.multiply(rest, moment_grad)
+        # In the memory of the scores, which nothing needs any more.
         ds = ops.fill(x, z_grad)
     if value_grad is not None:
         ds = ops.add_products(ds, value_grad, value)

@@ -255,6 +255,7 @@ class _Backward(_Pass):
     def rows_of(self, rows: Block, state: Sums, upstream: Sums) -> _Rows:
         """The arrays of a block of queries, for a state and its gradient of these queries."""
         plan = self.tiles.plan
+        # A query that sees a NaN has it as its maximum.
         is_number = state.maximum == state.maximum
         may_be_nan = not is_known_true(plan.xp, is_number.all())
 
@@ -368,5 +369,6 @@ def _rows_of(x: Any, block: Block) -> Any:
 def _add_at(index: Any, x: Any, total: Any) -> None:
     """Add `x` (..., rows, 1) to entries of `total` (..., rows, columns), if their index exists."""
     size = total.shape[-1]
+    # `scatter_add_` takes an index for each row, so rows with the key in another tile add 0.
     x = x.where((index >= 0) & (index < size), 0.0)
     total.scatter_add_(-1, index.clamp(0, size - 1), x)

@@ -108,6 +108,7 @@ _ARGUMENTS = (
     "isentropic::attention_state", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
 )
 def _state(*arguments: Any) -> list[Tensor]:
+    # Contiguous, like the tensors with which PyTorch traces the operator.
     return [x.contiguous() for x in _forward(Call(*arguments)) if x is not None]
 
 
@@ -173,10 +174,12 @@ def _gradients(
 ) -> list[Tensor]:
     call, names = Call(*arguments), _names(wanted)
     (plan, operands), state = call.operands(), call.state(fields)
+    # The kernels have no gradient of a bias.
     if "bias" not in names and call.uses_triton(plan):
         gradients = triton.gradients_of_sums(plan, operands, call.order, state, call.state(upstream))
         return [gradients[name].contiguous() for name in names]
     tiles = Tiles.of(plan, operands)
+    # The gradient of the factor follows from that of the scaled queries.
     of_tiles = {"query" if name == "factor" else name for name in names}
     gradients = backward(tiles, call.order, state, call.state(upstream), of_tiles)
     if "query" in of_tiles:  # of the scaled queries

@@ -63,8 +63,10 @@ class TorchOps(Ops):
         # PyTorch vectorizes operations on bits, but not `masked_fill_`, which takes up to 20 times as
         # long.
         self._hides = True
+        # As an integer, −∞ has all bits from the exponent upwards: it is −2²³ in float32.
         bits, minus_infinity = _bits(s), -(2**52) if s.element_size() == 8 else -(2**23)
         hidden = (~visible).to(bits.dtype)
+        # Minus 1, a visible key has all bits, and a hidden one has none.
         bits.bitwise_and_(hidden - 1).bitwise_or_(hidden * minus_infinity)
         return s
 

@@ -65,6 +65,7 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "jax-triton is not installed: pip install jax-triton"
     if plan.library == "torch" and plan.facts.is_transformed:
         return TRANSFORMED
+    # The last one is bfloat16, which not every library has.
     dtypes = [getattr(xp, name) for name in ("float32", "float16", "bfloat16") if hasattr(xp, name)]
     if is_interpreted():
         if plan.dtype in dtypes[2:]:
@@ -195,6 +196,7 @@ def _call_of(
     plan: Plan, operands: Operands, order: float | None, out_dtype: Any, is_maximum_differentiated: bool
 ) -> tuple[Setting, Arrays, Others]:
     factor: Any = operands.multiplier
+    # A number goes to the kernel as it is. An array already has the scale in it.
     scale, factor = (factor, None) if isinstance(factor, float) else (1.0, factor)
     setting = Setting(
         plan.xp, gpu_kind(plan.xp, plan.device), scale, plan.softcap or 0.0, order, out_dtype,
@@ -286,6 +288,7 @@ def blocks_of(arrays: Arrays, others: Others) -> Blocks:
             four_axes(plan, lift(xp.astype(x, xp.int32, copy=False), plan.ndim - 1)[..., None])
             for x in ends
         ]
+        # Kernels read both ends with one pair of strides, so they get the same shape.
         shape = (*(max(x.shape[i] for x in parts) for i in (0, 1)), plan.n_queries, 1)
         first, end = (contiguous(xp, xp.broadcast_to(x, shape)) for x in parts)
     return Blocks(
@@ -356,6 +359,7 @@ def _padded(xp: Any, x: Any, width: int) -> Any:
 def _as_given(plan: Plan, gradient: Any, x: Any) -> Any:
     """A gradient of four axes in the shape and dtype of its array, whose axes were broadcast."""
     xp, missing = plan.xp, plan.ndim - x.ndim
+    # Without the zeros that `_in_rows` appended.
     gradient = gradient[..., : x.shape[-1]]
     batch = (*plan.batch[:-1], gradient.shape[1]) if plan.batch else ()
     gradient = xp.reshape(gradient, (*batch, *gradient.shape[-2:]))
@@ -378,6 +382,7 @@ def _merging_batches(function: _Function) -> _Function:
             return function(setting, *trees)
         import jax
 
+        # Made for each call, because the setting is no array.
         mapped = jax.custom_batching.custom_vmap(functools.partial(function, setting))
 
         @mapped.def_vmap
@@ -557,6 +562,7 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
     )
     g = upstream.out
     if out is not None:
+        # If there are values, the kernels of gradients always read this gradient.
         g = xp.zeros_like(out) if g is None else g
         g, out = (contiguous(xp, xp.astype(x, blocks.query.dtype, copy=False)) for x in (g, out))
     # Most losses do not depend on the maximum itself. Then `rest` is 0, and the kernel returns at once.
@@ -587,6 +593,7 @@ def backward(setting: Setting, blocks: Blocks, results: Results, upstream: Resul
     # Frozen keys and values save four of the seven products.
     if not setting.are_keys_differentiated:
         return Arrays(dq, None, None, dfactor)
+    # Without values nothing is subtracted, and the kernel of queries writes no DELTA.
     delta = delta if out is not None else constant
     constants["HAS_CONSTANT"] = delta is not None
     sizes = configuration(keys_kernel, _width(blocks), blocks.query.dtype.itemsize, setting.kind)
@@ -631,6 +638,7 @@ def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tup
     parts = [*of_normalizer]
     if order is not None:
         w_grad = xp.zeros_like(z) if moment_grad is None else moment_grad
+        # At order 1 the derivative of eˣ x has a term eˣ. At order ∞ the moment is the normalizer.
         if not setting.has_moment or order == 1:
             parts.append(w_grad * z)
         if setting.has_moment:
@@ -685,6 +693,7 @@ def _launch(
     }  # fmt: skip
     all_constants = {
         "WIDTH": query.shape[-1],
+        # Without values kernels still have a sum of this width, which must be a power of 2.
         "VALUE_WIDTH": 16 if value is None else value.shape[-1],
         "HAS_VALUE": value is not None,
         "HAS_BIAS": blocks.bias is not None,
@@ -756,6 +765,7 @@ def _recorded_gradients(setting: Setting, arrays: Arrays, others: Others, upstre
     with torch.enable_grad():
         results = _by_operations(setting, arrays, others)
     pairs = zip(results, _with_batch(others.plan, Results(*upstream)), strict=True)
+    # `torch.autograd.grad` refuses results without a gradient.
     used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
     wanted = [x for x in arrays if x is not None and x.requires_grad]
     fields, grads = zip(*used, strict=True) if used else ((), ())
@@ -825,6 +835,7 @@ def _self_test_error(xp: Any, device: Any, dtype: Any) -> float:
         arrays.append(xp.astype(xp.sin(angles * (i + 1.5)), dtype))
         exact.append(to_numpy(xp.astype(arrays[-1], xp.float32))[0, 0].astype(float))
     q, k, v, g = exact
+    # No tile divides these sizes, so there are incomplete ones of both kinds.
     last = np.arange(70)[:, None] + 20
     ops = Ops(cast(Any, array_api_compat.numpy))
     s, _ = logits(ops, q / 4, k, visible=np.arange(90) <= last)

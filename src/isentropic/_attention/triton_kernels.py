@@ -87,6 +87,7 @@ _SIZES = {
         },
     },
 }
+# This kernel holds the same tiles and no values, so it fits where the other one does.
 _SIZES["largest_kernel"] = _SIZES["attention_kernel"]
 
 
@@ -117,6 +118,7 @@ def load_rows(
 ):
     """Rows of a matrix (n, WIDTH), with zeros beyond its end; ALL_INSIDE if it has all the rows."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    # The start takes 64 bits. Places within a block fit in 32, as `triton._in_rows` bounds the strides.
     pointers = X + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
     if ALL_INSIDE:
         return tl.load(pointers)
@@ -136,6 +138,7 @@ def store_rows(X, x, start, stride, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def nan_of_rows(x):
     """NaN for rows with a number that is not finite, else 0, as float32."""
+    # x · 0 is NaN exactly where x is not finite, and a sum keeps it.
     return tl.sum(x.to(tl.float32) * 0.0, 1)
 
 
@@ -160,6 +163,7 @@ def load_interval(FIRST, END, at, row, L, S, HAS_MASK: tl.constexpr, ROWS: tl.co
     first = tl.zeros((ROWS,), tl.int32)
     end = tl.where(row < L, S, 0)
     if HAS_MASK:
+        # The intervals of masks may begin before the first key, and end after the last one.
         first = tl.maximum(tl.load(FIRST + at + row, mask=row < L, other=S), 0)
         end = tl.minimum(tl.load(END + at + row, mask=row < L, other=0), S)
     return first, end
@@ -174,8 +178,11 @@ def logits_of(products, factor, bias, SOFTCAP: tl.constexpr, HAS_BIAS: tl.conste
     """
     tanh = products
     if SOFTCAP > 0.0:
+        # Constants multiply the factors of rows first, so that a tile takes one multiplication.
         y = products * (factor * (1.0 / SOFTCAP))
+        # An overflow of exp2 is ∞, whose reciprocal 0 leaves the right limit, 1.
         tanh = 1.0 - 2.0 / (tl.exp2(y * (2.0 * LOG2_E)) + 1.0)
+        # At 0.1 the next term, 17y⁷/315, is 5e-8 of y, which is below the rounding of float32.
         series = y * (1.0 + y * y * (y * y * (2.0 / 15.0) - 1.0 / 3.0))
         tanh = tl.where(tl.abs(y) < 0.1, series, tanh)
         s = tanh * (SOFTCAP * LOG2_E)
@@ -191,6 +198,7 @@ def load_bias(BIAS, row, column, b_row, b_column, L, S, HAS_BIAS: tl.constexpr):
     """The bias of a tile in float32, for indices that broadcast to its shape; 0 without a bias."""
     bias = 0.0
     if HAS_BIAS:
+        # A bias may have L·S numbers for each head, more than 32 bits count.
         at = row.to(tl.int64) * b_row + column.to(tl.int64) * b_column
         bias = tl.load(BIAS + at, mask=(row < L) & (column < S), other=0.0).to(tl.float32)
     return bias
@@ -208,6 +216,8 @@ def add_keys(
 
     ALL_SEEN if all queries see all keys of these tiles.
     """
+    # One loop covers the tiles on both sides of those that all queries see in full. It jumps from
+    # `skipped` to `resumed`, so its body, which is long, is compiled once for them.
     for position in range(low, high - resumed + skipped, COLUMNS):
         block = tl.where(position < skipped, position, position - skipped + resumed)
         column = block + tl.arange(0, COLUMNS)
@@ -233,6 +243,8 @@ def add_keys(
         x = s - tl.where(highest == -float("inf"), 0.0, highest)[:, None]
         p = tl.exp2(x)
         if HAS_SQUARE:
+            # Σ eˣ (x + d)² is Σ eˣ x² + d (2 Σ eˣ x + d Σ eˣ). So this comes before the moment moves to
+            # the new maximum, and the moment before the normalizer.
             square = shrink * (square + shift * (2.0 * moment + shift * normalizer))
             root = tl.maximum(x, LOWEST_ROOT)
             square += tl.sum(p * root * root, 1)
@@ -240,11 +252,13 @@ def add_keys(
             moment = shrink * (moment + shift * normalizer)
             moment += tl.sum(p * tl.maximum(x, LOWEST_SCORE), 1)
         elif ORDER > 0.0:
+            # Not powers of p: below order 1 terms count whose p has underflowed to 0.
             moment = tl.exp2(shift * ORDER) * moment + tl.sum(tl.exp2(x * ORDER), 1)
         normalizer = shrink * normalizer + tl.sum(p, 1)
         maximum = highest
         if HAS_VALUE:
             total *= shrink[:, None]
+            # Half precision holds the weights, which are at most 1. The sum itself stays in float32.
             total = tl.dot(p.to(v.dtype), v, total, input_precision=PRECISION)
     return maximum, normalizer, moment, square, total
 
@@ -252,12 +266,15 @@ def add_keys(
 @triton.jit
 def ranges_of_keys(first, end, row, L, S, HAS_MASK: tl.constexpr, COLUMNS: tl.constexpr):
     """low, skipped, resumed, high: the keys that a block of queries sees, and those that all see."""
+    # Without a mask only the last tile may be incomplete.
     low, high, all_low, all_high = 0, S, 0, S // COLUMNS * COLUMNS
     if HAS_MASK:
+        # Rows beyond L see no key. They must neither widen the range nor narrow that of the full tiles.
         low = tl.min(tl.where(row < L, first, S), 0) // COLUMNS * COLUMNS
         high = tl.maximum(tl.max(end, 0), low)
         all_low = tl.cdiv(tl.max(tl.where(row < L, first, 0), 0), COLUMNS) * COLUMNS
         all_high = tl.min(tl.where(row < L, end, S), 0) // COLUMNS * COLUMNS
+        # A block may have no full tile. Its bounds then meet, and the first loop takes all tiles.
         all_low = tl.minimum(tl.maximum(all_low, low), tl.cdiv(high, COLUMNS) * COLUMNS)
         all_high = tl.maximum(all_high, all_low)
     return low, all_low, all_high, high
@@ -283,6 +300,7 @@ def attention_kernel(
     that are not finite are computed again.
     """
     n_blocks = tl.cdiv(L, ROWS)
+    # In 64 bits, because its products with strides and with L may exceed 32.
     sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
     # Under a causal mask the last blocks take longest. So they come first.
     start = (n_blocks - 1 - tl.program_id(0) % n_blocks) * ROWS
@@ -292,6 +310,7 @@ def attention_kernel(
     if IS_REPAIR:  # noqa: SIM102  # known when it is compiled, and the other is not
         if tl.sum(nan_of_rows(load_rows(OUT, start, o_row, L, ROWS, VALUE_WIDTH)), 0) == 0:
             return
+    # The heads of a group read the same keys, so grouped keys are never repeated in memory.
     K += batch * k_batch + head // group * k_head
     if HAS_BIAS:
         BIAS += batch * b_batch + head * b_head
@@ -337,6 +356,7 @@ def attention_kernel(
         tl.store(MAXIMUM + at_row, maximum * LOG_2 + nan, mask=row < L)
         tl.store(NORMALIZER + at_row, normalizer, mask=row < L)
     if ORDER == 1.0:
+        # Only this moment is linear in x. Those of other orders are sums of powers, without a unit.
         moment *= LOG_2
     if ORDER > 0.0:
         tl.store(MOMENT + at_row, moment + nan, mask=row < L)
@@ -384,6 +404,7 @@ def add_keys_to_gradient(
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         bias = load_bias(BIAS, row[:, None], column[None, :], b_row, b_column, L, S, HAS_BIAS)
         s, tanh = logits_of(products, factor[:, None], bias, SOFTCAP, HAS_BIAS)
+        # The final maximum is known here, so no sum moves from tile to tile as in `add_keys`.
         x = s - reference[:, None]
         if not ALL_SEEN:
             is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
@@ -415,6 +436,7 @@ def load_columns(
 ):  # fmt: skip
     """What belongs to a query: the reference in units of log 2, 1/z, and the terms of its gradient."""
     reference = tl.load(MAXIMUM + at_row, mask=is_row, other=0.0)
+    # A query that sees no key has only logits of −∞: relative to 0 their weights are 0, not NaN.
     reference = tl.where(reference == -float("inf"), 0.0, reference * LOG2_E)
     normalizer = tl.load(NORMALIZER + at_row, mask=is_row, other=0.0)
     inverse = tl.where(normalizer == 0, 0.0, 1.0 / tl.where(normalizer == 0, 1.0, normalizer))
@@ -462,15 +484,19 @@ def queries_kernel(
         MAXIMUM, NORMALIZER, CONSTANT, SLOPE, at_row, is_row, HAS_CONSTANT, ORDER > 0.0
     )
     rest = tl.zeros((ROWS,), tl.float32)
+    # No key has the index −1, so no logit gets `rest`.
     largest = tl.full((ROWS,), -1, tl.int32)
     if HAS_REST:
         rest = tl.load(REST + at_row, mask=is_row, other=0.0)
         largest = tl.load(LARGEST + at_row, mask=is_row, other=-1)
+    # Without values the argument is not read, but it has to be some tile.
     g = q
     if HAS_VALUE:
         V += batch * v_batch + head // group * v_head
         g = load_rows(G + sequence * L * VALUE_WIDTH, start, VALUE_WIDTH, L, ROWS, VALUE_WIDTH)
         out = load_rows(OUT + sequence * L * VALUE_WIDTH, start, VALUE_WIDTH, L, ROWS, VALUE_WIDTH)
+        # Σ p (g · v) over the keys is g · out, so the gradient takes a single pass over them (Dao et
+        # al. 2022, arXiv 2205.14135).
         constant -= tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
         tl.store(DELTA + at_row, constant, mask=is_row)
 
@@ -490,6 +516,7 @@ def queries_kernel(
     if HAS_FACTOR:
         if HAS_MASK:  # a query that is not finite may see no key
             q = without_nan(q)
+        # So far `dq` is the gradient of the scaled queries. The factor reaches it in `store_rows`.
         of_factor = tl.sum(dq * q.to(tl.float32), 1) * scale
         tl.store(DFACTOR + at_row, of_factor, mask=is_row)
     store_rows(DQ + sequence * L * WIDTH, dq * factor[:, None], start, WIDTH, L, ROWS, WIDTH)
@@ -552,6 +579,7 @@ def add_queries(
         )  # fmt: skip
         if SOFTCAP > 0.0:
             ds *= 1.0 - tanh * tanh
+        # The queries of a tile differ in their factors, which therefore cannot wait for the whole sum.
         ds *= factor[None, :]
         if not ALL_SEEN:
             ds = tl.where(is_seen, ds, 0.0)
@@ -587,10 +615,12 @@ def keys_kernel(
     if HAS_VALUE:
         v = load_rows(V + batch * v_batch + key_head * v_head, start, v_row, S, COLUMNS, VALUE_WIDTH)
 
+    # A program sums over the heads of its group, so no two programs write to the same keys.
     for member in range(0, group):
         head = key_head * group + member
         at_row = (batch * heads + head) * L
         # The queries that see one of the keys, and those that see all of them.
+        # Without a mask a block may end beyond S: what its last rows sum up is not stored.
         low, all_low, all_high, high = 0, 0, L // ROWS * ROWS, L
         if HAS_MASK:
             at_block = batch * r_batch + head * r_head + block
@@ -637,6 +667,7 @@ def count_below(X, bound, n):
     """How many of the first numbers of a nondecreasing array of length n are below a bound."""
     low, high = 0, n
     while low < high:
+        # By bisection: a count would read all queries again for each block of keys.
         middle = (low + high) // 2
         is_below = tl.load(X + middle) < bound
         low = tl.where(is_below, middle + 1, low)
@@ -687,6 +718,7 @@ def largest_kernel(
     at_row, is_row = sequence * L + row, row < L
     largest = tl.full((ROWS,), -1, tl.int32)
     rest = tl.load(REST + at_row, mask=is_row, other=0.0)
+    # A NaN is not 0 either, so it is passed on to the gradient.
     if tl.max(tl.where(rest == 0, 0, 1), 0) > 0:
         K += batch * k_batch + head // group * k_head
         if HAS_BIAS:
@@ -698,6 +730,7 @@ def largest_kernel(
         first, end = load_interval(FIRST, END, at, row, L, S, HAS_MASK, ROWS)
         low, _all_low, _all_high, high = ranges_of_keys(first, end, row, L, S, HAS_MASK, COLUMNS)
         maximum = tl.full((ROWS,), -float("inf"), tl.float32)
+        # Full tiles are not apart here: only losses that depend on the maximum run this loop.
         for block in range(low, high, COLUMNS):
             column = block + tl.arange(0, COLUMNS)
             k = load_rows(K, block, k_row, S, COLUMNS, WIDTH)
@@ -707,6 +740,7 @@ def largest_kernel(
             is_seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             s = tl.where(is_seen, s, -float("inf"))
             highest = tl.max(s, 1)
+            # Of equal logits the first one alone gets `rest`, within a tile and between tiles.
             here = tl.min(tl.where(s == highest[:, None], column[None, :], S), 1)
             largest = tl.where(highest > maximum, here, largest)
             maximum = tl.maximum(highest, maximum)

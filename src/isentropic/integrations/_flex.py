@@ -89,6 +89,7 @@ def to_block_mask(
         ],
         dim=-2,
     )
+    # A ragged block at the end is never full, as in PyTorch.
     is_full = seen == block_size**2
     return BlockMask.from_kv_blocks(
         *_ordered((seen > 0) & ~is_full), *_ordered(is_full),
@@ -104,6 +105,7 @@ def _checked(
 
     n_queries, n_keys = counts(n_queries=n_queries, n_keys=n_keys)
     group = ("mask", mask.arrays)
+    # A mask of numbers has no library, and one of another library is refused.
     xp = namespace(group, tensor=torch.empty(0))
     if device is None and mask.arrays:
         device = common_device(group)
@@ -111,6 +113,7 @@ def _checked(
     frame = Frame(xp, common_device(group, device=tensor), n_queries, n_keys)
     mask.check(None, n_queries, n_keys)
     try:
+        # One element tells to which batch axes all arrays of the mask broadcast.
         axes = mask.block(frame, (0, 1), (0, 1)).shape[:-2]
     except RuntimeError:
         shapes = ", ".join(str(tuple(x.shape)) for x in mask.arrays)
@@ -178,6 +181,7 @@ def _band(mask: _Band, shift: int) -> MaskMod:
         bounds.append(lambda b, h, q_idx, kv_idx: kv_idx >= q_idx + offset(b, h) - left)
     if right is not None:
         bounds.append(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset(b, h) + right)
+    # Without bounds it is the mask that shows all keys.
     return and_masks(*bounds)
 
 
@@ -201,6 +205,7 @@ def _elements(x: Any) -> Callable[..., Any]:
     if isinstance(x, int) or all(size == 1 for size in x.shape):
         number = x if isinstance(x, int) else x.reshape(())
         return lambda *indices: number
+    # Counted from the end, since leading axes may be missing.
     axes = tuple(axis - x.ndim for axis, size in enumerate(x.shape) if size > 1)
     squeezed = x.squeeze()
     return lambda *indices: squeezed[tuple(indices[axis] for axis in axes)]

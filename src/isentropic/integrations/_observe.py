@@ -444,6 +444,7 @@ def _statistics(call: Call) -> Tensor:
     one = torch.ones_like(entropy)
     return torch.stack([
         total(entropy),
+        # Queries that see a single key are not counted here. The bound keeps their log n from 0.
         total(entropy / torch.log(n.clamp(min=2).to(entropy.dtype)), is_many),
         total(state.log_normalizer()),
         total(state.output()[..., 0] + sink_weight),

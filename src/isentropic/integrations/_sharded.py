@@ -212,6 +212,7 @@ class _Shards:
 
     def offset(self, query_shard: Any, key_shard: Any) -> Any:
         """The position of the first query of one shard relative to the first key of another."""
+        # The last query of the whole sequence sees its last key.
         alignment = (self.n_keys - self.n_queries) * self.size
         return alignment + query_shard * self.n_queries - key_shard * self.n_keys
 
@@ -230,9 +231,12 @@ class _Shards:
         check_floating(xp, **arrays)
         total = self.n_keys * self.size
         if n_keys is None and self.is_causal:
+            # The law counts keys of the whole sequence, of which a block of keys knows only its own.
             mask = causal(self.offset(rank, 0))
             n_keys = mask.visible_count(self.n_queries, total, like=query)
+        # Before the law multiplies, as its factor times a query would be rounded to half precision.
         query = xp.astype(query, accumulator(xp, xp.result_type(*arrays.values())))
+        # `scale_queries` takes no None.
         law = Constant(1.0) if law is None else law
         return scale_queries(query, total if n_keys is None else n_keys, law=law)
 
@@ -251,12 +255,14 @@ class _Shards:
 
     def empty_state(self, query: Array, *block: Array) -> AttentionState:
         """The state of queries over no keys."""
+        # By the same function, so that it has the shapes and dtypes of the other states.
         return self.state(query, *(x[..., :0, :] for x in block))
 
     def sums(self, query: Array, *block: Array, offset: Any, maximum: Array) -> tuple[Array, ...]:
         """The other fields of the state relative to a given `maximum`. They are sums over keys."""
         state = self.state(query, *block, offset=offset)
         xp = namespace(query=query)
+        # Where a query sees no key of the block, the shift is −∞ and the weight 0.
         shift = state.maximum - replace_infinite_minimum(xp, maximum)
         weight = xp.exp(shift)
         assert state.weighted_score is not None
@@ -288,6 +294,7 @@ def _ring_of_keys(
 
     def backward(residuals: Any, cotangent: AttentionState) -> tuple[Any, Any]:
         query, block, maximum = residuals
+        # Without that of the maximum, which counts as a constant, and of the counts, which are None.
         grad_sums = tuple(x for x in cotangent[1:] if x is not None)
 
         def visit(grad_query: Any, carried: Any, offset: Any) -> Any:
@@ -295,6 +302,7 @@ def _ring_of_keys(
             upcast = [x.astype(query.dtype) for x in block]
             sums = partial(shards.sums, offset=offset, maximum=maximum)
             parts = jax.vjp(sums, query, *upcast)[1](grad_sums)
+            # The gradient of a block travels with it, and is at home after the last hop.
             return grad_query + parts[0], (block, tuple(map(jax.numpy.add, grad_block, parts[1:])))
 
         zeros = tuple(jax.numpy.zeros_like(x, query.dtype) for x in (query, *block))
@@ -334,6 +342,7 @@ def _circulate_blocks(
             gathered, block = lax.cond(visible, visit, skip, gathered, block, offset)
         else:
             gathered, block = visit(gathered, block, offset)
+        # Outside of the branch, because every device has to take part in a hop.
         return (gathered, lax.ppermute(block, axis_name, ring)), None
 
     return lax.scan(step, (gathered, block), jax.numpy.arange(shards.size))[0]
@@ -348,6 +357,7 @@ def _vary_over_same_axes(arrays: Any, *others: Any) -> Any:
     import jax
 
     xp: Any = jax.numpy
+    # Not a product with 0, which would be NaN for arrays with NaN.
     joint: Any = sum(xp.where(True, 0.0, xp.sum(x)) for x in jax.tree.leaves((arrays, others)))
 
     def with_joint_type(x: Any) -> Any:
@@ -369,10 +379,12 @@ def _ring_of_queries() -> Any:
             def visit(owner: int, query: Any) -> AttentionState:
                 offset = shards.offset(owner, rank)
                 if shards.is_causal and not shards.any_visible(offset):
+                    # Each visit gives a state, with which the one that arrives is merged.
                     return shards.empty_state(query, *block)
                 return shards.state(query, *block, offset=offset)
 
             def merge(a: Any, b: Any) -> AttentionState:
+                # A state arrives as the list of its tensors.
                 return merge_states(AttentionState(*a), b)
 
             state = AttentionState(*_circulate_queries(group, visit, merge, (query,)))
@@ -397,6 +409,7 @@ def _ring_of_queries() -> Any:
                 sums = partial(shards.sums, offset=offset, maximum=maximum)
                 grad_query, *parts = _pull_back(sums, (query, *upcast), grad_sums)
                 for total, part in zip(grad_block, parts, strict=True):
+                    # In place, because the block stays on this process while queries visit it.
                     total += part
                 return (grad_query,)
 
@@ -423,8 +436,10 @@ def _circulate_queries(
     rank, size = _rank_and_size(group)
     gathered: Any = None
     for step in range(size):
+        # After the last visit only the results travel on, to the process that they belong to.
         ahead = _hop(visitors, group) if step < size - 1 else None
         behind = _hop(gathered, group) if step > 0 else None
+        # After so many hops the visitors are those of the process that is so many ranks before.
         here = visit((rank - step) % size, *visitors)
         gathered = here if behind is None else merge(behind(), here)
         visitors = visitors if ahead is None else ahead()
@@ -438,8 +453,10 @@ def _hop(tensors: Sequence[Any], group: Any) -> Callable[[], Sequence[Any]]:
 
     rank, size = _rank_and_size(group)
     after, before = (rank + 1) % size, (rank - 1) % size
+    # The backends of `torch.distributed` transfer only tensors without gaps.
     sent = [None if x is None else x.contiguous() for x in tensors]
     received = [None if x is None else torch.empty_like(x) for x in sent]
+    # All transfers start at once. If each process first waited for its send, none would receive.
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(operation, x, group=group, group_peer=peer)
@@ -465,6 +482,7 @@ def _pull_back(
     import torch
 
     leaves = [x.detach().requires_grad_() for x in arrays]
+    # Inside the backward pass of a function PyTorch records nothing by itself.
     with torch.enable_grad():
         results = function(*leaves)
     return torch.autograd.grad(results, leaves, cotangent)
@@ -491,8 +509,10 @@ def _axis(axis_name: Hashable) -> tuple[Any, int]:
 
     lax: Any = jax.lax
     try:
+        # The sum of a Python number over an axis is a Python number, which sizes of shapes can be.
         rank, size = lax.axis_index(axis_name), lax.psum(1, axis_name)
     except NameError:
+        # JAX raises a NameError for an axis that it does not know.
         must = "be an axis of the `jax.shard_map` around the call"
         raise value_error("axis_name", must, repr(axis_name)) from None
     return rank, size

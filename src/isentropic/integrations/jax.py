@@ -182,6 +182,7 @@ def attention_fn(
         if module is not None:
             from flax import nnx
 
+            # The two kinds of Flax modules name their collections in different ways.
             collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
             if sow == "weights":
                 weights = AttentionDistribution(q, k, **options).weights()
@@ -195,6 +196,7 @@ def attention_fn(
 def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
     if precision is None:
         return contextlib.nullcontext()
+    # The names of `jax.lax.Precision` are in capitals, and those of the setting are not.
     name = getattr(precision, "name", precision)
     return jax.default_matmul_precision(
         name.lower() if isinstance(precision, jax.lax.Precision) else name

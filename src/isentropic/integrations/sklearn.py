@@ -119,6 +119,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         compute_inverse_components: bool = False,
         random_state: Any = None,
     ) -> None:
+        # Estimators are cloned by attributes of these names. So `fit` checks them, not the constructor.
         self.n_components = n_components
         self.kind = kind
         self.eps = eps
@@ -166,6 +167,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self.n_components_ = n_features if k is None else k
         # None for the identity, and a sparse matrix for the kind "sparse" and sparse data.
         self._map: Any = None if k is None else self._draw(n_features, k, sparse.issparse(X))
+        # The matrices of these two kinds have few entries.
         self._is_sparse = sparse.issparse(X) if k is None else self.kind in ("sparse", "count_sketch")
         if self.compute_inverse_components:
             self.inverse_components_ = self._pseudo_inverse()
@@ -194,10 +196,13 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             )
         if k <= n_features:
             return k
+        # The level is that of the call of `fit`.
         warnings.warn(message, DataDimensionalityWarning, stacklevel=3)
+        # Like scikit-learn, this does not change a number that was asked for.
         return None if self.n_components == "auto" else k
 
     def _draw(self, n_features: int, k: int, is_sparse: bool) -> Any:
+        # Four words, as seeds of 31 bits would soon be equal for different fits.
         seed = check_random_state(self.random_state).randint(2**31 - 1, size=4)
         draw, _ = _KINDS[self.kind]
         if self.kind != "sparse":
@@ -279,6 +284,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         inverse = getattr(self, "inverse_components_", None)
         if inverse is None:
             if self._has_orthogonal_rows:
+                # Then no pseudo-inverse, a dense array, has to be formed.
                 return self._map.adjoint(X) * (self.n_components_ / self.n_features_in_)
             inverse = self._pseudo_inverse()
         xp = namespace(X=X)
@@ -316,6 +322,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         check_is_fitted(self)
         if not sparse.issparse(self._map):
             return self._map
+        # The entries of the sparse matrix have the scale in them.
         return dense_map(np.sign(self._map.toarray()), sparse_scale(self.n_components_, self.density_))
 
     @property
@@ -371,9 +378,11 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _check_library(self, X: Any, method: str) -> None:
         try:
+            # Sparse matrices are SciPy's, whose numbers are NumPy's.
             arrays = {"X": np.empty(0) if sparse.issparse(X) else X, "map": self._like}
             namespace(**arrays)
             common_device(**arrays)
+        # The class and the words of this error are those that scikit-learn checks of its estimators.
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"Inputs passed to {type(self).__name__}.{method}() must use the same namespace and "

@@ -124,8 +124,10 @@ class LawModule(torch.nn.Module):
         parts = {name: module() for name, module in self._modules.items()}
         parts |= {name: self._tensor(name) for name in self._names}
         law = self._law
+        # Moves and casts of the module replace its tensors, and the kept law has the old ones.
         if law is None or any(getattr(law, name) is not x for name, x in parts.items()):
             law = self._kind(**self._numbers, **parts)
+            # A law that is trained is made anew each time, because this checks its numbers.
             if not self._is_trained and not torch.compiler.is_compiling():
                 self._law = law
         return law
@@ -153,6 +155,7 @@ class LawModule(torch.nn.Module):
             value = self._values.pop(name, None) if x.is_meta else x
             if value is not None:
                 # Buffers are configuration, which half precision would round.
+                # A float64 may become float32, but no buffer becomes narrower than that.
                 is_rounded = new.dtype.itemsize < min(4, value.dtype.itemsize)
                 dtype = value.dtype if is_rounded and name in self._buffers else new.dtype
                 return _placed(value.to(new.device, dtype), new)
@@ -356,12 +359,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if need_weights or (self.training and self.dropout > 0):
             weights = AttentionDistribution(q, k, **options).weights()
             weights = drop(weights, self.dropout, self.training)
+            # A plain product would be rounded to half precision under autocast.
             out = product(namespace(value=v), weights, v)
         else:
             out = attention(q, k, v, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))
 
         if weights is not None and average_attn_weights:
+            # After dropout, as in PyTorch.
             weights = weights.mean(1)
         if query.ndim == 2:
             out, weights = out[0], None if weights is None else weights[0]
@@ -412,6 +417,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Self-attention of each sequence in a nested tensor."""
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = torch.nested.to_padded_tensor(x, 0.0)
+        # As hidden keys, the padding does not count in the n of the law.
         positions = torch.arange(padded.shape[1], device=x.device)
         hidden = positions >= torch.tensor(lengths, device=x.device)[:, None]
         out, weights = self.forward(padded, padded, padded, hidden, need_weights, None, average)
@@ -421,6 +427,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         law_prefix = f"{prefix}law."
         if self.law is not None and not any(name.startswith(law_prefix) for name in state_dict):
+            # Otherwise `strict=True` would refuse the checkpoint of a model without a law.
             state_dict |= self.law._known_values(law_prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -431,6 +438,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _heads(self, **inputs: Tensor) -> list[Tensor]:
         """Queries, keys and values as (N, H, length, head size), including the appended keys."""
         self._check_inputs(inputs)
+        # PyTorch's module has separate weights if keys or values have another width than queries.
         if self.in_proj_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         else:
@@ -498,6 +506,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if (x := attn_mask) is not None:
             shape = (n_queries, n_keys)
             _check_mask("attn_mask", x, shape if x.ndim == 2 else (n * heads, *shape))
+            # PyTorch's masks of three axes have the batch and the heads in one.
             masks.append(x if x.ndim == 2 else x.unflatten(0, (n, heads)))
 
         visible: Mask | None = None
@@ -633,6 +642,7 @@ def observe(
         patience=patience,
     )  # fmt: skip
     for module in layers.values():
+        # Layers of PyTorch pass masks by name.
         hook = module.register_forward_pre_hook(_announce_heads, with_kwargs=True)
         observer.on_close(hook.remove)
     return observer
@@ -687,6 +697,7 @@ def announce_attention(
     if not listeners:
         return
 
+    # A function, because nothing has to be computed unless a listener observes this pass.
     def call() -> Call:
         for name, x in {"query": query, "key": key}.items():
             if x.ndim != 4:
@@ -730,6 +741,7 @@ def _call_of_module(
     if key_padding_mask is not None:
         x = key_padding_mask.reshape(len(q), -1)
         is_token = ~x if x.dtype == torch.bool else x != -math.inf
+        # With padding on the left the first token is not the first key.
         is_first = pad(is_token & (is_token.cumsum(-1) == 1), (0, heads._n_appended))
         counted = is_token[:, None] if query is key else None
     return Call(q, k, options.pop("law"), options, None, counted, is_first)

@@ -202,10 +202,12 @@ def eps(
     log_delta = np.log(level)
     low, high = np.zeros_like(k), np.ones_like(k)
     reachable = _log_failure_bound(method, n, k, high, *d) <= log_delta
+    # So many halvings exceed the precision of float64.
     for _ in range(60):
         middle = (low + high) / 2
         enough = _log_failure_bound(method, n, k, middle, *d) <= log_delta
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    # The upper end of the interval always satisfies the bound.
     return _result(np.where(reachable, high, math.inf), scalar)
 
 
@@ -345,8 +347,10 @@ def _log_failure_bound(method: str, n: Any, k: Any, eps: Any, d: Any = None) -> 
         return log_count(log_n, log_n_minus_1) - k * rate(eps)
     log_pairs = log_n + log_n_minus_1 - math.log(2)
     if method == "exact":
+        # A union bound, over all pairs and over both signs of an error.
         return log_pairs + np.logaddexp(log_chi2_tail(k, eps), log_chi2_tail(k, -eps))
     complete = k >= d  # the map keeps every dimension, so no distance changes
+    # The 1 stands in, as the tail needs a positive parameter.
     rest = np.where(complete, 1.0, d - k)
     tails = np.logaddexp(log_beta_tail(k / 2, rest / 2, eps), log_beta_tail(k / 2, rest / 2, -eps))
     return np.where(complete, -math.inf, log_pairs + tails)

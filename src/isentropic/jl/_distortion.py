@@ -243,6 +243,7 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
     if all(is_readable(xp, points) for points in (x, y)) and not is_differentiable(xp, x, y):
         errors = [from_numpy(e, x, dtype) for e in _errors_on_host(xp, x, y, pair, dtype)]
     else:
+        # JAX has no int64 by default.
         pair = tuple(xp.asarray(index.astype("int32"), device=device) for index in pair)
         errors = _errors(xp, x, y, pair, dtype, 1.0)
     distance, norm, inner_product, angle = errors
@@ -265,6 +266,7 @@ def _errors_on_host(xp: Any, x: Array, y: Array, pair: Any, dtype: Any) -> list[
 def _errors(xp: ModuleType, x: Array, y: Array, pair: Any, dtype: Any, precision: float) -> list[Array]:
     """The four arrays of a `DistortionReport`, computed in `dtype`."""
     unit = _power_of_two_above(xp, xp.astype(xp.max(xp.abs(x)), dtype))
+    # Images have the unit of the points, so that ratios of both need no correction.
     norm_x, norm_y = (_square_norms(xp, points, unit) for points in (x, y))
     square_x, *units_x, inner_x = _pair_products(xp, x, unit, pair, norm_x, precision)
     square_y, *units_y, inner_y = _pair_products(xp, y, unit, pair, norm_y, precision)
@@ -333,6 +335,7 @@ def _pair_products(
     # Squares that underflow are not accurate either, and a zero vector has no angle.
     is_accurate = xp.minimum(a, b) > d * xp.finfo(norms.dtype).smallest_normal
     is_accurate &= 1 - abs(cosine) >= min(1 / 16, 4 * (d + 4) * precision)  # False for NaN
+    # The number of these pairs depends on values, which a traced call does not know.
     (others,) = xp.nonzero(~is_accurate)
     if others.size:
         those = [index[others] for index in pair]
@@ -345,6 +348,7 @@ def _pair_products(
 def _inner_products(xp: ModuleType, points: Array, unit: Array, pair: Any) -> Any:
     """The inner products of pairs of points."""
     n, d = points.shape
+    # The Gram matrix has all pairs. For a small sample its own products are cheaper.
     if n**2 > _GRAM_ENTRIES * pair[0].size:
 
         def products(block: Block) -> tuple[Array]:
@@ -361,6 +365,7 @@ def _inner_products(xp: ModuleType, points: Array, unit: Array, pair: Any) -> An
         part = xp.astype(take(points, block, -1), unit.dtype) / unit
         return part @ part.T if total is None else total + part @ part.T
 
+    # Over blocks of features, so that only a part of the points is in float64 at once.
     return fold(xp, with_products, d, max(1, BLOCKS.pairs // n))[pair]
 
 
@@ -391,6 +396,7 @@ def _sample_pairs(n_pairs: int, size: int, rng: Any) -> tuple[np.ndarray, np.nda
     if size == n_pairs:
         index = np.arange(n_pairs)
     else:
+        # The order of pairs does not matter, and a shuffle would take time.
         index = generator_of(rng).choice(n_pairs, size, replace=False, shuffle=False)
     return _pair_of(index)
 
@@ -411,6 +417,7 @@ def _power_of_two_above(xp: Any, largest: Array) -> Any:
     limit = math.log2(float(xp.finfo(largest.dtype).max)) - 2
     is_known = (largest > 0) & (largest < math.inf)
     exponent = xp.ceil(xp.log2(xp.where(is_known, largest, 1.0)))
+    # Division by a power of two is exact.
     return 2.0 ** clip(xp, exponent[None, None], min=-limit, max=limit)
 
 

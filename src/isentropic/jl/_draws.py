@@ -83,6 +83,7 @@ def random_words(generator: np.random.Generator, count: int) -> np.ndarray:
 def random_signs(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Independent signs ±1 with equal probabilities: the bits of the words, the lowest first."""
     count = math.prod(shape)
+    # In the same order of bytes on every machine.
     words = random_words(generator, -(-count // 64)).astype("<u8")
     bits = np.unpackbits(words.view("uint8"), count=count, bitorder="little")
     return (1.0 - 2.0 * bits).reshape(shape)
@@ -115,6 +116,7 @@ def random_permutation(generator: np.random.Generator, n: int) -> np.ndarray:
 
 
 def _uniforms(words: np.ndarray) -> np.ndarray:
+    # The half keeps out 0, whose logarithm the normal numbers would take.
     return ((words >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
@@ -124,12 +126,14 @@ def _log(x: np.ndarray) -> np.ndarray:
     is_low = mantissa < 0.5**0.5
     mantissa = np.where(is_low, 2.0 * mantissa, mantissa)
     s = (mantissa - 1.0) / (mantissa + 1.0)
+    # With a mantissa from √½ to √2, s² is at most 0.03, and 12 terms are exact to float64.
     series = _polynomial([1 / (2 * i + 1) for i in range(12)], s * s)
     return (exponent - is_low) * _LOG_2 + 2.0 * s * series
 
 
 def _cos_sin(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine of angles in [0, π/2], by their series."""
+    # At π/2 the first term that is left out is below 1e-19.
     cosine, sine = ([(-1) ** i / math.factorial(2 * i + j) for i in range(12)] for j in (0, 1))
     return _polynomial(cosine, x * x), x * _polynomial(sine, x * x)
 

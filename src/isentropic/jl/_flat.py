@@ -102,6 +102,7 @@ def _elementary(n: int) -> np.ndarray | None:
 def _hartley(n: int) -> np.ndarray:
     """The matrix of the discrete Hartley transform; its flatness is at most √2."""
     i = np.arange(n)
+    # The remainder is exact, while large angles would lose digits.
     angle = 2 * math.pi / n * (np.outer(i, i) % n)
     return (np.cos(angle) + np.sin(angle)) * n**-0.5
 
@@ -155,6 +156,7 @@ def jacobsthal(q: int) -> list[list[float]]:
     """
     p = q if is_prime(q) else math.isqrt(q)
     # The field is that of integers modulo p, or that of a + b√r, where r is not a square.
+    # Euler's criterion: i^((p − 1)/2) is 1 modulo p if i is a square.
     r = next(i for i in range(2, 2 * p) if pow(i, p // 2, p) != 1)
     field = [(a, b) for a in range(p) for b in range(q // p)]
     squares = {((a * a + r * b * b) % p, 2 * a * b % p) for a, b in field}

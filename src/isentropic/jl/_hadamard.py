@@ -171,6 +171,7 @@ def _numpy_factors(
 ) -> list[Array]:
     factors: list[Any] = _factors(np, _factor_orders(order, last, are_large), scale, dtype, None)
     for factor in factors:
+        # All maps of this order share the matrices of the cache.
         factor.flags.writeable = False
     return factors
 

@@ -40,6 +40,7 @@ def sample_kronecker(xp: ModuleType, factors: list[Array], z: Array, coordinates
     """
     (lead, size, trail), (*others, last) = z.shape, factors
     order = last.shape[0]
+    # The axis of the last factor joins those behind the others.
     z = apply_kronecker(xp, others, xp.reshape(z, (lead, size * trail)), order * trail)
     z = xp.take(xp.reshape(z, (lead, size // order, order, trail)), coordinates // order, axis=1)
     weights = xp.take(last, coordinates % order, axis=0)
@@ -97,9 +98,11 @@ def _in_numpy(np: Any, factors: list[Array], rows: Array, trail: int, out: Any) 
 
 def _times_few_rows(np: Any, factor: Array, rows: Array) -> Array:
     count, f = rows.shape
+    # A part divides the rows, so all products have the same size and are one call.
     part = math.gcd(count, 128)
     if part < 16:
         return _times_rows(np, factor, rows)
+    # By way of one axis, which makes a copy in row-major order.
     transposed = np.reshape(np.reshape(np.permute_dims(factor, (1, 0)), (f * f,)), (f, f))
     return product(np, np.reshape(rows, (count // part, part, f)), transposed)
 
@@ -113,6 +116,7 @@ def _times_few_columns(np: Any, factor: Array, columns: Array, out: Any) -> Arra
         np.permute_dims(np.reshape(x, (count, f, trail // part, part)), (0, 2, 1, 3))
         for x in (columns, result)
     )
+    # Both are views, so the result needs no further pass.
     np.matmul(factor, source, out=target)
     return result
 
@@ -140,6 +144,7 @@ def _in_jax(xp: Any, factors: list[Array], rows: Array, trail: int, out: Any) ->
     size, n = shape[0] * shape[1], shape[1] // trail
     z = xp.permute_dims(xp.reshape(rows, (shape[0], n, trail)), (0, 2, 1))
     precision = matmul_precision()
+    # Each product moves its axis to the front. After all of them, the axes are in order again.
     for factor in reversed(factors):
         f = factor.shape[0]
         z = xp.tensordot(factor, xp.reshape(z, (size // f, f)), axes=(1, 1), precision=precision)

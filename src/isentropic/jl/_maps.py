@@ -66,6 +66,7 @@ class Projection:
     ((5, 7, 64), (64, 3))
     """
 
+    # Otherwise an instance would have a `__dict__` too, of which neither trees nor comparisons know.
     __slots__ = ()
 
     @property
@@ -110,6 +111,7 @@ class Projection:
         TypeError, ValueError
             If the arrays of the map do not fit each other, or belong to different libraries.
         """
+        # The adjoint maps unit vectors to rows. Mostly there are fewer rows than columns.
         xp, like = self._checked_namespace(), next(leaves_of(self))
         device = common_device(like=like)
         return self.adjoint(xp.eye(self.n_components, dtype=like.dtype, device=device))
@@ -142,9 +144,11 @@ class Projection:
     @quietly
     def _along(self, name: str, x: Array, axis: int, *, is_adjoint: bool = False) -> Any:
         """Apply the map, or its adjoint, along an axis of x."""
+        # A Dask array has an empty array of the library of its blocks.
         sample = x._meta if is_dask(x) else x  # type: ignore[attr-defined]
         xp = namespace_with_drawn(("projection", tuple(leaves_of(self))), **{name: sample})
         check_floating(xp, **{name: sample})
+        # A user may have replaced arrays of the tuple, so each call checks them.
         self._check()
         out, size = self._shape[::-1] if is_adjoint else self._shape
         check_axis(axis, x.ndim)
@@ -156,6 +160,7 @@ class Projection:
     def _linear_map(self, trail: int, is_adjoint: bool = False) -> LinearMap:
         k, d = self._shape
         linear = LinearMap(
+            # The map is the tuple of its arrays, which transformations of a library see as arguments.
             lambda xp, f, dtype, device, is_adjoint: f._rows(xp, dtype, device, trail, is_adjoint),
             (k * trail, d * trail),
             self._row_size(trail),
@@ -210,6 +215,7 @@ class DenseProjection(Projection, _DenseArrays):
         weights = xp.astype(weights, dtype, copy=False)
         scale = xp.astype(self.scale, dtype, copy=False)
 
+        # The images are scaled, and not the weights, of which this would make a copy.
         def multiply(rows: Array, out: Any) -> Array:
             if trail == 1:
                 return product(xp, rows, xp.permute_dims(weights, (1, 0))) * scale
@@ -291,6 +297,7 @@ class HadamardProjection(Projection, _HadamardArrays):
         factors = functools.partial(
             hadamard_factors, xp, order, scale=self._scale(size), dtype=dtype, device=device
         )
+        # The transform of the adjoint gives all coordinates, so nothing can be left out of it.
         last = None if is_adjoint else doublings_to_sample(xp, order, k)
         transform = _product_with(xp, factors(), is_adjoint)
         steps = [step for signs in self.signs for step in (_flip(xp, signs, dtype), transform)]
@@ -311,6 +318,7 @@ class HadamardProjection(Projection, _HadamardArrays):
             Round(
                 factors,
                 self._scale(size),
+                # Only the first round has vectors to pad, and only the last one leaves coordinates out.
                 widths=(size if i else d, size),
                 entries=(size if i else d, size if i < last else k),
                 signs=len(matrices) + i,
@@ -373,7 +381,9 @@ class CountSketch(Projection, _SketchArrays):
         def sketch(block: Array, out: Any) -> Array:
             lead = block.shape[0]
             z = xp.reshape(block, (lead, 1, d, trail)) * signs[None, :, :, None]
+            # The index s · d, which fills rows of `features`, takes this zero.
             z = _pad(xp, xp.reshape(z, (lead, s * d, trail)), s * d + 1)
+            # Sums of what is gathered: the array API has no addition at indices.
             z = xp.reshape(xp.take(z, sources, axis=1), (lead, k, m, trail))
             return xp.reshape(xp.sum(z, axis=2), (lead, k * trail))
 
@@ -443,6 +453,7 @@ class Rotation(Projection, _RotationArrays):
         True
         """
         check_choice("side", side, ("input", "output"))
+        # The rows of W Rᵀ are R times rows of W, and the columns of R W are R times columns of W.
         return self._along("weight", weight, -1 if side == "input" else -2)
 
     @property
@@ -457,6 +468,7 @@ class Rotation(Projection, _RotationArrays):
         for i, signs in enumerate(self.signs):
             check_shape(f"signs[{i}]", signs, self.signs[0].shape)
         for i, factor in enumerate(self.factors):
+            # First the number of axes, because a 0-d factor has no first one.
             check_shape(f"factors[{i}]", factor, (None, None))
             check_shape(f"factors[{i}]", factor, (factor.shape[0],) * 2)
         size = self.signs[0].shape[1]
@@ -481,6 +493,7 @@ class Rotation(Projection, _RotationArrays):
     ) -> RowFunction:
         factors = [xp.astype(factor, dtype, copy=False) for factor in self.factors]
         if self._is_product(trail):
+            # The signs scale the columns of the factor, so a row takes one product.
             weights = factors[0] * xp.astype(self.signs[0], dtype, copy=False)
             weights = weights if is_adjoint else xp.permute_dims(weights, (1, 0))
             return lambda rows, out: product(xp, rows, weights)
@@ -503,6 +516,7 @@ class Rotation(Projection, _RotationArrays):
 
     def _program(self, xp: ModuleType, n_rows: int, device: Any, trail: int) -> KernelProgram | None:
         n_blocks, size = self.signs[0].shape
+        # No round of the kernel rotates a part of the coordinates and moves the others.
         if self._order != size or len(self.signs) > 1 or not self.factors:
             return None
         orders = tuple([(factor.shape[0], i) for i, factor in enumerate(self.factors)])
@@ -550,6 +564,7 @@ def _product_with(xp: ModuleType, factors: list[Array], is_adjoint: bool) -> Ste
         factors = [xp.permute_dims(factor, (1, 0)) for factor in factors]
 
     def apply(z: Array) -> Array:
+        # The axes in front may be several, such as those of rows and blocks.
         *lead, order, trail = z.shape
         y = apply_kronecker(xp, factors, xp.reshape(z, (math.prod(lead), order * trail)), trail)
         return xp.reshape(y, z.shape)
@@ -564,11 +579,13 @@ def _choice(xp: ModuleType, rows: Array, size: int, is_adjoint: bool) -> Step:
     k = rows.shape[0]
     coordinates = xp.arange(size, dtype=rows.dtype, device=common_device(rows=rows))
     source = xp.searchsorted(rows, coordinates)
+    # Past the last row the search gives k, which is no index of it.
     source = xp.where(source < k, source, k - 1)
     kept = (xp.take(rows, source) == coordinates)[:, None]
 
     def put_back(z: Array) -> Array:
         z = xp.take(z, source, axis=-2)
+        # Not a product with `kept`, since 0 · NaN is NaN.
         return xp.where(lift(kept, z.ndim), z, xp.zeros((), dtype=z.dtype, device=common_device(z=z)))
 
     return put_back

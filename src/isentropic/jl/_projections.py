@@ -198,6 +198,7 @@ def orthogonal_projection(
     """
     n_features, n_components = counts(n_features=n_features, n_components=n_components)
     generator = generator_of(rng)
+    # There are no more orthonormal rows than columns.
     short, long = sorted((n_components, n_features))
     weights = random_orthonormal(generator, short, long)
     weights = weights if n_components <= n_features else weights.T
@@ -271,7 +272,9 @@ def hadamard_projection(
     (rounds,) = counts(rounds=rounds)
     size = hadamard_order(max(n_features, n_components)).size
     generator = generator_of(rng)
+    # The first signs come before the padding.
     signs = [random_signs(generator, (n_features if i == 0 else size,)) for i in range(rounds)]
+    # In ascending order, because the adjoint searches them.
     rows = np.sort(random_permutation(generator, size)[:n_components])
     return HadamardProjection(
         tuple(convert_draw(part, like) for part in signs), convert_draw(rows, like, is_index=True)
@@ -347,6 +350,7 @@ def count_sketch(
         dealt = random_permutation(generator, n_features)
         components[i, dealt] = i * block + np.arange(n_features) % block
         features[i, :n_features] = i * n_features + dealt
+    # Component j of a block has the features that were dealt at the places j, j + block, ….
     features = features.reshape(nonzeros, depth, block).swapaxes(1, 2).reshape(n_components, depth)
     indices = (convert_draw(x, like, is_index=True) for x in (components, features))
     return CountSketch(convert_draw(signs, like), *indices)
@@ -445,6 +449,7 @@ def rotation(
     size = n_features // blocks
     generator = generator_of(rng)
     if kind == "haar":
+        # Signs would not change this distribution.
         signs = [np.ones((1, size))]
         factors = [random_orthonormal(generator, size, size)]
     else:
@@ -453,7 +458,9 @@ def rotation(
         signs = [random_signs(generator, (blocks if independent else 1, size)) for _ in range(rounds)]
         factors = [flat_matrix(order) for order in orders]
     return Rotation(
+        # Each block has signs of its own in the map, even if they are equal.
         tuple(convert_draw(np.repeat(part, blocks // part.shape[0], axis=0), like) for part in signs),
+        # In half precision the factors would not be orthogonal.
         tuple(convert_draw(factor, like, is_wide=True) for factor in factors),
     )
 
@@ -475,6 +482,7 @@ def sparse_entries(density: float) -> Draw:
 
     def draw(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
         u = random_uniforms(generator, size)
+        # Both ends of (0, 1) are equally likely, so one number decides on the entry and on its sign.
         return 1.0 * (u < density / 2) - 1.0 * (u >= 1 - density / 2)
 
     return draw

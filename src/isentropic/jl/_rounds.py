@@ -120,6 +120,7 @@ def _calls(
         for i in range(len(passes_of(part.factors, is_contiguous=program.trail == 1)))
     ]
     last, used = found[-1]
+    # Only the last pass rounds to the dtype of the result.
     found[-1] = last._replace(outputs=[last.outputs[0]._replace(dtype=dtype)]), used
     return found
 
@@ -140,6 +141,7 @@ def _call(xp: Any, program: Program, part: Round, i: int, n_rows: int) -> Any:
     signs_at, slots_at = (at if sides.get(at) else 0 for at in (part.signs_at, part.slots_at))
     rows = n_rows * program.blocks
     count = rows * chunks * step * trail
+    # The kernel always has three factors. One of order 1 does nothing.
     factors = ((1, None),) * (_MAX_FACTORS - len(passes[i])) + passes[i]
     batch, warps = configuration(passes[i], is_contiguous=step * trail == 1)
     constants: dict[str, Any] = {}
@@ -206,6 +208,7 @@ def passes_of(factors: tuple[Factor, ...], *, is_contiguous: bool) -> list[tuple
             room = _room(part, 2 * columns)
             if matrix is None and room > 1:
                 part = ((room, None), *part)
+                # Sylvester's matrix of order ab is the Kronecker product of those of orders a and b.
                 order //= room
             rest.append((order, matrix))
             break

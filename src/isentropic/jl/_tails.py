@@ -93,6 +93,7 @@ def _log_integral(h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Logarithm of ∫₀^∞ e^{h(τ)} dτ. `h` takes and returns arrays (..., nodes)."""
     # Find the τ at which h reaches −_CUTOFF, to within 10 %: first by powers of 64, then by bisection.
     end = np.full(h(np.ones(1)).shape, 1e-18)
+    # 64¹² times the first end is more than the largest τ.
     for _ in range(12):
         end = np.where(h(end) > -_CUTOFF, np.minimum(64 * end, _LARGEST_TAU), end)
     start = end / 64
@@ -116,6 +117,7 @@ def _log1p_minus_x(x: np.ndarray) -> np.ndarray:
     small = np.abs(x) < 0.1
     z = np.where(small, x, 0.0)
     series = np.zeros_like(z)
+    # At 0.1 the first term that is left out is 1e-18 of the result.
     for k in range(18, 1, -1):
         series = 1 / k - z * series
     far = np.where(small, 1.0, x)

@@ -49,6 +49,7 @@ def apply_factor(
         BITS: tl.constexpr = tl.constexpr(ORDER.bit_length() - 1)
         for _ in tl.static_range(BITS):
             a, b = tl.split(tl.reshape(z, (SIZE // 2, 2)))
+            # Sums and differences move to the front, so the next bit of the index is the last one.
             z = tl.reshape(tl.trans(tl.join(a + b, a - b)), (SIZE,))
     return z
 
@@ -81,8 +82,10 @@ def kronecker_kernel(
     if N != SIZE:
         i1, i2, i3 = i // (P2 * P3), i // P3 % P2, i % P3
         is_inside &= ((i1 < N1) & (i2 < N2) & (i3 < N3))[None, :]
+        # Blocks are powers of 2. The places in a row leave out what they have beyond the factors.
         i = (i1 * N2 + i2) * N3 + i3
     i = (outer % chunks * (N * step) + inner // trail)[:, None] + i[None, :] * step
+    # A row may begin beyond 32 bits, and its numbers are counted within them.
     X += row.to(tl.int64)[:, None] * in_row + place[:, None]
     OUT += row.to(tl.int64)[:, None] * out_row + place[:, None]
     is_in, is_out, source, target = is_inside & (i < IN_WIDTH), is_inside & (i < OUT_WIDTH), i, i
@@ -113,6 +116,7 @@ def slots_kernel(ROWS, SLOTS, count, size, STEPS: tl.constexpr, BLOCK: tl.conste
     low, high = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32) + count
     for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
+        # Behind the last row stands a coordinate that none exceeds.
         is_below = tl.load(ROWS + middle, mask=middle < count, other=size) < i
         low, high = tl.where(is_below, middle + 1, low), tl.where(is_below, high, middle)
     is_there = tl.load(ROWS + low, mask=low < count, other=-1) == i

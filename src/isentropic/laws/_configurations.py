@@ -129,6 +129,7 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     for rope in ropes:
         rules += _mscale(fields, rope)
         rules += _phimoe(fields, rope) if fields.kind == "phimoe" else _rotation(fields, rope)
+    # A rule may be for a kind of layers that the model does not have.
     return tuple(rule for rule in rules if rule.layers != ())
 
 
@@ -210,6 +211,7 @@ _TEXT_KINDS = {
 def _text_fields(config: Any) -> _Fields:
     data, path = _mapping("config", config), ""
     kind = data.get("model_type")
+    # Parts may have parts: a `thinker_config` has a `text_config`.
     while key := next((key for key in _TEXT_PARTS if data.get(key) is not None), None):
         path += f"{key}."
         if path.count(".") > _MOST_PARTS:
@@ -219,6 +221,7 @@ def _text_fields(config: Any) -> _Fields:
     if not isinstance(kind, str) or not kind:
         raise value_error(f"{path}model_type", "be the type of a model", repr(kind))
     if kind in _TEXT_KINDS:
+        # Its absent fields would count as defaults of the decoder.
         raise value_error("config", f"have the `text_config` of a {kind!r}", "none")
     return _Fields(data, path + "{}", kind)
 
@@ -275,6 +278,7 @@ def _refuse_fields(
 ) -> None:
     for key, x in part.data.items():
         kinds = readers.get(key, () if hints.search(str(key)) else None)
+        # A field that is off sets no rule.
         if kinds is not None and kind not in kinds and x is not None and x is not False and x != 0:
             must = "be absent: it may set a rule, and how models of this type apply it is not known"
             raise value_error(part.name(key), must, f"{x!r} for a {kind!r}")
@@ -319,6 +323,7 @@ def _inkling(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
 
 
 def _inkling_2(fields: _Fields, ropes: list[_Rope], length: float = 128_000) -> Iterator[ModelRule]:
+    # Here the length has a default, so only the coefficient switches the rule off.
     yield from _inkling_rule(fields, "positions", fields.off(log_scaling_alpha=0.0), length)
 
 
@@ -349,6 +354,7 @@ def _beam(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
     types = fields.sequence("layer_types", str)
     if types is None:
         last = fields.n_layers() - 1
+        # transformers fills in the types in this way if a configuration leaves them out.
         full = [i % 6 == 5 or i == last for i in range(last + 1)]
         types = ["full_attention" if x else "sliding_attention" for x in full]
     rotating = _rope_data(fields)[1] or {}
@@ -379,6 +385,7 @@ def _grok(fields: _Fields) -> Iterator[ModelRule]:
     # No model but Grok has the field. Its `model_type` is that of another model, GIT.
     length = fields.number("attn_temperature_len", -1)
     if length > 0:
+        # The law divides by the logarithm of this length.
         fields.number("attn_temperature_len", above=1)
         off = fields.off(attn_temperature_len=-1)
         yield ModelRule("grok-2", preset("grok-2", length=length), "positions", None, _CAPPED, off)
@@ -456,6 +463,7 @@ def _ropes(fields: _Fields) -> Iterator[_Rope]:
         yield _Rope(_Fields(x, f'{form}["{key}"]["{{}}"]'), key)
     if not nested:
         if fields.kind == "deepseek_v4":
+            # DeepSeek-V4 does not compute a factor from the parameters of YaRN. It may be given one.
             data = {"attention_factor": 1.0, **data}
         yield _Rope(_Fields(data, f'{form}["{{}}"]'))
 
@@ -485,6 +493,7 @@ def _scale(fields: _Fields, rope: _Rope) -> float:
     """The factor s by which the context was extended."""
     if rope.fields.get("factor") is not None:
         return rope.fields.number("factor", above=0)
+    # Without a factor, as for LongRoPE, the two lengths tell it.
     return fields.number("max_position_embeddings", above=0) / _original_length(fields, rope)
 
 
@@ -537,6 +546,7 @@ def _layers_of_type(fields: _Fields, kind: str) -> tuple[int, ...]:
     if types is None:
         raise value_error(fields.name("layer_types"), "say which layers the rotation is for", "none")
     if fields.kind == "deepseek_v4":
+        # Its rotations have names of their own, for layers without and with compression.
         types = ["main" if x == "sliding_attention" else "compress" for x in types]
     if kind not in types and not kind.endswith("_attention"):
         must = f"have layers of the type {kind!r}, which has a rotation of its own"

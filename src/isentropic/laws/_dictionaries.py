@@ -86,6 +86,7 @@ def _from_dict(data: Any, depth: int) -> Law:
         raise value_error("data", "name a law under 'law'", f"the keys {_listed(data)}")
     check_choice("law", data["law"], sorted(_KINDS))
     kind = _KINDS[data["law"]]
+    # In dictionaries `law` names the class, so the field of this name is `of` there.
     given = {"law" if key == "of" else key: x for key, x in data.items() if key != "law"}
     known = {field.name: field.default is MISSING for field in fields(kind)}
     required = {name for name, is_required in known.items() if is_required}

@@ -59,6 +59,7 @@ class SqrtLogLength(Law):
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         base = log_of(xp, over_queries(xp, self.base, n))
         root = xp.sqrt(base) if is_array(base) else math.sqrt(base)
+        # The derivative of a plain root is infinite at n = 1.
         factor = root_or_zero(xp, log_length(xp, n)) / root
         return at_least(xp, factor, self.minimum)
 
@@ -163,6 +164,7 @@ class StepLog(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         steps = xp.floor(n / over_queries(xp, self.period, n))
+        # Below a length of 0, which `shifted` may give, the step is −1 and its log1p is −∞.
         return xp.log1p(clip(xp, steps, min=0.0)) * over_queries(xp, self.coefficient, n) + 1.0
 
 
@@ -209,6 +211,7 @@ class Power(Law):
             check_parameter("minimum", self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
+        # A query that sees no key has the length 0, whose negative powers are infinite.
         growth = clip(xp, n, min=1.0) / over_queries(xp, self.base, n)
         factor = growth ** over_queries(xp, self.exponent, n)
         return _at_least(xp, factor, self.minimum, n)
@@ -245,6 +248,7 @@ class InfoScale(Law):
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         rate = -2.0 / float(self.head_dim)
+        # `expm1` keeps the digits for large heads, where the exponent is close to 0.
         root = root_or_zero(xp, -xp.expm1(log_length(xp, n) * rate))
         base = log_of(xp, over_queries(xp, self.base, n))
         if is_array(base):
@@ -310,6 +314,7 @@ class Knots(Law):
             raise value_error("lengths", must, len(lengths))
         if not all(float(a) < float(b) for a, b in pairwise(lengths)):
             raise value_error("lengths", "increase", f"({', '.join(map(str, lengths))})")
+        # A tuple is hashable and does not change, unlike a list.
         object.__setattr__(self, "lengths", lengths)
         if is_array(self.factors):
             check_parameter("factors", self.factors)
@@ -330,6 +335,7 @@ class Knots(Law):
         lengths, last = [float(x) for x in self.lengths], len(self.lengths) - 1
         self._warn_beyond(xp, n)
         factors = [over_queries(xp, self._factor(i), n) for i in range(last + 1)]
+        # Other laws have this bound in `log_length`.
         n = xp.where(n < 1.0, 1.0, n)
         result: Any = None
         for i, length in enumerate(lengths):
@@ -436,6 +442,7 @@ def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple
         if not is_readable(xp, x):
             raise type_error(name, f"{must} that can be read", type(x).__name__)
         x = to_numpy(x).tolist()
+    # A string is iterable, but of no numbers.
     if isinstance(x, str) or not isinstance(x, Iterable):
         raise type_error(name, must, type(x).__name__)
     numbers = tuple(x)

@@ -136,6 +136,7 @@ class Law(Node, ABC):
                 raise type_error("law", "evaluate to an array", type(factor).__name__)
             return factor
 
+        # `True` is an integer of Python, but not a number of keys.
         if isinstance(n, bool) or not isinstance(n, (int, float, Real)):
             raise type_error("n", "be a number or an array", type(n).__name__)
         try:
@@ -146,6 +147,7 @@ class Law(Node, ABC):
             xp, device = namespace(("law", parameters)), common_device(("law", parameters))
             dtype = _compute_dtype(xp, parameters[0].dtype, parameters)
             return self.evaluate(xp, self._aligned(xp.full((), n, dtype=dtype, device=device)))
+        # A scalar of NumPy has the dtype that formulas ask for.
         return float(self.evaluate(np, np.float64(n)))  # type: ignore[arg-type]
 
     def __init_subclass__(cls) -> None:
@@ -210,6 +212,7 @@ class Law(Node, ABC):
 
     def evaluate_unchecked(self, xp: ModuleType, n: Array) -> Array:
         """``law(n)`` in the dtype of `n`, without checks, for lengths (..., L) that fit the law."""
+        # A kept signature tells that there are no arrays, without a search for them.
         dtype, has_no_arrays = n.dtype, getattr(self, "_signature", None) is not None
         if not has_no_arrays and (parameters := self.arrays):
             dtype = _compute_dtype(xp, dtype, parameters)
@@ -234,6 +237,7 @@ class Law(Node, ABC):
         for name, shape, has_query_axis in shapes:
             # A 0-d parameter needs no axis for the queries.
             full_shape = shape if has_query_axis or not shape else (*shape, *last)
+            # One parameter at a time, so that the error names the one that does not fit.
             common = common_shape(**{"n": common, name: full_shape})
         return lift(n, len(common)) if n.ndim else n
 
@@ -432,6 +436,7 @@ def over_queries(xp: ModuleType, x: Any, n: Array) -> Any:
     if not is_array(x):
         return plain_float(x)
     x = xp.astype(x, n.dtype)
+    # The new last axis is that of the queries, to which a plain parameter applies alike.
     return lift(x[..., None], n.ndim) if x.ndim > 0 and n.ndim > 0 else x
 
 
@@ -486,6 +491,7 @@ def check_law(law: Any, *, optional: bool = False) -> None:
             must += " (`laws.preset` has those with a name)"
         elif isinstance(law, type) and issubclass(law, Law):
             got = f"the class {law.__name__}; call it: `{law.__name__}(...)`"
+        # By name, because its class is in a module that needs PyTorch.
         elif any(kind.__name__ == "LawModule" for kind in type(law).__mro__):
             got += "; call it: `law()`"
         elif callable(law):

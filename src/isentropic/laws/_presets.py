@@ -32,6 +32,7 @@ class Rule(NamedTuple):
 
 def _checked(length: Parameter, above: float = 1) -> Parameter:
     """A length; a number is checked under this name, as laws have other names for their parameters."""
+    # The law itself checks arrays.
     if is_real(length):
         check_real("length", length, above=above)
     return length
@@ -42,6 +43,7 @@ def _at_least_1(length: Parameter) -> Law:
 
 
 def _grok(length: Parameter) -> Law:
+    # The code takes the position, which counts from 0, and n is one more.
     return shifted(_at_least_1(length), -1)
 
 
@@ -63,17 +65,20 @@ def _ministral(coefficient: Parameter = 0.1, length: Parameter = 16384) -> Law:
 
 def _su(length: float = 512) -> Law:
     check_real("length", length, above=1)
+    # ln max(n, 16) / ln L is the larger of two quotients.
     return LogLength(length, minimum=math.log(16) / math.log(length))
 
 
 def _inkling(length: float = 128_000, coefficient: float = 0.1) -> Law:
     check_real("length", length, above=0)
     check_real("coefficient", coefficient, least=0)
+    # 1 + c ln(n / L), with the constant part as the intercept.
     return AffineLog(coefficient, 1 - coefficient * math.log(length), minimum=1)
 
 
 def _static_factor(scale: float) -> float:
     check_real("scale", scale, above=0)
+    # transformers leaves the attention as it is where the context is not extended.
     return max(scale, 1.0)
 
 
@@ -249,9 +254,11 @@ def preset(name: str, **parameters: Any) -> Law:
     check_choice("name", name, tuple(RULES))
     make = RULES[name].make
     try:
+        # Not by calling it, whose own TypeErrors are about the values of parameters.
         bound = inspect.signature(make).bind(**parameters)
     except TypeError:
         known = inspect.signature(make).parameters.values()
+        # Annotations would show names that are not public.
         takes = ", ".join(str(p.replace(annotation=p.empty)) for p in known) or "none"
         got = ", ".join(sorted(parameters)) or "none"
         raise type_error("parameters", f"be those of {name!r} ({takes})", got) from None

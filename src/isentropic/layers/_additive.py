@@ -80,7 +80,9 @@ def additive_attention(
         raise value_error("w_k", f"have the last dimension of `w_q`, {hidden}", w_k.shape[-1])
     if v.shape != (hidden,):
         raise value_error("v", f"have the shape ({hidden},)", v.shape)
+    # The widths of queries and keys may differ, as only their projections have to match.
     plan, operands = prepare(Arguments(query, key, value, mask, scale=1.0, is_dot_product=False))
+    # Before the projections: `add_bias_and_mask` gives the NaN of these rows to queries that see them.
     operands = finite(plan, operands)
 
     dtype = plan.compute

@@ -111,6 +111,7 @@ class PositiveFeatures(NamedTuple):
             log_ratio = log_ratio[..., 0, :]
         score = product(xp, y, xp.matrix_transpose(weights))
         score, log_ratio, norm = align(score, log_ratio, _norm_term(xp, y))
+        # The kernel is a product of two features, so each of them has the root of the ratio.
         phi = xp.exp(score + log_ratio / 2 + norm) * self.n_components**-0.5
         return xp.astype(phi, x.dtype, copy=False)
 
@@ -234,6 +235,7 @@ def _best_variance(ratio: float) -> float:
     Its derivative is 0 where t² − (1 + 2r) t − 2r = 0.
     """
     b = 1 + 2 * ratio
+    # `hypot` does not overflow where b² would.
     t = (b + math.hypot(b, math.sqrt(8 * ratio))) / 2
     return (1 + t) / 2
 
@@ -255,6 +257,7 @@ def _orthogonal_directions(
     for _ in range(-(-n_components // n_features)):
         normals = random_normals(generator, (n_features, n_features))
         lengths = deviation * np.linalg.norm(normals, axis=1, keepdims=True)
+        # Each direction is distributed like a normal vector, which keeps the estimate unbiased.
         blocks.append(lengths * random_orthonormal(generator, n_features, n_features))
     directions: Array = convert_draw(np.concatenate(blocks)[:n_components], like)
     return directions
@@ -358,6 +361,7 @@ def linear_attention(
         seen = merge_columns(
             ops, _attend_features(x, directions, sums), _attend_chunk(xp, x, y, v, b, directions), None
         )
+        # After the queries of the chunk, which see only a part of its keys.
         sums = merge_columns(ops, sums, _attend(directions.weights, y, v, b), None)
         return sums, output_of_columns(xp, seen)
 
@@ -437,10 +441,12 @@ def linear_attention_error(
         # ‖x + y‖² = 2 (x·y + ‖x‖²/2 + ‖y‖²/2), and `_norm_term` is −‖·‖²/2.
         square = 2 * (exact - _norm_term(xp, z) - xp.matrix_transpose(norms))
         moment = _log_second_moment(xp, clip(xp, square, min=0.0), features)
+        # `expm1` keeps the digits of small errors.
         log_error = 2 * log_or(xp, xp.abs(xp.expm1(estimate - exact)), -math.inf)
         visible = None
         if is_causal:
             visible = causal().block(plan.frame, rows, (0, plan.n_keys))
+        # This is log(e^moment − 1) without e^moment, which may overflow.
         log_variance = moment + log_or(xp, -xp.expm1(-moment), -math.inf) - math.log(m)
         return _root_mean_exp(xp, log_error, visible), _root_mean_exp(xp, log_variance, visible)
 
@@ -466,6 +472,7 @@ def _plan_of_features(
     check_law(law, optional=True)
     if scale is not None:
         check_real("scale", scale, above=0)
+    # Scale and law follow below, because the norms of queries and keys count here, too.
     plan, operands = prepare(Arguments(query, key, value, scale=1.0))
     namespace_with_drawn(("features", tuple(present(**features._asdict()).values())), query=query)
     law_group = ("law", () if law is None else law.arrays)
@@ -482,6 +489,7 @@ def _plan_of_features(
     # Queries and keys get the root of the scale each, as the error grows with both norms.
     root = (1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)) ** 0.5
     x, y = x * root, xp.astype(operands.key, dtype, copy=False) * root
+    # Without a law this still checks `n_keys`.
     if law is not None or n_keys is not None:
         mask = causal() if is_causal else None
         n = visible_lengths(plan, mask, n_keys)
@@ -553,6 +561,7 @@ def _attend_chunk(
     key_is_finite, value_is_finite = align(*(xp.all(x, axis=-1) for x in finite))
     is_finite = key_is_finite & value_is_finite
     y, value = xp.where(finite[0], y, 0.0), xp.where(finite[1], value, 0.0)
+    # A key that is not finite has no finite norm either.
     bias = xp.where(xp.isfinite(bias), bias, 0.0)
     key_nan = xp.where(is_finite, xp.zeros((), dtype=x.dtype, device=common_device(x=x)), math.nan)[
         ..., None, :
@@ -569,8 +578,10 @@ def _log_kernel(xp: ModuleType, x: Array, y: Array, bias: Array, directions: _Di
     weights = xp.matrix_transpose(directions.weights)
     a, log_ratio = align(product(xp, x, weights), directions.log_ratio)
     a, b = a + log_ratio, product(xp, y, weights) + bias
+    # Each factor has a maximum of its own, so that the sum over the features is a product of matrices.
     x_max, y_max = xp.max(a, axis=-1, keepdims=True), xp.max(b, axis=-1, keepdims=True)
     kernel = product(xp, xp.exp(a - x_max), xp.matrix_transpose(xp.exp(b - y_max)))
+    # The sum may underflow to 0 where the largest terms of both factors are at different features.
     return log_or(xp, kernel, -math.inf) + x_max + xp.matrix_transpose(y_max)
 
 
@@ -580,6 +591,7 @@ def _root_mean_exp(xp: ModuleType, x: Array, visible: Array | None) -> Array:
         x = xp.where(lift(visible, x.ndim), x, -math.inf)
     state = absorb(Ops(xp), None, x, None, None)
     ones = xp.ones_like(x) if visible is None else lift(xp.astype(visible, x.dtype), x.ndim)
+    # A query that sees no key has the mean 0, not 0/0.
     count = clip(xp, xp.sum(ones, axis=-1, keepdims=True), min=1)
     log_root = (log_normalizer(xp, state) - xp.log(count)) / 2
     largest = 0.999 * math.log(float(xp.finfo(x.dtype).max))

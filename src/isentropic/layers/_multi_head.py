@@ -105,10 +105,12 @@ def multi_head_attention(
     check_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     num_heads = plain_integer(num_heads)
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+    # `w_o` is left out here. Its height follows from the number of heads and the width of values.
     for (name, w), width in zip(weights.items(), widths, strict=False):
         if w.ndim != 2 or w.shape[0] != width:
             raise value_error(name, f"have the shape ({width}, ...)", w.shape)
     head_dim = _divided("w_q", w_q.shape[-1], num_heads)
+    # The number of groups is no argument: the heads of keys are as wide as those of queries.
     groups = _divided("w_k", w_k.shape[-1], head_dim) if enable_gqa else num_heads
     value_dim = _divided("w_v", w_v.shape[-1], groups)
     if w_k.shape[-1] != groups * head_dim:
@@ -125,6 +127,7 @@ def multi_head_attention(
     sizes = ((num_heads, head_dim), (groups, head_dim), (groups, value_dim))
     projections = zip(inputs.values(), (w_q, w_k, w_v), (b_q, b_k, b_v), sizes, strict=True)
     for x, w, b, size in projections:
+        # Without a mask every row is seen, and a NaN in it belongs into the gradients.
         y = _project(xp, x, w, b, masked=mask is not None or is_causal)
         heads.append(_swap_heads(xp, xp.reshape(y, (*x.shape[:-1], *size))))
     out = attention(
@@ -149,6 +152,7 @@ def _project(xp: ModuleType, x: Array, w: Array, b: Array | None, *, masked: boo
     finite = xp.isfinite(x) if masked else None
     y = product(xp, x if finite is None else xp.where(finite, x, 0.0), xp.astype(w, dtype))
     if finite is not None:
+        # The row is NaN again for the queries that see it.
         y = xp.where(xp.all(finite, axis=-1, keepdims=True), y, math.nan)
     y = xp.astype(y, dtype, copy=False)  # NumPy's products of bfloat16 are float32
     return y if b is None else y + lift(b, y.ndim)

@@ -84,12 +84,14 @@ def rotary(
         check_numeric(xp, positions=positions)
         check_broadcastable("positions", positions.shape, x.shape[:-1])
 
+    # Half precision does not have all integers above 2048, so positions would coincide.
     dtype = accumulator(xp, x.dtype)
     half = size // 2
     pair = xp.arange(half, dtype=dtype, device=device)
     frequency = xp.exp(pair * (-2.0 * math.log(base) / max(size, 1)))
     if positions is None:
         positions = xp.arange(length, dtype=dtype, device=device)
+    # Positions and frequencies get the axes of `x`, which JAX may be set to require.
     _, frequency, positions = align(x, frequency, xp.astype(positions, dtype)[..., None])
     angle = positions * frequency
     cos, sin = xp.cos(angle), xp.sin(angle)
