@@ -299,7 +299,7 @@ def types(session: nox.Session) -> None:
 def examples(session: nox.Session) -> None:
     """All examples in docstrings, README and guides, and all benchmarks once, at tiny sizes.
 
-    The docs run the tutorial.
+    The docs run the tutorial. Arguments go to pytest: `--nightly` for all parameters of benchmarks.
     """
     install(session, "test", "bench", "dask", "flax", "transformers")
     pages = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/how-to", "docs/explanation")
@@ -309,7 +309,7 @@ def examples(session: nox.Session) -> None:
     )
     session.run(
         "pytest", "-n", "2", "--doctest-modules", "src", *kernels, "--ignore=src/isentropic/_mlx.py",
-        "--doctest-glob=*.md", *pages, "tests/test_benchmarks.py",
+        "--doctest-glob=*.md", *pages, "tests/test_benchmarks.py", *session.posargs,
     )  # fmt: skip
 
 

@@ -25,12 +25,13 @@ def tiny(monkeypatch):
 # PyTorch's own compiler uses what PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("module", ["attention", "gpu", "limits", "projections"])
-def test_every_benchmark_runs(tiny, monkeypatch, module):
+def test_every_benchmark_runs(tiny, monkeypatch, module, pytestconfig):
+    """With each value of each parameter at least once, and nightly with all combinations."""
     for name in ("asv", "torch", "jax", "sklearn"):  # where benchmarks are run
         pytest.importorskip(name)
     benchmarks = importlib.import_module(f"benchmarks.{module}")
     monkeypatch.setattr(benchmarks, "ratio", lambda ours, theirs, **options: (ours(), theirs(), 1.0)[2])
-    ran, compiled = 0, set()
+    ran, compiled, is_night = set(), set(), pytestconfig.getoption("--nightly")
     classes = [
         c
         for _, c in inspect.getmembers(benchmarks, inspect.isclass)
@@ -53,6 +54,9 @@ def test_every_benchmark_runs(tiny, monkeypatch, module):
                     if (kind, name) in compiled:
                         continue
                     compiled.add((kind, name))
+                used = {(kind, name, *pair) for pair in enumerate(values)}
+                if used and used <= ran and not is_night:
+                    continue
                 benchmark = kind()
                 try:
                     getattr(benchmark, "setup", lambda *a: None)(*values)
@@ -60,8 +64,8 @@ def test_every_benchmark_runs(tiny, monkeypatch, module):
                     continue
                 result = getattr(benchmark, name)(*values)
                 assert name.startswith(("time_", "peakmem_")) or result >= 0
-                ran += 1
-    assert ran > 0
+                ran |= used or {(kind, name)}
+    assert ran
 
 
 def test_figures_against_a_peer_without_the_mask_are_not_shown(monkeypatch):
