@@ -243,7 +243,7 @@ def _nearest(x: Any, choices: Sequence[Any]) -> str:
 def check_flag(**flags: Any) -> None:
     """Refuse everything but True and False. The string "False", for example, would count as true."""
     for name, x in flags.items():
-        is_numpy = type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
+        is_numpy = type(x).__module__ == "numpy" and type(x).__name__ == "bool"
         if not isinstance(x, bool) and not is_numpy:
             must = "be True or False"
             if "Tracer" in type(x).__name__:  # of JAX

@@ -49,6 +49,7 @@ class TestObject:
             f"AttentionDistribution(query=<array ({B}, {H}, {L}, {E})>, key=<array ({B}, {H}, {S}, {E})>, "
             "is_causal=True, law=LogLength(base=8, minimum=None))"
         )
+        assert repr(it.AttentionDistribution(q, k, law=None)).endswith("law=None)")
         with pytest.raises(AttributeError, match="cannot assign to field 'scale'"):
             p.scale = 2.0
         with pytest.raises(TypeError, match="unhashable: AttentionDistribution with arrays"):

@@ -204,7 +204,7 @@ class AttentionDistribution(Node, Record):
         given = (
             f"{name}=<array {tuple(x.shape)}>" if is_array(x) else f"{name}={x!r}"
             for name, x in vars(self).items()
-            if x is not None and x is not False
+            if name == "law" or (x is not None and x is not False)  # no law is not the default
         )  # fmt: skip
         return f"AttentionDistribution({', '.join(given)})"
 
