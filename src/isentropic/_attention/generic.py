@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from isentropic._attention import schedule
 from isentropic._attention.plan import Operands, Plan, finite
@@ -28,7 +28,7 @@ from isentropic._namespace import (
     Array,
     is_symbolic,
 )
-from isentropic._numerics import clip, divide_or_zero, replace_infinite_minimum
+from isentropic._numerics import divide_or_zero, replace_infinite_minimum
 from isentropic._ops import Ops, ops_of
 from isentropic._products import sum_of_rows
 from isentropic._records import Record
@@ -225,26 +225,6 @@ def causal_nan(plan: Plan, operands: Operands) -> Array:
     query_nan, key_nan = operands.nonfinite
     # Not `cumulative_sum` of array_api_compat, for which torch.compile warns.
     return query_nan + plan.xp.cumsum(key_nan[..., 0, :], -1)[..., None]
-
-
-def interval_nan(plan: Plan, operands: Operands) -> Array:
-    """NaN for queries that see a nonfinite row under a mask without gaps, else 0; (..., L, 1)."""
-    assert operands.nonfinite is not None
-    assert operands.mask is not None
-    xp, query_nan, key_nan = plan.xp, *operands.nonfinite
-    first, end = (
-        xp.broadcast_to(clip(xp, x, min=0, max=plan.n_keys), (*plan.batch, plan.n_queries))
-        for x in cast(Any, operands.mask.interval(plan.frame, (0, plan.n_queries)))
-    )
-    # counts[j] is the number of nonfinite keys before key j, for j from 0 to S.
-    is_nan = xp.astype(xp.isnan(key_nan[..., 0, :]), first.dtype)
-    counts = xp.concat((is_nan[..., :1] * 0, xp.cumsum(is_nan, -1)), axis=-1)
-    counts = xp.broadcast_to(counts, (*plan.batch, plan.n_keys + 1))
-    before_end, before_first = (xp.take_along_axis(counts, x, axis=-1) for x in (end, first))
-    is_seen = (before_end > before_first) | xp.isnan(query_nan[..., 0])
-    zero = xp.zeros_like(query_nan[..., 0])
-    # The output of a query that sees no key is 0, even if the query is NaN.
-    return xp.where(is_seen & (end > first), math.nan, zero)[..., None]
 
 
 def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
