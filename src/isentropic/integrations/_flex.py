@@ -8,17 +8,7 @@ from typing import Any
 from isentropic._checks import counts, value_error, with_name_hints
 from isentropic._loops import Block
 from isentropic._namespace import Array, common_device, namespace
-from isentropic.masks import (
-    Frame,
-    Mask,
-    _And,
-    _Band,
-    _Not,
-    _Or,
-    _Padding,
-    _Segments,
-    as_mask,
-)
+from isentropic.masks import Frame, Mask, _And, _Band, _Not, _Or, _Padding, _Segments, as_mask
 
 # Whether a query sees a key: a function of the indices of sequence, head, query and key.
 MaskMod = Callable[[Any, Any, Any, Any], Any]

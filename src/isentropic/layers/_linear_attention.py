@@ -24,14 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from isentropic._attention.generic import Tiles
-from isentropic._attention.plan import (
-    Arguments,
-    Plan,
-    array_or_none,
-    factor,
-    prepare,
-    visible_lengths,
-)
+from isentropic._attention.plan import Arguments, Plan, array_or_none, factor, prepare, visible_lengths
 from isentropic._attention.tile import Sums, absorb, log_normalizer, merge_columns, output_of_columns
 from isentropic._checks import (
     check_flag,
