@@ -43,9 +43,6 @@ class _Numbers(click.ParamType):
     name = "N,N,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if not isinstance(value, str):
-            # Click also converts defaults, which are numbers already.
-            return tuple(value)
         try:
             numbers = tuple(int(part) for part in value.split(","))
         except ValueError:
@@ -74,7 +71,7 @@ def _preset_label(name: str) -> str:
 @main.command(epilog=f"Presets: {', '.join(map(_preset_label, RULES))}.")
 @click.argument("names", nargs=-1, metavar="[FOLDER|NAME[:PARAMETER=VALUE,...]]...")
 @click.option(
-    "--lengths", type=_Numbers(), default=(64, 512, 4096, 32768), show_default="64,512,4096,32768",
+    "--lengths", type=_Numbers(), default="64,512,4096,32768", show_default=True,
     help="Numbers of keys.",
 )  # fmt: skip
 @_as_json

@@ -16,7 +16,6 @@ from isentropic._attention.functions import attention, attention_entropy
 from isentropic._checks import check_flag, is_array, requires_extra, type_error, value_error
 from isentropic._namespace import namespace, present
 from isentropic._products import product
-from isentropic.integrations._flex import to_block_mask
 from isentropic.integrations._sharded import distributed_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
@@ -27,6 +26,7 @@ with requires_extra(__name__):
     from torch.nn.functional import dropout as drop
     from torch.nn.functional import linear, pad
 
+    from isentropic.integrations._flex import to_block_mask
     from isentropic.integrations._observe import Call, Observation, Observer, announce, listeners
 
 __all__ = [
