@@ -290,8 +290,6 @@ INTEGRATIONS = {
     "plots.distortion": _plot("a report", "TestDistortion.test_histogram_and_theory"),
     "plots.drift": _plot("a report", "TestDrift.test_colors_are_slopes"),
     "plots.entropy": _plot("a report", "TestEntropy.test_lines"),
-    "plots.laws": _plot("laws, with arrays of every library", "TestLaws.test_factors"),
-    "plots.observations": _plot("observations", "TestObservations.test_lines"),
 }  # fmt: skip
 
 

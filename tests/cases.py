@@ -234,7 +234,12 @@ def _calls_of_laws():
         return lambda a: make(a["slope"] + 2.0)(_lengths(a))
 
     calls = {type(make(np.ones(1) + 1)).__name__: call_of(make) for make, *_ in reversed(RANGES)}
-    return {name: call for name, call in calls.items() if name not in CASES}
+    return {
+        # Laws that only presets make are in their row.
+        name if name in laws.__all__ else f"preset-{name}": call
+        for name, call in calls.items()
+        if name not in CASES
+    }
 
 
 def _samples(a):

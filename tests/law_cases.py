@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from isentropic import laws
+from isentropic.laws._formulas import InfoScale, StepLog
 
 NS = np.array([0, 1, 2, 15, 16, 17, 511, 512, 513, 4096, 8191, 8192, 20000, 100000])
 LN = np.log(np.maximum(NS, 1))
@@ -30,11 +31,11 @@ FORMULAS = [
     (laws.AffineLog(0.4, -0.1, minimum=0), np.maximum(0.4 * LN - 0.1, 0)),
     (laws.PowerLog(0.5, 0.2, 1.7), 0.5 + 0.2 * np.log(np.maximum(NS, 2)) ** 1.7),
     (laws.PowerLog(0.5, 0.2, -0.7), 0.5 + 0.2 * np.log(np.maximum(NS, 2)) ** -0.7),
-    (laws.StepLog(0.1, 8192), 1 + 0.1 * np.log1p(NS // 8192)),
+    (StepLog(0.1, 8192), 1 + 0.1 * np.log1p(NS // 8192)),
     (laws.Power(0.1, 2048), (np.maximum(NS, 1) / 2048) ** 0.1),
     (laws.Power(0.5, minimum=1), np.maximum(np.sqrt(NS / 512), 1)),
     (
-        laws.InfoScale(512, 64),
+        InfoScale(512, 64),
         np.sqrt((1 - np.maximum(NS, 1.0) ** (-1 / 32)) / (1 - 512 ** (-1 / 32))),
     ),
     (laws.scaled(laws.LogLength(), 0.5), LN / math.log(512) / 2),
@@ -50,9 +51,9 @@ FORMULAS = [
 RANGES = [
     (laws.LogLength, "base", [1.5, 512.0], [1.0, 0.5, -3.0]),
     (laws.SqrtLogLength, "base", [1.5, 512.0], [1.0, 0.5]),
-    (lambda x: laws.InfoScale(x, 64), "base", [1.5, 512.0], [1.0, 0.0]),
-    (lambda x: laws.StepLog(x, 4), "coefficient", [-0.1, 0.0], []),
-    (lambda x: laws.StepLog(0.1, x), "period", [0.3, 8192.0], [0.0, -1.0]),
+    (lambda x: InfoScale(x, 64), "base", [1.5, 512.0], [1.0, 0.0]),
+    (lambda x: StepLog(x, 4), "coefficient", [-0.1, 0.0], []),
+    (lambda x: StepLog(0.1, x), "period", [0.3, 8192.0], [0.0, -1.0]),
     (lambda x: laws.Power(0.1, x), "base", [0.5, 2048.0], [0.0, -1.0]),
     (lambda x: laws.Power(x), "exponent", [-0.5, 0.1], []),
     (lambda x: laws.Power(0.5, minimum=x), "minimum", [-0.5, 0.5], []),
@@ -62,6 +63,8 @@ RANGES = [
     (laws.AffineLog, "slope", [-0.5, 0.5], []),
     (lambda x: laws.AffineLog(0.5, x), "intercept", [-0.5, 0.5], []),
     (lambda x: laws.AffineLog(0.5, minimum=x), "minimum", [-0.5, 0.5], []),
+    (lambda x: laws.LogLength(16, minimum=x), "minimum", [-0.5, 0.5], []),
+    (lambda x: laws.SqrtLogLength(16, minimum=x), "minimum", [-0.5, 0.5], []),
     (laws.Constant, "value", [-2.0, 0.0], []),
     (lambda x: laws.scaled(laws.LogLength(), x), "factor", [-2.0, 0.0], []),
 ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import isentropic as it
 from isentropic import laws, masks
+from isentropic.laws._formulas import InfoScale, StepLog
 
 # A law, and its factor for n keys and 2 heads, (2, 1) against (..., L).
 SLOPES = np.asarray([[0.25], [0.75]])
@@ -21,7 +22,7 @@ LAWS = {
         lambda f: laws.AffineLog(f(SLOPES[:, 0], "float32"), 0.5),
         lambda n: SLOPES * np.log(np.maximum(n, 1)) + 0.5,
     ),
-    "steps": (lambda f: laws.StepLog(0.5, 3), lambda n: 1 + 0.5 * np.log1p(n // 3)),
+    "steps": (lambda f: StepLog(0.5, 3), lambda n: 1 + 0.5 * np.log1p(n // 3)),
     "scaled": (
         lambda f: laws.scaled(laws.shifted(laws.Power(0.5, 4), 1), 0.5),
         lambda n: 0.5 * np.sqrt((n + 1) / 4),
@@ -407,9 +408,7 @@ class TestUnusualArrays:
         assert np.isnan(backend.numpy(it.factor_for_entropy(logits, 0.5))).tolist() == [True, False]
 
     @pytest.mark.host
-    @pytest.mark.parametrize(
-        "law", [laws.LogLength, laws.SqrtLogLength, lambda b: laws.InfoScale(b, 8)]
-    )
+    @pytest.mark.parametrize("law", [laws.LogLength, laws.SqrtLogLength, lambda b: InfoScale(b, 8)])
     def test_parameter_without_axes(self, law):
         assert law(np.asarray(64.0))(64) == pytest.approx(1)
         with pytest.raises(ValueError, match=r"`base` must be above 1, got 0\.5\."):

@@ -1,13 +1,11 @@
 """Pictures: that they show the numbers they are given."""
 
-from types import SimpleNamespace
-
 import matplotlib
 import numpy as np
 import pytest
 
 import isentropic as it
-from isentropic import laws, plots
+from isentropic import plots
 from isentropic.jl._distortion import DistortionReport
 
 matplotlib.use("Agg")
@@ -117,62 +115,7 @@ class TestAttention:
             plots.attention(rng.random((2, 3, 3)))
 
 
-class TestLaws:
-    def test_factors(self, backend):
-        heads = laws.AffineLog(backend.array([0.5, 1.0], "float32"), 1.0)
-        ax = plots.laws({"su": laws.preset("su"), "heads": heads}, (16, 1024))
-        su, *others, one = ax.lines
-        n, factors = su.get_data()
-        assert (n[0], n[-1]) == pytest.approx((16, 1024))
-        np.testing.assert_allclose(factors, np.log(n) / np.log(512))
-        np.testing.assert_allclose(
-            [line.get_ydata()[0] for line in others], 1 + np.log(16) * np.asarray([0.5, 1]), rtol=1e-6
-        )
-        assert one.get_ydata()[0] == 1
-        assert [t.get_text() for t in ax.get_legend().get_texts()] == ["su", "heads"]
-
-    @pytest.mark.host
-    def test_errors(self):
-        with pytest.raises(
-            ValueError, match="`lengths` must be two or more finite numbers of at least 1"
-        ):
-            plots.laws({"su": laws.preset("su")}, (16,))
-        with pytest.raises(TypeError, match="`law` must be a law"):
-            plots.laws({"su": 2}, (16, 32))
-        with pytest.raises(TypeError, match="`laws` must be a mapping of names to laws, got LogLength"):
-            plots.laws(laws.LogLength(), (16, 32))
-
-
 @pytest.mark.host
 def test_errors_name_the_argument():
     with pytest.raises(TypeError, match="`weights` must be an array"):
         plots.attention([[1.0, 0.0]])
-    with pytest.raises(TypeError, match="`lengths` must be a sequence of numbers"):
-        plots.laws({"su": laws.LogLength()}, ("a", "b"))
-
-
-class TestObservations:
-    def history(self):
-        # An Observation without PyTorch.
-        values = np.random.default_rng(1).normal(size=(3, 2, 2, 4))
-        values[:, :, 1, 3] = np.nan  # a layer with fewer heads
-        return [
-            SimpleNamespace(step=10 * i, layers=("a", "b"), entropy=x, largest_logit=y)
-            for i, (x, y) in enumerate(values)
-        ]
-
-    def test_lines(self):
-        history = self.history()
-        for quantity, over_heads in (("entropy", np.nanmean), ("largest_logit", np.nanmax)):
-            ax = plots.observations(history, quantity)
-            for layer, (line, name) in enumerate(zip(ax.lines, "ab", strict=True)):
-                expected = [over_heads(getattr(x, quantity)[layer]) for x in history]
-                np.testing.assert_allclose(line.get_xydata(), np.stack([[0, 10, 20], expected], 1))
-                assert line.get_label() == name
-            assert ax.get_ylabel() == quantity.replace("_", " ")
-
-    def test_errors(self):
-        with pytest.raises(ValueError, match="`history` must have one observation or more"):
-            plots.observations([])
-        with pytest.raises(ValueError, match="`quantity` must be"):
-            plots.observations(self.history(), "loss")

@@ -17,6 +17,7 @@ from isentropic import laws, masks
 torch = pytest.importorskip("torch")
 
 from isentropic.integrations.torch import LawModule, MultiheadAttention  # noqa: E402
+from isentropic.laws._formulas import StepLog  # noqa: E402
 
 ARRAYS = cases.inputs()
 
@@ -310,7 +311,7 @@ class TestGraphs:
             lambda q, k, v: it.attention(q, k, v),
             lambda q, k, v: it.attention(q, k, v, is_causal=True),
             lambda q, k, v: it.attention_entropy(q, k, mask=masks.window(9) | masks.padding(2)),
-            lambda q, k, v: it.attention_state(q, k, v, is_causal=True, law=laws.StepLog(0.1, 50)),
+            lambda q, k, v: it.attention_state(q, k, v, is_causal=True, law=StepLog(0.1, 50)),
             lambda q, k, v: it.AttentionDistribution(q, k).information(),
         ],
     )

@@ -43,9 +43,6 @@ class _Numbers(click.ParamType):
     name = "N,N,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if not isinstance(value, str):
-            # Click also converts defaults, which are numbers already.
-            return tuple(value)
         try:
             numbers = tuple(int(part) for part in value.split(","))
         except ValueError:
@@ -74,7 +71,7 @@ def _preset_label(name: str) -> str:
 @main.command(epilog=f"Presets: {', '.join(map(_preset_label, RULES))}.")
 @click.argument("names", nargs=-1, metavar="[FOLDER|NAME[:PARAMETER=VALUE,...]]...")
 @click.option(
-    "--lengths", type=_Numbers(), default=(64, 512, 4096, 32768), show_default="64,512,4096,32768",
+    "--lengths", type=_Numbers(), default="64,512,4096,32768", show_default=True,
     help="Numbers of keys.",
 )  # fmt: skip
 @_as_json
@@ -167,15 +164,11 @@ def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: 
         "achlioptas": "signs, Achlioptas' bound",
         "chernoff": "16/ε² · log(2n²/δ)",
     }
+    if features is None:  # on which the tail of orthonormal rows depends
+        del methods["haar"]
+    options: Any = {"eps": eps, "delta": delta, "n_features": features}
     try:
-        dims = {
-            method: isentropic.jl.min_dim(
-                n_samples, eps=eps, delta=delta, method=method, n_features=features
-            )
-            for method in methods
-            # The tail of orthonormal rows depends on the number of features.
-            if method != "haar" or features is not None
-        }
+        dims = {x: isentropic.jl.min_dim(n_samples, method=x, **options) for x in methods}
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     criterion = isentropic.theory.entropy_criterion_dim(n_samples)
@@ -189,45 +182,30 @@ def jl(n_samples: int, eps: float, delta: float, features: int | None, as_json: 
 
 
 _READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_laws_option = click.option(
-    "--laws",
-    "chosen",
-    metavar="FOLDER|NAME[:PARAMETER=VALUE,...]",
-    help="Laws to apply: a folder from `calibrate`, or a preset.",
+_WRITABLE = click.Path(dir_okay=False, path_type=Path)
+_model = click.argument("model")
+_texts = click.argument("texts", nargs=-1, required=True, type=_READABLE, metavar="TEXT...")
+_lengths = click.option(
+    "--lengths", type=_Numbers(), help="Numbers of tokens.  [default: 64,128,256,512]"
 )
-
-
-def _add_model_arguments(command: Any) -> Any:
-    """Add the arguments that `profile` and `calibrate` share."""
-    options = (
-        click.argument("model"),
-        click.argument("texts", nargs=-1, required=True, type=_READABLE, metavar="TEXT..."),
-        click.option(
-            "--lengths", type=_Numbers(), help="Numbers of tokens.  [default: 64,128,256,512]"
-        ),
-        click.option(
-            "--plot",
-            type=click.Path(dir_okay=False, path_type=Path),
-            help="Plot to write, as an image.",
-        ),
-        _as_json,
-    )
-    for decorate in reversed(options):  # decorators apply from the last to the first
-        command = decorate(command)
-    return command
+_plot = click.option("--plot", type=_WRITABLE, help="Plot to write, as an image.")
+_laws_option = click.option(
+    "--laws", "chosen", metavar="FOLDER|NAME[:PARAMETER=VALUE,...]",
+    help="Laws to apply: a folder from `calibrate`, or a preset.",
+)  # fmt: skip
 
 
 @main.command()
-@_add_model_arguments
+@_model
+@_texts
+@_lengths
+@_plot
+@_as_json
 @_laws_option
 def profile(
-    model: str,
-    texts: Sequence[Path],
-    lengths: Sequence[int] | None,
-    plot: Path | None,
-    as_json: bool,
-    chosen: str | None,
-) -> None:
+    model: str, texts: Sequence[Path], lengths: Sequence[int] | None, plot: Path | None,
+    as_json: bool, chosen: str | None,
+) -> None:  # fmt: skip
     """Print how the attention entropies of a model grow with the length.
 
     MODEL is a folder with a model and a tokenizer of Hugging Face transformers, or the name of a model
@@ -248,7 +226,6 @@ def profile(
 
 
 def _laws_of_folder_or_preset(text: str) -> Any:
-    """The laws in a folder, or the law that ``NAME:PARAMETER=VALUE,...`` specifies."""
     return _laws_of_folder(text) if os.path.isdir(text) else _law_or_no_folder(text, "--laws: ")
 
 
@@ -272,8 +249,8 @@ def _laws_of_folder(path: str) -> dict[str, laws_module.Law | None]:
 
 
 @main.command()
-@click.argument("model")
-@click.argument("texts", nargs=-1, required=True, type=_READABLE, metavar="TEXT...")
+@_model
+@_texts
 @click.option("--length", type=click.IntRange(min=2), help="Number of tokens.  [default: 512]")
 @_laws_option
 @_as_json
@@ -302,26 +279,22 @@ def observe(
 
 
 @main.command()
-@_add_model_arguments
+@_model
+@_texts
+@_lengths
+@_plot
+@_as_json
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
+    "-o", "--output", type=click.Path(file_okay=False, path_type=Path), required=True,
     help="Folder for the configuration of the model with its laws.",
-)
+)  # fmt: skip
 @click.option(
     "--reference-length", type=click.FloatRange(min=2), help="Number of keys with the target entropy."
 )  # fmt: skip
 def calibrate(
-    model: str,
-    texts: Sequence[Path],
-    lengths: Sequence[int] | None,
-    plot: Path | None,
-    as_json: bool,
-    output: Path,
-    reference_length: float | None,
-) -> None:
+    model: str, texts: Sequence[Path], lengths: Sequence[int] | None, plot: Path | None,
+    as_json: bool, output: Path, reference_length: float | None,
+) -> None:  # fmt: skip
     """Fit a law to each attention head of a model, and print the entropies with and without.
 
     MODEL and TEXT are as for `profile`. The laws are in the configuration that is written. To apply

@@ -21,7 +21,7 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ from isentropic._namespace import (
     is_torch,
     isdtype,
     namespace,
+    present,
 )
 from isentropic._numerics import align, clip, lift, quietly
 from isentropic._pytrees import Node
@@ -173,11 +174,7 @@ class Mask(Node, Record, ABC):
 
     def with_arrays(self, arrays: Iterator[Array]) -> Mask:
         """The mask with other arrays, which are taken in the order of `arrays`."""
-        changes = {
-            name: x.with_arrays(arrays) if isinstance(x, Mask) else next(arrays) if is_array(x) else x
-            for name, x in vars(self).items()
-        }
-        return self.replaced(**changes)
+        return self._changed(lambda mask: mask.with_arrays(arrays), lambda x: next(arrays))
 
     def element(self, batch: tuple[int, ...], index: tuple[Any, ...]) -> Mask:
         """The mask of one element of the batch and head axes.
@@ -185,12 +182,17 @@ class Mask(Node, Record, ABC):
         Its parameters are integers or NumPy arrays. If the index consists of arrays, they are arrays of
         the library of the index.
         """
-        changes: dict[str, Any] = {}
-        for name, x in vars(self).items():
-            if isinstance(x, Mask):
-                changes[name] = x.element(batch, index)
-            elif x is not None and is_array(x):
-                changes[name] = _element(x, batch, index, self._own_axes)
+        return self._changed(
+            lambda mask: mask.element(batch, index),
+            lambda x: _element(x, batch, index, self._own_axes),
+        )
+
+    def _changed(self, of_mask: Callable[[Mask], Mask], of_array: Callable[[Any], Any]) -> Mask:
+        """The mask with other masks and arrays in its fields."""
+        changes = {
+            name: of_mask(x) if isinstance(x, Mask) else of_array(x) if is_array(x) else x
+            for name, x in vars(self).items()
+        }
         return self.replaced(**changes)
 
     @quietly
@@ -237,10 +239,9 @@ class Mask(Node, Record, ABC):
         xp, device = namespace(group, like=like), common_device(group, like=like)
         is_symbol = is_symbolic(n_queries) or is_symbolic(n_keys)
         frame = Frame(xp, device, n_queries, n_keys, is_compiling=is_symbol)
-        # Positions have the default integers of the library, which are of 32 bits in JAX.
-        largest = 0 if is_symbol else xp.iinfo(frame.index_dtype).max
         for name, x in (("n_queries", n_queries), ("n_keys", n_keys)):
-            if not is_symbol and x > largest:
+            # Positions have the default integers of the library, which are of 32 bits in JAX.
+            if not is_symbol and x > xp.iinfo(frame.index_dtype).max:
                 raise value_error(name, f"be within the range of {frame.index_dtype}", x)
         return frame
 
@@ -254,17 +255,16 @@ class Mask(Node, Record, ABC):
             If a row is not in [0, L).
         """
         frame = self._frame(n_queries, n_keys, like)
-        rows = [int(row) for row in rows]
-        for row in rows:
+        blocks = []
+        for row in map(int, rows):
             if not 0 <= row < n_queries:
                 raise value_error("rows", f"be in [0, {n_queries})", row)
-        if not rows:
+            # The rows may be far apart, so each is a block of its own.
+            x = self.block(frame, (row, 1), (0, n_keys))
+            blocks.append(frame.xp.broadcast_to(x, (*x.shape[:-2], 1, n_keys)))
+        if not blocks:
             return frame.xp.zeros((0, n_keys), dtype=frame.xp.bool, device=frame.device)
-        # The rows may be far apart, so each is a block of its own.
-        blocks = [self.block(frame, (row, 1), (0, n_keys)) for row in rows]
-        return frame.xp.concat(
-            [frame.xp.broadcast_to(x, (*x.shape[:-2], 1, n_keys)) for x in blocks], axis=-2
-        )
+        return frame.xp.concat(blocks, axis=-2)
 
     def count(self, frame: Frame) -> Array:
         """`visible_count` for a given library and device. Takes O(L) memory."""
@@ -498,7 +498,7 @@ def segments(ids: Array, query_ids: Array | None = None) -> Mask:
     >>> packed.visible_count(5, 5)
     array([1, 2, 3, 1, 2])
     """
-    given = {"ids": ids} if query_ids is None else {"ids": ids, "query_ids": query_ids}
+    given = {"ids": ids} | present(query_ids=query_ids)
     for name, x in given.items():
         if not isdtype(namespace(**{name: x}), x.dtype, "integral"):
             raise type_error(name, "have an integer dtype", described_dtype(x.dtype))
@@ -656,28 +656,23 @@ class _Segments(Mask):
         return _call("segments", self.ids, query_ids=self.query_ids)
 
     def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
-        if self.ids.shape[-1] != n_keys:
-            raise value_error("ids", f"have a last dimension of {n_keys}, one per key", self.ids.shape)
-        _check_per_sequence("ids", self.ids.shape, batch, n_keys)
+        for name, n, item in (("ids", n_keys, "key"), ("query_ids", n_queries, "query")):
+            x = getattr(self, name)
+            if x is not None and x.shape[-1] != n:
+                raise value_error(name, f"have a last dimension of {n}, one per {item}", x.shape)
+            if x is not None:
+                _check_per_sequence(name, x.shape, batch, n)
         # The first queries would be at positions before the first id.
         if self.query_ids is None and n_queries > n_keys:
             must = f"be given where there are more queries ({n_queries}) than keys ({n_keys})"
             raise value_error("query_ids", must, None)
-        if self.query_ids is not None:
-            if self.query_ids.shape[-1] != n_queries:
-                must = f"have a last dimension of {n_queries}, one per query"
-                raise value_error("query_ids", must, self.query_ids.shape)
-            _check_per_sequence("query_ids", self.query_ids.shape, batch, n_queries)
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
         queries = self.query_ids
         if queries is None:
             queries = self.ids[..., frame.n_keys - frame.n_queries :]
-        row_ids, column_ids = (
-            take(queries, rows, -1)[..., None],
-            take(self.ids, columns, -1)[..., None, :],
-        )
-        row_ids, column_ids = align(row_ids, column_ids)
+        row_ids, column_ids = take(queries, rows, -1), take(self.ids, columns, -1)
+        row_ids, column_ids = align(row_ids[..., None], column_ids[..., None, :])
         return row_ids == column_ids
 
 
@@ -709,13 +704,16 @@ class _Pair(Mask):
     def is_shift_invariant(self) -> bool:
         return self.first.is_shift_invariant and self.second.is_shift_invariant
 
+    def _blocks(self, *tile: Any) -> tuple[Array, ...]:
+        return align(self.first.block(*tile), self.second.block(*tile))
+
 
 class _And(_Pair):
     def __repr__(self) -> str:
         return f"{self.first} & {self.second}"
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
-        a, b = align(self.first.block(frame, rows, columns), self.second.block(frame, rows, columns))
+        a, b = self._blocks(frame, rows, columns)
         return a & b
 
     def count(self, frame: Frame) -> Array:
@@ -736,12 +734,14 @@ class _And(_Pair):
         return frame.xp.maximum(*align(a[0], b[0])), frame.xp.minimum(*align(a[1], b[1]))
 
     def reach(self, frame: Frame, rows: Block) -> Span:
-        return _intersection(frame, self.first.reach(frame, rows), self.second.reach(frame, rows))
+        return self._intersection(frame, *(x.reach(frame, rows) for x in (self.first, self.second)))
 
     def fully_visible(self, frame: Frame, rows: Block) -> Span:
-        return _intersection(
-            frame, self.first.fully_visible(frame, rows), self.second.fully_visible(frame, rows)
-        )
+        parts = (self.first, self.second)
+        return self._intersection(frame, *(x.fully_visible(frame, rows) for x in parts))
+
+    def _intersection(self, frame: Frame, a: Span, b: Span) -> Span:
+        return larger(frame.xp, a[0], b[0]), smaller(frame.xp, a[1], b[1])
 
 
 class _Or(_Pair):
@@ -749,7 +749,7 @@ class _Or(_Pair):
         return f"({self.first} | {self.second})"
 
     def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
-        a, b = align(self.first.block(frame, rows, columns), self.second.block(frame, rows, columns))
+        a, b = self._blocks(frame, rows, columns)
         return a | b
 
     def reach(self, frame: Frame, rows: Block) -> Span:
@@ -815,8 +815,7 @@ def from_description(description: Description) -> Mask | None:
 
     def part() -> Any:
         word = next(words)
-        kind = _KINDS.get(word)
-        if kind is not None:
+        if kind := _KINDS.get(word):
             return kind(*[part() for _ in kind._fields])
         if word in ("number", "array"):
             return next(numbers) if word == "number" else next(arrays)
@@ -833,10 +832,6 @@ def _call(name: str, *arguments: Any, **options: Any) -> str:
 
 def _shown(x: Any) -> str:
     return f"<array {tuple(x.shape)}>" if is_array(x) else repr(x)
-
-
-def _intersection(frame: Frame, a: Span, b: Span) -> Span:
-    return larger(frame.xp, a[0], b[0]), smaller(frame.xp, a[1], b[1])
 
 
 def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int) -> Any:
@@ -874,18 +869,19 @@ def _integers(name: str, x: Any, *, optional: bool = False) -> Any:
     """Check and return an int or an array of an integer dtype, or None if `optional`."""
     if x is None and optional:
         return None
+    is_length = name == "lengths"
     if is_integer(x):
-        if name == "lengths":
+        if is_length:
             check_count(name, x, least=0)
         return max(-_MAX_INTEGER, min(plain_integer(x), _MAX_INTEGER))
     if not hasattr(x, "dtype") or not isdtype(namespace(**{name: x}), x.dtype, "integral"):
         got = described_dtype(x.dtype) if hasattr(x, "dtype") else type(x).__name__
         # A padding mask of other libraries is the likely reason, and it needs no `padding` here.
-        if name == "lengths" and "bool" in str(got):
+        if is_length and "bool" in str(got):
             got = f"{got}: an array that is True for the keys to attend to is itself a `mask`"
         raise type_error(name, "be an integer or an array of an integer dtype", got)
     xp = namespace(**{name: x})
     is_signed = isdtype(xp, x.dtype, "signed integer")
-    if name == "lengths" and is_signed and is_readable(xp, x) and is_known_true(xp, xp.any(x < 0)):
+    if is_length and is_signed and is_readable(xp, x) and is_known_true(xp, xp.any(x < 0)):
         raise value_error(name, "be at least 0", "an array with negative numbers")
     return x

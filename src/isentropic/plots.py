@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isentropic._checks import check_choice, requires_extra, type_error, value_error
+from isentropic._checks import requires_extra, type_error, value_error
 from isentropic._entropy import entropy as entropy_of
 from isentropic._namespace import Array, namespace, to_numpy
 from isentropic.drift import DriftReport
 from isentropic.jl import _dimensions
 from isentropic.jl._distortion import DistortionReport
-from isentropic.laws._law import Law, check_law
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["attention", "distortion", "drift", "entropy", "laws", "observations"]
+__all__ = ["attention", "distortion", "drift", "entropy"]
 
 
 def entropy(
@@ -84,8 +83,11 @@ def entropy(
     for style, (name, curve) in enumerate((curves or {}).items()):
         ax.plot(n, curve(n), color="black", ls=("--", "-.", (0, (1, 1)))[style % 3], lw=1.2, label=name)
     ax.plot(n, np.log(n), color="0.6", ls=":", label="log n (uniform attention)")
-    _format_length_axis(ax)
+    ax.set_xscale("log", base=2)  # with ticks at powers of two
+    ax.xaxis.set_major_formatter(lambda n, _: f"{n:g}")
+    ax.set_xlabel("number of keys n")
     ax.set_ylabel("attention entropy in nats")
+    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return ax
 
@@ -186,120 +188,6 @@ def attention(weights: Array, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def laws(laws: Mapping[str, Law], lengths: Sequence[float], *, ax: Axes | None = None) -> Axes:
-    """Factors of laws against the number of keys.
-
-    Parameters
-    ----------
-    laws : mapping of names to laws
-        A law with parameters per head gives one line per head, all in the same color.
-    lengths : sequence of float ≥ 1
-        Two lengths are the ends of the plot. With more, the factors are computed at these lengths only.
-    ax : matplotlib.axes.Axes, optional
-        As in `entropy`.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-
-    Raises
-    ------
-    TypeError
-        For `laws` that are not a mapping of names to laws.
-    ValueError
-        For fewer than two lengths, and for lengths that are below 1 or not finite.
-
-    Examples
-    --------
-    >>> from isentropic import laws, plots
-    >>> ax = plots.laws({name: laws.preset(name) for name in ("su", "su-decoder")}, (16, 8192))
-    >>> ax.get_ylabel()
-    'factor on the scale'
-    """
-    try:
-        ends = np.asarray(lengths, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise type_error("lengths", "be a sequence of numbers", repr(lengths)) from None
-    if ends.ndim != 1 or ends.size < 2 or not (ends.min() >= 1 and ends.max() < math.inf):
-        raise value_error("lengths", "be two or more finite numbers of at least 1", lengths)
-    if not isinstance(laws, Mapping):
-        raise type_error("laws", "be a mapping of names to laws", type(laws).__name__)
-    ax = _axes(ax)
-    n = np.geomspace(ends.min(), ends.max(), 400) if ends.size == 2 else np.sort(ends)
-    for i, (name, law) in enumerate(laws.items()):
-        check_law(law)
-        # By numbers, because an array of lengths would have to be of the library of each law.
-        factors = [law(float(x)) for x in n]
-        rows = np.stack([np.ravel(to_numpy(x) if law.arrays else x) for x in factors])
-        lines = ax.plot(n, rows, color=f"C{i % 10}", lw=1.5)
-        # The lines of all heads have one entry in the legend.
-        lines[0].set_label(name)
-    ax.axhline(1, color="0.6", lw=0.8, ls=":")
-    _format_length_axis(ax)
-    ax.set_ylabel("factor on the scale")
-    ax.legend(frameon=False)
-    return ax
-
-
-def observations(history: Sequence[Any], quantity: str = "entropy", *, ax: Axes | None = None) -> Axes:
-    """A statistic of attention over the steps of a training, one line per layer.
-
-    Parameters
-    ----------
-    history : sequence of Observation
-        Those of `integrations.huggingface.observe` or `integrations.torch.observe`, of one model.
-    quantity : str
-        A field of `Observation`, such as ``"entropy"``. Lines are means over the heads; for
-        ``"largest_logit"`` they are maxima.
-    ax : matplotlib.axes.Axes, optional
-        As in `entropy`.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-
-    Raises
-    ------
-    TypeError
-        For a history of other objects.
-    ValueError
-        For an empty history, and for a quantity that observations do not have.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from isentropic import plots
-    >>> from isentropic.integrations.torch import observe
-    >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
-    >>> history = []
-    >>> with observe(model, every=1, then=history.append):
-    ...     for _ in range(3):
-    ...         out = model(torch.randn(2, 16, 32))
-    >>> plots.observations(history, "largest_logit").get_xlabel()
-    'forward pass'
-    """
-    if not history:
-        raise value_error("history", "have one observation or more", "none")
-    for x in history:
-        if not (hasattr(x, "step") and hasattr(x, "layers")):
-            raise type_error("history", "be a sequence of Observation", f"one of {type(x).__name__}")
-    quantities = [name for name in vars(history[0]) if name not in ("step", "layers")]
-    check_choice("quantity", quantity, quantities)
-    ax = _axes(ax)
-    over_heads = np.nanmax if quantity == "largest_logit" else np.nanmean
-    layers = np.stack([over_heads(getattr(x, quantity), axis=1) for x in history], axis=1)
-    steps = [x.step for x in history]
-    for layer, (name, values) in enumerate(zip(history[-1].layers, layers, strict=True)):
-        # The first layer is dark and the last is light.
-        color = _color(layer, len(layers))
-        ax.plot(steps, values, "o-", ms=3, lw=1.2, color=color, label=name or "model")
-    ax.set_xlabel("forward pass")
-    ax.set_ylabel(quantity.replace("_", " "))
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize="small")
-    return ax
-
-
 def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 100) -> Axes:
     """Histogram of the errors of squared distances, with the density for a Gaussian map.
 
@@ -344,13 +232,8 @@ def distortion(report: DistortionReport, *, ax: Axes | None = None, bins: int = 
     eps = _dimensions.eps(report.n_points, k, delta=0.01)
     if eps < 1:
         for side in (-eps, eps):
-            ax.axvline(
-                side,
-                color="tab:red",
-                ls="--",
-                lw=1.2,
-                label="_" if side < 0 else f"all within {eps:.2f} (99 %)",
-            )
+            label = "_" if side < 0 else f"all within {eps:.2f} (99 %)"
+            ax.axvline(side, color="tab:red", ls="--", lw=1.2, label=label)
     ax.set_xlabel("relative error of squared distances")
     ax.set_ylabel("density")
     ax.set_title(f"{report.n_points} points, {report.n_features} → {k} dimensions")
@@ -366,21 +249,6 @@ def _axes(ax: Axes | None, height: float = 4) -> Axes:
         import matplotlib.pyplot as plt
 
     return plt.figure(figsize=(6.4, height), layout="constrained").subplots()
-
-
-def _color(layer: int, count: int) -> Any:
-    from matplotlib import colormaps
-
-    # The last tenth of the scale is a yellow that is hard to see on white.
-    return colormaps["viridis"](0.9 * layer / max(count - 1, 1))
-
-
-def _format_length_axis(ax: Axes) -> None:
-    """Make the x-axis a logarithmic axis of lengths, with ticks at powers of two."""
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(lambda n, _: f"{n:g}")
-    ax.set_xlabel("number of keys n")
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _set_integer_ticks(axis: Any, count: int) -> None:

@@ -45,13 +45,12 @@ def test_integrations_name_the_extra(extra, missing):
 @pytest.mark.parametrize(
     "call",
     [
-        "plots.laws({'su': laws.preset('su')}, (2, 9))",
         "plots.attention(np.ones((2, 2)))",
         "plots.distortion(jl.distortion(np.eye(3), np.eye(3)))",
     ],
 )
 def test_pictures_name_the_extra(call):
-    program = f"import numpy as np; from isentropic import jl, laws, plots; {call}"
+    program = f"import numpy as np; from isentropic import jl, plots; {call}"
     message = run(program, "matplotlib")
     assert message.startswith(
         "ModuleNotFoundError: isentropic.plots needs matplotlib (the extra 'plots'): pip install 'matplotlib"

@@ -44,10 +44,6 @@ PAIRS = [
 # Tests that fail, by name and the kind for which they do (None: for all), and why they may.
 EXCEPTIONS = {
     ("test_input_size_jl_min_dim", None): "a single point, which it asks about, has no distances",
-    ("test_random_projection_transformer_invalid_input", None): "a single point is taken for two",
-    ("test_too_many_samples_to_find_a_safe_embedding", None): (
-        "where too many components are needed the data are left as they are, with a warning"
-    ),
     ("test_sparse_random_matrix", "sparse"): "floats of other roundings are compared by ==",
     ("test_sparse_random_matrix", "count_sketch"): "it has no density",
     ("test_basic_property_of_sparse_random_matrix", "count_sketch"): "it has no density",

@@ -17,6 +17,7 @@ from isentropic import laws
 torch = pytest.importorskip("torch")
 
 from isentropic.integrations.torch import LawModule, MultiheadAttention  # noqa: E402
+from isentropic.laws._formulas import InfoScale, StepLog  # noqa: E402
 
 N, L, S, E, H = 2, 4, 6, 12, 3
 OPTIONS = [
@@ -281,7 +282,7 @@ class TestLaw:
         np.testing.assert_allclose(out.detach(), expected, atol=1e-12)
 
     def test_is_that_of_multi_head_attention(self):
-        module = make(MultiheadAttention, batch_first=True, law=laws.StepLog(0.5, 2))
+        module = make(MultiheadAttention, batch_first=True, law=StepLog(0.5, 2))
         q, k, v = inputs(module)
         projections = [w.T for w in (*module.in_proj_weight.chunk(3), module.out_proj.weight)]
         shifts = dict(zip(("b_q", "b_k", "b_v"), module.in_proj_bias.chunk(3), strict=True))
@@ -292,7 +293,7 @@ class TestLaw:
             *projections,
             num_heads=H,
             b_o=module.out_proj.bias,
-            law=laws.StepLog(0.5, 2),
+            law=StepLog(0.5, 2),
             **shifts,
         )
         for need_weights in (False, True):
@@ -428,8 +429,8 @@ class TestLearnableLaw:
             laws.AffineLog(0.5, 1.0),
             laws.PowerLog(1.0, 0.5, 2.0),
             laws.Power(0.5, 100),
-            laws.StepLog(0.1, 7),
-            laws.InfoScale(64, 16),
+            StepLog(0.1, 7),
+            InfoScale(64, 16),
             *(laws.preset(name) for name in ("su", "chiang-cholak")),
             laws.scaled(laws.shifted(laws.LogLength(2), 3), 0.5),
         ],

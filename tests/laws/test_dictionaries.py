@@ -96,7 +96,7 @@ class TestDictionaries:
             ({"law": "LogLength", "base": {"law": "LogLength"}}, TypeError, r"`base` must be a real number or an array of them, got dict"),
             ({"law": "LogLength", "base": 0.5}, ValueError, r"`base` must be above 1, got 0.5"),
             ({"law": "LogLength", "base": math.nan}, ValueError, r"`base` must be above 1, got nan"),
-            ({"law": "LogLength", "minimum": [1.0]}, TypeError, r"`minimum` must be a real number, got ndarray"),
+            ({"law": "Knots", "lengths": [1, 2], "factors": [1, 2], "minimum": [1.0]}, TypeError, r"`minimum` must be a real number, got ndarray"),
             ({"law": "Constant", "value": ["a"]}, TypeError, r"`value` must be lists of real numbers, got <U1 values"),
             ({"law": "Constant", "value": [True]}, TypeError, r"`value` must be lists of real numbers, got bool values"),
             ({"law": "Constant", "value": [None]}, TypeError, r"`value` must be lists of real numbers, got object values"),

@@ -12,6 +12,7 @@ from law_cases import FORMULAS, KNOT_FACTORS, KNOTS, NS, RANGES, gradients_of, t
 
 import isentropic as it
 from isentropic import laws
+from isentropic.laws._formulas import InfoScale, StepLog
 
 
 @pytest.mark.every_mode
@@ -41,7 +42,7 @@ class TestFormulas:
         assert got.dtype == backend.xp.float32
 
     def test_base_is_where_the_factor_is_one(self):
-        for law in (laws.LogLength(77), laws.SqrtLogLength(77), laws.InfoScale(77, 32)):
+        for law in (laws.LogLength(77), laws.SqrtLogLength(77), InfoScale(77, 32)):
             assert law(77) == pytest.approx(1, abs=1e-14)
 
     def test_array_parameters_range_over_batch_and_heads(self, backend):
@@ -55,7 +56,7 @@ class TestFormulas:
         for law, expected in (
             (laws.LogLength(base), [3.0, 2.0]),
             (laws.SqrtLogLength(base), np.sqrt([3.0, 2.0])),
-            (laws.InfoScale(base, 2), np.sqrt((1 - 1 / 64) / (1 - np.array([1 / 4, 1 / 8])))),
+            (InfoScale(base, 2), np.sqrt((1 - 1 / 64) / (1 - np.array([1 / 4, 1 / 8])))),
             (laws.Constant(base), [4.0, 8.0]),
             (laws.scaled(laws.Constant(3.0), base), [12.0, 24.0]),
         ):
@@ -66,7 +67,7 @@ class TestFormulas:
         if backend.half is None:
             pytest.skip("no half precision here")
         base = backend.array([512.0], backend.half)
-        for law in (laws.LogLength(base), laws.SqrtLogLength(base), laws.InfoScale(base, 64)):
+        for law in (laws.LogLength(base), laws.SqrtLogLength(base), InfoScale(base, 64)):
             for n in (512, backend.array([512])):
                 got = law(n)
                 assert got.dtype in (backend.xp.float32, backend.xp.float64)
@@ -94,7 +95,7 @@ class TestFormulas:
         for law in (
             laws.LogLength(np.float64(512), minimum=np.float64(0.1)),
             laws.AffineLog(np.float64(1), np.float64(2)),
-            laws.InfoScale(np.float64(512), np.float64(64)),
+            InfoScale(np.float64(512), np.float64(64)),
             laws.shifted(laws.scaled(laws.SqrtLogLength(np.float64(3)), np.float64(2)), np.float64(1)),
         ):
             assert law(n).dtype == np.float32
@@ -105,7 +106,7 @@ class TestBelowOneKey:
     """A query that sees no key, or a rule that counts one less, has a finite factor, that of the first keys."""
 
     def test_steps(self, backend):
-        law = laws.shifted(laws.StepLog(0.1, 8192), -1)  # of −1 for no key
+        law = laws.shifted(StepLog(0.1, 8192), -1)  # of −1 for no key
         expected = np.asarray([1.0, 1.0, 1.0, 1 + 0.1 * math.log(2)])
         got = law(backend.array([0, 1, 8192, 8193]))
         backend.assert_close(got, expected, rtol=1e-6)
@@ -126,13 +127,13 @@ class TestErrors:
             (lambda: laws.LogLength(1), ValueError, r"`base` must be above 1, got 1"),
             (lambda: laws.LogLength(-3), ValueError, r"`base` must be above 1, got -3"),
             (lambda: laws.SqrtLogLength(0.5), ValueError, r"`base` must be above 1, got 0.5"),
-            (lambda: laws.InfoScale(1, 64), ValueError, r"`base` must be above 1"),
+            (lambda: InfoScale(1, 64), ValueError, r"`base` must be above 1"),
             (lambda: laws.LogLength(math.nan), ValueError, r"`base` must be above 1, got nan"),
             (lambda: laws.LogLength("512"), TypeError, r"`base` must be a real number or an array of them, got str"),
             (lambda: laws.LogLength(True), TypeError, r"`base` must be a real number, got bool"),
             (lambda: laws.LogLength(np.array([2, 3])), TypeError, r"`base` must have a real floating"),
-            (lambda: laws.InfoScale(512, 0), ValueError, r"`head_dim` must be above 0, got 0"),
-            (lambda: laws.StepLog(0.1, 0), ValueError, r"`period` must be above 0, got 0"),
+            (lambda: InfoScale(512, 0), ValueError, r"`head_dim` must be above 0, got 0"),
+            (lambda: StepLog(0.1, 0), ValueError, r"`period` must be above 0, got 0"),
             (lambda: laws.AffineLog(math.inf), ValueError, r"`slope` must be finite, got inf"),
             (lambda: laws.LogLength(2, minimum="1"), TypeError, r"`minimum` must be a real number"),
             (lambda: laws.scaled(512, 2), TypeError, r"`law` must be a law .* got int"),

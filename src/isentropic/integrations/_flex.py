@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.nn.functional import pad
+
 from isentropic._checks import counts, value_error, with_name_hints
 from isentropic._loops import Block
 from isentropic._namespace import Array, common_device, namespace
-from isentropic.masks import (
-    Frame,
-    Mask,
-    _And,
-    _Band,
-    _Not,
-    _Or,
-    _Padding,
-    _Segments,
-    as_mask,
-)
+from isentropic.masks import Frame, Mask, _And, _Band, _Not, _Or, _Padding, _Segments, as_mask
 
 # Whether a query sees a key: a function of the indices of sequence, head, query and key.
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -76,7 +69,6 @@ def to_block_mask(
     >>> out = compiled(query, key, value, block_mask=to_block_mask(mask, 128, 128))
     >>> torch.testing.assert_close(out, it.attention(query, key, value, mask=mask, law=None))
     """
-    import torch
     from torch.nn.attention.flex_attention import BlockMask
 
     (block_size,) = counts(block_size=block_size)
@@ -101,8 +93,6 @@ def _checked(
     mask: Mask, n_queries: int, n_keys: int, device: Any = None
 ) -> tuple[Frame, tuple[int, ...]]:
     """Check the mask. Return what it is evaluated for, and the lengths of its batch and head axes."""
-    import torch
-
     n_queries, n_keys = counts(n_queries=n_queries, n_keys=n_keys)
     group = ("mask", mask.arrays)
     # A mask of numbers has no library, and one of another library is refused.
@@ -129,9 +119,6 @@ def _seen_per_block(
     mask: Mask, frame: Frame, rows: Block, batch: tuple[int, ...], block_size: int
 ) -> Any:
     """The number of visible pairs in each block of some rows, (B, H, number of blocks)."""
-    import torch
-    from torch.nn.functional import pad
-
     seen: Any = mask.block(frame, rows, (0, frame.n_keys))
     seen = pad(seen.expand(*batch, rows[1], frame.n_keys), (0, -frame.n_keys % block_size))
     return seen.unflatten(-1, (-1, block_size)).sum((-3, -1), dtype=torch.int32)

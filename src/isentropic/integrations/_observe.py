@@ -214,7 +214,13 @@ class Observer:
         warn_below: float | None,
         patience: int,
     ) -> None:
-        check_options(every, sequences, then, warn_below, patience)
+        for name, x in {"every": every, "sequences": sequences, "patience": patience}.items():
+            if x is not None or name == "patience":
+                check_count(name, x)
+        if warn_below is not None:
+            check_real("warn_below", warn_below, above=0)
+        if then is not None and not callable(then):
+            raise type_error("then", "be callable", type(then).__name__)
         self.latest: Observation | None = None
         self._model = model
         self._every, self._sequences, self._then = every, sequences, then
@@ -311,22 +317,18 @@ class Observer:
         if module not in self._names:
             return
         self._layers.add(module)
+        if module in self._failures:
+            return
         try:
-            self._measure(module, call())
+            sums = _statistics(_first_sequences(call(), self._sequences))
+            if module in self._sums:  # the layers of some models share a module
+                sums = _added(self._sums[module], sums)
+            self._sums[module] = sums
         except Exception as error:  # which must not stop the training
             self._failures[module] = f"{type(error).__name__}: {error}"
             self._sums.pop(module, None)
 
-    def _measure(self, module: torch.nn.Module, call: Call) -> None:
-        if module in self._failures:
-            return
-        sums = _statistics(_first_sequences(call, self._sequences))
-        if module in self._sums:  # the layers of some models share a module
-            sums = _added(self._sums[module], sums)
-        self._sums[module] = sums
-
     def _warn_of_failures(self) -> None:
-        """Say once of each layer why it could not be observed."""
         layers: dict[str, list[str]] = {}
         for module, reason in self._failures.items():
             layers.setdefault(reason, []).append(self._names[module])
@@ -348,18 +350,6 @@ class Observer:
         table.flags.writeable = False
         names = tuple(self._names[module] for module in modules)
         return Observation(self._step, names, **dict(zip(QUANTITIES, table, strict=True)))
-
-
-def check_options(every: Any, sequences: Any, then: Any, warn_below: Any, patience: Any) -> None:
-    """Check the arguments of `observe`."""
-    for name, x in {"every": every, "sequences": sequences}.items():
-        if x is not None:
-            check_count(name, x)
-    check_count("patience", patience)
-    if warn_below is not None:
-        check_real("warn_below", warn_below, above=0)
-    if then is not None and not callable(then):
-        raise type_error("then", "be callable", type(then).__name__)
 
 
 def _named(parts: list[str]) -> str:

@@ -107,12 +107,12 @@ def ring_attention_state(
     >>> [x.shape for x in attend(q, k, v)]
     [(8, 128, 64), (8, 128)]
     """
-    xp = _check_library("JAX", is_jax, query, key, value)
+    block = _checked_block("JAX", is_jax, query=query, key=key, value=value)
     rank, size = _axis(axis_name)
 
     shards = _Shards(size, query.shape[-2], key.shape[-2], is_causal, scale, softcap, enable_gqa)
-    scaled = shards.scale_queries(xp, rank, query, key, value, law, n_keys)
-    return _ring_of_keys(shards, axis_name, scaled, _block(key, value))
+    scaled = shards.scale_queries(rank, query, block, law, n_keys)
+    return _ring_of_keys(shards, axis_name, scaled, block)
 
 
 def distributed_attention_state(
@@ -187,12 +187,12 @@ def distributed_attention_state(
     (torch.Size([8, 128, 64]), torch.Size([8, 128]))
     >>> dist.destroy_process_group()
     """
-    xp = _check_library("PyTorch", is_torch, query, key, value)
+    block = _checked_block("PyTorch", is_torch, query=query, key=key, value=value)
     rank, size = _rank_and_size(group)
 
     shards = _Shards(size, query.shape[-2], key.shape[-2], is_causal, scale, softcap, enable_gqa)
-    scaled = shards.scale_queries(xp, rank, query, key, value, law, n_keys)
-    return AttentionState(*_ring_of_queries().apply(shards, group, scaled, *_block(key, value)))
+    scaled = shards.scale_queries(rank, query, block, law, n_keys)
+    return AttentionState(*_ring_of_queries().apply(shards, group, scaled, *block))
 
 
 @dataclass(frozen=True)
@@ -217,25 +217,17 @@ class _Shards:
         return alignment + query_shard * self.n_queries - key_shard * self.n_keys
 
     def scale_queries(
-        self,
-        xp: ModuleType,
-        rank: Any,
-        query: Array,
-        key: Array,
-        value: Array | None,
-        law: Law | None,
-        n_keys: int | Array | None,
+        self, rank: Any, query: Array, block: tuple[Array, ...], law: Law | None, n_keys: Any
     ) -> Array:
         """The queries times the law of the number of keys that they see, in the dtype to compute in."""
-        arrays = {"query": query, "key": key} | present(value=value)
-        check_floating(xp, **arrays)
+        xp = namespace(query=query)
         total = self.n_keys * self.size
         if n_keys is None and self.is_causal:
             # The law counts keys of the whole sequence, of which a block of keys knows only its own.
             mask = causal(self.offset(rank, 0))
             n_keys = mask.visible_count(self.n_queries, total, like=query)
         # Before the law multiplies, as its factor times a query would be rounded to half precision.
-        query = xp.astype(query, accumulator(xp, xp.result_type(*arrays.values())))
+        query = xp.astype(query, accumulator(xp, xp.result_type(query, *block)))
         # `scale_queries` takes no None.
         law = Constant(1.0) if law is None else law
         return scale_queries(query, total if n_keys is None else n_keys, law=law)
@@ -488,19 +480,18 @@ def _pull_back(
     return torch.autograd.grad(results, leaves, cotangent)
 
 
-def _block(key: Array, value: Array | None) -> tuple[Array, ...]:
-    return (key,) if value is None else (key, value)
-
-
-def _check_library(
-    name: str, is_library: Callable[[ModuleType], bool], query: Any, key: Any, value: Any
-) -> ModuleType:
-    arrays = {"query": query, "key": key} | present(value=value)
+def _checked_block(
+    name: str, is_library: Callable[[ModuleType], bool], *, value: Any, **arrays: Any
+) -> tuple[Array, ...]:
+    """Check the arrays of a call. Return those that belong to the keys: keys, and values if given."""
+    arrays |= present(value=value)
     xp = namespace(**arrays)
     if not is_library(xp):
-        raise type_error("query", f"be an array of {name}", type(query).__name__)
+        raise type_error("query", f"be an array of {name}", type(arrays["query"]).__name__)
     check_ndim(2, **arrays)
-    return xp
+    check_floating(xp, **arrays)
+    _, *block = arrays.values()
+    return tuple(block)
 
 
 def _axis(axis_name: Hashable) -> tuple[Any, int]:

@@ -32,7 +32,6 @@ with requires_extra(__name__):
     from sklearn.base import (
         BaseEstimator,
         ClassNamePrefixFeaturesOutMixin,
-        OneToOneFeatureMixin,
         TransformerMixin,
     )
     from sklearn.exceptions import DataDimensionalityWarning
@@ -65,8 +64,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     ----------
     n_components : int ≥ 1 or "auto"
         The dimension k. ``"auto"`` takes the dimension of `isentropic.jl.min_dim` for the number of
-        samples in `fit`. If that exceeds the number of features, the map is the identity, with a
-        warning: then sparse data stay sparse, and features keep their names.
+        samples in `fit`.
     kind : {"hadamard", "gaussian", "rademacher", "sparse", "orthogonal", "count_sketch"}
         The map. For ``"hadamard"`` and ``"count_sketch"`` the dimension of ``"auto"`` is a heuristic.
         Verify it with `isentropic.jl.distortion`.
@@ -79,7 +77,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         features, as in scikit-learn. No bound is proven below 1/3.
     dense_output : bool
         Whether images are dense arrays even if the data and the map are sparse. The map is sparse for
-        the kinds ``"sparse"`` and ``"count_sketch"``, and for the identity.
+        the kinds ``"sparse"`` and ``"count_sketch"``.
     compute_inverse_components : bool
         Whether `fit` computes the pseudo-inverse, a dense array, for `inverse_transform`.
     random_state : None, int or numpy.random.RandomState
@@ -146,7 +144,8 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         ------
         TypeError, ValueError
             For a parameter of the wrong type, out of range or of an unknown name, and for `X` that is
-            not a matrix of finite numbers with at least one row and one column.
+            not a matrix of finite numbers with at least one row and one column. Also if ``"auto"``
+            gives a dimension above the number of features, as in scikit-learn.
         """
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"]))
         n_samples, n_features = X.shape
@@ -163,43 +162,39 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
         for name in ("inverse_components_", "density_"):  # from a previous fit
             self.__dict__.pop(name, None)
-        k = self._choose_dimension(n_samples, n_features)
-        self.n_components_ = n_features if k is None else k
-        # None for the identity, and a sparse matrix for the kind "sparse" and sparse data.
-        self._map: Any = None if k is None else self._draw(n_features, k, sparse.issparse(X))
+        self.n_components_ = self._choose_dimension(n_samples, n_features)
+        # A sparse matrix for the kind "sparse" and sparse data.
+        self._map: Any = self._draw(n_features, self.n_components_, sparse.issparse(X))
         # The matrices of these two kinds have few entries.
-        self._is_sparse = sparse.issparse(X) if k is None else self.kind in ("sparse", "count_sketch")
+        self._is_sparse = self.kind in ("sparse", "count_sketch")
         if self.compute_inverse_components:
             self.inverse_components_ = self._pseudo_inverse()
         return self
 
-    def _choose_dimension(self, n_samples: int, n_features: int) -> int | None:
-        """The dimension, or None for the identity."""
+    def _choose_dimension(self, n_samples: int, n_features: int) -> int:
+        k: int
         if self.n_components == "auto":
             # A single point has no distances. It gets the dimension for two points.
             _, method = _KINDS[self.kind]
-            k: int = min_dim(
+            k = min_dim(
                 max(n_samples, 2), eps=self.eps, delta=self.delta, method=method, n_features=n_features
             )
-            message = (
-                f"To keep the distances of {n_samples} points within eps = {self.eps} takes {k} "
-                f"components, more than the {n_features} features: the data are left as they are."
-            )
-        elif isinstance(self.n_components, str):
+            if k > n_features:  # in the words of scikit-learn
+                raise ValueError(
+                    f"eps={self.eps:f} and n_samples={n_samples} lead to a target dimension of {k} "
+                    f"which is larger than the original space with n_features={n_features}"
+                )
+            return k
+        if isinstance(self.n_components, str):
             must = "be an integer of at least 1 or 'auto'"
             raise value_error("n_components", must, repr(self.n_components))
-        else:
-            (k,) = counts(n_components=self.n_components)
-            message = (
-                f"There are more components ({k}) than features ({n_features}): the dimension is not "
-                "reduced."
-            )
-        if k <= n_features:
-            return k
-        # The level is that of the call of `fit`.
-        warnings.warn(message, DataDimensionalityWarning, stacklevel=3)
-        # Like scikit-learn, this does not change a number that was asked for.
-        return None if self.n_components == "auto" else k
+        (k,) = counts(n_components=self.n_components)
+        if k > n_features:
+            # Like scikit-learn, this does not change a number that was asked for.
+            message = f"There are more components ({k}) than features ({n_features})"
+            # The level is that of the call of `fit`.
+            warnings.warn(f"{message}: the dimension is not reduced.", DataDimensionalityWarning, 3)
+        return k
 
     def _draw(self, n_features: int, k: int, is_sparse: bool) -> Any:
         # Four words, as seeds of 31 bits would soon be equal for different fits.
@@ -240,8 +235,6 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         check_is_fitted(self)
         X = _floating(validate_data(self, X, accept_sparse=["csr", "csc"], reset=False))
         self._check_library(X, "transform")
-        if self._map is None:
-            return self._copy(X)
         if not (sparse.issparse(X) or sparse.issparse(self._map)):
             return self._map(X)
         if not self._is_sparse:  # the rows are made dense a block at a time
@@ -266,7 +259,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         Returns
         -------
         array (n_samples, n_features)
-            A dense array, except for the identity with sparse data.
+            A dense array.
 
         Raises
         ------
@@ -278,8 +271,6 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self._check_library(X, "inverse_transform")
         if X.shape[1] != self.n_components_:
             raise value_error("X", f"have {self.n_components_} columns", X.shape[1])
-        if self._map is None:
-            return self._copy(X)
         X = X.toarray() if sparse.issparse(X) else X
         inverse = getattr(self, "inverse_components_", None)
         if inverse is None:
@@ -292,30 +283,9 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         y = product(xp, xp.astype(X, dtype, copy=False), xp.astype(inverse, dtype, copy=False).T)
         return xp.astype(y, X.dtype, copy=False)
 
-    def get_feature_names_out(self, input_features: Any = None) -> Any:
-        """The names of the components. For the identity they are the names of the features.
-
-        Parameters
-        ----------
-        input_features : sequence of str, optional
-            Names of the features, if the data in `fit` did not have names.
-
-        Returns
-        -------
-        array of str
-
-        Raises
-        ------
-        ValueError
-            Before `fit`, and for names that are not those of the data in `fit`.
-        """
-        check_is_fitted(self)
-        kind = OneToOneFeatureMixin if self._map is None else ClassNamePrefixFeaturesOutMixin
-        return kind.get_feature_names_out(self, input_features)
-
     @property
-    def projection_(self) -> Projection | None:
-        """The map, in the library, device and dtype of the data, or None for the identity.
+    def projection_(self) -> Projection:
+        """The map, in the library, device and dtype of the data.
 
         For the kind ``"sparse"`` and sparse data, each access makes a dense matrix.
         """
@@ -330,22 +300,15 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The matrix of the map, an array or sparse array (``n_components_``, n_features).
 
         For NumPy arrays and SciPy matrices, it is a sparse SciPy array for the kinds ``"sparse"`` and
-        ``"count_sketch"``, and for the identity with sparse data.
+        ``"count_sketch"``.
         """
         check_is_fitted(self)
-        found, like = self._map, self._like
+        found = self._map
         if sparse.issparse(found):
             return found
-        if found is None:
-            xp, device = namespace(X=like), common_device(X=like)
-            if self._is_sparse:
-                return sparse.eye_array(
-                    self.n_features_in_, dtype=_sparse_dtype(like.dtype), format="csr"
-                )
-            return xp.eye(self.n_features_in_, dtype=like.dtype, device=device)
-        if not (self._is_sparse and isinstance(like, np.ndarray)):
+        if not (self._is_sparse and isinstance(self._like, np.ndarray)):
             return found.matrix()
-        dtype = _sparse_dtype(like.dtype)
+        dtype = _sparse_dtype(self._like.dtype)
         if isinstance(found, CountSketch):  # its matrix might take more memory than the data
             signs, components = np.asarray(found.signs), np.asarray(found.components)
             s, d = signs.shape
@@ -362,19 +325,12 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _pseudo_inverse(self) -> Any:
         """The pseudo-inverse (features, components), in float32 or better."""
         components = self.components_
-        if self._map is None:
-            return components
         components = components.toarray() if sparse.issparse(components) else components
         xp = namespace(components=components)
         components = xp.astype(components, accumulator(xp, components.dtype), copy=False)
         if self._has_orthogonal_rows:
             return components.T * (self.n_components_ / self.n_features_in_)
         return xp.linalg.pinv(components)
-
-    def _copy(self, X: Any) -> Any:
-        if sparse.issparse(X):
-            return X.toarray() if self.dense_output else X.copy()
-        return namespace(X=X).asarray(X, copy=True)
 
     def _check_library(self, X: Any, method: str) -> None:
         try:

@@ -16,7 +16,6 @@ from isentropic._attention.functions import attention, attention_entropy
 from isentropic._checks import check_flag, is_array, requires_extra, type_error, value_error
 from isentropic._namespace import namespace, present
 from isentropic._products import product
-from isentropic.integrations._flex import to_block_mask
 from isentropic.integrations._sharded import distributed_attention_state
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask, as_mask, causal
@@ -27,6 +26,7 @@ with requires_extra(__name__):
     from torch.nn.functional import dropout as drop
     from torch.nn.functional import linear, pad
 
+    from isentropic.integrations._flex import to_block_mask
     from isentropic.integrations._observe import Call, Observation, Observer, announce, listeners
 
 __all__ = [
@@ -341,13 +341,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """
         if isinstance(query, torch.fx.Proxy) and (path := query.tracer.path_of_module(self)):
             # To the tracer the module is a leaf, like PyTorch's.
-            masks = {
-                "key_padding_mask": key_padding_mask,
-                "attn_mask": attn_mask,
-                "is_causal": is_causal,
-            }
-            flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-            return query.tracer.create_proxy("call_module", path, (query, key, value), masks | flags)
+            given = (
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
+                is_causal,
+            )  # fmt: skip
+            return query.tracer.create_proxy("call_module", path, given, {})
         _check_hint(is_causal, attn_mask)
         unmasked_self = query is key is value and key_padding_mask is None and attn_mask is None
         if unmasked_self and self.batch_first and getattr(query, "is_nested", False):
@@ -463,15 +461,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             inputs.items(), (self.embed_dim, self.kdim, self.vdim), strict=False
         ):
             if x.is_nested:
-                must = (
-                    "be dense, unless one nested tensor is query, key and value, with `batch_first` "
-                    "and without masks"
-                )
-                raise type_error(name, must, "a nested one")
+                must = "be dense, unless one nested tensor is query, key and value, with `batch_first`"
+                raise type_error(name, f"{must} and without masks", "a nested one")
             if x.ndim not in (2, 3) or x.ndim != query.ndim:
-                must = f"have the {query.ndim} dimensions of `query`"
-                if x is query:
-                    must = "have 2 dimensions, or 3 with a batch"
+                must = "have 2 dimensions, or 3 with a batch"
+                if x is not query:
+                    must = f"have the {query.ndim} dimensions of `query`"
                 raise value_error(name, must, x.ndim)
             if x.shape[-1] != width:
                 raise value_error(name, f"have a last dimension of {width}", x.shape[-1])
@@ -484,14 +479,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise value_error("value", f"be as long as `key`, {lengths[1]}", lengths[-1])
 
     def _options(
-        self,
-        q: Tensor,
-        k: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        need_weights: bool = False,
-    ) -> dict[str, Any]:
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None,
+        is_causal: bool, need_weights: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """The keyword arguments `mask`, `bias` and `law` of the attention functions."""
         _check_hint(is_causal, attn_mask)
         _check_tensors(**present(key_padding_mask=key_padding_mask, attn_mask=attn_mask))
@@ -512,15 +502,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         visible: Mask | None = None
         bias: Tensor | None = None
         for x in masks:
-            seen = ~x if x.dtype == torch.bool else x != -math.inf
-            seen = pad(seen, (0, self._n_appended), value=True)
             # As separate parts of a mask: a single array would have the axes of both.
-            visible = as_mask(seen) if visible is None else visible & as_mask(seen)
+            seen = as_mask(pad(_is_token(x), (0, self._n_appended), value=True))
+            visible = seen if visible is None else visible & seen
             if x.dtype != torch.bool:
                 bias = x if bias is None else bias + x
         if bias is not None:
             bias = pad(bias, (0, self._n_appended))
         return options | {"mask": visible, "bias": bias}
+
+
+def _is_token(mask: Tensor) -> Tensor:
+    """Where a mask of PyTorch, boolean or of floats, hides no key."""
+    return ~mask if mask.dtype == torch.bool else mask != -math.inf
 
 
 def _placed(x: Tensor, like: Any) -> Tensor:
@@ -739,8 +733,7 @@ def _call_of_module(
     options = heads._options(q, k, key_padding_mask, attn_mask, is_causal)
     counted = is_first = None
     if key_padding_mask is not None:
-        x = key_padding_mask.reshape(len(q), -1)
-        is_token = ~x if x.dtype == torch.bool else x != -math.inf
+        is_token = _is_token(key_padding_mask.reshape(len(q), -1))
         # With padding on the left the first token is not the first key.
         is_first = pad(is_token & (is_token.cumsum(-1) == 1), (0, heads._n_appended))
         counted = is_token[:, None] if query is key else None

@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from isentropic.laws._dictionaries import from_dict
     from isentropic.laws._formulas import (
         AffineLog,
-        InfoScale,
         Knots,
         Power,
         PowerLog,
         SqrtLogLength,
-        StepLog,
         scaled,
         shifted,
     )
@@ -53,14 +51,12 @@ def __dir__() -> list[str]:
 __all__ = [
     "AffineLog",
     "Constant",
-    "InfoScale",
     "Knots",
     "Law",
     "LogLength",
     "Power",
     "PowerLog",
     "SqrtLogLength",
-    "StepLog",
     "from_config",
     "from_dict",
     "per_query",

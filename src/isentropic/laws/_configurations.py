@@ -33,10 +33,10 @@ class ModelRule(NamedTuple):
 
     name: str
     law: Law | None
-    counts: str | None
-    layers: tuple[int, ...] | None
-    scales: str
-    off: tuple[str, ...]
+    counts: str | None = None
+    layers: tuple[int, ...] | None = None
+    scales: str = _PRODUCTS
+    off: tuple[str, ...] = ()
 
 
 def from_config(config: Any) -> tuple[ModelRule, ...]:
@@ -124,8 +124,9 @@ def from_config(config: Any) -> tuple[ModelRule, ...]:
     fields = _text_fields(config)
     ropes = list(_ropes(fields))
     _refuse_unknown(fields, ropes)
-    rules = [*_LENGTH_RULES.get(fields.kind, _no_rule)(fields, ropes)]
-    rules += [*_llama_4_scaling(fields), *_grok(fields)]
+    rules: list[ModelRule] = []
+    for length_rule in (_LENGTH_RULES.get(fields.kind), _llama_4_scaling, _grok):
+        rules += length_rule(fields, ropes) if length_rule else ()
     for rope in ropes:
         rules += _mscale(fields, rope)
         rules += _phimoe(fields, rope) if fields.kind == "phimoe" else _rotation(fields, rope)
@@ -139,7 +140,7 @@ class _Fields:
 
     data: Mapping[str, Any]
     form: str = "{}"
-    kind: str = ""  # the type of the model
+    kind: str = ""  # the type of the model, or of the layers that a rotation is for; "" for all types
 
     def name(self, key: str) -> str:
         return self.form.format(key)
@@ -187,13 +188,6 @@ class _Fields:
         return tuple(f"{self.name(key)} = {x!r}" for key, x in values.items())
 
 
-class _Rope(NamedTuple):
-    """Parameters of the rotation, and the type of the layers that they are for (None for all types)."""
-
-    fields: _Fields
-    layer_type: str | None = None
-
-
 # The parts of configurations in which the text decoder is described.
 _TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config", "decoder")
 # The types of models of several parts with a rule, and those of their text decoders.
@@ -235,15 +229,18 @@ def _mapping(name: str, config: Any) -> Mapping[str, Any]:
     return data
 
 
-_INKLING = ("inkling_text", "inkling2_text", "inkling2_loop_text")
+# The default lengths of Inkling and its successors. Without one, the length switches the rule on.
+_INKLING_LENGTHS: dict[str, float | None] = {
+    "inkling_text": None, "inkling2_text": 128_000, "inkling2_loop_text": 8192,
+}  # fmt: skip
 # Fields that set a rule, and the types of models that read them; None for all types.
 _READERS: dict[str, tuple[str, ...] | None] = {
     "attn_temperature_len": None,
     "attn_temperature_tuning": ("llama4_text",),
     # Read by vLLM and SGLang. "transformer" is the type that vLLM gives to files of Mistral.
     "llama_4_scaling": ("deepseek_v2", "deepseek_v3", "mistral", "transformer"),
-    "log_scaling_alpha": _INKLING,
-    "log_scaling_n_floor": _INKLING,
+    "log_scaling_alpha": tuple(_INKLING_LENGTHS),
+    "log_scaling_n_floor": tuple(_INKLING_LENGTHS),
     "use_logn_attn": ("qwen",),
 }
 _ROPE_READERS: dict[str, tuple[str, ...] | None] = {
@@ -267,31 +264,22 @@ _HINTS = re.compile(
 _ROPE_HINTS = re.compile(r"attn|attention|factor|mscale|scal(e|ing)|temp")
 
 
-def _refuse_unknown(fields: _Fields, ropes: list[_Rope]) -> None:
-    _refuse_fields(fields, _READERS, _HINTS, fields.kind)
-    for rope in ropes:
-        _refuse_fields(rope.fields, _ROPE_READERS, _ROPE_HINTS, fields.kind)
-
-
-def _refuse_fields(
-    part: _Fields, readers: dict[str, tuple[str, ...] | None], hints: re.Pattern[str], kind: str
-) -> None:
-    for key, x in part.data.items():
-        kinds = readers.get(key, () if hints.search(str(key)) else None)
-        # A field that is off sets no rule.
-        if kinds is not None and kind not in kinds and x is not None and x is not False and x != 0:
-            must = "be absent: it may set a rule, and how models of this type apply it is not known"
-            raise value_error(part.name(key), must, f"{x!r} for a {kind!r}")
+def _refuse_unknown(fields: _Fields, ropes: list[_Fields]) -> None:
+    parts = [(fields, _READERS, _HINTS), *((rope, _ROPE_READERS, _ROPE_HINTS) for rope in ropes)]
+    for part, readers, hints in parts:
+        for key, x in part.data.items():
+            kinds = readers.get(key, () if hints.search(str(key)) else None)
+            is_read = kinds is None or fields.kind in kinds
+            # A field that is off sets no rule.
+            if not is_read and x is not None and x is not False and x != 0:
+                must = "be absent: it may set a rule, and how models of this type apply it is not known"
+                raise value_error(part.name(key), must, f"{x!r} for a {fields.kind!r}")
 
 
 # Rules of the length
 
 
-def _no_rule(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    yield from ()
-
-
-def _llama_4(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+def _llama_4(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
     period = fields.number("floor_scale", 8192, above=0)
     coefficient = fields.number("attn_scale", 0.1)
     if fields.flag("attn_temperature_tuning", True) and coefficient:
@@ -299,44 +287,34 @@ def _llama_4(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
         rotating = _rotating_layers(fields) or ()
         layers = tuple(i for i in range(fields.n_layers()) if i not in rotating)
         off = fields.off(attn_temperature_tuning=False)
-        yield ModelRule("llama-4", law, "slots", layers, _PRODUCTS, off)
+        yield ModelRule("llama-4", law, "slots", layers, off=off)
 
 
-def _ministral(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+def _ministral(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
     for rope in ropes:
-        coefficient = rope.fields.number("llama_4_scaling_beta")
-        if coefficient:
-            length = _original_length(fields, rope)
-            law = preset("ministral-3", coefficient=coefficient, length=length)
-            off = rope.fields.off(llama_4_scaling_beta=0.0)
-            yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
+        off = rope.off(llama_4_scaling_beta=0.0)
+        if coefficient := rope.number("llama_4_scaling_beta"):
+            yield _ministral_rule(coefficient, _original_length(fields, rope), off)
 
 
-def _mistral_large(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    yield ModelRule("mistral-large-4", None, "positions", None, _PRODUCTS, ())
+def _ministral_rule(coefficient: float, length: float, off: tuple[str, ...]) -> ModelRule:
+    law = preset("ministral-3", coefficient=coefficient, length=length)
+    return ModelRule("ministral-3", law, "positions", off=off)
 
 
-def _inkling(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    if fields.get("log_scaling_n_floor") is not None:
-        off = fields.off(log_scaling_n_floor=None)
-        yield from _inkling_rule(fields, "slots", off)
+def _mistral_large(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
+    yield ModelRule("mistral-large-4", None, "positions")
 
 
-def _inkling_2(fields: _Fields, ropes: list[_Rope], length: float = 128_000) -> Iterator[ModelRule]:
-    # Here the length has a default, so only the coefficient switches the rule off.
-    yield from _inkling_rule(fields, "positions", fields.off(log_scaling_alpha=0.0), length)
-
-
-def _inkling_2_loop(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
-    yield from _inkling_2(fields, ropes, 8192)
-
-
-def _inkling_rule(
-    fields: _Fields, counts: str, off: tuple[str, ...], length: float | None = None
-) -> Iterator[ModelRule]:
+def _inkling(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
+    length = _INKLING_LENGTHS[fields.kind]
+    counts, off = "positions", fields.off(log_scaling_alpha=0.0)
+    if length is None:
+        if fields.get("log_scaling_n_floor") is None:
+            return
+        counts, off = "slots", fields.off(log_scaling_n_floor=None)
     length = fields.number("log_scaling_n_floor", length, above=0)
-    coefficient = fields.number("log_scaling_alpha", 0.1, least=0)
-    if coefficient:
+    if coefficient := fields.number("log_scaling_alpha", 0.1, least=0):
         law = preset("inkling", length=length, coefficient=coefficient)
         yield ModelRule("inkling", law, counts, _inkling_layers(fields), _WITH_BIASES, off)
 
@@ -350,7 +328,7 @@ def _inkling_layers(fields: _Fields) -> tuple[int, ...]:
     return tuple(i for i in layers if (i % 6 == 5 if windows is None else i not in windows))
 
 
-def _beam(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+def _beam(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
     types = fields.sequence("layer_types", str)
     if types is None:
         last = fields.n_layers() - 1
@@ -359,29 +337,26 @@ def _beam(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
         types = ["full_attention" if x else "sliding_attention" for x in full]
     rotating = _rope_data(fields)[1] or {}
     layers = tuple(i for i, kind in enumerate(types) if rotating.get(kind) is None)
-    yield ModelRule("beam", preset("beam"), "positions", layers, _PRODUCTS, ())
+    yield ModelRule("beam", preset("beam"), "positions", layers)
 
 
-def _qwen(fields: _Fields, ropes: list[_Rope]) -> Iterator[ModelRule]:
+def _qwen(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
     if fields.flag("use_logn_attn", True):
         law = preset("qwen", length=fields.number("seq_length", above=1))
-        off = fields.off(use_logn_attn=False)
-        yield ModelRule("qwen", law, "slots", None, _PRODUCTS, off)
+        yield ModelRule("qwen", law, "slots", off=fields.off(use_logn_attn=False))
 
 
-def _llama_4_scaling(fields: _Fields) -> Iterator[ModelRule]:
+def _llama_4_scaling(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
     key = "llama_4_scaling"
     if fields.get(key) is not None:
         data = _Fields(_mapping(fields.name(key), fields.get(key)), fields.name(key) + '["{}"]')
         coefficient = data.number("beta")
         length = data.number("original_max_position_embeddings", above=0)
         if coefficient:
-            law = preset("ministral-3", coefficient=coefficient, length=length)
-            off = fields.off(llama_4_scaling=None)
-            yield ModelRule("ministral-3", law, "positions", None, _PRODUCTS, off)
+            yield _ministral_rule(coefficient, length, fields.off(llama_4_scaling=None))
 
 
-def _grok(fields: _Fields) -> Iterator[ModelRule]:
+def _grok(fields: _Fields, ropes: list[_Fields]) -> Iterator[ModelRule]:
     # No model but Grok has the field. Its `model_type` is that of another model, GIT.
     length = fields.number("attn_temperature_len", -1)
     if length > 0:
@@ -391,11 +366,9 @@ def _grok(fields: _Fields) -> Iterator[ModelRule]:
         yield ModelRule("grok-2", preset("grok-2", length=length), "positions", None, _CAPPED, off)
 
 
-_LENGTH_RULES: dict[str, Callable[[_Fields, list[_Rope]], Iterator[ModelRule]]] = {
+_LENGTH_RULES: dict[str, Callable[[_Fields, list[_Fields]], Iterator[ModelRule]]] = {
     "beam": _beam,
-    "inkling2_loop_text": _inkling_2_loop,
-    "inkling2_text": _inkling_2,
-    "inkling_text": _inkling,
+    **dict.fromkeys(_INKLING_LENGTHS, _inkling),
     "llama4_text": _llama_4,
     "ministral3": _ministral,
     "mistral4": _ministral,
@@ -450,7 +423,8 @@ def _rope_data(fields: _Fields) -> tuple[str, Mapping[str, Any] | None]:
     return name, data
 
 
-def _ropes(fields: _Fields) -> Iterator[_Rope]:
+def _ropes(fields: _Fields) -> Iterator[_Fields]:
+    """The parameters of each rotation."""
     name, data = _rope_data(fields)
     if data is None:
         return
@@ -460,12 +434,12 @@ def _ropes(fields: _Fields) -> Iterator[_Rope]:
         must = "be the parameters of one rotation, or of one for each type of layers"
         raise value_error(form, must, f"both, of a rotation and of {', '.join(map(repr, nested))}")
     for key, x in nested.items():
-        yield _Rope(_Fields(x, f'{form}["{key}"]["{{}}"]'), key)
+        yield _Fields(x, f'{form}["{key}"]["{{}}"]', key)
     if not nested:
         if fields.kind == "deepseek_v4":
             # DeepSeek-V4 does not compute a factor from the parameters of YaRN. It may be given one.
             data = {"attention_factor": 1.0, **data}
-        yield _Rope(_Fields(data, f'{form}["{{}}"]'))
+        yield _Fields(data, f'{form}["{{}}"]')
 
 
 def _rope_type(fields: _Fields, rope: _Fields) -> str:
@@ -478,21 +452,21 @@ def _rope_type(fields: _Fields, rope: _Fields) -> str:
     return str(kind)
 
 
-def _original_length(fields: _Fields, rope: _Rope) -> float:
+def _original_length(fields: _Fields, rope: _Fields) -> float:
     """The length before an extension, from where transformers takes it."""
     key = "original_max_position_embeddings"
     default = 4096 if fields.kind in _LONGROPE_ONLY else None
-    if rope.layer_type is None and fields.get(key, default) is not None:
+    if not rope.kind and fields.get(key, default) is not None:
         return fields.number(key, default, above=1)
-    if rope.fields.get(key) is not None:
-        return rope.fields.number(key, above=1)
+    if rope.get(key) is not None:
+        return rope.number(key, above=1)
     return fields.number("max_position_embeddings", above=1)
 
 
-def _scale(fields: _Fields, rope: _Rope) -> float:
+def _scale(fields: _Fields, rope: _Fields) -> float:
     """The factor s by which the context was extended."""
-    if rope.fields.get("factor") is not None:
-        return rope.fields.number("factor", above=0)
+    if rope.get("factor") is not None:
+        return rope.number("factor", above=0)
     # Without a factor, as for LongRoPE, the two lengths tell it.
     return fields.number("max_position_embeddings", above=0) / _original_length(fields, rope)
 
@@ -501,30 +475,30 @@ def _yarn_mscale(scale: float, coefficient: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * coefficient * math.log(scale) + 1.0
 
 
-def _attention_factor(fields: _Fields, rope: _Rope) -> float:
+def _attention_factor(fields: _Fields, rope: _Fields) -> float:
     """The factor on cosine and sine."""
-    kind = _rope_type(fields, rope.fields)
+    kind = _rope_type(fields, rope)
     if kind in _WITHOUT_FACTOR:
         return 1.0
-    if rope.fields.get("attention_factor") is not None:
-        return rope.fields.number("attention_factor", least=0)
-    if kind == "yarn" and not rope.fields.flag("apply_yarn_scaling", True):  # read by vLLM
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor", least=0)
+    if kind == "yarn" and not rope.flag("apply_yarn_scaling", True):  # read by vLLM
         return 1.0
-    if kind == "yarn" and "factor" not in rope.fields.data:
+    if kind == "yarn" and "factor" not in rope.data:
         must = "be the factor by which the context was extended"
-        raise value_error(rope.fields.name("factor"), must, "none")
+        raise value_error(rope.name("factor"), must, "none")
     scale = _scale(fields, rope)
     if kind == "longrope":
         return math.sqrt(preset("longrope", scale=scale, length=_original_length(fields, rope))(1))
-    if rope.fields.get("mscale") and rope.fields.get("mscale_all_dim"):
-        above, below = (rope.fields.number(key, least=0) for key in ("mscale", "mscale_all_dim"))
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (rope.number(key, least=0) for key in ("mscale", "mscale_all_dim"))
         return _yarn_mscale(scale, above) / _yarn_mscale(scale, below)
     return _yarn_mscale(scale)
 
 
-def _rotating_layers(fields: _Fields, layer_type: str | None = None) -> tuple[int, ...] | None:
+def _rotating_layers(fields: _Fields, layer_type: str = "") -> tuple[int, ...] | None:
     """The layers to which a rotation applies. None if it applies to all layers with attention."""
-    if layer_type is not None:
+    if layer_type:
         return _layers_of_type(fields, layer_type)
     if fields.kind in _FULL_ATTENTION_ONLY:
         return _layers_of_type(fields, "full_attention")
@@ -554,31 +528,31 @@ def _layers_of_type(fields: _Fields, kind: str) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(types) if x == kind)
 
 
-def _rotation(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
+def _rotation(fields: _Fields, rope: _Fields) -> Iterator[ModelRule]:
     factor = _attention_factor(fields, rope)
     normalized = fields.kind == "llama4_text" and fields.flag("use_qk_norm", True)
     if factor != 1 and not normalized and fields.kind not in _NORMALIZE_LAST:
-        name, layers = _rope_type(fields, rope.fields), _rotating_layers(fields, rope.layer_type)
-        off = rope.fields.off(attention_factor=1.0)
+        name, layers = _rope_type(fields, rope), _rotating_layers(fields, rope.kind)
+        off = rope.off(attention_factor=1.0)
         yield ModelRule(name, Constant(factor**2), None, layers, _ROTATED, off)
 
 
-def _mscale(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
-    is_read = fields.kind in _READ_MSCALE and rope.fields.get("mscale_all_dim")
-    if is_read and _rope_type(fields, rope.fields) != "default":
-        coefficient = rope.fields.number("mscale_all_dim")
-        factor = _yarn_mscale(rope.fields.number("factor", above=0), coefficient)
+def _mscale(fields: _Fields, rope: _Fields) -> Iterator[ModelRule]:
+    is_read = fields.kind in _READ_MSCALE and rope.get("mscale_all_dim")
+    if is_read and _rope_type(fields, rope) != "default":
+        coefficient = rope.number("mscale_all_dim")
+        factor = _yarn_mscale(rope.number("factor", above=0), coefficient)
         if factor != 1:
             # The factor on cosine and sine, which depends on the field too, stays as it is.
             same = _attention_factor(fields, rope)
-            off = rope.fields.off(mscale_all_dim=0.0, attention_factor=same)
+            off = rope.off(mscale_all_dim=0.0, attention_factor=same)
             yield ModelRule("mscale", Constant(factor**2), None, None, _PRODUCTS, off)
 
 
-def _phimoe(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
-    if _rope_type(fields, rope.fields) == "default":
+def _phimoe(fields: _Fields, rope: _Fields) -> Iterator[ModelRule]:
+    if _rope_type(fields, rope) == "default":
         return
-    short, long = (rope.fields.number(key, least=0) ** 2 for key in ("short_mscale", "long_mscale"))
+    short, long = (rope.number(key, least=0) ** 2 for key in ("short_mscale", "long_mscale"))
     law: Law = Constant(short)
     counts = None
     if short != long:
@@ -587,5 +561,5 @@ def _phimoe(fields: _Fields, rope: _Rope) -> Iterator[ModelRule]:
         law = Knots((1, last, last + 1, last + 2), (short, short, long, long))
         counts = "length"
     if (short, long) != (1, 1):
-        off = rope.fields.off(short_mscale=1.0, long_mscale=1.0)
+        off = rope.off(short_mscale=1.0, long_mscale=1.0)
         yield ModelRule("longrope", law, counts, None, _ROTATED, off)

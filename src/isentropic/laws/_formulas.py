@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from isentropic._checks import check_real, is_array, plain_float, type_error, value_error
 from isentropic._loops import is_known_true, is_readable
@@ -19,7 +19,6 @@ from isentropic.laws._law import (
     Parameter,
     at_least,
     check_law,
-    check_minimum,
     check_parameter,
     log_length,
     log_of,
@@ -35,7 +34,7 @@ class SqrtLogLength(Law):
     ----------
     base : float > 1, or array
         The length at which the factor is 1.
-    minimum : float, optional
+    minimum : float or array, optional
         The smallest factor.
 
     References
@@ -50,18 +49,15 @@ class SqrtLogLength(Law):
     """
 
     base: Parameter = 512
-    minimum: float | None = None
-
-    def __post_init__(self) -> None:
-        check_parameter("base", self.base, above=1)
-        check_minimum(self.minimum)
+    minimum: Parameter | None = None
+    _above: ClassVar[dict[str, float]] = {"base": 1, "minimum": -math.inf}
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         base = log_of(xp, over_queries(xp, self.base, n))
         root = xp.sqrt(base) if is_array(base) else math.sqrt(base)
         # The derivative of a plain root is infinite at n = 1.
         factor = root_or_zero(xp, log_length(xp, n)) / root
-        return at_least(xp, factor, self.minimum)
+        return at_least(xp, factor, self.minimum, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,17 +86,12 @@ class AffineLog(Law):
     slope: Parameter
     intercept: Parameter = 0.0
     minimum: Parameter | None = None
-
-    def __post_init__(self) -> None:
-        check_parameter("slope", self.slope)
-        check_parameter("intercept", self.intercept)
-        if self.minimum is not None:
-            check_parameter("minimum", self.minimum)
+    _above: ClassVar[dict[str, float]] = dict.fromkeys(("slope", "intercept", "minimum"), -math.inf)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = log_length(xp, n) * over_queries(xp, self.slope, n)
         factor = factor + over_queries(xp, self.intercept, n)
-        return _at_least(xp, factor, self.minimum, n)
+        return at_least(xp, factor, self.minimum, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,11 +119,7 @@ class PowerLog(Law):
     offset: Parameter
     coefficient: Parameter
     exponent: Parameter
-
-    def __post_init__(self) -> None:
-        check_parameter("offset", self.offset)
-        check_parameter("coefficient", self.coefficient)
-        check_parameter("exponent", self.exponent)
+    _above: ClassVar[dict[str, float]] = dict.fromkeys(("offset", "coefficient", "exponent"), -math.inf)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         power = log_length(xp, n, least=2.0) ** over_queries(xp, self.exponent, n)
@@ -141,26 +128,11 @@ class PowerLog(Law):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepLog(Law):
-    """``1 + coefficient · ln(1 + ⌊n / period⌋)``: 1 for n < period, then growing in steps (Llama 4).
-
-    Parameters
-    ----------
-    coefficient : float or array
-    period : float > 0, or array
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.StepLog(0.1, 8192)(8191)
-    1.0
-    """
+    """``1 + coefficient · ln(1 + ⌊n / period⌋)``: the preset "llama-4", which grows in steps."""
 
     coefficient: Parameter
     period: Parameter
-
-    def __post_init__(self) -> None:
-        check_parameter("coefficient", self.coefficient)
-        check_parameter("period", self.period, above=0)
+    _above: ClassVar[dict[str, float]] = {"coefficient": -math.inf, "period": 0}
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         steps = xp.floor(n / over_queries(xp, self.period, n))
@@ -203,47 +175,25 @@ class Power(Law):
     exponent: Parameter
     base: Parameter = 512
     minimum: Parameter | None = None
-
-    def __post_init__(self) -> None:
-        check_parameter("exponent", self.exponent)
-        check_parameter("base", self.base, above=0)
-        if self.minimum is not None:
-            check_parameter("minimum", self.minimum)
+    _above: ClassVar[dict[str, float]] = {"exponent": -math.inf, "base": 0, "minimum": -math.inf}
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         # A query that sees no key has the length 0, whose negative powers are infinite.
         growth = clip(xp, n, min=1.0) / over_queries(xp, self.base, n)
         factor = growth ** over_queries(xp, self.exponent, n)
-        return _at_least(xp, factor, self.minimum, n)
+        return at_least(xp, factor, self.minimum, n)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InfoScale(Law):
-    """``√((1 − n^(−2/d)) / (1 − base^(−2/d)))`` with the head size d.
-
-    Parameters
-    ----------
-    base : float > 1, or array
-        The length at which the factor is 1.
-    head_dim : float > 0
-        The head size d.
-
-    References
-    ----------
-    Li et al. 2025, arXiv 2501.08570.
-
-    Examples
-    --------
-    >>> from isentropic import laws
-    >>> laws.InfoScale(512, 64)(512)
-    1.0
-    """
+    """``√((1 − n^(−2/d)) / (1 − base^(−2/d)))`` with the head size d: the preset "infoscale"."""
 
     base: Parameter
     head_dim: float
+    _above: ClassVar[dict[str, float]] = {"base": 1}
 
     def __post_init__(self) -> None:
-        check_parameter("base", self.base, above=1)
+        super().__post_init__()
         check_real("head_dim", self.head_dim, above=0)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
@@ -329,7 +279,8 @@ class Knots(Law):
                 must = f"have {len(lengths)} numbers, one for each length"
                 raise value_error("factors", must, len(factors))
             object.__setattr__(self, "factors", factors)
-        check_minimum(self.minimum)
+        if self.minimum is not None:
+            check_real("minimum", self.minimum)
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         lengths, last = [float(x) for x in self.lengths], len(self.lengths) - 1
@@ -347,7 +298,7 @@ class Knots(Law):
             # ln(n / length) is exactly 0 at the knot, so that the factor there is exact.
             line = factors[i] + xp.log(n / length) * (1 / width) * rise
             result = line if result is None else xp.where(n < length, result, line)
-        return at_least(xp, result, self.minimum)
+        return at_least(xp, result, self.minimum, n)
 
     def _warn_beyond(self, xp: ModuleType, n: Array) -> None:
         """Warn if the factor is extrapolated, but not if it is a constant there."""
@@ -426,13 +377,6 @@ class shifted(Law):  # noqa: N801 - in lower case, as it is called like a functi
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return self.law.evaluate(xp, n + plain_float(self.shift))
-
-
-def _at_least(xp: ModuleType, factor: Array, minimum: Parameter | None, n: Array) -> Array:
-    if minimum is None:
-        return factor
-    least: Any = over_queries(xp, minimum, n)
-    return xp.maximum(factor, least) if is_array(least) else at_least(xp, factor, least)
 
 
 def _numbers(name: str, x: Any, must: str, *, least: float = -math.inf) -> tuple[float, ...]:

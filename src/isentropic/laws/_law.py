@@ -24,6 +24,7 @@ from isentropic._checks import (
     check_real,
     common_shape,
     is_array,
+    is_real,
     plain_float,
     type_error,
     value_error,
@@ -95,6 +96,15 @@ class Law(Node, ABC):
     __slots__ = ()
     _argument = "law"
     _cached_properties: ClassVar[frozenset[str]] = frozenset()
+    # The parameters that are checked when a law is made, and what each must exceed.
+    _above: ClassVar[dict[str, float]] = {}
+
+    def __post_init__(self) -> None:
+        for name, above in self._above.items():
+            x = getattr(self, name)
+            # Laws whose `minimum` is None have none.
+            if x is not None or name != "minimum":
+                check_parameter(name, x, above=above)
 
     @quietly
     def __call__(self, n: Any) -> Any:
@@ -291,9 +301,7 @@ class Constant(Law):
     """
 
     value: Parameter
-
-    def __post_init__(self) -> None:
-        check_parameter("value", self.value)
+    _above: ClassVar[dict[str, float]] = {"value": -math.inf}
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         return xp.ones_like(n) * over_queries(xp, self.value, n)
@@ -394,7 +402,7 @@ class LogLength(Law):
     ----------
     base : float > 1, or array
         The length at which the factor is 1.
-    minimum : float, optional
+    minimum : float or array, optional
         The smallest factor. With 1, the factor is 1 for all lengths up to `base`.
 
     References
@@ -409,15 +417,12 @@ class LogLength(Law):
     """
 
     base: Parameter = 512
-    minimum: float | None = None
-
-    def __post_init__(self) -> None:
-        check_parameter("base", self.base, above=1)
-        check_minimum(self.minimum)
+    minimum: Parameter | None = None
+    _above: ClassVar[dict[str, float]] = {"base": 1, "minimum": -math.inf}
 
     def evaluate(self, xp: ModuleType, n: Array) -> Array:
         factor = log_length(xp, n) / log_of(xp, over_queries(xp, self.base, n))
-        return at_least(xp, factor, self.minimum)
+        return at_least(xp, factor, self.minimum, n)
 
 
 def _compute_dtype(xp: ModuleType, dtype: Any, parameters: tuple[Array, ...]) -> Any:
@@ -449,8 +454,11 @@ def log_of(xp: ModuleType, x: Any) -> Any:
     return xp.log(x) if is_array(x) else math.log(x)
 
 
-def at_least(xp: ModuleType, factor: Array, minimum: float | None) -> Array:
-    return factor if minimum is None else clip(xp, factor, min=plain_float(minimum))
+def at_least(xp: ModuleType, factor: Array, minimum: Parameter | None, n: Array) -> Array:
+    if minimum is None:
+        return factor
+    least: Any = over_queries(xp, minimum, n)
+    return xp.maximum(factor, least) if is_array(least) else clip(xp, factor, min=least)
 
 
 def check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
@@ -461,7 +469,7 @@ def check_parameter(name: str, x: Any, *, above: float = -math.inf) -> None:
         check_floating(xp, **{name: x})
         if is_readable(xp, x):
             check_numbers(name, to_numpy(x), above)
-    elif isinstance(x, Real):
+    elif isinstance(x, bool) or is_real(x):
         check_real(name, x, above=above)
     else:
         raise type_error(name, "be a real number or an array of them", type(x).__name__)
@@ -475,11 +483,6 @@ def check_numbers(name: str, numbers: Any, above: float = -math.inf) -> None:
     index = tuple(np.argwhere(~((numbers > above) & (numbers < math.inf)))[0].tolist())
     where = f" at {index}" if index else ""
     raise value_error(name, bounds_message(above), f"{numbers[index]}{where}")
-
-
-def check_minimum(minimum: Any) -> None:
-    if minimum is not None:
-        check_real("minimum", minimum)
 
 
 def check_law(law: Any, *, optional: bool = False) -> None:

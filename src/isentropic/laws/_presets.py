@@ -239,6 +239,8 @@ def preset(name: str, **parameters: Any) -> Law:
     In their models the factors of *yarn* and *longrope* act only on the rotated dimensions, as a
     factor on cosine and sine. The law is the square of that factor.
 
+    The rules with steps and *infoscale* have classes that only this function and `from_dict` make.
+
     References
     ----------
     The source of each rule. The rules of transformers are tested against its code.

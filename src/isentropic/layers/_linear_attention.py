@@ -24,14 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from isentropic._attention.generic import Tiles
-from isentropic._attention.plan import (
-    Arguments,
-    Plan,
-    array_or_none,
-    factor,
-    prepare,
-    visible_lengths,
-)
+from isentropic._attention.plan import Arguments, Plan, array_or_none, factor, prepare, visible_lengths
 from isentropic._attention.tile import Sums, absorb, log_normalizer, merge_columns, output_of_columns
 from isentropic._checks import (
     check_flag,
@@ -334,7 +327,7 @@ def linear_attention(
     """
     check_given(value=value)
     plan, queries, keys, directions = _plan_of_features(
-        query, key, value, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
+        query, key, value, features, is_causal, scale, law, n_keys
     )
     xp, n_queries, total = plan.xp, plan.n_queries, plan.n_keys
     value = xp.astype(value, plan.compute, copy=False)
@@ -369,9 +362,8 @@ def linear_attention(
     chunk = paired if is_compiling(xp, paired) else BLOCKS.chunk
     out = scan_blocks(xp, step, sums, paired, chunk)
     if n_blind:
-        nothing = xp.zeros(
-            (*out.shape[:-2], n_blind, out.shape[-1]), dtype=out.dtype, device=plan.device
-        )
+        shape = (*out.shape[:-2], n_blind, out.shape[-1])
+        nothing = xp.zeros(shape, dtype=out.dtype, device=plan.device)
         out = xp.concat((nothing, out), axis=-2)
     return xp.astype(out, plan.dtype, copy=False)
 
@@ -426,7 +418,7 @@ def linear_attention_error(
     True
     """
     plan, x, y, directions = _plan_of_features(
-        query, key, None, features, is_causal=is_causal, scale=scale, law=law, n_keys=n_keys
+        query, key, None, features, is_causal, scale, law, n_keys
     )
     xp, m = plan.xp, features.n_components
     if plan.n_keys == 0:
@@ -455,16 +447,9 @@ def linear_attention_error(
 
 
 def _plan_of_features(
-    query: Array,
-    key: Array,
-    value: Array | None,
-    features: PositiveFeatures,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    law: Law | None,
-    n_keys: int | Array | None,
-) -> tuple[Plan, Array, Array, _Directions]:
+    query: Array, key: Array, value: Array | None, features: PositiveFeatures,
+    is_causal: bool, scale: float | None, law: Law | None, n_keys: int | Array | None,
+) -> tuple[Plan, Array, Array, _Directions]:  # fmt: skip
     """Return the plan, queries and keys whose products are the logits, and the directions."""
     if not isinstance(features, PositiveFeatures):
         raise type_error("features", "be PositiveFeatures", type(features).__name__)
@@ -563,9 +548,8 @@ def _attend_chunk(
     y, value = xp.where(finite[0], y, 0.0), xp.where(finite[1], value, 0.0)
     # A key that is not finite has no finite norm either.
     bias = xp.where(xp.isfinite(bias), bias, 0.0)
-    key_nan = xp.where(is_finite, xp.zeros((), dtype=x.dtype, device=common_device(x=x)), math.nan)[
-        ..., None, :
-    ]
+    zero = xp.zeros((), dtype=x.dtype, device=common_device(x=x))
+    key_nan = xp.where(is_finite, zero, math.nan)[..., None, :]
 
     s = _log_kernel(xp, x, y, xp.matrix_transpose(bias), directions) + key_nan
     index = xp.arange(x.shape[-2], device=common_device(x=x))

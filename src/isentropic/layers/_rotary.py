@@ -19,11 +19,7 @@ from isentropic._numerics import align, quietly
 
 @quietly
 def rotary(
-    x: ArrayT,
-    positions: Array | None = None,
-    *,
-    base: float = 10000.0,
-    interleaved: bool = False,
+    x: ArrayT, positions: Array | None = None, *, base: float = 10000.0, interleaved: bool = False
 ) -> ArrayT:
     """Rotate pairs of features by an angle that grows with the position.
 

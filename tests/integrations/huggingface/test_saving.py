@@ -25,6 +25,7 @@ from isentropic.integrations import huggingface  # noqa: E402
 from isentropic.integrations.huggingface import _interface, _saving  # noqa: E402
 from isentropic.integrations.huggingface._layer_law import LayerLaw  # noqa: E402
 from isentropic.integrations.torch import LawModule, MultiheadAttention  # noqa: E402
+from isentropic.laws._formulas import InfoScale, StepLog  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -413,7 +414,7 @@ class TestTrainable:
             (laws.AffineLog(PER_HEAD, 1.0), True, {"slope": (4,), "intercept": (1,)}),
             (laws.scaled(laws.LogLength(np.full(4, 8.0)), 1.0), "head", {"factor": (4,)}),
             (laws.shifted(laws.Power(0.1, 4), 1), True, {"law.exponent": (1,)}),
-            (laws.StepLog(0.1, 4), True, {"coefficient": (1,)}),
+            (StepLog(0.1, 4), True, {"coefficient": (1,)}),
             (laws.PowerLog(1.0, 0.5, 2.0), True, {"offset": (1,), "coefficient": (1,), "exponent": (1,)}),
             (laws.Knots([2, 8], [1.0, 1.5]), True, {"factors": (1, 2)}),
             (laws.Knots([2, 8], [1.0, 1.5]), "head", {"factors": (4, 2)}),
@@ -450,7 +451,7 @@ class TestTrainable:
         again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert torch.equal(outputs(again, batch()), outputs(model, batch()))
 
-    @pytest.mark.parametrize("law", [laws.LogLength(), laws.shifted(laws.InfoScale(512, 8), 1)])
+    @pytest.mark.parametrize("law", [laws.LogLength(), laws.shifted(InfoScale(512, 8), 1)])
     def test_nothing_to_train(self, law):
         must = r"`laws\[0\]` must have a parameter that can be trained \(`laws.scaled"
         with pytest.raises(ValueError, match=must):
