@@ -18,7 +18,7 @@ _NODES = 96  # of Gauss and Legendre, in each cell
 # Beyond this many standard deviations the density is below 1e-31 of its maximum.
 _FARTHEST = 12.0
 _GRID = 4096  # cells of equal width, for the first guess
-_STEPS = 60  # of Newton's method; most codebooks take five
+_STEPS = 60  # most codebooks take five
 
 
 class Codebook(NamedTuple):
@@ -46,18 +46,17 @@ def _upper_half(d: int, n: int) -> tuple[np.ndarray, float]:
     for _ in range(_STEPS):
         ends = _ends(d, c)
         mass, moment, density = _cells(d, ends)
-        # Newton's method for c · mass − moment = 0. An end moves half as far as a value beside it.
-        rise = density * ends / 2
-        gap = c * mass - moment
-        left, right = c * density[:-1] / 2 - rise[:-1], c * density[1:] / 2 - rise[1:]
-        left[0] = right[-1] = 0.0  # the first and the last end stay
-        slope = np.diag(mass + right - left) + np.diag(right[:-1], 1) - np.diag(left[1:], -1)
-        step = np.linalg.solve(slope, gap)
-        # Half of the way where a full step would change the order of the values.
-        while np.any(np.diff(np.concatenate(([0.0], c - step))) <= 0):
-            step = step / 2
-        c = c - step
-        if np.max(np.abs(step)) < 1e-13:
+        # Newton's method for c − m(c) = 0, where m are the means of the cells. An end moves half as far
+        # as a value beside it. The first end and the last one stay.
+        means = moment / mass
+        lower, upper = density[:-1] * (means - ends[:-1]), density[1:] * (ends[1:] - means)
+        lower[0] = upper[-1] = 0.0
+        lower, upper = lower / (2 * mass), upper / (2 * mass)
+        slope = np.diag(1 - lower - upper) - np.diag(upper[:-1], 1) - np.diag(lower[1:], -1)
+        step = np.linalg.solve(slope, c - means)
+        # No value may leave the middle of its cell.
+        c = c - step * min(1.0, np.min((c - ends[:-1]) / 2 / np.maximum(np.abs(step), 1e-300)))
+        if np.max(np.abs(step)) < 1e-12:
             break
     mass, moment, _ = _cells(d, _ends(d, c))
     return c, float(1 - 2 * np.sum(c * (2 * moment - c * mass)))

@@ -29,7 +29,8 @@ class Exponents:
 
     def power(self, exponent: Any) -> Array:
         """``2^exponent(j)`` as a column, where `exponent` takes NumPy's array of all j."""
-        table = 2.0 ** np.asarray(exponent(np.arange(_LOWEST, _HIGHEST + 1)), dtype=np.float64)
+        exponents = np.clip(exponent(np.arange(_LOWEST, _HIGHEST + 1)), _LOWEST, _HIGHEST)
+        table = 2.0 ** exponents.astype(np.float64)
         return self.xp.take(self._array(table), self._index, axis=0)[:, None]
 
     def _array(self, table: np.ndarray) -> Array:

@@ -45,7 +45,7 @@ from isentropic.jl._maps import DenseProjection, Rotation
 KINDS = ("mse", "unbiased", "sign")
 BITS = (1, 2, 3, 4, 8)
 # With fewer rounds, vectors with a single nonzero entry all have the same error.
-_ROUNDS = 3
+_ROUNDS = 4
 _GRID = 12  # log₂ of the reciprocal of the grid of reconstructions, which are integers on it
 _SMALLEST = 2.0**-100  # rows whose entries are all smaller count as zero
 _SIGN_GRID = 8  # as `_GRID`, for the entries of the map of signs
