@@ -170,6 +170,8 @@ _ROWS = {
     "jl.hadamard_projection": DRAWN,
     "jl.count_sketch": DRAWN,
     "jl.rotation": DRAWN,
+    "jl.quantizer": DRAWN,
+    "jl.Quantizer": ALL,
     "jl.DenseProjection": LAZY,
     "jl.HadamardProjection": LAZY,
     "jl.CountSketch": LAZY,

@@ -148,7 +148,7 @@ class Quantizer(_QuantizerArrays):
 
     @quietly
     def decode(self, vectors: QuantizedVectors) -> Array:
-        """The reconstructions x̂ (..., d), in float32. Gradients pass to the scales.
+        """The reconstructions x̂ (..., d), in the dtype of the scales, float32. Gradients pass to the scales.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class Quantizer(_QuantizerArrays):
         """The reconstruction of ``f(x)``, (..., k)."""
         n_codes = self.map.n_components
         numbers = unpack(xp, xp.reshape(codes, (-1, codes.shape[-1])), self.bits, n_codes)
-        values = xp.astype(self.values, xp.float32, copy=False)
+        values = xp.astype(self.values, scales.dtype, copy=False)
         found = xp.take(values, xp.reshape(numbers, (-1,)), axis=0)
         return xp.reshape(found, (*scales.shape, n_codes)) * scales[..., None]
 
