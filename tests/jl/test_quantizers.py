@@ -90,6 +90,15 @@ class TestErrors:
         assert relative_error(f, x)[0] < 2 * f.expected_error().squared
 
 
+@pytest.mark.host
+def test_distortion_of_a_quantizer(rng):
+    x = rng.normal(size=(40, 96)).astype(np.float32)
+    f = it.jl.quantizer(96, 4, rng=0)
+    got, expected = it.jl.distortion(x, f), it.jl.distortion(x, f.decode(f.encode(x)))
+    np.testing.assert_array_equal(got.distance, expected.distance)
+    assert str(got) == str(expected)
+
+
 class TestBytes:
     @pytest.mark.parametrize("d", [80, 1, 3, 16, 50, 128])
     def test_are_those_of_numpy(self, backend, d):

@@ -148,7 +148,7 @@ class Quantizer(_QuantizerArrays):
 
     @quietly
     def decode(self, vectors: QuantizedVectors) -> Array:
-        """The reconstructions x̂ (..., d), in the dtype of the scales, float32. Gradients pass to the scales.
+        """The reconstructions x̂ (..., d), in float32 as the scales. Gradients pass to the scales.
 
         Raises
         ------
