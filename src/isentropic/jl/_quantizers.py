@@ -24,10 +24,12 @@ from isentropic._namespace import (
     common_device,
     equal_by_value,
     leaves_of,
+    namespace,
     namespace_with_drawn,
 )
 from isentropic._numerics import quietly
 from isentropic._products import product
+from isentropic._rows import Coded, Rows
 from isentropic.jl._codebooks import codebook
 from isentropic.jl._draws import (
     convert_draw,
@@ -89,6 +91,9 @@ class Quantizer(_QuantizerArrays):
     """
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(<{self.n_features} features, {self.bits} bits>)"
 
     @property
     def n_features(self) -> int:
@@ -332,8 +337,14 @@ class SignQuantizer(Quantizer):
         return encode
 
 
+class _VectorArrays(NamedTuple):
+    codes: Array
+    scales: Array
+    quantizer: Any
+
+
 @equal_by_value
-class QuantizedVectors(NamedTuple):
+class QuantizedVectors(_VectorArrays, Coded):
     """Vectors (..., d) as packed codes, as `Quantizer.encode` makes them.
 
     Attributes
@@ -346,9 +357,50 @@ class QuantizedVectors(NamedTuple):
         The quantizer that decodes them.
     """
 
-    codes: Array
-    scales: Array
-    quantizer: Any
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        shape, f = tuple(self.scales.shape), self.quantizer
+        return f"QuantizedVectors(<{shape} of {f.n_features} features, {f.bits} bits>)"
+
+    @property
+    def n_features(self) -> int:
+        return self.quantizer.n_features
+
+    def rows(self) -> Rows:
+        self.quantizer._check_vectors(self)
+        return _CodedRows(self)
+
+    def mapped(self, query: Array) -> Any:
+        return self.quantizer.map(query)
+
+    def unmapped(self, y: Array) -> Any:
+        return self.quantizer.map.adjoint(y)
+
+
+class _CodedRows(Rows):
+    """The reconstructions of f(x) of quantized vectors x."""
+
+    def __init__(self, vectors: QuantizedVectors) -> None:
+        self.vectors = vectors
+        self.shape = (*vectors.scales.shape, vectors.quantizer.map.n_components)
+        self.dtype = vectors.scales.dtype
+        self.arrays = tuple(leaves_of(vectors))
+
+    def __getitem__(self, index: Any) -> _CodedRows:
+        codes, scales, quantizer = self.vectors
+        return _CodedRows(QuantizedVectors(codes[index], scales[index], quantizer))
+
+    def block(self, block: Block) -> Array:
+        codes, scales, quantizer = self.vectors
+        xp = namespace(codes=codes)
+        return quantizer._coordinates(xp, take(codes, block, -2), take(scales, block, -1))
+
+    def finite(self) -> tuple[_CodedRows, Array]:
+        xp = namespace(scales=self.vectors.scales)
+        is_finite = xp.isfinite(self.vectors.scales)
+        scales = xp.where(is_finite, self.vectors.scales, 0.0)
+        return _CodedRows(self.vectors._replace(scales=scales)), is_finite
 
 
 @takes_rng
