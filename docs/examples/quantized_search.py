@@ -44,6 +44,7 @@ LIMIT = 1.02
 OURS, RABITQ = "isentropic, unbiased", "faiss, RaBitQ"
 
 Scores = Callable[[np.ndarray], np.ndarray]  # of queries (L, d), (L, S)
+Search = Callable[[np.ndarray], Any]  # for the nearest of each query
 
 
 def passages(count: int) -> Iterator[list[int]]:
@@ -88,16 +89,22 @@ def embeddings(count: int, folder: Path) -> np.ndarray:
 
 
 def ours(kind: str, bits: int, centered: bool, n_components: int | None = None) -> Callable:
-    def build(x: np.ndarray, seed: int) -> tuple[Scores, int]:
+    def build(x: np.ndarray, seed: int) -> tuple[Scores, Search, int]:
         mean = x.mean(0) if centered else np.zeros(x.shape[1], np.float32)
         f = jl.quantizer(x.shape[1], bits, kind=kind, n_components=n_components, rng=seed)
         vectors = f.encode(x - mean)
-        if not centered:
-            return lambda q: f.inner(q, vectors), vectors.codes.shape[1] + 4
         # The products with the mean are exact. A number of each vector is kept for them, as in RaBitQ.
         of_mean = (x - mean) @ mean
-        size = vectors.codes.shape[1] + 8
-        return lambda q: f.inner(q - mean, vectors) + (q @ mean)[:, None] + of_mean, size
+
+        def scores(q: np.ndarray) -> np.ndarray:
+            if not centered:
+                return f.inner(q, vectors)
+            return f.inner(q - mean, vectors) + (q @ mean)[:, None] + of_mean
+
+        def search(q: np.ndarray) -> Any:
+            return np.argpartition(-scores(q), NEIGHBORS, axis=1)[:, :NEIGHBORS]
+
+        return scores, search, vectors.codes.shape[1] + (8 if centered else 4)
 
     return build
 
@@ -108,7 +115,7 @@ def of_faiss(make: Callable[[Any, int], Any], rotated: bool = True, centered: bo
     RaBitQ and EDEN subtract the mean of the vectors that they are trained with. That of x and −x is 0.
     """
 
-    def build(x: np.ndarray, seed: int) -> tuple[Scores, int]:
+    def build(x: np.ndarray, seed: int) -> tuple[Scores, Search, int]:
         import faiss
 
         d = x.shape[1]
@@ -127,7 +134,7 @@ def of_faiss(make: Callable[[Any, int], Any], rotated: bool = True, centered: bo
             np.put_along_axis(result, which, found, axis=1)
             return result
 
-        return scores, size
+        return scores, lambda q: index.search(q, NEIGHBORS), size
 
     return build
 
@@ -178,10 +185,11 @@ def run(x: np.ndarray, q: np.ndarray, seeds: int) -> dict[str, Any]:
         kept, errors, seconds, size = [], [], [], 0
         for seed in range(1 if name.endswith(("product quantizer", "scalar quantizer")) else seeds):
             start = time.perf_counter()
-            scores, size = build(x, seed)
+            scores, search, size = build(x, seed)
             middle = time.perf_counter()
-            found = scores(q)
+            search(q)
             seconds.append((middle - start, time.perf_counter() - middle))
+            found = scores(q)
             best = np.argsort(-found, axis=1)[:, :NEIGHBORS]
             same = [len(set(a) & set(b)) for a, b in zip(best, true, strict=True)]
             kept.append(float(np.mean(same)) / NEIGHBORS)
