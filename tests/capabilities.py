@@ -170,6 +170,8 @@ _ROWS = {
     "jl.hadamard_projection": DRAWN,
     "jl.count_sketch": DRAWN,
     "jl.rotation": DRAWN,
+    "jl.quantizer": DRAWN,
+    "jl.Quantizer": ALL,
     "jl.DenseProjection": LAZY,
     "jl.HadamardProjection": LAZY,
     "jl.CountSketch": LAZY,
@@ -281,6 +283,7 @@ INTEGRATIONS = {
         gradient="none; the training step stays as it is",
     ),
     "integrations.huggingface.calibrate": _of_models("calibrate", "test_laws_and_report"),
+    "integrations.huggingface.quantized_cache": _of_models("cache", "test_generation"),
     "integrations.huggingface.profile": _of_models("interface", "TestPositions.test_profile"),
     "integrations.huggingface.tune": _of_models(
         "tune", "test_lowers_the_loss_beyond_the_length_alone", gradient="it takes them, of laws alone"

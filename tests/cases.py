@@ -13,6 +13,7 @@ from law_cases import RANGES
 import isentropic as it
 from isentropic import laws, masks, theory
 from isentropic.jl import _maps
+from isentropic.jl._quantizers import QuantizedVectors, UnbiasedQuantizer
 from isentropic.layers._linear_attention import PositiveFeatures
 
 
@@ -31,6 +32,7 @@ def inputs(dtype="float32", n=7):
     hadamard = it.jl.hadamard_projection(16, 5, rounds=2, rng=2)
     sketch = it.jl.count_sketch(16, 6, nonzeros=2, rng=3)
     rotation = it.jl.rotation(16, blocks=2, independent=True, rng=5)
+    quantizer = it.jl.quantizer(16, 4, kind="unbiased", rng=6)
     return {
         "q": normal(2, 4, n, 8),
         "k": normal(2, 4, n, 8),
@@ -59,6 +61,10 @@ def inputs(dtype="float32", n=7):
         "features": sketch.features,
         "rotation_signs": rotation.signs[0].astype(dtype),
         "rotation_factor": rotation.factors[0].astype(dtype),
+        "quantizer_signs": np.stack(quantizer.map.signs).astype(dtype),
+        "quantizer_factor": quantizer.map.factors[0].astype(dtype),
+        "codes": rng.integers(0, 256, (2, n, 8)).astype(np.uint8),
+        "quantizer_values": quantizer.values.astype(dtype),
         "omega": it.layers.positive_features(8, 12, rng=4).weights.astype(dtype),
     }
 
@@ -81,6 +87,11 @@ def sketch(a):
 
 def rotation(a):
     return _maps.Rotation((a["rotation_signs"],), (a["rotation_factor"],))
+
+
+def quantizer(a):
+    signs = tuple(a["quantizer_signs"][i, ...] for i in range(a["quantizer_signs"].shape[0]))
+    return UnbiasedQuantizer(_maps.Rotation(signs, (a["quantizer_factor"],)), a["quantizer_values"])
 
 
 CASES = {
@@ -282,6 +293,10 @@ TRIED = {
     "hadamard_projection": lambda a: it.jl.hadamard_projection(16, 5, rng=0, like=a["x"]),
     "orthogonal_projection": lambda a: it.jl.orthogonal_projection(16, 5, rng=0, like=a["x"]),
     "rotation": lambda a: it.jl.rotation(16, rng=0, like=a["x"]),
+    "quantizer": lambda a: it.jl.quantizer(16, 2, rng=0, like=a["x"]),
+    "Quantizer": lambda a: quantizer(a).inner(
+        a["w"][:2, ...], QuantizedVectors(a["codes"], a["x"][..., 0], quantizer(a))
+    ),
     "sparse_projection": lambda a: it.jl.sparse_projection(16, 5, rng=0, like=a["x"]),
     "sparse_projection-signs": lambda a: it.jl.sparse_projection(16, 5, density=1, rng=0, like=a["x"]),
     "distortion": lambda a: it.jl.distortion(a["x"][0, ...], a["x"][0, :, :5]).distance,
@@ -311,12 +326,12 @@ REFUSED = {
 
 
 # Arrays of these names have no gradient.
-DISCRETE = {"visible", "lengths", "ids", "n_keys", "rows", "components", "features"}
+DISCRETE = {"codes", "visible", "lengths", "ids", "n_keys", "rows", "components", "features"}
 
 # Arrays of these names are parts of maps, and stay in memory where the data are lazy.
 PARTS = {
     "weights", "weights_scale", "signs1", "signs2", "rows", "sketch_signs", "components", "features",
-    "omega", "rotation_signs", "rotation_factor",
+    "omega", "rotation_signs", "rotation_factor", "quantizer_signs", "quantizer_factor", "quantizer_values",
 }  # fmt: skip
 
 

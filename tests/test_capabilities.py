@@ -87,7 +87,8 @@ class TestRows:
             for name in module.__all__
             if not inspect.ismodule(getattr(module, name))
         }
-        public |= {f"jl.{kind.__name__}" for kind in Projection.__subclasses__()}  # which are returned
+        # Which are returned.
+        public |= {"jl.Quantizer", *(f"jl.{kind.__name__}" for kind in Projection.__subclasses__())}
         public |= {f"plots.{name}" for name in exported(Path(it.__file__).parent / "plots.py")}
         folder = Path(it.__file__).parent / "integrations"
         for path in (x for x in folder.iterdir() if x.name[0] != "_"):

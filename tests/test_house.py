@@ -85,6 +85,7 @@ TESTED_IN = {
     "_numerics.py": "test_entropy.py",
     "_products.py": "test_torch.py",
     "_pytrees.py": "test_jax.py",
+    "_rows.py": "_attention/test_quantized.py",
     "_quadrature.py": "test_theory.py",
     "_records.py": "_attention/test_plan.py",
     "integrations/huggingface/_hooks.py": "integrations/huggingface/test_families.py",

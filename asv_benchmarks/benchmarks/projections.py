@@ -177,3 +177,33 @@ class Bounds:
     def time_array(self, method):
         eps = np.linspace(0.05, 0.9, 1000)
         it.jl.min_dim(10_000, eps=eps, method=method, n_features=50_000)
+
+
+class Quantizers:
+    """Vectors of 128 dimensions: encoding, and inner products with 1000 queries."""
+
+    params = (CPU, [1, 4, 8])
+    param_names = ("backend", "bits")
+
+    def setup(self, backend, bits):
+        self.x = matrix(backend, 128, 2**22)
+        self.queries = self.x[: min(1000, self.x.shape[0]), ...]
+        f = it.jl.quantizer(self.x.shape[1], bits, rng=0, like=self.x)
+        self.encode = synchronized(backend, f.encode)
+        self.inner = synchronized(backend, f.inner)
+        self.product = synchronized(backend, lambda q, x: q @ x.T)
+        self.vectors = self.encode(self.x)
+
+    def time_encode(self, backend, bits):
+        self.encode(self.x)
+
+    def track_inner(self, backend, bits):
+        """Time relative to the product of the float32 arrays."""
+        return ratio(
+            lambda: self.inner(self.queries, self.vectors), lambda: self.product(self.queries, self.x)
+        )
+
+    track_inner.unit = "ratio"
+
+    def peakmem_inner(self, backend, bits):
+        self.inner(self.queries, self.vectors)

@@ -28,6 +28,7 @@ from isentropic._namespace import (
     is_symbolic,
     is_torch,
 )
+from isentropic._rows import Rows
 from isentropic._threads import run
 
 _Parameters = ParamSpec("_Parameters")
@@ -405,6 +406,8 @@ def map_chunks(x: Any, function: Callable[[Any], Any], axis: int, size: int) -> 
 def take(x: Array, block: Block, axis: int) -> Array:
     """The `block` of `x` along `axis` (negative), or `x` if the block covers it or it broadcasts."""
     start, size = block
+    if isinstance(x, Rows):
+        return x.block(block)
     if x.shape[axis] in (1, size):
         return x
     if isinstance(start, int):

@@ -13,14 +13,16 @@ from numbers import Number
 from typing import Any, ClassVar, Self
 
 from isentropic._checks import is_array, type_error
-from isentropic._namespace import Array, imported_torch, same_arrays
+from isentropic._namespace import Array, imported_torch, leaves_of, same_arrays
 
 # Children, with keys or without, and the auxiliary data.
 Flat = tuple[list[Any], Any]
 
 
 class Node:
-    """A value whose children are the arrays and nodes in its fields; other fields are its structure.
+    """A value whose children are the arrays, nodes and tuples of arrays in its fields.
+
+    Other fields are its structure.
 
     Two nodes are equal if they have the same class and equal fields. Arrays are equal if their shapes
     and values are, whatever their library, device or dtype.
@@ -46,6 +48,8 @@ class Node:
         for x in self._named_values().values():
             if isinstance(x, Node):
                 arrays += x.arrays
+            elif isinstance(x, tuple):
+                arrays += filter(is_array, leaves_of(x))
             elif x is not None and is_array(x):
                 arrays.append(x)
         return tuple(arrays)
@@ -70,7 +74,8 @@ class Node:
 
     def __hash__(self) -> int:
         values = self._named_values().values()
-        if any(map(is_array, values)):  # the hash of a tensor is its identity, not its value
+        # The hash of a tensor is its identity, not its value.
+        if any(is_array(x) or _has_arrays(x) for x in values):
             raise TypeError(f"unhashable: {type(self).__name__} with arrays")
         return hash((type(self), *values))
 
@@ -88,7 +93,7 @@ class Node:
         values = self._named_values()
         names = getattr(self, "_children", None)
         if names is None:
-            names = tuple(name for name, x in values.items() if isinstance(x, Node) or is_array(x))
+            names = tuple(name for name, x in values.items() if _is_child(x))
         numbers = tuple((name, None if name in names else x) for name, x in values.items())
         return [(name, values[name]) for name in names], (names, numbers)
 
@@ -101,6 +106,14 @@ class Node:
             object.__setattr__(node, name, x)
         object.__setattr__(node, "_children", names)
         return node
+
+
+def _is_child(x: Any) -> bool:
+    return isinstance(x, Node) or is_array(x) or _has_arrays(x)
+
+
+def _has_arrays(x: Any) -> bool:
+    return isinstance(x, tuple) and any(map(is_array, leaves_of(x)))
 
 
 def _signature(x: Any, array_signature: Callable[[Any], Any]) -> Any:

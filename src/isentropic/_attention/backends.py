@@ -142,6 +142,7 @@ def spread_of(plan: Plan, operands: Operands) -> Sums:
 
     # The kernels have no derivative of it, for which JAX may ask.
     is_able = plan.library != "jax" and not plan.is_differentiated and plan.n_keys > 0
+    is_able = is_able and not plan.has_rows
     if is_able and triton.takes(plan, 1.0):
         return spread_with_sinks(plan.xp, triton.spread(plan, operands), operands.sinks)
     return Tiles.of(plan, operands).spread()
@@ -157,7 +158,7 @@ def map_logits(
     """
     from isentropic._attention import numpy
 
-    if numpy.takes_tiles(plan) and is_readable(plan.xp, column):
+    if not plan.has_rows and numpy.takes_tiles(plan) and is_readable(plan.xp, column):
         return numpy.map_logits(plan, finite(plan, operands), function, column)
     return Tiles.of(plan, operands).map_logits(function, column)
 
@@ -219,6 +220,8 @@ def choose_backend(
 def _reason(backend: Backend, plan: Plan, order: float | None, is_named: bool) -> str | None:
     if plan.n_keys == 0 and backend.name != "generic":
         return "there are no keys"
+    if plan.has_rows and backend.name != "generic":
+        return "keys or values are quantized"
     reason = backend.unsupported_reason(plan, order, is_named)
     if reason is None and not is_named:
         return backend.opt_in_reason(plan, order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from isentropic._attention.backends import (
     entropy_of,
@@ -33,6 +33,7 @@ from isentropic._numerics import align, clip, divide_or_zero, quietly
 from isentropic._ops import Ops
 from isentropic._pytrees import Node
 from isentropic._records import Record
+from isentropic._rows import Coded
 from isentropic.laws._law import DEFAULT_LAW, Constant, Law
 from isentropic.masks import Mask
 
@@ -90,7 +91,9 @@ class AttentionDistribution(Node, Record):
     key : array (..., S, E)
         Floating-point arrays of one library and device; the axes ``...`` broadcast. Heads are among
         them: the layout is (B, H, L, E). Arrays (B, L, H, E), as FlashAttention and JAX have them,
-        raise no error. In them the heads of a token attend to each other. Swap the axes −3 and −2.
+        raise no error. In them the heads of a token attend to each other. Swap the axes −3 and −2. Keys
+        and values may also be the quantized vectors of `jl.quantizer`, of which a tile at a time is
+        looked up.
     mask : boolean array or Mask, optional
         The keys that each query sees: a boolean array broadcastable to (..., L, S), where True means
         attend, or a mask of `isentropic.masks`, which never becomes an L×S array.
@@ -543,6 +546,8 @@ def output_for(arguments: Arguments) -> Any:
         check_given(value=None)
     plan, operands = prepare(arguments)
     out: Any = output_of(plan, operands, arguments.implementation)
+    if isinstance(arguments.value, Coded):
+        out = arguments.value.unmapped(out)
     return out if out.dtype == plan.dtype else plan.xp.astype(out, plan.dtype)
 
 
@@ -561,8 +566,10 @@ def state_for(arguments: Arguments) -> AttentionState:
         if n_keys is not None:
             # A given number of keys is that of all blocks together.
             n_seen = plan.xp.broadcast_to(visible_lengths(plan, operands.mask), shape)
-    fields = state_in_rows(plan, operands, arguments.implementation)[:4]
-    return AttentionState(*fields, n_seen, n)
+    state = state_in_rows(plan, operands, arguments.implementation)
+    if isinstance(arguments.value, Coded):
+        state = state._replace(weighted_value=arguments.value.unmapped(cast(Any, state.weighted_value)))
+    return AttentionState(*state[:4], n_seen, n)
 
 
 def entropy_for(arguments: Arguments, order: float, family: str, normalized: bool) -> Any:

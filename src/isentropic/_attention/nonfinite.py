@@ -13,6 +13,7 @@ import numpy as np
 
 from isentropic._loops import is_known_true
 from isentropic._namespace import Array
+from isentropic._rows import Rows
 
 
 def without_nonfinite(
@@ -43,6 +44,8 @@ def without_nonfinite(
 def _finite_numbers(plan: Any, x: Array) -> tuple[Array, Array]:
     """`x` with 0 in place of NaN and ∞, and whether each row had neither of them."""
     xp: Any = plan.xp
+    if isinstance(x, Rows):
+        return x.finite()
     if plan.library == "torch" and not plan.is_differentiated and x.shape[-1] > 0:
         # Three passes over the memory. PyTorch's `isfinite` alone takes six.
         largest = xp.linalg.vector_norm(x, ord=math.inf, axis=-1)
@@ -59,7 +62,7 @@ def _finite_numbers(plan: Any, x: Array) -> tuple[Array, Array]:
 
 def are_known_finite(plan: Any, query: Any, key: Any, value: Any) -> bool:
     """Whether all numbers are known to be finite. False if the values cannot be read."""
-    if not plan.is_readable:
+    if not plan.is_readable:  # also if they are `Rows`
         return False
     xp = plan.xp
     # Two operations of PyTorch take less time than views of three tensors as arrays of NumPy.

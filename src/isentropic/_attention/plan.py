@@ -52,6 +52,7 @@ from isentropic._namespace import (
 )
 from isentropic._numerics import lift, quietly
 from isentropic._records import Record
+from isentropic._rows import Coded, Rows
 from isentropic.laws._law import Law, check_law
 from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
 
@@ -117,6 +118,7 @@ class Plan(Record):
     are_all_readable: bool  # whether the values of all arrays can be read
     is_differentiated: bool  # whether PyTorch records the call for a gradient
     is_readable: bool  # whether the values of query, key and value can be read
+    has_rows: bool  # whether keys or values are `Rows`, which the generic pass alone takes
     is_aligned: bool  # whether query, key, value and bias have as many axes as the result
     facts: Any  # what the backends of the library have to know beside; see `_FACTS`
 
@@ -168,6 +170,8 @@ class Operands(NamedTuple):
 
 def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     """Check the arguments of a call, and return its plan and its operands."""
+    if isinstance(arguments.key, Coded) or isinstance(arguments.value, Coded):
+        arguments = _with_rows(arguments)
     signature, cached = _signature(arguments), None
     try:
         # torch.compile would compile again whenever a dictionary that it has read changes.
@@ -181,8 +185,24 @@ def prepare(arguments: Arguments) -> tuple[Plan, Operands]:
     return (without_numpy_if_traced(plan, operands) if plan.library == "jax" else plan), operands
 
 
+def _with_rows(a: Arguments) -> Arguments:
+    """The arguments with the rows of coded keys and values, and queries to match."""
+    value: Any = a.value.rows() if isinstance(a.value, Coded) else a.value
+    if not isinstance(a.key, Coded):
+        return a._replace(value=value)
+    width = a.key.n_features
+    if is_array(a.query) and a.query.shape[-1:] != (width,):
+        raise value_error("query", f"have the {width} features of `key`", tuple(a.query.shape))
+    scale = 1 / math.sqrt(width) if a.scale is None else a.scale
+    return a._replace(
+        query=a.key.mapped(a.query), key=cast(Any, a.key.rows()), value=value, scale=scale
+    )
+
+
 def check(arguments: Arguments) -> None:
     """Check the arguments of a call that may follow, as far as that takes no arrays."""
+    if isinstance(arguments.key, Coded):
+        arguments = _with_rows(arguments)
     signature = _signature(arguments)
     # `prepare` must not take it for the plan of a call, whose law has been evaluated.
     key = None if signature is None else (check, signature)
@@ -215,13 +235,15 @@ def without_numpy_if_traced(plan: Plan, operands: Operands) -> Plan:
     computed: list[Any] = [operands.query, operands.key, operands.multiplier]
     if operands.is_raw:  # what `finite` will return
         computed.append(plan.xp.zeros((1,), device=plan.device))
-    are_readable = all(isinstance(x, float) or is_readable(plan.xp, x) for x in computed)
+    are_readable = all(isinstance(x, (float, Rows)) or is_readable(plan.xp, x) for x in computed)
     return plan if are_readable else plan.replaced(are_all_readable=False)
 
 
 def _signature(a: Arguments) -> Any:
     """All that the plan of a call depends on; None for calls whose plans are not cached."""
     law, n_keys = a.law, a.n_keys
+    if isinstance(a.key, Rows) or isinstance(a.value, Rows):
+        return None
     # `isinstance` is slower than this, because `Law` is an abstract class.
     if law is not None and Law not in type(law).__mro__:  # the checks will refuse it
         return None
@@ -286,9 +308,11 @@ def _plan(a: Arguments) -> Plan:
     mask, frame, batch, others = _checked(a)
     xp = frame.xp
     inputs = [x for x in (a.query, a.key, a.value) if x is not None]
-    arrays = [*inputs, *others]
+    rows = [x for x in inputs if isinstance(x, Rows)]
+    arrays = [x for x in (*inputs, *others) if not isinstance(x, Rows)]
+    arrays += [x for part in rows for x in part.arrays]
     are_readable = [is_readable(xp, x) for x in arrays]
-    can_be_read = all(are_readable[: len(inputs)])
+    can_be_read = not rows and all(are_readable[: len(inputs)])
     dtype = promoted(xp, *inputs)
     compute = accumulator(xp, dtype)
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else plain_float(a.scale)
@@ -296,7 +320,7 @@ def _plan(a: Arguments) -> Plan:
     if multiplier is None and can_be_read:
         multiplier = _factors(a, mask, frame, compute, scale)
     library = library_of(xp)
-    facts_of = _FACTS.get(library)
+    facts_of = None if rows else _FACTS.get(library)
     return Plan(
         frame=frame,
         library=library,
@@ -315,6 +339,7 @@ def _plan(a: Arguments) -> Plan:
         are_all_readable=all(are_readable),
         is_differentiated=is_torch(xp) and any(is_differentiated(xp, x) for x in arrays),
         is_readable=can_be_read,
+        has_rows=bool(rows),
         is_aligned={x.ndim for x in (*inputs, *others[: a.bias is not None])} == {len(batch) + 2},
         facts=facts_of and facts_of(frame, batch, compute, multiplier, inputs, a.bias, arrays),
     )
@@ -334,11 +359,13 @@ def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...], list[Ar
     n_keys_array = array_or_none(a.n_keys)
     optional = floats | present(n_keys=n_keys_array)
     in_mask, in_law = _arrays_of(mask), _arrays_of(a.law)
-    groups = (("mask", in_mask), ("law", in_law))
-    xp = namespace(*groups, **arrays, **optional)
-    device = common_device(*groups, **arrays, **optional)
+    rows = {name: x for name, x in arrays.items() if isinstance(x, Rows)}
+    groups = (("mask", in_mask), ("law", in_law), *((name, x.arrays) for name, x in rows.items()))
+    whole = {name: x for name, x in arrays.items() if name not in rows}
+    xp = namespace(*groups, **whole, **optional)
+    device = common_device(*groups, **whole, **optional)
 
-    check_floating(xp, **arrays, **floats)
+    check_floating(xp, **whole, **floats)
     batch = _check_shapes(a, arrays)
     n_queries, n_keys = a.query.shape[-2], a.key.shape[-2]
     if mask is not None:

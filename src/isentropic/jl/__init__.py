@@ -24,6 +24,7 @@ from isentropic.jl._projections import (
     rotation,
     sparse_projection,
 )
+from isentropic.jl._quantizers import quantizer
 
 __all__ = [
     "count_sketch",
@@ -36,6 +37,7 @@ __all__ = [
     "lower_bound",
     "min_dim",
     "orthogonal_projection",
+    "quantizer",
     "rotation",
     "sparse_projection",
 ]

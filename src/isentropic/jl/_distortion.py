@@ -27,6 +27,7 @@ from isentropic._products import row_products
 from isentropic._row_maps import in_host_memory
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng
+from isentropic.jl._quantizers import Quantizer
 from isentropic.jl._tails import binomial_interval
 
 # The default for how many pairs are compared: up to 724 points, these are all pairs.
@@ -180,15 +181,17 @@ class DistortionReport:
 
 @takes_rng
 @quietly
-def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None) -> DistortionReport:
+def distortion(
+    x: Array, y: Array | Quantizer, *, pairs: int | None = None, rng: Any = None
+) -> DistortionReport:
     """Compare points with their images: distances, norms, inner products and angles of pairs.
 
     Parameters
     ----------
     x : array (n, d)
         The points, n ≥ 2.
-    y : array (n, k)
-        Their images, in the order of `x`.
+    y : array (n, k) or Quantizer
+        Their images, in the order of `x`. For a quantizer, what it makes of them.
     pairs : int ≥ 1, optional
         How many pairs to compare; 262 144 by default. If there are more, a random sample of this size
         is compared, without repetition; otherwise all pairs are.
@@ -234,6 +237,8 @@ def distortion(x: Array, y: Array, *, pairs: int | None = None, rng: Any = None)
          0.5: 0 %
     A Gaussian map to 500 dimensions keeps them all within 0.319 with probability 99 %.
     """
+    if isinstance(y, Quantizer):
+        y = y.decode(y.encode(x))
     xp, device = _check_points(x, y)
     n, d = x.shape
     (pairs,) = counts(pairs=_DEFAULT_PAIRS if pairs is None else pairs)

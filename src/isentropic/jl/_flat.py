@@ -38,8 +38,13 @@ def factor_orders(n: int) -> tuple[int, ...]:
     for limit in _LIMITS:
         if split := _split(n, limit):
             return split.orders
-    smaller = (_split(m, _LIMITS[0]) for m in range(n - 1, 0, -1))
-    return next(split.orders for split in smaller if split and split.log_flatness == 0)
+    return hadamard_orders(n - 1)
+
+
+def hadamard_orders(n: int) -> tuple[int, ...]:
+    """The orders of the factors of the largest Hadamard matrix here whose order D is at most n."""
+    splits = (_split(m, _LIMITS[0]) for m in range(n, 0, -1))
+    return next(split.orders for split in splits if split and split.log_flatness == 0)
 
 
 @functools.lru_cache(maxsize=16)  # a matrix takes up to 8 MB

@@ -486,7 +486,7 @@ class Rotation(Projection, _RotationArrays):
     def _is_product(self, trail: int) -> bool:
         """Whether the map is a single product with a matrix."""
         n_blocks, size = self.signs[0].shape
-        return n_blocks == trail == len(self.factors) == 1 and self._order == size
+        return n_blocks == trail == len(self.factors) == len(self.signs) == 1 and self._order == size
 
     def _rows(
         self, xp: ModuleType, dtype: Any, device: Any, trail: int, is_adjoint: bool

@@ -22,6 +22,7 @@ with requires_extra(__name__):
     import tqdm  # noqa: F401  # comes with transformers, which an error should name
     import transformers  # noqa: F401
 
+from isentropic.integrations.huggingface._cache import quantized_cache
 from isentropic.integrations.huggingface._interface import extend_interface
 from isentropic.integrations.huggingface._laws import laws_of, use
 from isentropic.integrations.huggingface._measure import calibrate, observe, profile
@@ -33,6 +34,7 @@ __all__ = [
     "laws_of",
     "observe",
     "profile",
+    "quantized_cache",
     "tune",
     "use",
 ]
