@@ -316,7 +316,7 @@ def _plan(a: Arguments) -> Plan:
         is_differentiated=is_torch(xp) and any(is_differentiated(xp, x) for x in arrays),
         is_readable=can_be_read,
         is_aligned={x.ndim for x in (*inputs, *others[: a.bias is not None])} == {len(batch) + 2},
-        facts=facts_of and facts_of(frame, batch, compute, multiplier, inputs, a.bias, arrays),
+        facts=facts_of and facts_of(frame, a.bias, arrays),
     )
 
 
