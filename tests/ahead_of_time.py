@@ -70,7 +70,7 @@ def launches(dtype, width, kind, parts):
         dtype if order is None else torch.float32, "rest" in parts,
     )  # fmt: skip
     if "repair" in parts:
-        backend.repair_blocks(setting, blocks, torch.zeros_like(x))
+        backend._forward(setting, blocks, repaired=torch.zeros_like(x))
         backend.finite_rows(x)
         return found
     if "square" in parts:

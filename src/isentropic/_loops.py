@@ -14,7 +14,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -66,8 +66,6 @@ class BlockSizes:
     jax_min_length: int = 256  # with fewer queries or keys all heads at once are faster
     numpy_untiled_logits: int = 2**18  # calls with at most this many logits are faster without tiles
     sparse_numbers: int = 2**22  # entries of a sparse matrix that are made dense at a time
-    mask_elements: int = 2**24  # elements of a mask of flex_attention that are counted at a time
-    vocabulary_logits: int = 2**26  # logits of a language model that are formed at a time
 
 
 # The tests make them small, so that every pass has several blocks, with ragged ends.
@@ -380,7 +378,7 @@ def map_rows(
     result = xp.empty((rows, width), dtype=x.dtype, device=common_device(x=x)) if out is None else out
 
     def write(block: Block) -> None:
-        wanted: Any = take(result, block, -2)
+        wanted = take(result, block, -2)
         part = function(take(x, block, -2), wanted)
         if part is not wanted:
             wanted[...] = part
@@ -403,7 +401,7 @@ def map_chunks(x: Any, function: Callable[[Any], Any], axis: int, size: int) -> 
     return x.map_blocks(function, chunks=chunks, dtype=x.dtype, meta=x._meta)
 
 
-def take(x: Array, block: Block, axis: int) -> Array:
+def take(x: Any, block: Block, axis: int) -> Any:
     """The `block` of `x` along `axis` (negative), or `x` if the block covers it or it broadcasts."""
     start, size = block
     if isinstance(x, Rows):
@@ -415,7 +413,7 @@ def take(x: Array, block: Block, axis: int) -> Array:
 
     import jax
 
-    return jax.lax.dynamic_slice_in_dim(cast(Any, x), start, size, axis=axis)
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
 
 def smaller(xp: ModuleType, a: Any, b: Any) -> Any:

@@ -227,12 +227,12 @@ class TestBackends:
         monkeypatch.setattr(backends, "backends", noted)
         with torch._subclasses.FakeTensorMode():
             x = torch.empty(1, 2, 9, 8, device="cuda")
-            known, _ = plan.prepare(plan.Arguments(x, x, x))
+            known = plan.prepare(plan.Arguments(x, x, x))
             for expected in (1, 1):
-                backends._backend_for(known, None, None)
+                backends._chosen(*known, None, None)
                 assert len(asked) == expected
             with sdpa_kernel(SDPBackend.MATH):
-                backends._backend_for(known, None, None)
+                backends._chosen(*known, None, None)
             assert len(asked) == 2
 
     def test_names(self, backend, rng):

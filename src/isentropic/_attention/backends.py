@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from isentropic._attention.generic import Tiles, with_sinks
 from isentropic._attention.plan import Operands, Plan, finite
-from isentropic._attention.state import AttentionState, as_rows
+from isentropic._attention.state import as_rows
 from isentropic._attention.statistics import spread_with_sinks
 from isentropic._attention.tile import Sums, output_of_columns
 from isentropic._checks import value_error
@@ -25,7 +25,8 @@ class Backend(NamedTuple):
 
     ``unsupported_reason(plan, order, is_named)`` returns the reason why the backend does not compute a
     call, or None if it does. `order` is the entropy order, or None if only the output is needed. A
-    backend that the caller names (`is_named`) also accepts calls that another one computes faster.
+    backend that the caller names (`is_named`) also accepts calls that another one computes faster, or
+    that it computes only if it is named.
     """
 
     name: str
@@ -34,13 +35,8 @@ class Backend(NamedTuple):
     # The state in columns. If the flag is true, its sums must be relative to the maximum, and otherwise
     # they may be relative to any number.
     state: Callable[[Plan, Operands, float, bool], Sums] | None = None
-    # A faster way to the state of order 1 in rows, relative to the maximum. Without it, the state in
-    # columns is converted.
-    state_in_rows: Callable[[Plan, Operands], AttentionState] | None = None
     # A faster way to the Rényi entropies. Without it, they are computed from the state.
     entropy: Callable[[Plan, Operands, float], Array] | None = None
-    # The reason why the backend does not compute a call that does not name it, or None.
-    opt_in_reason: Callable[[Plan, float | None], str | None] = lambda plan, order: None
     # Whether it takes numbers that are not finite where a mask may hide them; see `Operands.is_raw`.
     selects_hidden: bool = False
 
@@ -60,42 +56,23 @@ def backends() -> tuple[Backend, ...]:
 
     return (
         Backend("sdpa", torch.sdpa_unsupported_reason, torch.sdpa_output, selects_hidden=True),
-        Backend(
-            "numpy_tiles",
-            numpy.unsupported_reason,
-            numpy.output,
-            numpy.state,
-            numpy.state_in_rows,
-            numpy.entropy,
-        ),
+        Backend("numpy_tiles", numpy.unsupported_reason, numpy.output, numpy.state, numpy.entropy),
         Backend("jax_nn", jax.unsupported_reason, jax.output),
+        Backend("triton", triton.unsupported_reason, triton.output, triton.state, selects_hidden=True),
         Backend(
-            "triton",
-            triton.unsupported_reason,
-            triton.output,
-            triton.state,
-            opt_in_reason=triton.opt_in_reason,
-            selects_hidden=True,
-        ),
-        Backend(
-            "torch_tiles",
-            torch.tiles_unsupported_reason,
-            torch.tiles_output,
-            torch.tiles_state,
+            "torch_tiles", torch.tiles_unsupported_reason, torch.tiles_output, torch.tiles_state,
             selects_hidden=True,
         ),
         Backend("jax_tiles", jax.heads_unsupported_reason, jax.heads_output, jax.heads_state),
         Backend("generic", lambda plan, order, is_named: None, _generic_output, _generic_state),
-    )
+    )  # fmt: skip
 
 
 def output_of(plan: Plan, operands: Operands, implementation: str | None) -> Array:
     """The attention output (..., L, Ev), computed by the first suitable backend."""
     if operands.sinks is not None:  # they join a state, which outputs of kernels are not
         return output_of_columns(plan.xp, state_of(plan, operands, implementation))
-    backend = _backend_for(plan, implementation, None)
-    if operands.is_raw:
-        operands = _operands_for(backend, plan, operands)
+    backend, operands = _chosen(plan, operands, implementation, None)
     return backend.output(plan, operands)
 
 
@@ -111,28 +88,18 @@ def state_of(
 
     The sums are relative to the maximum if `relative_to_maximum`, and otherwise to any reference.
     """
-    backend = _backend_for(plan, implementation, order)
-    return _state_by(backend, plan, operands, order, relative_to_maximum)
-
-
-def state_in_rows(plan: Plan, operands: Operands, implementation: str | None) -> AttentionState:
-    """The state of order 1 relative to the maximum, in rows, computed by the first suitable backend."""
-    backend = _backend_for(plan, implementation, 1.0)
-    if operands.is_raw:
-        operands = _operands_for(backend, plan, operands)
-    if backend.state_in_rows is not None and operands.sinks is None:
-        return backend.state_in_rows(plan, operands)
-    return as_rows(_state_by(backend, plan, operands, 1.0, True))
+    backend, operands = _chosen(plan, operands, implementation, order)
+    assert backend.state is not None
+    state = backend.state(plan, operands, order, relative_to_maximum)
+    return with_sinks(plan, operands, state, order)
 
 
 def entropy_of(plan: Plan, operands: Operands, implementation: str | None, order: float) -> Array:
     """Rényi's entropies (..., L), computed by the first suitable backend."""
-    backend = _backend_for(plan, implementation, order)
-    if operands.is_raw:
-        operands = _operands_for(backend, plan, operands)
+    backend, operands = _chosen(plan, operands, implementation, order)
     if backend.entropy is not None and operands.sinks is None:
         return backend.entropy(plan, operands, order)
-    state = as_rows(_state_by(backend, plan, operands, order, False))
+    state = as_rows(state_of(plan, operands, implementation, order))
     return entropy_of_moments(plan.xp, state.normalizer, state.weighted_score, order, "renyi")
 
 
@@ -151,30 +118,12 @@ def spread_of(plan: Plan, operands: Operands) -> Sums:
 def map_logits(
     plan: Plan, operands: Operands, function: Callable[..., tuple[Array, Array]], column: Array
 ) -> tuple[Array, Array]:
-    """The two results (..., L, 1) of a function of all logits of each query and of a column.
-
-    ``function(xp, logits, column)`` returns both for some rows at a time. The column broadcasts to
-    (..., L, 1).
-    """
+    """As `Tiles.map_logits`, by NumPy if that is faster."""
     from isentropic._attention import numpy
 
     if not plan.has_rows and numpy.takes_tiles(plan) and is_readable(plan.xp, column):
         return numpy.map_logits(plan, finite(plan, operands), function, column)
     return Tiles.of(plan, operands).map_logits(function, column)
-
-
-def _state_by(
-    backend: Backend, plan: Plan, operands: Operands, order: float, relative_to_maximum: bool
-) -> Sums:
-    assert backend.state is not None
-    if operands.is_raw:
-        operands = _operands_for(backend, plan, operands)
-    state = backend.state(plan, operands, order, relative_to_maximum)
-    return with_sinks(plan, operands, state, order)
-
-
-def _operands_for(backend: Backend, plan: Plan, operands: Operands) -> Operands:
-    return operands if backend.selects_hidden else finite(plan, operands)
 
 
 def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict[str, str | None]:
@@ -187,12 +136,19 @@ def reasons(plan: Plan, implementation: str | None, order: float | None) -> dict
     }
 
 
-def _backend_for(plan: Plan, implementation: str | None, order: float | None) -> Backend:
+def _chosen(
+    plan: Plan, operands: Operands, implementation: str | None, order: float | None
+) -> tuple[Backend, Operands]:
+    """The first suitable backend, and the operands as it takes them."""
     # torch.compile does not trace through lru_cache, and its plans are not used again.
     if plan.frame.is_compiling:
-        return choose_backend.__wrapped__(plan, implementation, order)
-    settings = None if plan.facts is None else plan.facts.settings()
-    return choose_backend(plan, implementation, order, settings)
+        backend = choose_backend.__wrapped__(plan, implementation, order)
+    else:
+        settings = None if plan.facts is None else plan.facts.settings()
+        backend = choose_backend(plan, implementation, order, settings)
+    if operands.is_raw and not backend.selects_hidden:
+        operands = finite(plan, operands)
+    return backend, operands
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,7 +178,4 @@ def _reason(backend: Backend, plan: Plan, order: float | None, is_named: bool) -
         return "there are no keys"
     if plan.has_rows and backend.name != "generic":
         return "keys or values are quantized"
-    reason = backend.unsupported_reason(plan, order, is_named)
-    if reason is None and not is_named:
-        return backend.opt_in_reason(plan, order)
-    return reason
+    return backend.unsupported_reason(plan, order, is_named)

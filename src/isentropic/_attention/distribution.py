@@ -11,7 +11,6 @@ from isentropic._attention.backends import (
     output_of,
     reasons,
     spread_of,
-    state_in_rows,
     state_of,
 )
 from isentropic._attention.generic import Tiles, weights_of_logits, with_sinks
@@ -566,10 +565,10 @@ def state_for(arguments: Arguments) -> AttentionState:
         if n_keys is not None:
             # A given number of keys is that of all blocks together.
             n_seen = plan.xp.broadcast_to(visible_lengths(plan, operands.mask), shape)
-    state = state_in_rows(plan, operands, arguments.implementation)
+    state = as_rows(state_of(plan, operands, arguments.implementation, relative_to_maximum=True))
     if isinstance(arguments.value, Coded):
         state = state._replace(weighted_value=arguments.value.unmapped(cast(Any, state.weighted_value)))
-    return AttentionState(*state[:4], n_seen, n)
+    return state._replace(n_seen=n_seen, n_keys=n)
 
 
 def entropy_for(arguments: Arguments, order: float, family: str, normalized: bool) -> Any:

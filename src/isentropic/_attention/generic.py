@@ -80,7 +80,7 @@ class Tiles(Record):
         """
         plan, tile_logits = self.plan, self.logits if logits is None else logits
         if plan.n_keys == 0:  # there is no first tile to start from
-            return self._empty(plan.n_values, order)
+            return self.empty(plan.n_values, order)
         ops = ops_of(plan.xp)
 
         def with_tile(state: Sums | None, rows: Block, columns: Block) -> Sums:
@@ -95,7 +95,7 @@ class Tiles(Record):
         def with_tile(state: Sums | None, rows: Block, columns: Block) -> Sums:
             return merge_spreads(xp, state, spread_of_logits(xp, self.logits(rows, columns)))
 
-        state = self._empty(1, 1.0) if plan.n_keys == 0 else self._over_tiles(with_tile)
+        state = self.empty(1, 1.0) if plan.n_keys == 0 else self._over_tiles(with_tile)
         return spread_with_sinks(xp, state, sinks)
 
     def map_logits(
@@ -137,9 +137,9 @@ class Tiles(Record):
             )
 
         fields = map_blocks(plan.xp, over_keys, plan.n_queries, row_size, in_threads=True)
-        return Sums(*[with_batch_axes(plan.xp, x, shape) for x in fields])
+        return Sums(*fields).map(lambda x: with_batch_axes(plan.xp, x, shape))
 
-    def _empty(self, n_values: int | None, order: float | None) -> Sums:
+    def empty(self, n_values: int | None, order: float | None) -> Sums:
         """The state of no keys."""
         plan = self.plan
         kind = {"dtype": plan.compute, "device": plan.device}
@@ -211,7 +211,8 @@ def added_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) ->
     """The bias of a tile, and NaN for nonfinite rows of queries and keys; None if there is neither."""
     added: Any = None
     if operands.bias is not None:
-        added = plan.xp.astype(take(take(operands.bias, rows, -2), columns, -1), plan.compute)
+        bias = take(take(operands.bias, rows, -2), columns, -1)
+        added = plan.xp.astype(bias, plan.compute, copy=False)
     if operands.nonfinite is not None:
         query_nan, key_nan = operands.nonfinite
         nan = take(query_nan, rows, -2) + take(key_nan, columns, -1)
@@ -229,6 +230,6 @@ def causal_nan(plan: Plan, operands: Operands) -> Array:
 
 def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:
     """`x` broadcast to the batch axes of all arguments, or `x` itself, as views are read-only."""
-    if x is None or x.shape[:-1] == shape:
+    if x.shape[:-1] == shape:
         return x
     return xp.broadcast_to(x, (*shape, x.shape[-1]))

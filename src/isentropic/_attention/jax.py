@@ -110,9 +110,8 @@ class _Ops(Ops):
 
 # Named arrays with the batch and head axes ``...``.
 _Arrays = dict[str, Any]
-# The axes of the queries and of the keys in them.
-_ROW_AXES = {"query": -2, "query_nan": -2, "bias": -2, "maximum": -2}
-_COLUMN_AXES = {"key": -2, "key_nan": -1, "bias": -1, "value": -2}
+# Those that have an axis of queries, −2. The others have one of keys, and the bias has both.
+_OF_ROWS = ("query", "query_nan", "bias", "maximum")
 
 
 def _state(plan: Plan, operands: Operands, order: float | None, *, with_largest: bool) -> Sums:
@@ -275,26 +274,28 @@ class _Heads:
         plan, mask = self.plan, self.mask
 
         def apply_to_rows(rows: Block, arrays: _Arrays) -> Any:
-            def step(total: Any, columns: Block, arrays: _Arrays) -> Any:
-                tiles = _tiles(plan, arrays, mask)
-                return with_tile(total, tiles, tiles.logits(rows, columns), columns, arrays)
+            def step(total: Any, columns: Block, of_columns: _Arrays) -> Any:
+                of_tile = arrays | of_columns
+                tiles = _tiles(plan, of_tile, mask)
+                return with_tile(total, tiles, tiles.logits(rows, columns), columns, of_tile)
 
             reach = None if mask is None else mask.reach(plan.frame, rows)
-            blocks = shared.joined(_Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size))
+            bias = {name: x for name, x in arrays.items() if name == "bias"}
+            blocks = shared.joined(_Blocks.of(plan.xp, bias, -1, plan.n_keys, column_size))
             return _fold(plan.xp, step, empty(rows[1]), blocks, reach)
 
-        # The keys and values are split once for all rows, and transposed. So XLA need not transpose
-        # tiles of weights for their gradients, which would take three times as long.
         row_size, column_size = BLOCKS.jax_rows, BLOCKS.jax_columns
         if mask is not None:
             row_size, column_size = (min(x, BLOCKS.jax_masked) for x in (row_size, column_size))
-        arrays = {name: x for name, x in self.arrays.items() if name not in _ROW_AXES}
-        shared = _Blocks.of(plan.xp, arrays, _COLUMN_AXES, plan.n_keys, column_size)
-        shared = shared.transposed(plan.xp, "key").transposed(plan.xp, "value")
-        arrays = {name: x for name, x in self.arrays.items() if name in _ROW_AXES}
-        return _map(
-            plan.xp, apply_to_rows, _Blocks.of(plan.xp, arrays, _ROW_AXES, plan.n_queries, row_size)
-        )
+        of_rows = {name: x for name, x in self.arrays.items() if name in _OF_ROWS}
+        of_columns = {name: x for name, x in self.arrays.items() if name not in _OF_ROWS}
+        # The keys and values are split once for all rows, and transposed. So XLA need not transpose
+        # tiles of weights for their gradients, which would take three times as long.
+        for name in of_columns.keys() & {"key", "value"}:
+            of_columns[name] = plan.xp.matrix_transpose(of_columns[name])
+        shared = _Blocks.of(plan.xp, of_columns, -1, plan.n_keys, column_size)
+        row_blocks = _Blocks.of(plan.xp, of_rows, -2, plan.n_queries, row_size)
+        return _map(plan.xp, apply_to_rows, row_blocks)
 
     def _empty(self, n_rows: int) -> Sums:
         """The state of no keys. As `jax.shard_map` requires, it varies with all arrays."""
@@ -302,7 +303,7 @@ class _Heads:
         arrays = [*self.arrays.values(), *(() if self.mask is None else self.mask.arrays)]
         zero = sum(xp.zeros_like(x, shape=(1, 1), dtype=dtype) for x in arrays)
         state = empty_state(xp, (n_rows,), self.plan.n_values, self.order, dtype=dtype)
-        return Sums(*(x if x is None else x + zero for x in state))
+        return state.map(lambda x: x + zero)
 
 
 def _tiles(plan: Plan, arrays: _Arrays, mask: Mask | None) -> Tiles:
@@ -372,17 +373,17 @@ class _Blocks:
     same: _Arrays  # those that are not split
 
     @classmethod
-    def of(cls, xp: Any, arrays: _Arrays, axes: dict[str, int], length: int, size: int) -> _Blocks:
+    def of(cls, xp: Any, arrays: _Arrays, axis: int, length: int, size: int) -> _Blocks:
+        """The blocks along an axis, of which an array that broadcasts has one entry."""
         ragged = length % size
-        same = {name: x for name, x in arrays.items() if name not in axes or x.shape[axes[name]] == 1}
+        same = {name: x for name, x in arrays.items() if x.shape[axis] == 1}
         first, stacked = {}, {}
         for name in arrays.keys() - same.keys():
-            # Arrays of one head have two axes.
-            x, axis = arrays[name], axes[name] % 2
-            first[name] = take(x, (0, ragged), axes[name])
-            x = take(x, (ragged, length - ragged), axes[name])
-            x = xp.reshape(x, (*x.shape[:axis], -1, size, *x.shape[axis + 1 :]))
-            stacked[name] = xp.moveaxis(x, axis, 0)
+            first[name] = take(arrays[name], (0, ragged), axis)
+            x = take(arrays[name], (ragged, length - ragged), axis)
+            place = axis % 2  # arrays of one head have two axes
+            x = xp.reshape(x, (*x.shape[:place], -1, size, *x.shape[place + 1 :]))
+            stacked[name] = xp.moveaxis(x, place, 0)
         return cls(length, size, ragged, first, stacked, same)
 
     def starts(self, xp: Any) -> Any:
@@ -392,14 +393,6 @@ class _Blocks:
         """The blocks of the arrays of both."""
         parts = ((self.first, other.first), (self.stacked, other.stacked), (self.same, other.same))
         return _Blocks(self.length, self.size, self.ragged, *(a | b for a, b in parts))
-
-    def transposed(self, xp: Any, name: str) -> _Blocks:
-        """The blocks with those of one array transposed."""
-        parts = (self.first, self.stacked, self.same)
-        return _Blocks(
-            self.length, self.size, self.ragged,
-            *(a | {name: xp.matrix_transpose(a[name])} if name in a else a for a in parts),
-        )  # fmt: skip
 
 
 def _map(xp: Any, function: Callable[[Block, _Arrays], Any], blocks: _Blocks) -> Any:

@@ -5,7 +5,6 @@ Each library finds them in its own fastest way.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -65,10 +64,6 @@ def are_known_finite(plan: Any, query: Any, key: Any, value: Any) -> bool:
     if not plan.is_readable:  # also if they are `Rows`
         return False
     xp = plan.xp
-    # Two operations of PyTorch take less time than views of three tensors as arrays of NumPy.
-    is_tiny = plan.library == "torch" and plan.facts.is_tiny
-    if is_tiny and math.isfinite(xp.addcmul(query, key, value).sum().item()):
-        return True
     arrays = (query, key) if value is None else (query, key, value)
     if plan.library == "jax":  # inside a JAX trace no result can be read
         return all(is_known_true(xp, xp.all(xp.isfinite(x))) for x in arrays)
@@ -79,38 +74,17 @@ def are_known_finite(plan: Any, query: Any, key: Any, value: Any) -> bool:
 def _checksum(plan: Any, *arrays: Any) -> float:
     """A number that tells whether the numbers in readable arrays of NumPy or PyTorch are finite.
 
-    It is finite only if all of them are finite, and NaN if any of them is NaN. It is a sum of products
-    of pairs of numbers where possible, because BLAS computes such a sum fastest.
+    It is finite only if all of them are finite, and NaN if any of them is NaN. It is a sum of squares
+    where possible, because BLAS computes such a sum fastest.
     """
     # `vdot` and sums of Python's floats never warn, where `dot` and sums of NumPy's do.
-    are_tensors, total, waiting = plan.library == "torch", 0.0, None
-    vdot = _implementation("vdot")
+    are_tensors, total = plan.library == "torch", 0.0
     for x in arrays:
         is_contiguous = x.is_contiguous() if are_tensors else x.flags.c_contiguous
         if x.dtype != plan.compute or not is_contiguous:
             total += x.sum().item()
-            continue
-        # `force`: the tensor may need a gradient, or have a sign that is not in memory yet.
-        numbers = x.numpy(force=True) if are_tensors else x
-        if waiting is None:
-            waiting = numbers
-        elif waiting.size == numbers.size:
-            total, waiting = total + float(vdot(waiting, numbers)), None
         else:
-            total, waiting = total + float(vdot(waiting, waiting)), numbers
-    return total if waiting is None else total + float(vdot(waiting, waiting))
-
-
-def count_nonzero(x: Any) -> int:
-    """The number of nonzero numbers of a NumPy array."""
-    return int(_implementation("count_nonzero")(x))
-
-
-@functools.cache
-def _implementation(name: str) -> Any:
-    """A function of NumPy for NumPy arrays alone.
-
-    `np.vdot` looks for arrays of other libraries first, which takes as long as a small product.
-    """
-    function = getattr(np, name)
-    return getattr(function, "_implementation", function)
+            # `force`: the tensor may need a gradient, or have a sign that is not in memory yet.
+            numbers = x.numpy(force=True) if are_tensors else x
+            total += float(np.vdot(numbers, numbers))
+    return total

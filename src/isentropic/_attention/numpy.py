@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -27,12 +28,18 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from isentropic._attention import schedule
-from isentropic._attention.generic import Tiles, with_batch_axes
+from isentropic._attention.generic import Tiles, added_logits, with_batch_axes
 from isentropic._attention.numpy_ops import TileOps, WholeOps, are_wide, has_fast_exponential
 from isentropic._attention.plan import Operands, Plan, numpy_dtype
 from isentropic._attention.schedule import Hidden
-from isentropic._attention.state import AttentionState, as_rows
-from isentropic._attention.tile import Sums, absorb, logits, merge_columns, output_of_columns
+from isentropic._attention.tile import (
+    Sums,
+    absorb,
+    empty_state,
+    logits,
+    merge_columns,
+    output_of_columns,
+)
 from isentropic._entropy import entropy_of_moments
 from isentropic._loops import BLOCKS, Block, blocks, jax_array, keep_freed_memory, take
 from isentropic._namespace import Array
@@ -144,15 +151,7 @@ def state(plan: Plan, operands: Operands, order: float, relative_to_maximum: boo
 
     Unless `relative_to_maximum`, the sums of large calls are relative to any reference.
     """
-    return _state_to_library(plan, _numpy_state(plan, operands, order, relative_to_maximum))
-
-
-@_quietly_on_tensors
-def state_in_rows(plan: Plan, operands: Operands) -> AttentionState:
-    """The state of order 1 relative to the maximum, in rows."""
-    # PyTorch takes 1 µs to make a row of a column, and NumPy 0.1 µs.
-    state = as_rows(_numpy_state(plan, operands, 1.0, True))
-    return AttentionState(*(_to_library(plan, x) for x in state))
+    return _numpy_state(plan, operands, order, relative_to_maximum).map(partial(_to_library, plan))
 
 
 @_quietly_on_tensors
@@ -169,22 +168,20 @@ def entropy(plan: Plan, operands: Operands, order: float) -> Array:
 def map_logits(
     plan: Plan, operands: Operands, function: Callable[..., tuple[Any, Any]], column: Array
 ) -> tuple[Array, Array]:
-    """The two results (..., L, 1) of a function of all logits of each query and of a column.
-
-    The column is broadcastable to (..., L, 1). ``function(xp, logits, column)`` returns both for some
-    rows of one batch element, without keys that are hidden from all of these rows.
-    """
+    """As `Tiles.map_logits`, for some rows of one batch element at a time."""
     keep_freed_memory()
     full_pass, column = _Pass(*_as_numpy(plan, operands)), _numpy_view(plan, column)
+    numpy = cast(Any, full_pass.plan.xp)
     rows = blocks(0, plan.n_queries, max(1, BLOCKS.cache_numbers // plan.n_keys))
     results = [np.empty((*plan.batch, plan.n_queries, 1), full_pass.plan.compute) for _ in range(2)]
 
     def compute(task: tuple[Index, Block]) -> None:
-        index, (start, size) = task
-        item = full_pass.item(index, (start, size), (0, plan.n_keys))
-        found = function(full_pass.plan.xp, full_pass.all_logits(item), full_pass.part_of(column, item))
+        index, block = task
+        item = full_pass.item(index, block, (0, plan.n_keys))
+        part = take(_element_of(column, plan.batch, index), block, -2)
+        found = function(numpy, full_pass.all_logits(item), part)
         for result, x in zip(results, found, strict=True):
-            result[index][start : start + size] = x
+            take(result[index], block, -2)[...] = x
 
     run(compute, [(index, r) for index in np.ndindex(*plan.batch) for r in rows])
     return _to_library(plan, results[0]), _to_library(plan, results[1])
@@ -192,7 +189,11 @@ def map_logits(
 
 def _numpy_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
     if _is_small(plan):
-        return _state_at_once(plan, operands, order, relative_to_maximum)
+        state = _sums_at_once(plan, operands, order, relative_to_maximum)
+        if state.maximum is None:
+            state = state._replace(maximum=np.zeros_like(state.normalizer))
+        shape = (*plan.batch, plan.n_queries)
+        return state.map(lambda x: with_batch_axes(cast(Any, np), x, shape))
     if not _is_large(plan) and (parts := _parts_of_batch(plan)):
         return _sums_of_parts(plan, operands, order, relative_to_maximum, parts)
     return _Pass(*_as_numpy(plan, operands), order, relative_to_maximum).state()
@@ -224,13 +225,6 @@ def _logits_at_once(plan: Plan, operands: Operands) -> Any:
     return logits(_WHOLE, query * multiplier, key, softcap, added, visible)[0], value
 
 
-def _state_at_once(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
-    state = _sums_at_once(plan, operands, order, relative_to_maximum)
-    if state.maximum is None:
-        state = state._replace(maximum=np.zeros_like(state.normalizer))
-    return Sums(*(with_batch_axes(cast(Any, np), x, (*plan.batch, plan.n_queries)) for x in state))
-
-
 def _sums_at_once(
     plan: Plan, operands: Operands, order: float | None, relative_to_maximum: bool = False
 ) -> Sums:
@@ -248,6 +242,10 @@ def _sums_at_once(
     return absorb(_WHOLE, None, s, value, order)
 
 
+def _empty_state(plan: Plan, shape: Index, order: float | None) -> Sums:
+    return empty_state(cast(Any, np), shape, plan.n_values, order, dtype=plan.compute)
+
+
 def _sums_of_parts(
     plan: Plan,
     operands: Operands,
@@ -260,9 +258,7 @@ def _sums_of_parts(
     tasks = [(part, _operands_of_part(plan, operands, part)) for part in parts]
     if any(x is None for _, x in tasks):  # some arrays cannot be divided so
         return Tiles.of(plan, operands).state(order)
-    shape, n_values = (*plan.batch, plan.n_queries), plan.n_values
-    widths = (1, 1, n_values, None if order is None else 1)
-    total = Sums(*(None if n is None else np.empty((*shape, n), plan.compute) for n in widths))
+    total = _empty_state(plan, (*plan.batch, plan.n_queries), order)
 
     def compute(task: tuple[tuple[slice, ...], Any]) -> None:
         part, of_part = task
@@ -282,8 +278,6 @@ def _operands_of_part(plan: Plan, operands: Operands, part: tuple[slice, ...]) -
     slices = [*part, *(slice(0, n) for n in plan.batch[len(part) :])]
 
     def of_part(x: Any) -> Any:
-        if x is None or isinstance(x, float):
-            return x
         index, missing = [], len(slices) - x.ndim + 2
         for size, full, s in zip(x.shape[:-2], plan.batch[missing:], slices[missing:], strict=True):
             heads = full // size  # of a group
@@ -292,15 +286,22 @@ def _operands_of_part(plan: Plan, operands: Operands, part: tuple[slice, ...]) -
             index.append(slice(s.start // heads, s.stop // heads) if size > 1 else slice(None))
         return x[tuple(index)]
 
-    names = ("query", "key", "value", "bias", "multiplier")
-    nonfinite = operands.nonfinite
     try:
-        arrays: dict[str, Any] = {name: of_part(getattr(operands, name)) for name in names}
-        if nonfinite is not None:
-            arrays["nonfinite"] = (of_part(nonfinite[0]), of_part(nonfinite[1]))
+        return _mapped(operands, of_part)
     except IndexError:
         return None
-    return operands._replace(**arrays)
+
+
+def _mapped(operands: Operands, function: Callable[[Any], Any]) -> Operands:
+    """The operands with ``function(array)`` in place of each array that the pass reads."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(of, x))
+        return x if x is None or isinstance(x, float) else function(x)
+
+    names = ("query", "key", "value", "bias", "multiplier", "nonfinite")
+    return operands._replace(**{name: of(getattr(operands, name)) for name in names})
 
 
 def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
@@ -309,16 +310,9 @@ def _as_numpy(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
         return plan, operands
     np: Any = importlib.import_module("array_api_compat.numpy")
     dtype = numpy_dtype(plan.xp, plan.compute)
-
-    def view(x: Any) -> Any:
-        return _numpy_view(plan, x)
-
-    query, key, value, bias, mask, multiplier, _, nonfinite = operands[:8]
-    rows = None if nonfinite is None else (view(nonfinite[0]), view(nonfinite[1]))
-    views = (view(query), view(key), view(value), view(bias), mask, view(multiplier), None, rows)
     frame = plan.frame.replaced(xp=np, device="cpu")
     numpy_plan = plan.replaced(frame=frame, library="numpy", dtype=dtype, compute=dtype)
-    return numpy_plan, Operands(*views)
+    return numpy_plan, _mapped(operands, partial(_numpy_view, plan))
 
 
 def _numpy_view(plan: Plan, x: Any) -> Any:
@@ -334,7 +328,7 @@ def _numpy_view(plan: Plan, x: Any) -> Any:
 def _to_library(plan: Plan, x: Any) -> Any:
     """A NumPy result as an array of the library of the call."""
     xp: Any = plan.xp
-    if x is None or plan.library == "numpy":
+    if plan.library == "numpy":
         return x
     if plan.library == "torch":
         # PyTorch warns of memory that cannot be written.
@@ -342,18 +336,13 @@ def _to_library(plan: Plan, x: Any) -> Any:
     return jax_array(x, plan.device)
 
 
-def _state_to_library(plan: Plan, state: Sums) -> Sums:
-    return Sums(*(_to_library(plan, x) for x in state))
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Task:
     """A block of rows of one batch element, and the part of the keys over which sums are taken."""
 
-    index: Index
+    operands: Operands  # of the batch element
     rows: Block
     part: Block
-    mask: Any
 
 
 @dataclass(eq=False, repr=False)
@@ -372,8 +361,8 @@ class _Pass:
         self.policies: tuple[str, ...] = ("largest",)
         if operands.nonfinite is None and self.order in (None, 1.0):
             self.policies = ("given", *(() if operands.bias is not None else ("first",)), "largest")
-        # The mask of an item has numbers in place of the arrays that differ from item to item, so it
-        # may be shift-invariant by itself. Only that of the whole call tells whether items share tiles.
+        # The mask of a task has numbers in place of the arrays that differ from task to task, so it
+        # may be shift-invariant by itself. Only that of the whole call tells whether tasks share tiles.
         mask = operands.mask
         self.has_common_tiles = mask is not None and mask.is_shift_invariant
         self.visible_tiles: dict[Any, Any] = {}
@@ -386,14 +375,17 @@ class _Pass:
         # Under a causal mask the last rows take longest. So they come first.
         rows = blocks(0, plan.n_queries, self.row_size(len(elements)))[::-1]
         parts = self.parts(len(elements) * len(rows))
-        states = [self.empty_state() for _ in parts]
+        shape = (*plan.batch, plan.n_queries)
+        states = [_empty_state(plan, shape, self.order) for _ in parts]
 
         def compute(task: tuple[Index, Block, int]) -> None:
-            index, (start, size), i = task
-            fields = self.block(self.item(index, (start, size), parts[i]))
-            for array, field in zip(states[i], fields, strict=True):
+            index, block, i = task
+            item = self.item(index, block, parts[i])
+            tried = (self.relative_to(policy, item) for policy in self.policies)
+            accurate = next(sums for sums in tried if sums is not None)
+            for array, field in zip(states[i], accurate, strict=True):
                 if array is not None:
-                    array[index][start : start + size] = field
+                    take(array[index], block, -2)[...] = field
 
         run(compute, [(index, r, i) for index in elements for r in rows for i in range(len(parts))])
         if len(states) == 1:
@@ -404,9 +396,11 @@ class _Pass:
         return merged
 
     def item(self, index: Index, rows: Block, part: Block) -> Task:
-        mask: Any = self.operands.mask
-        element_mask = None if mask is None else mask.element(self.plan.batch, index)
-        return Task(index, rows, part, element_mask)
+        batch, mask = self.plan.batch, self.operands.mask
+        operands = _mapped(self.operands, lambda x: _element_of(x, batch, index))
+        if mask is not None:
+            operands = operands._replace(mask=mask.element(batch, index))
+        return Task(operands, rows, part)
 
     def row_size(self, n_elements: int) -> int:
         """The number of queries of a block: fewer if there would be too few blocks for the threads."""
@@ -435,31 +429,12 @@ class _Pass:
         n = min(-(-n_threads() // n_items), n_keys // BLOCKS.numpy_min_part)
         return blocks(0, n_keys, -(-n_keys // n)) if n > 1 else [(0, n_keys)]
 
-    def empty_state(self) -> Sums:
-        plan, value = self.plan, self.operands.value
-        shape, dtype = (*plan.batch, plan.n_queries), plan.compute
-        value_dtype = plan.dtype if self.order is None else dtype
-        return Sums(
-            np.empty((*shape, 1), dtype),
-            np.empty((*shape, 1), dtype),
-            None if value is None else np.empty((*shape, value.shape[-1]), value_dtype),
-            None if self.order is None else np.empty((*shape, 1), dtype),
-        )
-
-    def block(self, item: Task) -> Sums:
-        """The state of an item by the first policy whose sums are accurate."""
-        states = (self.relative_to(policy, item) for policy in self.policies)
-        return next(state for state in states if state is not None)
-
-    def part_of(self, x: Any, item: Task) -> Any:
-        """The rows of an item in `x` (..., L, columns)."""
-        return take(x[_element_of(x, self.plan.batch, item.index)], item.rows, -2)
-
     def scaled_rows(self, item: Task, unit: float) -> Any:
         """The queries whose products with the keys are the logits, divided by a unit."""
-        query, multiplier = self.part_of(self.operands.query, item), self.operands.multiplier
+        multiplier: Any = item.operands.multiplier
         if not isinstance(multiplier, float):
-            multiplier = self.part_of(multiplier, item)
+            multiplier = take(multiplier, item.rows, -2)
+        query = take(item.operands.query, item.rows, -2)
         return np.multiply(query, multiplier / unit, dtype=self.plan.compute)
 
     def relative_to(self, policy: str, item: Task) -> Sums | None:
@@ -468,17 +443,19 @@ class _Pass:
         "given" stands for 0. If sums become inaccurate only in a later tile, another constant would
         hardly be better. Then the result is the state by the policy "largest".
         """
-        plan, is_moving = self.plan, policy == "largest"
+        plan, is_moving, (_, key, value, bias, *_) = self.plan, policy == "largest", item.operands
         ops = TileOps(
             is_moving=is_moving,
-            are_wide=self.has_wide_bias(item) or None,  # without one, the first tile decides
+            # Without a wide bias, the first tile decides.
+            are_wide=(bias is not None and are_wide(take(bias, item.rows, -2))) or None,
             has_peaks=self.relative_to_maximum and not is_moving,
         )
         unit, softcap = ops.unit, plan.softcap
         query = self.scaled_rows(item, unit if softcap is None else softcap)
         cap = None if softcap is None else softcap / unit
-        key, value = self.keys_and_values(item)
-        sums = self.nothing(item, policy)
+        sums = _empty_state(plan, item.rows[1:], self.order)
+        if policy == "given":
+            sums = sums._replace(maximum=None)
         peak, is_unseen = np.zeros_like(sums.normalizer), np.full(sums.normalizer.shape, True)
         is_first = are_some_unseen = True
         for rows, columns, hidden in self.tiles(item):
@@ -487,7 +464,7 @@ class _Pass:
             k = take(key, columns, -2)
             s, _ = logits(ops, query[rows], k, cap, added(), hidden or None)
             v = None if value is None else take(value, columns, -2)
-            state = Sums(*(None if x is None else x[rows] for x in sums))
+            state = sums.map(operator.itemgetter(rows))
             for old, x in zip(state, absorb(ops, state, s, v, self.order, policy), strict=True):
                 if x is not old:
                     old[...] = x
@@ -517,17 +494,6 @@ class _Pass:
         # The largest weight is e^(maximum − reference), which gives the maximum without a pass for it.
         factor = peak if self.relative_to_maximum else sums.normalizer
         return self.state_of(sums._replace(maximum=reference), factor)
-
-    def nothing(self, item: Task, policy: str) -> Sums:
-        """The sums over no keys; the maximum is None if the reference is 0."""
-        dtype, (_, value) = self.plan.compute, self.keys_and_values(item)
-        column = (item.rows[1], 1)
-        return Sums(
-            None if policy == "given" else np.full(column, -math.inf, dtype),
-            np.zeros(column, dtype),
-            None if value is None else np.zeros((item.rows[1], value.shape[-1]), dtype),
-            None if self.order is None else np.zeros(column, dtype),
-        )
 
     def state_of(self, sums: Sums, factor: Any) -> Sums:
         """The state of sums, which may be overwritten.
@@ -559,21 +525,22 @@ class _Pass:
 
     def all_logits(self, item: Task) -> Any:
         """The logits of all keys that some query of an item sees, −∞ where one is hidden."""
-        ops, mask = TileOps(is_moving=True, are_wide=None, has_peaks=False), item.mask
+        ops, mask = TileOps(is_moving=True, are_wide=None, has_peaks=False), item.operands.mask
         columns = schedule.reach(self.plan.frame, mask, item.rows)
         hidden = None
         if mask is not None:
             hidden = [(slice(None), mask.block(self.plan.frame, item.rows, columns))]
-        key = take(self.keys_and_values(item)[0], columns, -2)
-        added = self.added(item, slice(None), columns)
+        key = take(item.operands.key, columns, -2)
+        added = added_logits(self.plan, item.operands, item.rows, columns)
         return logits(ops, self.scaled_rows(item, 1.0), key, None, added, hidden)[0]
 
     def tiles(self, item: Task) -> Iterator[tuple[slice, Block, Hidden]]:
         """Yield tiles: some rows of the item, a block of keys, and what is hidden."""
         # A tile of fewer rows has room for more columns.
         column_size = BLOCKS.numpy_columns * max(1, BLOCKS.numpy_rows // item.rows[1])
-        sizes, visible = (BLOCKS.numpy_rows, column_size), partial(self.visible, item.mask)
-        return schedule.tiles(self.plan.frame, item.mask, item.rows, item.part, sizes, visible)
+        sizes, mask = (BLOCKS.numpy_rows, column_size), item.operands.mask
+        visible = partial(self.visible, mask)
+        return schedule.tiles(self.plan.frame, mask, item.rows, item.part, sizes, visible)
 
     def visible(self, mask: Any, rows: Block, columns: Block) -> Any:
         frame = self.plan.frame
@@ -585,31 +552,11 @@ class _Pass:
             self.visible_tiles[tile_key] = mask.block(frame, rows, columns)
         return self.visible_tiles[tile_key]
 
-    def added(self, item: Task, rows: slice, columns: Block, unit: float = 1.0) -> Any:
-        """The bias of a tile, and NaN for nonfinite rows of queries and keys; None if there is neither.
-
-        The bias is in units of so many nats.
-        """
-        bias, nonfinite = self.operands.bias, self.operands.nonfinite
-        total: Any = None
-        for x in (bias, *(() if nonfinite is None else nonfinite)):
-            if x is not None:
-                part: Any = self.part_of(x, item)
-                part = take(part[rows] if part.shape[0] > 1 else part, columns, -1)
-                part = part.astype(self.plan.compute, copy=False)
-                part = part if unit == 1.0 else part / unit
-                total = part if total is None else total + part
-        return total
-
-    def has_wide_bias(self, item: Task) -> bool:
-        bias = self.operands.bias
-        return bias is not None and are_wide(self.part_of(bias, item))
-
-    def keys_and_values(self, item: Task) -> tuple[Any, Any]:
-        """Those of the batch element of an item."""
-        key, value = self.operands.key, self.operands.value
-        index = partial(_element_of, batch=self.plan.batch, index=item.index)
-        return key[index(key)], None if value is None else value[index(value)]
+    def added(self, item: Task, rows: slice, columns: Block, unit: float) -> Any:
+        """What is added to the products of a tile, in units of so many nats; None if nothing is."""
+        block = (item.rows[0] + rows.start, rows.stop - rows.start)
+        added = added_logits(self.plan, item.operands, block, columns)
+        return added if added is None or unit == 1.0 else added / unit
 
 
 def _are_accurate(sums: Sums, is_empty: Any) -> bool:
@@ -633,9 +580,9 @@ def _in_rows(x: Any, dtype: Any) -> Any:
     return x if is_in_rows else np.ascontiguousarray(x)
 
 
-def _element_of(x: Any, batch: Index, index: Index) -> Index:
-    """The index of a batch element in `x`, whose batch axes may broadcast or be grouped heads."""
+def _element_of(x: Any, batch: Index, index: Index) -> Any:
+    """A batch element of `x`, whose batch axes may broadcast or be grouped heads."""
     shape = x.shape[:-2]
     # i · size // full_size is 0 in an axis of length 1, and the number of the group of a head.
     pairs = zip(shape, batch[len(batch) - len(shape) :], index[len(batch) - len(shape) :], strict=True)
-    return tuple(i * size // full_size for size, full_size, i in pairs)
+    return x[tuple(i * size // full_size for size, full_size, i in pairs)]

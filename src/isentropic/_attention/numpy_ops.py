@@ -29,8 +29,9 @@ class TileOps(InPlaceOps):
         super().__init__(np)
         self.is_moving = is_moving  # whether sums are relative to the largest logit so far
         # The power of exponents, and the unit of these in nats.
-        powers: Any = (np.exp, 1.0) if is_moving else exponential()
-        self.power_of, self.unit = powers
+        is_binary = not is_moving and has_fast_exponential()
+        self.power_of: Any = np.exp2 if is_binary else np.exp
+        self.unit = math.log(2) if is_binary else 1.0
         self.are_wide = are_wide  # whether exponents are far apart; None before the first tile
         self.peaks: Any = None  # the largest weight of each row of the last tile
         self._has_peaks, self._hidden = has_peaks, cast(Hidden, ())
@@ -166,11 +167,6 @@ def has_fast_exponential() -> bool:
 
     targets = opt_func_info("^exp2$").get("exp2", {}).get("ff", {"current": "baseline"})
     return "baseline" not in targets["current"]
-
-
-def exponential() -> tuple[Any, float]:
-    """The faster one of 2ˣ and eˣ in NumPy, and the unit of its exponents in nats."""
-    return (np.exp2, math.log(2)) if has_fast_exponential() else (np.exp, 1.0)
 
 
 def are_wide(x: Any, unit: float = 1.0) -> bool:

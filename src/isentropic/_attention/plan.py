@@ -272,11 +272,7 @@ def _signature(a: Arguments) -> Any:
             n_keys if n_keys is None or array_or_none(n_keys) is None else _signature_of(n_keys),
             type(n_keys),
             options,
-            # True equals 1, but only one of them is valid. `map` takes longer than five calls.
-            type(a.is_causal),
-            type(a.scale),
-            type(a.softcap),
-            type(a.enable_gqa),
+            tuple(map(type, options)),  # True equals 1, but only one of them is valid
         )
     except AttributeError:  # an argument is not an array; the checks will refuse it
         return None
@@ -341,7 +337,7 @@ def _plan(a: Arguments) -> Plan:
         is_readable=can_be_read,
         has_rows=bool(rows),
         is_aligned={x.ndim for x in (*inputs, *others[: a.bias is not None])} == {len(batch) + 2},
-        facts=facts_of and facts_of(frame, batch, compute, multiplier, inputs, a.bias, arrays),
+        facts=facts_of and facts_of(frame, a.bias, arrays),
     )
 
 

@@ -333,10 +333,7 @@ def _merged(xp: ModuleType, states: tuple[AttentionState, ...]) -> AttentionStat
     if any(state.weighted_score is None for state in states):  # the entropy of the union is unknown
         states = tuple(state._replace(weighted_score=None) for state in states)
     # The batch axes of states may differ, and users may set JAX to refuse arrays of different ranks.
-    columns = [
-        Sums(*(x if x is None else lift(x, ndim) for x in as_columns(_with_empty_zeroed(state))))
-        for state in states
-    ]
+    columns = [as_columns(_with_empty_zeroed(x)).map(lambda y: lift(y, ndim)) for x in states]
     ops = Ops(xp)
     return as_rows(reduce(lambda a, b: merge_columns(ops, a, b, 1.0), columns))
 

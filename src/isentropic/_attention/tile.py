@@ -10,9 +10,8 @@ does not depend on them, is
 
     ds = eˣ (g_z + g_W · v) + g_w f′(x).
 
-The functions compute by a table
-of operations (see `isentropic._ops`), so they serve every library. The kernels in other languages
-restate these formulas.
+The functions compute by a table of operations (see `isentropic._ops`), so they serve every library. The
+kernels in other languages restate these formulas.
 
 The reference of a row follows a *policy*:
 
@@ -26,6 +25,7 @@ Sums relative to a reference that does not move take fewer operations, but may o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -43,14 +43,18 @@ class Sums(NamedTuple):
     weighted_value: Any  # W, (..., L, Ev), or None
     weighted_score: Any  # w, or None
 
+    def map(self, function: Callable[[Any], Any]) -> Sums:
+        """``function`` of each field that is not None."""
+        return Sums(*[None if x is None else function(x) for x in self])
+
 
 def empty_state(
     xp: ModuleType, shape: tuple[int, ...], n_values: int | None, order: float | None, **kind: Any
 ) -> Sums:
     """The sums over no keys, for queries of the given shape (..., L)."""
-    zero = xp.zeros((*shape, 1), **kind)
-    value = None if n_values is None else xp.zeros((*shape, n_values), **kind)
-    return Sums(zero - math.inf, zero, value, None if order is None else zero)
+    widths = Sums(1, 1, n_values, None if order is None else 1)
+    sums = widths.map(lambda width: xp.zeros((*shape, width), **kind))
+    return sums._replace(maximum=sums.maximum - math.inf)
 
 
 def logits(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from isentropic._attention import triton
 from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, tile_shape
-from isentropic._attention.nonfinite import count_nonzero
 from isentropic._attention.numpy import takes_mask
 from isentropic._attention.plan import Operands, Plan, finite, four_axes
 from isentropic._attention.schedule import reach
 from isentropic._attention.tile import Sums, output_of_columns
-from isentropic._attention.torch_facts import TRANSFORMED, is_batched
-from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
+from isentropic._attention.torch_facts import (
+    TRANSFORMED,
+    is_recorded,
+    recorded_gradients,
+    wants_gradient,
+)
+from isentropic._attention.torch_gradients import INPUTS, backward, forward
 from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
 from isentropic._namespace import Array
 
@@ -120,7 +126,7 @@ def sdpa_output(plan: Plan, operands: Operands) -> Array:
         out = out[0]
     elif len(plan.batch) != 2:
         out = plan.xp.reshape(out, (*plan.batch, *out.shape[-2:]))
-    return out if plan.facts.fits_sdpa or out.shape[-1] == plan.n_values else out[..., : plan.n_values]
+    return out if out.shape[-1] == plan.n_values else out[..., : plan.n_values]
 
 
 @without_autocast
@@ -128,7 +134,7 @@ def _sdpa(
     plan: Plan, query: Any, key: Any, value: Any, scale: float, mask: Any = None, *, is_causal: bool
 ) -> Any:
     # Whether heads are grouped may be symbolic under torch.compile, and the kernel needs a bool.
-    is_grouped = True if not plan.facts.fits_sdpa and query.shape[1] != key.shape[1] else False  # noqa: SIM210
+    is_grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
     return plan.xp.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
@@ -161,21 +167,20 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
 
 def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
     """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
-    scale = operands.multiplier
-    arrays: Any = operands[:3]
-    q, k, v = arrays
-    if plan.facts.kernel_factors is not None and scale is plan.multiplier:
-        scale = plan.facts.kernel_factors  # has four axes, so that the product has them too
+    q, scale = operands.query, operands.multiplier
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
         q, scale = _scaled(plan, q, scale), 1.0
-    if not plan.facts.fits_sdpa:
-        q, k, v = (_fitted(plan, x) for x in (q, k, v))
-    elif len(plan.batch) == 1:
-        q, k, v = (q if q.ndim == 4 else q[None]), k[None], v[None]
-    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        # The kernel needs contiguous rows.
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    xp: Any = plan.xp
+    dtype = _kernel_dtype(plan)
+    arrays: Any = (q, operands.key, operands.values)
+    arrays = [x if x.dtype == dtype else xp.astype(x, dtype) for x in arrays]
+    arrays = [four_axes(plan, x, expand=True) for x in arrays]
+    if plan.head_dim != plan.n_values:  # the kernel needs equal widths, and products ignore zeros
+        width = max(x.shape[-1] for x in arrays)
+        arrays = [xp.nn.functional.pad(x, (0, width - x.shape[-1])) for x in arrays]
+    # It needs contiguous rows, too.
+    q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in arrays]
     return q, k, v, scale
 
 
@@ -188,17 +193,6 @@ def _scaled(plan: Plan, query: Any, scale: Any) -> Any:
         # PyTorch multiplies in the wider dtype, and rounds in the same pass over the memory.
         return plan.xp.mul(query, scale, out=query.new_empty(0))
     return plan.xp.astype(query, plan.compute) * scale
-
-
-def _fitted(plan: Plan, x: Any) -> Any:
-    """Queries, keys or values (batch, heads, rows, width) in the dtype of the kernel."""
-    import torch
-
-    dtype = _kernel_dtype(plan)
-    x = four_axes(plan, x if x.dtype == dtype else plan.xp.astype(x, dtype), expand=True)
-    # The kernel needs equal widths. Padding by zeros does not change products.
-    padding = max(plan.head_dim, plan.n_values or 0) - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, padding)) if padding > 0 else x
 
 
 def _with_nan(plan: Plan, out: Any, query: Any, key: Any, scale: float) -> Any:
@@ -214,7 +208,7 @@ def _with_nan(plan: Plan, out: Any, query: Any, key: Any, scale: float) -> Any:
         # It may be bfloat16, which NumPy does not have.
         numbers = out if out.dtype == plan.compute else out.to(plan.compute)
         first = numbers.numpy(force=True)[..., 0]
-        if count_nonzero(first) == first.size:
+        if np.count_nonzero(first) == first.size:
             return out
     # No product of the query with a key is larger in size, before and after the scale. Maxima do not
     # overflow as sums do, and the compiler makes the same code of them for all lengths.
@@ -271,27 +265,10 @@ def _state(plan: Plan, operands: Operands, order: float | None) -> Sums:
 
         return torch_operator.state(plan, operands, order)
     tiles = Tiles.of(plan, operands)
-    all_inputs = (tiles.query, *tiles.operands[1:4])
-    inputs = {name: x for name, x in zip(INPUTS, all_inputs, strict=True) if x is not None}
+    inputs = (tiles.query, *tiles.operands[1:4])
     # PyTorch saves the inputs. The object that it stores beside them must not hold them too, as that
     # would keep their autograd graph alive.
-    call = _Call(_replace_inputs(tiles, dict.fromkeys(INPUTS)), order, tuple(inputs))
-    return call.state(_recomputed().apply(call, *inputs.values()))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The parts of a call that autograd does not track."""
-
-    tiles: Tiles  # without inputs
-    order: float | None
-    names: tuple[str, ...]  # of the inputs
-
-    def with_inputs(self, inputs: Any) -> Tiles:
-        return _replace_inputs(self.tiles, dict(zip(self.names, inputs, strict=True)))
-
-    def state(self, fields: Any) -> Sums:
-        return state_of_fields(fields, "value" in self.names, self.order)
+    return Sums(*_recomputed().apply(_with_inputs(tiles, [None] * 4), order, *inputs))
 
 
 @functools.cache
@@ -300,52 +277,29 @@ def _recomputed() -> Any:
 
     class Recomputed(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, call: _Call, *inputs: Any) -> Any:
-            fields = _fields(forward(call.with_inputs(inputs), call.order))
-            ctx.save_for_backward(*inputs, *fields)
-            ctx.call = call
+        def forward(ctx: Any, tiles: Tiles, order: float | None, *inputs: Any) -> Any:
+            state = forward(_with_inputs(tiles, inputs), order)
+            ctx.tiles, ctx.order = tiles, order
+            ctx.save_for_backward(*inputs, *state)
             ctx.set_materialize_grads(False)
-            return tuple(fields)
+            return tuple(state)
 
         @staticmethod
         def backward(ctx: Any, *upstream: Any) -> Any:
-            call, n_inputs = ctx.call, len(ctx.call.names)
             saved = ctx.saved_tensors  # read once, as a checkpoint computes them for one reading
-            inputs, fields = saved[:n_inputs], saved[n_inputs:]
-            tiles = call.with_inputs(inputs)
-            # For a second derivative, and for batched gradients, PyTorch must record all tiles.
-            if torch.is_grad_enabled() or any(map(is_batched, upstream)):
-                return None, *_recorded_gradients(tiles, call.order, inputs, upstream)
-            wanted = [name for name, x in zip(call.names, inputs, strict=True) if x.requires_grad]
-            grads = backward(tiles, call.order, call.state(fields), call.state(upstream), wanted)
-            return None, *map(grads.get, call.names)
+            inputs, state, order = saved[:4], Sums(*saved[4:]), ctx.order
+            tiles = _with_inputs(ctx.tiles, inputs)
+            if is_recorded(upstream):
+                # By the generic pass, which stores all tiles, unlike the first derivative.
+                return None, None, *recorded_gradients(lambda: tiles.state(order), inputs, upstream)
+            wanted = [name for name, x in zip(INPUTS, inputs, strict=True) if wants_gradient(x)]
+            gradients = backward(tiles, order, state, Sums(*upstream), wanted)
+            return None, None, *map(gradients.get, INPUTS)
 
     return Recomputed
 
 
-def _recorded_gradients(tiles: Tiles, order: float | None, inputs: Any, upstream: Any) -> Any:
-    import torch
-
-    is_recorded = torch.is_grad_enabled()
-    # The generic pass is made of differentiable operations. It stores all tiles, unlike the first
-    # derivative.
-    with torch.enable_grad():
-        pairs = zip(_fields(tiles.state(order)), upstream, strict=True)
-    # The maximum and the normalizer do not require a gradient if only the values do.
-    used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
-    fields, grads = zip(*used, strict=True) if used else ((), ())
-    wanted = [x for x in inputs if x.requires_grad]
-    options = {"create_graph": is_recorded, "allow_unused": True}
-    found = iter(torch.autograd.grad(fields, wanted, grads, **options))
-    return [next(found) if x.requires_grad else None for x in inputs]
-
-
-def _fields(state: Sums) -> list[Any]:
-    return [x for x in state if x is not None]
-
-
-def _replace_inputs(tiles: Tiles, arrays: dict[str, Any]) -> Tiles:
-    """The tiles with other inputs."""
-    query = arrays.get("query", tiles.query)
-    others = {name: x for name, x in arrays.items() if name != "query"}
-    return tiles.replaced(query=query, operands=tiles.operands._replace(**others))
+def _with_inputs(tiles: Tiles, inputs: Sequence[Any]) -> Tiles:
+    """The tiles with other `INPUTS`, of which the query is the scaled one."""
+    operands = tiles.operands._replace(**dict(zip(INPUTS, inputs, strict=True)))
+    return tiles.replaced(query=inputs[0], operands=operands)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from isentropic._loops import is_differentiated, is_transformed, is_watched
@@ -12,8 +12,6 @@ from isentropic.masks import Frame
 
 # Why kernels of PyTorch do not compute a call whose `is_transformed` is true.
 TRANSFORMED = "some array is within a transformation of torch.func, or has a forward-mode derivative"
-# For tensors of up to this size a checksum by NumPy takes more time to start than to read the numbers.
-_TINY = 2**14
 
 
 class TorchFacts(Record):
@@ -24,9 +22,6 @@ class TorchFacts(Record):
     is_bias_differentiated: bool
     has_plain_tensors: bool  # whether all arrays are PyTorch's own tensors, and no mode watches them
     has_other_operations: bool  # whether the class of some tensor defines PyTorch's operations anew
-    fits_sdpa: bool  # whether query, key and value fit the kernel, up to a missing batch axis
-    is_tiny: bool  # whether query, key and value are small tensors of one shape, without gradients
-    kernel_factors: Any  # the plan's, as (1, 1, L, 1); None if it has none, or not `fits_sdpa`
 
     def settings(self) -> tuple[bool, ...] | None:
         """The settings of PyTorch on which the choice of the backend depends: the kernels of a GPU.
@@ -45,21 +40,11 @@ class TorchFacts(Record):
         )
 
 
-def torch_facts(
-    frame: Frame,
-    batch: tuple[int, ...],
-    compute: Any,
-    multiplier: Any,
-    inputs: Sequence[Any],
-    bias: Any,
-    arrays: Sequence[Any],
-) -> TorchFacts:
-    """The facts about query, key and value (`inputs`), the bias, and all tensors of a call."""
+def torch_facts(frame: Frame, bias: Any, arrays: Sequence[Any]) -> TorchFacts:
+    """The facts about the bias and all tensors of a call."""
     xp, is_eager = cast(Any, frame.xp), not frame.is_compiling
     kinds = {type(x) for x in arrays}
     usual = xp.Tensor.__torch_dispatch__
-    fits_sdpa = is_eager and _fits_sdpa(batch, compute, inputs)
-    has_factors = multiplier is not None and not isinstance(multiplier, float)
     return TorchFacts(
         is_on_accelerator=frame.device.type != "cpu",
         is_transformed=any(is_transformed(xp, x) for x in arrays),
@@ -68,26 +53,40 @@ def torch_facts(
         and not is_watched(imported_torch())
         and kinds <= {xp.Tensor, xp.nn.Parameter},
         has_other_operations=is_eager and any(x.__torch_dispatch__ is not usual for x in kinds),
-        fits_sdpa=fits_sdpa,
-        is_tiny=is_eager and _is_tiny(inputs) and not any(is_differentiated(xp, x) for x in arrays),
-        kernel_factors=multiplier[None, None] if fits_sdpa and has_factors else None,
     )
 
 
-def _fits_sdpa(batch: tuple[int, ...], compute: Any, inputs: Sequence[Any]) -> bool:
-    width = inputs[0].shape[-1]
-    are_alike = all(
-        x.dtype == compute and x.shape[:-2] == batch and x.shape[-1] == width for x in inputs
-    )
-    return are_alike and len(batch) in (1, 2)
+def wants_gradient(x: Any) -> bool:
+    """Whether an input of a function of PyTorch's autograd, or None, needs a gradient."""
+    return x is not None and x.requires_grad
 
 
-def _is_tiny(inputs: Sequence[Any]) -> bool:
-    return len(inputs) == 3 and inputs[0].numel() <= _TINY and len({x.shape for x in inputs}) == 1
+def is_recorded(upstream: Sequence[Any]) -> bool:
+    """Whether PyTorch must record all operations of a gradient.
 
-
-def is_batched(gradient: Any) -> bool:
-    """Whether it is one of several gradients at once (``is_grads_batched``)."""
+    It must for a second derivative, and for several gradients at once (``is_grads_batched``).
+    """
     import torch
 
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return torch.is_grad_enabled() or any(x is not None and is_batched(x) for x in upstream)
+
+
+def recorded_gradients(
+    function: Callable[[], Sequence[Any]], inputs: Sequence[Any], upstream: Sequence[Any]
+) -> list[Any]:
+    """The gradients of the inputs of ``function()``, such that they have derivatives themselves.
+
+    The function computes its results from the inputs by operations that PyTorch records. `upstream`
+    holds the gradients of the results. All may be None.
+    """
+    import torch
+
+    options = {"create_graph": torch.is_grad_enabled(), "allow_unused": True}
+    with torch.enable_grad():
+        pairs = zip(function(), upstream, strict=True)
+    # `torch.autograd.grad` refuses results without a gradient: a maximum, if only the values have one.
+    used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
+    results, grads = zip(*used, strict=True) if used else ((), ())
+    found = iter(torch.autograd.grad(results, list(filter(wants_gradient, inputs)), grads, **options))
+    return [next(found) if wants_gradient(x) else None for x in inputs]

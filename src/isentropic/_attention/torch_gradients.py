@@ -18,13 +18,14 @@ import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, cast
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 from isentropic._attention import tile
 from isentropic._attention.generic import Tiles, added_logits, tile_shape
 from isentropic._attention.plan import Plan
 from isentropic._attention.schedule import reach, visible_keys
-from isentropic._attention.tile import Sums, empty_state
+from isentropic._attention.tile import Sums
 from isentropic._attention.torch_ops import TorchOps
 from isentropic._entropy import slope_of_moment
 from isentropic._loops import (
@@ -36,6 +37,7 @@ from isentropic._loops import (
     take,
     without_autocast,
 )
+from isentropic._namespace import present
 
 # Products of a weight of 10^−37 with a key and a value of at most this size make no difference to a
 # gradient. A bias of at most this size hides no key.
@@ -48,10 +50,9 @@ INPUTS = ("query", "key", "value", "bias")
 def forward(tiles: Tiles, order: float | None) -> Sums:
     """The state in columns, relative to the maximum."""
     keep_freed_memory()
-    plan, shape = tiles.plan, (*tiles.plan.batch, tiles.plan.n_queries)
-    if 0 in (*shape, plan.n_keys):
-        kind = {"dtype": plan.compute, "device": plan.device}
-        return empty_state(plan.xp, shape, plan.n_values, order, **kind)
+    plan = tiles.plan
+    if 0 in (*plan.batch, plan.n_queries, plan.n_keys):
+        return tiles.empty(plan.n_values, order)
     work = _Forward.of(tiles, order)
     for rows in blocks(0, plan.n_queries, _tile_shape(plan)[0]):
         work.add_rows(rows)
@@ -76,20 +77,9 @@ def backward(
         return {name: plan.xp.zeros_like(_input(tiles, name)) for name in wanted}
     work = _Backward.of(tiles, order, wanted)
     for rows in blocks(0, plan.n_queries, _tile_shape(plan)[0]):
-        work.add_rows(rows, _state_of_rows(state, rows), _state_of_rows(upstream, rows))
+        part = partial(_rows_of, block=rows)
+        work.add_rows(rows, state.map(part), upstream.map(part))
     return {name: work.gradient(name, tiles) for name in wanted}
-
-
-def state_of_fields(fields: Any, has_value: bool, order: float | None) -> Sums:
-    """The state of the fields that there are: maximum, normalizer, values and moment."""
-    rest = iter(fields)
-    maximum, normalizer = next(rest), next(rest)
-    value = next(rest) if has_value else None
-    return Sums(maximum, normalizer, value, None if order is None else next(rest))
-
-
-def _state_of_rows(state: Sums, rows: Block) -> Sums:
-    return Sums(*(None if x is None else _rows_of(x, rows) for x in state))
 
 
 def _or_zero(gradient: Any, like: Any) -> Any:
@@ -139,33 +129,24 @@ class _Columns(NamedTuple):
     """Arrays (groups, keys, width) for a block of keys."""
 
     block: Block
-    key: Any
-    value: Any
+    arrays: dict[str, Any]  # the keys, and the values if there are any
     # The sums of the wanted gradients of keys and values. They are contiguous: PyTorch adds products to
     # contiguous arrays in one call of the BLAS, and to slices in one for each batch element.
     totals: dict[str, Any]
 
     @classmethod
-    def blocks_of(cls, key: Any, value: Any, size: int, wanted: Collection[str]) -> list[_Columns]:
-        columns = []
-        for block in blocks(0, key.shape[-2], size):
-            parts = {"key": _rows_of(key, block)}
-            if value is not None:
-                parts["value"] = _rows_of(value, block)
-            totals = {name: x.new_zeros(x.shape) for name, x in parts.items() if name in wanted}
-            columns.append(cls(block, parts["key"], parts.get("value"), totals))
-        return columns
+    def of(cls, block: Block, arrays: dict[str, Any], wanted: Collection[str]) -> _Columns:
+        parts = {name: _rows_of(x, block) for name, x in arrays.items()}
+        totals = {name: x.new_zeros(x.shape) for name, x in parts.items() if name in wanted}
+        return cls(block, parts, totals)
 
     def within(self, first: int, end: int) -> _Columns:
         """The part of the block in a range of keys, as views."""
         start, size = self.block
         first, end = max(first, start), min(end, start + size)
         part = (first - start, max(end - first, 0))
-        key, value, *totals = (
-            None if x is None else _rows_of(x, part)
-            for x in (self.key, self.value, *self.totals.values())
-        )
-        return _Columns((first, part[1]), key, value, dict(zip(self.totals, totals, strict=True)))
+        arrays, totals = ({name: _rows_of(x, part) for name, x in group.items()} for group in self[1:])
+        return _Columns((first, part[1]), arrays, totals)
 
 
 @dataclass(frozen=True)
@@ -183,13 +164,14 @@ class _Pass:
         plan, operands = tiles.plan, tiles.operands
         query: Any = tiles.query
         query = query.expand(*plan.batch, *query.shape[-2:])
-        key, value = (
-            None if x is None else x.to(plan.compute).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-            for x in _with_groups(plan, operands.key, operands.value)
-        )
-        are_ordinary = all(x is None or _is_ordinary(plan, x) for x in (key, value, operands.bias))
+        arrays = {
+            name: x.to(plan.compute).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+            for name, x in _with_groups(plan, present(key=operands.key, value=operands.value)).items()
+        }
+        every: Any = (*arrays.values(), *present(bias=operands.bias).values())
+        are_ordinary = all(_is_ordinary(plan, x) for x in every)
         row_size, column_size = _tile_shape(plan)
-        columns = _Columns.blocks_of(key, value, column_size, wanted)
+        columns = [_Columns.of(x, arrays, wanted) for x in blocks(0, plan.n_keys, column_size)]
         size = math.prod(plan.batch) * min(row_size, plan.n_queries) * min(column_size, plan.n_keys)
         ops = TorchOps(plan.xp, size, are_ordinary=are_ordinary)
         return cls(tiles.replaced(query=query), order, wanted, columns, ops)
@@ -205,7 +187,7 @@ class _Pass:
         plan = self.tiles.plan
         added = added_logits(plan, self.tiles.operands, rows, columns.block)
         visible = self.visible(rows, columns.block)
-        return tile.logits(self.ops, query, columns.key, plan.softcap, added, visible)
+        return tile.logits(self.ops, query, columns.arrays["key"], plan.softcap, added, visible)
 
     def visible(self, rows: Block, columns: Block) -> Any:
         """The keys of a tile that each query sees; None if the mask hides none."""
@@ -218,26 +200,23 @@ class _Forward(_Pass):
     @functools.cached_property
     def state(self) -> Sums:
         """The state of all queries, which `add_rows` fills."""
-        plan, query = self.tiles.plan, cast(Any, self.tiles.query)
-        widths = (1, 1, plan.n_values, None if self.order is None else 1)
-        shape = query.shape[:-1]
-        return Sums(*(None if n is None else query.new_empty((*shape, n)) for n in widths))
+        return self.tiles.empty(self.tiles.plan.n_values, self.order)
 
     def add_rows(self, rows: Block) -> None:
         """Compute the state of a block of queries."""
         query, state = _rows_of(self.tiles.query, rows).contiguous(), None
         for columns in self.columns_of(rows):
             s, _ = self.logits_and_tanh(rows, columns, query)
-            state = tile.absorb(self.ops, state, s, columns.value, self.order)
+            state = tile.absorb(self.ops, state, s, columns.arrays.get("value"), self.order)
         assert state is not None
         # The weights of keys whose logits are all −∞ may be the lowest ones in place of 0.
         is_empty = state.maximum == -math.inf
         for x in state[1:]:
             if x is not None:
                 x.masked_fill_(is_empty, 0.0)
-        for total, part in zip(_state_of_rows(self.state, rows), state, strict=True):
+        for total, part in zip(self.state, state, strict=True):
             if total is not None:
-                total.copy_(part)
+                _rows_of(total, rows).copy_(part)
 
 
 @dataclass(frozen=True)
@@ -282,7 +261,7 @@ class _Backward(_Pass):
         query_grad = torch.zeros_like(row.query)
         for columns in parts:
             ds = self.gradient_of_tile(rows, columns, row, largest)
-            query_grad = self.ops.add_weighted(query_grad, ds, columns.key)
+            query_grad = self.ops.add_weighted(query_grad, ds, columns.arrays["key"])
             if "key" in columns.totals:
                 self.ops.add_weighted_rows(columns.totals["key"], ds, row.query)
         if "query" in self.totals:
@@ -303,7 +282,8 @@ class _Backward(_Pass):
         """The gradient of the products of a tile. Those of its values and bias join the totals."""
         plan, ops = self.tiles.plan, self.ops
         s, tanh = self.logits_and_tanh(rows, columns, row.raw_query)
-        ds, p = tile.gradient(ops, s, row.maximum, columns.value, self.order, row.upstream)
+        value = columns.arrays.get("value")
+        ds, p = tile.gradient(ops, s, row.maximum, value, self.order, row.upstream)
         visible = self.visible(rows, columns.block) if row.may_be_nan else None
         if visible is not None:
             ops.zero_hidden(p, visible)
@@ -313,7 +293,7 @@ class _Backward(_Pass):
         if largest is not None:
             _add_at(largest - columns.block[0], row.excess, ds)
         if "bias" in self.totals:
-            part: Any = take(_rows_of(self.totals["bias"], rows), columns.block, -1)
+            part = take(_rows_of(self.totals["bias"], rows), columns.block, -1)
             part.add_(ds.sum_to_size(part.shape))
         return tile.gradient_of_products(ops, ds, tanh, plan.softcap)
 
@@ -354,12 +334,12 @@ def _input(tiles: Tiles, name: str) -> Any:
     return tiles.query if name == "query" else getattr(tiles.operands, name)
 
 
-def _with_groups(plan: Plan, *arrays: Any) -> list[Any]:
+def _with_groups(plan: Plan, arrays: dict[str, Any]) -> dict[str, Any]:
     """Keys and values with all batch axes, where several heads may still share the same ones."""
     if not plan.batch:
-        return list(arrays)
-    heads = max(x.shape[-3] for x in arrays if x is not None)
-    return [None if x is None else x.expand(*plan.batch[:-1], heads, *x.shape[-2:]) for x in arrays]
+        return arrays
+    batch = (*plan.batch[:-1], max(x.shape[-3] for x in arrays.values()))
+    return {name: x.expand(*batch, *x.shape[-2:]) for name, x in arrays.items()}
 
 
 def _rows_of(x: Any, block: Block) -> Any:

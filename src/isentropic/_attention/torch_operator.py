@@ -21,7 +21,7 @@ from isentropic._attention import numpy, triton
 from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, finite, prepare
 from isentropic._attention.tile import Sums
-from isentropic._attention.torch_gradients import INPUTS, backward, forward, state_of_fields
+from isentropic._attention.torch_gradients import INPUTS, backward, forward
 from isentropic._numerics import lift
 from isentropic.masks import Description, describe, from_description
 
@@ -63,7 +63,9 @@ class Call(NamedTuple):
         return triton.takes(plan, self.order)
 
     def state(self, fields: Sequence[Any]) -> Sums:
-        return state_of_fields(fields, self.value is not None, self.order)
+        """The state of the fields that are not None."""
+        rest, has_field = iter(fields), (True, True, self.value is not None, self.order is not None)
+        return Sums(*(next(rest) if has else None for has in has_field))
 
 
 @torch.compiler.assume_constant_result

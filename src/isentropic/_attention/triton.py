@@ -20,7 +20,7 @@ from isentropic import _triton_launch
 from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._attention.tile import Sums, absorb, gradient, logits, output_of_columns
-from isentropic._attention.torch_facts import TRANSFORMED, is_batched
+from isentropic._attention.torch_facts import TRANSFORMED, is_recorded, recorded_gradients
 from isentropic._entropy import INFINITE_ORDER, is_far_from_1, slope_of_moment
 from isentropic._loops import is_gpu, is_installed
 from isentropic._namespace import Array, is_jax, is_symbolic, is_torch, to_numpy
@@ -53,7 +53,36 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
     """The reason why the Triton kernels do not compute a call, or None."""
-    xp = plan.xp
+    reason = _reason_against_triton(plan) or _reason_against_call(plan, order)
+    return reason if reason is not None or is_named else opt_in_reason(plan)
+
+
+def _reason_against_call(plan: Plan, order: float | None) -> str | None:
+    """The reason why there is no kernel for the options, dtype or sizes of a call, or None."""
+    if order is not None and not (order > 0 and (order == 1 or is_far_from_1(order))):
+        return "it computes no entropies of order 0 or near 1"
+    if not plan.has_interval_mask:
+        return "a query may see keys with gaps between them"
+    if plan.has_bias and (plan.library == "jax" or (plan.facts and plan.facts.is_bias_differentiated)):
+        return "it does not compute the gradient of a bias, for which JAX may ask"
+    if plan.dtype not in _dtypes(plan):
+        return "it has no float64"
+    width = max(plan.head_dim, plan.n_values or 0)
+    if not 0 < plan.head_dim <= _MAX_WIDTH or plan.n_values == 0 or width > _MAX_WIDTH:
+        return f"queries or values do not have 1 to {_MAX_WIDTH} features"
+    if plan.dtype == plan.xp.float32 and width > _MAX_FLOAT32_WIDTH:
+        return f"heads of float32 have more than {_MAX_FLOAT32_WIDTH} features"
+    return "there are no queries" if 0 in (*plan.batch, plan.n_queries) else None
+
+
+def _dtypes(plan: Plan) -> list[Any]:
+    # The last one is bfloat16, which not every library has.
+    names = ("float32", "float16", "bfloat16")
+    return [getattr(plan.xp, name) for name in names if hasattr(plan.xp, name)]
+
+
+def _reason_against_triton(plan: Plan) -> str | None:
+    """The reason why no kernel at all can be launched for the arrays of a call, or None."""
     if plan.library not in ("torch", "cupy", "jax"):
         return "the arrays are not PyTorch's, CuPy's or JAX's"
     # First, because torch.compile cannot trace what follows.
@@ -65,33 +94,19 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "jax-triton is not installed: pip install jax-triton"
     if plan.library == "torch" and plan.facts.is_transformed:
         return TRANSFORMED
-    # The last one is bfloat16, which not every library has.
-    dtypes = [getattr(xp, name) for name in ("float32", "float16", "bfloat16") if hasattr(xp, name)]
     if is_interpreted():
-        if plan.dtype in dtypes[2:]:
+        if plan.dtype in _dtypes(plan)[2:]:
             return "the interpreter of Triton does not multiply matrices of bfloat16"
-    elif not _is_on_gpu(plan):
+        return None
+    if not _is_on_gpu(plan):
         return "the arrays are not on a GPU of NVIDIA or AMD"
-    elif gpu_kind(xp, plan.device) == "old":
+    if gpu_kind(plan.xp, plan.device) == "old":
         return "the GPU is too old: the kernels need one of compute capability 8.0 or more"
-    if order is not None and not (order > 0 and (order == 1 or is_far_from_1(order))):
-        return "it computes no entropies of order 0 or near 1"
-    if not plan.has_interval_mask:
-        return "a query may see keys with gaps between them"
-    if plan.has_bias and (plan.library == "jax" or (plan.facts and plan.facts.is_bias_differentiated)):
-        return "it does not compute the gradient of a bias, for which JAX may ask"
-    if plan.dtype not in dtypes:
-        return "it has no float64"
-    width = max(plan.head_dim, plan.n_values or 0)
-    if not 0 < plan.head_dim <= _MAX_WIDTH or plan.n_values == 0 or width > _MAX_WIDTH:
-        return f"queries or values do not have 1 to {_MAX_WIDTH} features"
-    if plan.dtype == xp.float32 and width > _MAX_FLOAT32_WIDTH:
-        return f"heads of float32 have more than {_MAX_FLOAT32_WIDTH} features"
-    return "there are no queries" if 0 in (*plan.batch, plan.n_queries) else None
+    return None
 
 
-def opt_in_reason(plan: Plan, order: float | None) -> str | None:
-    """The reason why the Triton kernels do not compute a call that does not name them, or None.
+def opt_in_reason(plan: Plan) -> str | None:
+    """The reason why the Triton kernels compute a call only if it names them, or None.
 
     A pass over tiles of separate operations takes tens of times as long on a GPU. So the kernels need
     no timing on each card to be preferred to it. They have to be right there, which a self-test shows.
@@ -110,7 +125,7 @@ def opt_in_reason(plan: Plan, order: float | None) -> str | None:
 
 def takes(plan: Plan, order: float | None) -> bool:
     """Whether the kernels compute a call that does not name them."""
-    return unsupported_reason(plan, order, False) is None and opt_in_reason(plan, order) is None
+    return unsupported_reason(plan, order, False) is None
 
 
 def _is_on_gpu(plan: Plan) -> bool:
@@ -428,33 +443,31 @@ def spread(plan: Plan, operands: Operands) -> Sums:
     return Sums(*(plan.xp.reshape(x, (*plan.batch, *x.shape[-2:])) for x in columns))
 
 
-def _forward(setting: Setting, blocks: Blocks, *, has_square: bool = False) -> tuple[Any, ...]:
-    """Output, maximum, normalizer, moment and Σ eˣ x²; what is not asked for is not written."""
+def _forward(
+    setting: Setting, blocks: Blocks, *, has_square: bool = False, repaired: Any = None
+) -> tuple[Any, ...]:
+    """Output, maximum, normalizer, moment and Σ eˣ x²; what is not asked for is not written.
+
+    If an output is to be `repaired`, its rows that are not finite are computed again, in place.
+    """
     from isentropic._attention.triton_kernels import attention_kernel
 
-    xp, (batch, heads, n_queries, _) = setting.xp, blocks.query.shape
-    column, has_moment = (batch, heads, n_queries, 1), setting.has_moment
+    is_repair, (batch, heads, n_queries, _) = repaired is not None, blocks.query.shape
     # Kernels need all outputs. One that they do not write has a single number.
-    shape = (1,) * 4 if blocks.value is None else (*column[:3], blocks.value.shape[-1])
+    column, one = (batch, heads, n_queries, 1), (1,)
+    shape = one * 4 if blocks.value is None else (*column[:3], blocks.value.shape[-1])
+    are_written = (not is_repair, not is_repair, setting.has_moment, has_square)
+    columns = [Output(column if is_written else one, setting.xp.float32) for is_written in are_written]
+    steps = _strides(repaired) if is_repair else _strides_of(shape)
     return _launch(
         setting, attention_kernel, batch * heads, n_queries, blocks, (),
-        [
-            Output(shape, setting.out_dtype),
-            Output(column, xp.float32),
-            Output(column, xp.float32),
-            Output(column if has_moment else (1,), xp.float32),
-            Output(column if has_square else (1,), xp.float32),
-        ],
+        [repaired if is_repair else Output(shape, setting.out_dtype), *columns],
         {
-            "ORDER": setting.order if has_moment else 0.0, "HAS_SQUARE": has_square,
-            "IS_REPAIR": False,
+            "ORDER": setting.order if setting.has_moment else 0.0, "HAS_SQUARE": has_square,
+            "IS_REPAIR": is_repair,
         },
-        _numbers_of_output(_strides_of(shape)),
+        {"o_batch": steps[0], "o_head": steps[1], "o_row": steps[2]},
     )  # fmt: skip
-
-
-def _numbers_of_output(strides: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(("o_batch", "o_head", "o_row"), strides, strict=False))
 
 
 def can_repair(plan: Plan) -> bool:
@@ -471,19 +484,7 @@ def repair(plan: Plan, operands: Operands, out: Any) -> None:
     all is finite this takes one pass over the output.
     """
     setting, arrays, others = _call_of(plan, operands, None, out.dtype, False)
-    repair_blocks(setting, blocks_of(arrays, others), out)
-
-
-def repair_blocks(setting: Setting, blocks: Blocks, out: Any) -> None:
-    from isentropic._attention.triton_kernels import attention_kernel
-
-    batch, heads, n_queries, _ = out.shape
-    _launch(
-        setting, attention_kernel, batch * heads, n_queries, blocks, (),
-        [out, *[Output((1,), setting.xp.float32)] * 4],
-        {"ORDER": 0.0, "HAS_SQUARE": False, "IS_REPAIR": True},
-        _numbers_of_output(_strides(out)),
-    )  # fmt: skip
+    _forward(setting, blocks_of(arrays, others), repaired=out)
 
 
 @functools.cache
@@ -533,12 +534,8 @@ def finite_rows(x: Any) -> tuple[Any, Any]:
 
 def has_finite_rows(plan: Plan) -> bool:
     """Whether `finite_rows` is at hand for a call, by default."""
-    if plan.library != "torch" or plan.frame.is_compiling or not _is_on_gpu(plan):
-        return False
-    dtypes = (plan.xp.float32, plan.xp.float16, plan.xp.bfloat16)
-    is_able = is_installed("triton") and plan.dtype in dtypes and not plan.facts.is_transformed
-    is_new = is_able and gpu_kind(plan.xp, plan.device) != "old"
-    return is_new and opt_in_reason(plan, None) is None
+    is_able = _reason_against_triton(plan) is None and plan.dtype in _dtypes(plan)
+    return is_able and opt_in_reason(plan) is None
 
 
 @_merging_batches
@@ -633,9 +630,8 @@ def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tup
     """
     xp, (_, maximum, z, moment), order = setting.xp, results, setting.order
     _, maximum_grad, z_grad, moment_grad = upstream
-    constant, slope = None, None
-    of_normalizer = [] if z_grad is None else [z_grad * z]
-    parts = [*of_normalizer]
+    slope, terms = None, [] if z_grad is None else [z_grad * z]
+    parts = [*terms]
     if order is not None:
         w_grad = xp.zeros_like(z) if moment_grad is None else moment_grad
         # At order 1 the derivative of eˣ x has a term eˣ. At order ∞ the moment is the normalizer.
@@ -643,14 +639,12 @@ def gradient_terms(setting: Setting, results: Results, upstream: Results) -> tup
             parts.append(w_grad * z)
         if setting.has_moment:
             slope = w_grad * (z if order == 1 else order)
-    if parts:
-        constant = sum(parts)
+    constant = sum(parts) if parts else None
     if not setting.is_maximum_differentiated or all(x is None for x in upstream[1:]):
         return constant, slope, None
     rest = xp.zeros_like(z) if maximum_grad is None else maximum_grad
     # The sum of the sizes of the terms tells which part of `rest` is rounding.
     magnitude = xp.abs(rest)
-    terms = of_normalizer
     if order is not None and moment_grad is not None:
         terms.append(moment_grad * slope_of_moment(z, moment, order))
     for term in terms:
@@ -739,9 +733,10 @@ def _on_torch() -> Any:
             arrays, results = Arrays(*saved[:4]), Results(*saved[4:])
             are_keys = any(ctx.needs_input_grad[3:5])
             call = (ctx.setting._replace(are_keys_differentiated=are_keys), arrays, ctx.others)
-            # For a second derivative, and for batched gradients, PyTorch must record all tiles.
-            if torch.is_grad_enabled() or any(map(is_batched, upstream)):
-                return None, None, *_recorded_gradients(*call, upstream)
+            if is_recorded(upstream):
+                of_results = _with_batch(ctx.others.plan, Results(*upstream))
+                found = recorded_gradients(lambda: _by_operations(*call), arrays, of_results)
+                return None, None, *found
             return None, None, *gradients(*call, results, Results(*upstream))
 
     return Attend
@@ -755,23 +750,6 @@ def _by_operations(setting: Setting, arrays: Arrays, others: Others) -> Results:
     sums = Tiles.of(plan, operands).state(setting.order)
     out = None if value is None else plan.xp.astype(output_of_columns(plan.xp, sums), setting.out_dtype)
     return Results(out, sums.maximum, sums.normalizer, sums.weighted_score)
-
-
-def _recorded_gradients(setting: Setting, arrays: Arrays, others: Others, upstream: Any) -> list[Any]:
-    """The gradients in PyTorch, such that they have derivatives themselves."""
-    import torch
-
-    is_recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        results = _by_operations(setting, arrays, others)
-    pairs = zip(results, _with_batch(others.plan, Results(*upstream)), strict=True)
-    # `torch.autograd.grad` refuses results without a gradient.
-    used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
-    wanted = [x for x in arrays if x is not None and x.requires_grad]
-    fields, grads = zip(*used, strict=True) if used else ((), ())
-    options = {"create_graph": is_recorded, "allow_unused": True}
-    found = iter(torch.autograd.grad(fields, wanted, grads, **options))
-    return [None if x is None or not x.requires_grad else next(found) for x in arrays]
 
 
 def _on_jax(setting: Setting, others: Others) -> Any:

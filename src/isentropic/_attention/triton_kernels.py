@@ -205,19 +205,28 @@ def load_bias(BIAS, row, column, b_row, b_column, L, S, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
+def bounds_of_loop(low, all_low, all_high, high, ALL_SEEN: tl.constexpr):
+    """low, skipped, resumed, high: a loop from `low` to `high` jumps from `skipped` to `resumed`.
+
+    It covers the tiles from `all_low` to `all_high` if ALL_SEEN, and otherwise those on both sides of
+    them. So its body, which is long, is compiled once for both sides.
+    """
+    if ALL_SEEN:
+        return all_low, all_low, all_low, all_high
+    else:
+        return low, all_low, all_high, high
+
+
+@triton.jit
 def add_keys(
     q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
-    low, skipped, resumed, high, maximum, normalizer, moment, square, total,
+    low, all_low, all_high, high, maximum, normalizer, moment, square, total,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr, ORDER: tl.constexpr, HAS_SQUARE: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, COLUMNS: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """The sums, and those of the tiles from `low` to `skipped` and from `resumed` to `high`.
-
-    ALL_SEEN if all queries see all keys of these tiles.
-    """
-    # One loop covers the tiles on both sides of those that all queries see in full. It jumps from
-    # `skipped` to `resumed`, so its body, which is long, is compiled once for them.
+    """The sums, and those of the tiles that all queries see in full (ALL_SEEN), or of the others."""
+    low, skipped, resumed, high = bounds_of_loop(low, all_low, all_high, high, ALL_SEEN)
     for position in range(low, high - resumed + skipped, COLUMNS):
         block = tl.where(position < skipped, position, position - skipped + resumed)
         column = block + tl.arange(0, COLUMNS)
@@ -328,18 +337,13 @@ def attention_kernel(
     square = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
 
-    maximum, normalizer, moment, square, total = add_keys(
-        q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
-        low, all_low, all_high, high, maximum, normalizer, moment, square, total,
-        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, HAS_SQUARE, SOFTCAP, PRECISION,
-        COLUMNS, False,
-    )  # fmt: skip
-    maximum, normalizer, moment, square, total = add_keys(
-        q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
-        all_low, all_low, all_low, all_high, maximum, normalizer, moment, square, total,
-        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, HAS_SQUARE, SOFTCAP, PRECISION,
-        COLUMNS, True,
-    )  # fmt: skip
+    for ALL_SEEN in tl.static_range(2):
+        maximum, normalizer, moment, square, total = add_keys(
+            q, factor, row, first, end, K, V, BIAS, k_row, v_row, b_row, b_column, L, S,
+            low, all_low, all_high, high, maximum, normalizer, moment, square, total,
+            WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, HAS_SQUARE, SOFTCAP, PRECISION,
+            COLUMNS, ALL_SEEN,
+        )  # fmt: skip
 
     is_empty = normalizer == 0
     out = total / tl.where(is_empty, 1.0, normalizer)[:, None]
@@ -391,12 +395,13 @@ def gradient_of_logits(
 @triton.jit
 def add_keys_to_gradient(
     q, g, factor, row, first, end, reference, inverse, constant, moment_slope, rest, largest,
-    K, V, BIAS, k_row, v_row, b_row, b_column, L, S, low, skipped, resumed, high, dq,
+    K, V, BIAS, k_row, v_row, b_row, b_column, L, S, low, all_low, all_high, high, dq,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr, HAS_REST: tl.constexpr,
     PRECISION: tl.constexpr, COLUMNS: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of scaled queries, and the share of tiles of keys; see `add_keys`."""
+    low, skipped, resumed, high = bounds_of_loop(low, all_low, all_high, high, ALL_SEEN)
     for position in range(low, high - resumed + skipped, COLUMNS):
         block = tl.where(position < skipped, position, position - skipped + resumed)
         column = block + tl.arange(0, COLUMNS)
@@ -501,18 +506,13 @@ def queries_kernel(
         tl.store(DELTA + at_row, constant, mask=is_row)
 
     dq = tl.zeros((ROWS, WIDTH), tl.float32)
-    dq = add_keys_to_gradient(
-        q, g, factor, row, first, end, reference, inverse, constant, moment_slope, rest, largest,
-        K, V, BIAS, k_row, v_row, b_row, b_column, L, S, low, all_low, all_high, high, dq,
-        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, HAS_REST, PRECISION, COLUMNS,
-        False,
-    )  # fmt: skip
-    dq = add_keys_to_gradient(
-        q, g, factor, row, first, end, reference, inverse, constant, moment_slope, rest, largest,
-        K, V, BIAS, k_row, v_row, b_row, b_column, L, S, all_low, all_low, all_low, all_high, dq,
-        WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, HAS_REST, PRECISION, COLUMNS,
-        True,
-    )  # fmt: skip
+    for ALL_SEEN in tl.static_range(2):
+        dq = add_keys_to_gradient(
+            q, g, factor, row, first, end, reference, inverse, constant, moment_slope, rest, largest,
+            K, V, BIAS, k_row, v_row, b_row, b_column, L, S, low, all_low, all_high, high, dq,
+            WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_MASK, ORDER, SOFTCAP, HAS_REST, PRECISION,
+            COLUMNS, ALL_SEEN,
+        )  # fmt: skip
     if HAS_FACTOR:
         if HAS_MASK:  # a query that is not finite may see no key
             q = without_nan(q)
@@ -525,7 +525,7 @@ def queries_kernel(
 @triton.jit
 def add_queries(
     k, v, column, Q, G, BIAS, FACTOR, FIRST, END, MAXIMUM, NORMALIZER, DELTA, SLOPE, REST, LARGEST,
-    q_row, b_row, b_column, f_row, L, S, scale, low, skipped, resumed, high, dk, dv,
+    q_row, b_row, b_column, f_row, L, S, scale, low, all_low, all_high, high, dk, dv,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr, ORDER: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_REST: tl.constexpr, HAS_CONSTANT: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -536,6 +536,7 @@ def add_queries(
     The tiles are transposed, (keys, queries), so that weights and gradients are first factors of
     products, which tensor cores can read from registers.
     """
+    low, skipped, resumed, high = bounds_of_loop(low, all_low, all_high, high, ALL_SEEN)
     for position in range(low, high - resumed + skipped, ROWS):
         block = tl.where(position < skipped, position, position - skipped + resumed)
         row = block + tl.arange(0, ROWS)
@@ -641,20 +642,14 @@ def keys_kernel(
         if HAS_MASK:
             firsts += batch * i_batch + head * i_head
             ends += batch * i_batch + head * i_head
-        dk, dv = add_queries(
-            k, v, column, q_rows, g_rows, biases, factors, firsts, ends, MAXIMUM + at_row,
-            NORMALIZER + at_row, DELTA + at_row, SLOPE + at_row, REST + at_row, LARGEST + at_row,
-            q_row, b_row, b_column, f_row, L, S, scale, low, all_low, all_high, high, dk, dv,
-            WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_FACTOR, HAS_MASK, ORDER, SOFTCAP, HAS_REST,
-            HAS_CONSTANT, PRECISION, ROWS, False,
-        )  # fmt: skip
-        dk, dv = add_queries(
-            k, v, column, q_rows, g_rows, biases, factors, firsts, ends, MAXIMUM + at_row,
-            NORMALIZER + at_row, DELTA + at_row, SLOPE + at_row, REST + at_row, LARGEST + at_row,
-            q_row, b_row, b_column, f_row, L, S, scale, all_low, all_low, all_low, all_high, dk, dv,
-            WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_FACTOR, HAS_MASK, ORDER, SOFTCAP, HAS_REST,
-            HAS_CONSTANT, PRECISION, ROWS, True,
-        )  # fmt: skip
+        for ALL_SEEN in tl.static_range(2):
+            dk, dv = add_queries(
+                k, v, column, q_rows, g_rows, biases, factors, firsts, ends, MAXIMUM + at_row,
+                NORMALIZER + at_row, DELTA + at_row, SLOPE + at_row, REST + at_row, LARGEST + at_row,
+                q_row, b_row, b_column, f_row, L, S, scale, low, all_low, all_high, high, dk, dv,
+                WIDTH, VALUE_WIDTH, HAS_VALUE, HAS_BIAS, HAS_FACTOR, HAS_MASK, ORDER, SOFTCAP, HAS_REST,
+                HAS_CONSTANT, PRECISION, ROWS, ALL_SEEN,
+            )  # fmt: skip
 
     store_rows(DK + sequence * S * WIDTH, dk, start, WIDTH, S, COLUMNS, WIDTH)
     if HAS_VALUE:
