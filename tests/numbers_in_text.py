@@ -174,6 +174,32 @@ def rotate() -> dict[str, str]:
     }
 
 
+def quantize() -> dict[str, str]:
+    from statistics import fmean
+
+    import quantized_model
+    import quantized_search
+    from experiment import load
+
+    texts, numbers = load("quantized_model")["texts"].values(), {}
+    for bits in quantized_model.BITS:
+        cells = [[text[f"{kind} {bits}"]["loss"] for text in texts] for kind in quantized_model.KINDS]
+        numbers[f"loss-{bits}"] = " | ".join(f"{fmean(x):+.2f}" for x in cells)
+    results = load("quantized_search")
+    found = {(x["name"], x["bits"]): x for x in results["rows"]}
+    names = ("isentropic, unbiased, centered", "faiss, RaBitQ, centered", "faiss, EDEN, centered")
+    for bits in (1, 2, 4):
+        rows = [found[name, bits] for name in (*names, "faiss, product quantizer")]
+        numbers[f"recall-{bits}"] = " | ".join(
+            f"{100 * fmean(x['recall']):.1f} %, {x['bytes']} bytes" for x in rows
+        )
+    kept = (fmean(found[name, 2]["recall"]) for name in (quantized_search.OURS, "isentropic, mse"))
+    plain, mse = (f"{100 * x:.1f} %" for x in kept)
+    numbers["found"] = f'{plain} of the neighbors, and "mse" {mse}'
+    ratios = quantized_search.ratios(results).values()
+    return numbers | {"ratios": f"{min(ratios):.2f} to {max(ratios):.2f}"}
+
+
 def reduce_dimension() -> dict[str, str]:
     from experiment import load
     from report import shown

@@ -26,6 +26,7 @@ PAGES = {
     "docs/performance.md": "numbers_in_text.performance",
     "docs/how-to/reduce-dimension.md": "numbers_in_text.reduce_dimension",
     "docs/how-to/rotate.md": "numbers_in_text.rotate",
+    "docs/how-to/quantize.md": "numbers_in_text.quantize",
     "docs/explanation/what-holds.md": "numbers_in_text.what_holds",
     "docs/explanation/johnson-lindenstrauss.md": "numbers_in_text.johnson_lindenstrauss",
     "docs/explanation/ledger.md": "ledger_page.texts",
