@@ -297,16 +297,13 @@ def picture(results: dict[str, Any]) -> Figure:
     figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
     places = range(len(results["arms"]))
     for shift, when, label in (
-        (-0.17, "early", f"8 codes, n ≤ {TRAINED}"),
-        (0.17, "late", f"16 codes, n = {results['length']}"),
+        (-0.1, "early", f"8 codes, n ≤ {TRAINED}"),
+        (0.1, "late", f"16 codes, n = {results['length']}"),
     ):
         means = [
             decide([x[when]["loss"] for x in found.values()], 0) for found in results["arms"].values()
         ]
-        axis.bar(
-            [x + shift for x in places], [x.mean for x in means], 0.32,
-            yerr=[x.high - x.mean for x in means], capsize=3, label=label,
-        )  # fmt: skip
+        experiment.plot_intervals(axis, [x + shift for x in places], means, capsize=3, label=label)
     axis.set_xticks(list(places), [textwrap.fill(arm, 12) for arm in results["arms"]])
     axis.set_ylabel("nats per digit")
     axis.margins(y=0.2)
