@@ -181,6 +181,9 @@ def quantize() -> dict[str, str]:
     import quantized_search
     from experiment import load
 
+    from isentropic.jl import quantizer
+    from isentropic.jl._codebooks import codebook
+
     texts, numbers = load("quantized_model")["texts"].values(), {}
     for bits in quantized_model.BITS:
         cells = [[text[f"{kind} {bits}"]["loss"] for text in texts] for kind in quantized_model.KINDS]
@@ -196,6 +199,21 @@ def quantize() -> dict[str, str]:
     kept = (fmean(found[name, 2]["recall"]) for name in (quantized_search.OURS, "isentropic, mse"))
     plain, mse = (f"{100 * x:.1f} %" for x in kept)
     numbers["found"] = f'{plain} of the neighbors, and "mse" {mse}'
+    many, bits = 10**6, (1, 2, 3, 4)
+    errors = [codebook(many, b).error for b in bits]
+    of_signs = quantizer(100, 1, kind="sign", n_components=1, rng=0).expected_error().inner ** 2
+    two_stages = [math.pi / 2 * x for x in (1.0, *errors[:3])]
+    unbiased = [x / (1 - x) for x in errors]
+    worse = [a / b for a, b in zip(two_stages, unbiased, strict=True)]
+    numbers |= {
+        "mse": ", ".join(f"{x:.4f}" for x in errors),
+        "two-stages": ", ".join(f"{x:.3f}" for x in two_stages),
+        "unbiased": ", ".join(f"{x:.3f}" for x in unbiased),
+        "worse": f"{min(worse):.1f} to {max(worse):.1f}",
+        "drive": f"{unbiased[0]:.4f}",
+        "rabitq": " to ".join(f"{codebook(d, 1).values[1]:.4f}" for d in (100, many)),
+        "qjl": f"{of_signs:.3f}",
+    }
     ratios = quantized_search.ratios(results).values()
     return numbers | {"ratios": f"{min(ratios):.2f} to {max(ratios):.2f}"}
 
