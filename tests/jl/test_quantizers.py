@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import isentropic as it
+from isentropic.jl import _quantizers
 from isentropic.jl._quantizers import BITS, QuantizedVectors
 
 GOLDEN = Path(__file__).with_name("quantizer_bytes.json")
@@ -265,3 +266,19 @@ class TestTraces:
         compiled = torch.compile(lambda x: tuple(f.encode(x)[:2]), fullgraph=True, backend="eager")
         for got, wanted in zip(compiled(x.detach()), expected[:2], strict=True):
             assert torch.equal(got, wanted)
+
+    def test_torch_may_round_products(self, rng):
+        torch = pytest.importorskip("torch")
+        x = rng.normal(size=(300, 128)).astype(np.float32)
+        before = torch.get_float32_matmul_precision()
+        for kind, bits in (("mse", 4), ("sign", 1)):
+            expected = it.jl.quantizer(128, bits, kind=kind, rng=0).encode(x)
+            f = it.jl.quantizer(128, bits, kind=kind, rng=0, like=torch.empty(0))
+            try:
+                torch.set_float32_matmul_precision("medium")
+                assert _quantizers._exact_dtype(f._namespace()) == torch.float64
+                got = f.encode(torch.from_numpy(x))
+            finally:
+                torch.set_float32_matmul_precision(before)
+            np.testing.assert_array_equal(got.codes.numpy(), expected.codes)
+            np.testing.assert_array_equal(got.scales.numpy(), expected.scales)

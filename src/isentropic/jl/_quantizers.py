@@ -23,6 +23,8 @@ from isentropic._namespace import (
     accumulator,
     common_device,
     equal_by_value,
+    imported_torch,
+    is_torch,
     leaves_of,
     namespace,
     namespace_with_drawn,
@@ -253,7 +255,8 @@ class Quantizer(_QuantizerArrays):
     ) -> tuple[Callable[[Array], Array], float]:
         """`map` times a factor, on rows of integers whose norm is so small that all sums are exact."""
         signs = [xp.astype(x[0, :], xp.float32, copy=False) for x in self.map.signs]
-        factors = [xp.astype(x, xp.float32, copy=False) for x in self.map.factors]
+        dtype = _exact_dtype(xp)
+        factors = [xp.astype(x, dtype, copy=False) for x in self.map.factors]
         # ±1 in place of ±1/√m
         factors = [xp.round(x * math.sqrt(x.shape[0])) for x in factors]
         order, d = self.map._order, self.n_features
@@ -263,13 +266,11 @@ class Quantizer(_QuantizerArrays):
         def rotate(u: Array) -> Array:
             for sign in signs:
                 u = u * sign[None, :]
-                y = apply_kronecker(xp, factors, u[:, :order], 1)
-                y = xp.round(y * 2.0**-shift)
-                u = (
-                    y
-                    if order == d
-                    else xp.concat((xp.round(u[:, order:] * float(np.float32(gain))), y), axis=1)
-                )
+                y = apply_kronecker(xp, factors, xp.astype(u[:, :order], dtype, copy=False), 1)
+                y = xp.round(xp.astype(y, xp.float32, copy=False) * 2.0**-shift)
+                if order < d:  # the next round begins with the coordinates that this one left out
+                    y = xp.concat((xp.round(u[:, order:] * float(np.float32(gain))), y), axis=1)
+                u = y
             return u
 
         return rotate, gain ** len(signs)
@@ -324,13 +325,16 @@ class SignQuantizer(Quantizer):
         d, k = self.n_features, self.map.n_components
         weights = xp.astype(self.map.weights, xp.float32, copy=False)
         entries = xp.matrix_transpose(xp.round(weights * 2.0**_SIGN_GRID))
+        dtype = _exact_dtype(xp)
+        entries = xp.astype(entries, dtype, copy=False)
         # A row of the map has a norm of about √d 2⁸, and at most 8 √d + 100 times 2⁸.
         norm_bits = math.floor(23.9 - _SIGN_GRID - math.log2(math.sqrt(d) + 12))
 
         def encode(rows: Array) -> tuple[Array, Array]:
             u, unit = _integers(xp, rows, 20)
             norm, power, _ = root_of_squares(xp, u)
-            y = product(xp, xp.round(u * 2.0 ** (norm_bits - 20)), entries)
+            u = xp.round(u * 2.0 ** (norm_bits - 20))
+            y = product(xp, xp.astype(u, dtype, copy=False), entries)
             codes = xp.astype(y >= 0, xp.int32)
             return codes, unit((norm * float(np.float32(math.sqrt(math.pi / 2) / k))) * power)
 
@@ -525,6 +529,19 @@ def quantizer(
     values = np.round(codebook(n_features, int(bits)).values * 2.0**_GRID) * 2.0**-_GRID
     made = UnbiasedQuantizer if kind == "unbiased" else Quantizer
     return made(rotation, convert_draw(values, like, is_wide=True))
+
+
+def _exact_dtype(xp: ModuleType) -> Any:
+    """The dtype of products of integers below 2²⁴.
+
+    PyTorch rounds the operands of float32 to fewer bits (TF32, bfloat16) where the user lets it.
+    """
+    if not is_torch(xp):
+        return xp.float32
+    torch = imported_torch()
+    # A graph cannot ask for the setting, and outlives it.
+    is_kept = not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() == "highest"
+    return xp.float32 if is_kept else xp.float64
 
 
 def _integers(xp: ModuleType, rows: Array, bits: int) -> tuple[Array, Callable[[Array], Array]]:
