@@ -52,7 +52,8 @@ def table(module: str, notes: dict[str, int]) -> list[str]:
 def link(name: str, *, qualified: bool = False) -> str:
     shown = name.removeprefix("integrations.") if qualified else bare(name)
     # The maps, which functions return, have their pages under the module that defines them.
-    name = re.sub(r"^jl\.(?=[A-Z])", "jl._maps.", name)
+    module = "jl._quantizers." if name == "jl.Quantizer" else "jl._maps."
+    name = re.sub(r"^jl\.(?=[A-Z])", module, name)
     return f"{{py:obj}}`{shown} <isentropic.{name}>`"
 
 

@@ -184,7 +184,7 @@ class DenseProjection(Projection, _DenseArrays):
 
     Attributes
     ----------
-    weights : array (n_components, n_features)
+    weights : array (k, d)
     scale : array ()
         In float32 or better. A scale in half precision would change the lengths of images.
     """
@@ -349,10 +349,10 @@ class CountSketch(Projection, _SketchArrays):
 
     Attributes
     ----------
-    signs : array (s, n_features) of ±1
-    components : integer array (s, n_features)
+    signs : array (s, d) of ±1
+    components : integer array (s, d)
         The s components that each feature is added to.
-    features : integer array (n_components, m)
+    features : integer array (k, m)
         The inverse of `components`: the features that each component sums, as indices into the
         flattened `signs`. Rows with fewer than m features are padded with the index s · n_features.
     """
