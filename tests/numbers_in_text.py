@@ -177,22 +177,22 @@ def rotate() -> dict[str, str]:
 def quantize() -> dict[str, str]:
     from statistics import fmean
 
-    import quantized_model
     import quantized_search
     from experiment import load
 
     from isentropic.jl import quantizer
     from isentropic.jl._codebooks import codebook
 
-    texts, numbers = load("quantized_model")["texts"].values(), {}
-    for bits in quantized_model.BITS:
-        cells = [[text[f"{kind} {bits}"]["loss"] for text in texts] for kind in quantized_model.KINDS]
+    texts, numbers = list(load("quantized_model")["texts"].values()), {}
+    for bits in (2, 3, 4):
+        names = [name for name in texts[0] if name.endswith(f" {bits}")]  # in their order
+        cells = [[text[name]["loss"] for text in texts] for name in names]
         numbers[f"loss-{bits}"] = " | ".join(f"{fmean(x):+.2f}" for x in cells)
     results = load("quantized_search")
     found = {(x["name"], x["bits"]): x for x in results["rows"]}
-    names = ("isentropic, unbiased, centered", "faiss, RaBitQ, centered", "faiss, EDEN, centered")
+    centered = [f"{name}, centered" for name in ("isentropic, unbiased", "faiss, RaBitQ", "faiss, EDEN")]
     for bits in (1, 2, 4):
-        rows = [found[name, bits] for name in (*names, "faiss, product quantizer")]
+        rows = [found[name, bits] for name in (*centered, "faiss, product quantizer")]
         numbers[f"recall-{bits}"] = " | ".join(
             f"{100 * fmean(x['recall']):.1f} %, {x['bytes']} bytes" for x in rows
         )
