@@ -190,7 +190,9 @@ def quantize() -> dict[str, str]:
         numbers[f"loss-{bits}"] = " | ".join(f"{fmean(x):+.2f}" for x in cells)
     results = load("quantized_search")
     found = {(x["name"], x["bits"]): x for x in results["rows"]}
-    centered = [f"{name}, centered" for name in ("isentropic, unbiased", "faiss, RaBitQ", "faiss, EDEN")]
+    centered = [
+        f"{name}, centered" for name in ("isentropic, unbiased", "faiss, RaBitQ", "faiss, EDEN")
+    ]
     for bits in (1, 2, 4):
         rows = [found[name, bits] for name in (*centered, "faiss, product quantizer")]
         numbers[f"recall-{bits}"] = " | ".join(
