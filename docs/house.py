@@ -52,8 +52,8 @@ ROOMS = {
 }
 # Where a room stands in the picture, from left to right; 4 where it is not named.
 COLUMNS = {
-    "integrations": 4.0, "plots": 5.4, "layers": 7.0, "drift": 5.4, "JAX": 1.3, "Triton": 2.6,
-    "plan": 2.6, "entropy": 4.5, "theory": 6.3, "laws": 2.2, "masks": 3.6, "operations": 5.5, "jl": 7.0,
+    "integrations": 3.9, "plots": 5.0, "layers": 7.2, "drift": 5.0, "JAX": 1.3, "Triton": 2.6,
+    "plan": 2.6, "entropy": 4.5, "theory": 6.1, "laws": 2.2, "masks": 3.6, "operations": 5.5, "jl": 7.0,
 }  # fmt: skip
 # Libraries have their own code here. Elsewhere a condition on one is an exception to keep in mind.
 OF_LIBRARIES = (
