@@ -268,6 +268,8 @@ def iterate(
 
 def without_gradient(xp: ModuleType, x: Any) -> Any:
     """`x` as a constant for differentiation."""
+    if isinstance(x, Rows):
+        return x.without_gradient()
     if is_torch(xp):
         return x.detach()
     if is_jax(xp):

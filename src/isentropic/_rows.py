@@ -26,6 +26,10 @@ class Rows:
         """The rows of a block along axis −2."""
         raise NotImplementedError
 
+    def without_gradient(self) -> Self:
+        """The rows as constants."""
+        raise NotImplementedError
+
     def finite(self) -> tuple[Self, Array]:
         """The rows with 0 in place of those that are not finite, and which are finite, (..., S)."""
         raise NotImplementedError

@@ -56,11 +56,20 @@ class TestOverCodes:
             "variance": (p.statistics().variance, expected.statistics().variance),
             "weights": (p.weights(), expected.weights()),
             "received": (p.received(), expected.received()),
+            "information": (p.information(), expected.information()),
         }
         for name, (got, wanted) in results.items():
             a, b = backend.numpy(got), backend.numpy(wanted)
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5, err_msg=name)
         assert p.backends(values)["generic"] == "runs"
+
+    def test_factor_for_an_entropy(self, backend, coded):
+        q, keys, _, k, _ = coded
+        got, expected = (
+            it.AttentionDistribution(q, x, enable_gqa=True, law=None).factor_for_entropy(1.5)
+            for x in (keys, k)
+        )
+        np.testing.assert_allclose(backend.numpy(got), backend.numpy(expected), rtol=1e-4)
 
     def test_hidden_vectors_that_are_not_finite(self, backend, rng):
         x = rng.normal(size=(S, E)).astype(np.float32)
@@ -133,9 +142,14 @@ class TestTraces:
         f = it.jl.quantizer(16, 4, rng=0, like=x)
         codes = f.encode(x)
         decoded = f.decode(codes)
-        gradients = []
-        for keys in (codes, decoded):
-            inputs = q.clone().requires_grad_()
-            it.attention(inputs, keys, keys).sum().backward()
-            gradients.append(inputs.grad)
-        torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+        functions = (
+            lambda q, x: it.attention(q, x, x),
+            lambda q, x: it.AttentionDistribution(q, x, law=None).factor_for_entropy(1.2),
+        )
+        for function in functions:
+            gradients = []
+            for keys in (codes, decoded):
+                inputs = q.clone().requires_grad_()
+                function(inputs, keys).sum().backward()
+                gradients.append(inputs.grad)
+            torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)

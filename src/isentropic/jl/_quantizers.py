@@ -21,7 +21,6 @@ from isentropic._loops import Block, map_blocks, take, without_gradient
 from isentropic._namespace import (
     Array,
     accumulator,
-    common_device,
     equal_by_value,
     imported_torch,
     is_torch,
@@ -136,19 +135,14 @@ class Quantizer(_QuantizerArrays):
             raise value_error("x", f"have {d} entries along its last axis", tuple(x.shape))
         lead, n_codes = x.shape[:-1], self.map.n_components
         rows = xp.reshape(without_gradient(xp, x), (math.prod(lead), d))
-        encode = self._encoder(xp, common_device(x=x))
+        encode = self._encoder(xp)
         size = max(1, _BLOCK_NUMBERS // max(d, n_codes))
 
         def block(part: Block) -> tuple[Array, Array]:
             codes, scales = encode(xp.astype(take(rows, part, -2), xp.float32, copy=False))
             return pack(xp, codes, self.bits), scales
 
-        if rows.shape[0] == 0:
-            kind = {"device": common_device(x=x)}
-            codes = xp.zeros((0, -(-n_codes * self.bits // 8)), dtype=xp.uint8, **kind)
-            scales = xp.zeros((0, 1), dtype=xp.float32, **kind)
-        else:
-            codes, scales = map_blocks(xp, block, rows.shape[0], size, in_threads=True)
+        codes, scales = map_blocks(xp, block, rows.shape[0], size, in_threads=True)
         return QuantizedVectors(
             xp.reshape(codes, (*lead, codes.shape[-1])), xp.reshape(scales, lead), self
         )
@@ -226,10 +220,10 @@ class Quantizer(_QuantizerArrays):
         found = xp.take(values, xp.reshape(numbers, (-1,)), axis=0)
         return xp.reshape(found, (*scales.shape, n_codes)) * scales[..., None]
 
-    def _encoder(self, xp: ModuleType, device: Any) -> Callable[[Array], tuple[Array, Array]]:
+    def _encoder(self, xp: ModuleType) -> Callable[[Array], tuple[Array, Array]]:
         """The function from rows (n, d) to codes (n, k) and scales (n, 1)."""
         d, order = self.n_features, self.map._order
-        rotate, gain = self._rotation_of_integers(xp, device)
+        rotate, gain = self._rotation_of_integers(xp)
         norm_bits = min(20, math.floor(23.9 - math.log2(order) / 2))
         values = xp.astype(self.values, xp.float32, copy=False)
         thresholds = (values[1:] + values[:-1]) * 0.5
@@ -250,9 +244,7 @@ class Quantizer(_QuantizerArrays):
     def _corrected(self, xp: ModuleType, scales: Array, z: Array, codes: Array) -> Array:
         return scales
 
-    def _rotation_of_integers(
-        self, xp: ModuleType, device: Any
-    ) -> tuple[Callable[[Array], Array], float]:
+    def _rotation_of_integers(self, xp: ModuleType) -> tuple[Callable[[Array], Array], float]:
         """`map` times a factor, on rows of integers whose norm is so small that all sums are exact."""
         signs = [xp.astype(x[0, :], xp.float32, copy=False) for x in self.map.signs]
         dtype = _exact_dtype(xp)
@@ -321,7 +313,7 @@ class SignQuantizer(Quantizer):
         # d − 1 directions across it.
         return ExpectedError((math.pi / 2 * d - 1) / k, math.sqrt(math.pi / 2 / k))
 
-    def _encoder(self, xp: ModuleType, device: Any) -> Callable[[Array], tuple[Array, Array]]:
+    def _encoder(self, xp: ModuleType) -> Callable[[Array], tuple[Array, Array]]:
         d, k = self.n_features, self.map.n_components
         weights = xp.astype(self.map.weights, xp.float32, copy=False)
         entries = xp.matrix_transpose(xp.round(weights * 2.0**_SIGN_GRID))
@@ -399,6 +391,10 @@ class _CodedRows(Rows):
         codes, scales, quantizer = self.vectors
         xp = namespace(codes=codes)
         return quantizer._coordinates(xp, take(codes, block, -2), take(scales, block, -1))
+
+    def without_gradient(self) -> _CodedRows:
+        xp = namespace(scales=self.vectors.scales)
+        return _CodedRows(self.vectors._replace(scales=without_gradient(xp, self.vectors.scales)))
 
     def finite(self) -> tuple[_CodedRows, Array]:
         xp = namespace(scales=self.vectors.scales)
