@@ -55,7 +55,8 @@ def quantized_cache(
     >>> size = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=3))
     >>> cache = huggingface.quantized_cache(model, bits=4, recent=16)
-    >>> text = model.generate(torch.zeros(1, 3, dtype=int), cache=cache, max_new_tokens=60)
+    >>> length = {"min_new_tokens": 60, "max_new_tokens": 60}
+    >>> text = model.generate(torch.zeros(1, 3, dtype=int), cache=cache, **length)
     >>> cache.get_seq_length()
     62
     """
