@@ -12,6 +12,7 @@ ANSWERS = (
 EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
 MEASUREMENTS = (  # no verdict
     "calibration", "law_or_position", "four_times", "held_positions", "one_constant",
+    "quantized_model", "quantized_search",
 )  # fmt: skip
 
 

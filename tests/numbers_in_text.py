@@ -185,11 +185,24 @@ def quantize() -> dict[str, str]:
 
     texts, numbers = list(load("quantized_model")["texts"].values()), {}
     for bits in (2, 3, 4):
-        names = [name for name in texts[0] if name.endswith(f" {bits}")]  # in their order
+        # In the order of the table: all tokens quantized, then all but the last.
+        names = [name for name in texts[0] if name.endswith(f" {bits}") and "unbiased" not in name]
         cells = [[text[name]["loss"] for text in texts] for name in names]
         numbers[f"loss-{bits}"] = " | ".join(f"{fmean(x):+.2f}" for x in cells)
+    plain, signs = ([x[f"{name} 4"]["divergence"] for x in texts] for name in ("mse", "mse and signs"))
+    numbers["divergence"] = f"{fmean(signs) / fmean(plain):.1f}"
+    kept = {name: [x[f"{name} 3"]["loss"] for x in texts] for name in ("mse", "unbiased")}
+    numbers["three-bits"] = " and ".join(f"{fmean(x):+.2f}" for x in kept.values())
+    numbers["cached"] = f"{100 * max(x['cache, mse 4']['share'] for x in texts):.0f} %"
     results = load("quantized_search")
     found = {(x["name"], x["bits"]): x for x in results["rows"]}
+    many = results["million"]
+    numbers["million"] = (
+        f"{many['bytes'] / 1e6:.0f} MB instead of {many['floats'] / 1e6:.0f}. With drawing, encoding and "
+        f"searching them in parts, at most {many['peak'] / 1e6:.0f} MB are in use"
+    )
+    numbers["encode"] = f"{many['floats'] / many['encode'] / 1e6:.0f} MB of float32"
+    numbers["search"] = f"{many['search'] * 10:.0f} ms"
     centered = [
         f"{name}, centered" for name in ("isentropic, unbiased", "faiss, RaBitQ", "faiss, EDEN")
     ]

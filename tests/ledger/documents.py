@@ -159,4 +159,16 @@ DOCUMENTS = {
             "8.3": "no formula",
         },
     ),
+    "quantizers": Document(
+        "Papers on quantizers",
+        "QJL, TurboQuant, DRIVE, RaBitQ and others, as named in each row; see "
+        "[which quantizer](../how-to/quantize.md)",
+        0,
+        {
+            "Johnson–Lindenstrauss maps": _numbers("signs"),
+            "Codebooks after a rotation": _numbers("squared", "inner", "drive", "cosine"),
+            "Uses": _numbers("bound", "keys"),
+        },
+        {},
+    ),
 }

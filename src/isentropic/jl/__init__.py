@@ -24,9 +24,10 @@ from isentropic.jl._projections import (
     rotation,
     sparse_projection,
 )
-from isentropic.jl._quantizers import quantizer
+from isentropic.jl._quantizers import QuantizedVectors, quantizer
 
 __all__ = [
+    "QuantizedVectors",
     "count_sketch",
     "distortion",
     "eps",
