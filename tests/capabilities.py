@@ -137,6 +137,9 @@ _ROWS = {
     "AttentionDistribution.statistics": ALL,
     "AttentionDistribution.received": ALL,
     "AttentionDistribution.information": ALL,
+    "AttentionDistribution.kl_divergence": ALL,
+    "AttentionDistribution.js_divergence": ALL,
+    "AttentionDistribution.cross_entropy": ALL,
     "AttentionDistribution.weights": ALL,
     "AttentionDistribution.factor_for_entropy": ALL,
     "AttentionDistribution.backends": NOT_SMOOTH,
@@ -195,6 +198,7 @@ _ROWS = {
 WITHOUT_ROW = {
     "laws.Law": "abstract",
     "laws.from_config": "takes a configuration",
+    "jl.QuantizedVectors": "holds what `jl.Quantizer` computes",
 }
 
 # What the other functions of a module do.

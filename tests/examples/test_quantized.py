@@ -28,11 +28,12 @@ class TestModel:
 
     def test_results(self):
         results = experiment.load("quantized_model")
-        assert quantized_model.report(results).count("\n") == 1 + 3 * 4
+        assert quantized_model.report(results).count("\n") == 1 + 3 * 5 + 3 * 2
         for text in results["texts"].values():
             for kind in quantized_model.KINDS:
                 losses = [text[f"{kind} {bits}"]["loss"] for bits in quantized_model.BITS]
                 assert np.all(np.diff(losses) < 0)
+            assert all(text[f"cache, mse {bits}"]["share"] < 0.34 for bits in quantized_model.BITS)
         quantized_model.plt.close(quantized_model.picture(results))
 
 

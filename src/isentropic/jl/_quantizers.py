@@ -351,6 +351,17 @@ class QuantizedVectors(_VectorArrays, Coded):
         What the reconstructions are multiplied by.
     quantizer : Quantizer
         The quantizer that decodes them.
+
+    Examples
+    --------
+    Codes and scales can be stored. The quantizer of the same seed decodes them:
+
+    >>> import numpy as np
+    >>> from isentropic import jl
+    >>> codes, scales, f = jl.quantizer(8, 4, rng=0).encode(np.ones((3, 8)))
+    >>> again = jl.QuantizedVectors(codes, scales, jl.quantizer(8, 4, rng=0))
+    >>> bool((f.decode(again) == f.decode(jl.QuantizedVectors(codes, scales, f))).all())
+    True
     """
 
     __slots__ = ()
