@@ -85,7 +85,9 @@ def schemes(size: int, bits: int) -> dict[str, tuple[Callable, Callable]]:
     per_token = (lambda x: integers(x, bits),) * 2
     channels = (lambda x: per_channel(x, bits), per_token[1])
     rotated = ((ours(x, 0), ours(x, 1)) for x in OURS)
-    return dict(zip(KINDS, (per_token, channels, *rotated, (with_signs(0), with_signs(1))), strict=True))
+    return dict(
+        zip(KINDS, (per_token, channels, *rotated, (with_signs(0), with_signs(1))), strict=True)
+    )
 
 
 def bytes_of(kind: str, size: int, bits: int) -> float:

@@ -232,7 +232,9 @@ def million(count: int) -> dict[str, float]:
 
 def peak() -> int:
     """The largest memory that this process has had so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def ratios(results: dict[str, Any]) -> dict[tuple[str, int], float]:
