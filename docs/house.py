@@ -28,6 +28,7 @@ ROOMS = {
     "_special": "theory",
     "_attention.functions": "attention",
     "_attention.distribution": "attention",
+    "_attention.divergences": "attention",
     "_factors": "attention",
     "_attention.backends": "backends",
     "_attention.numpy": "NumPy",
@@ -47,6 +48,7 @@ ROOMS = {
     "laws": "laws",
     "masks": "masks",
     "_entropy": "entropy",
+    "_divergences": "entropy",
     "_ops": "operations",
     "": "foundations",
 }

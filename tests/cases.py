@@ -135,6 +135,18 @@ CASES = {
     "AttentionDistribution.information-sinks": lambda a: it.AttentionDistribution(
         a["q"], a["k"], mask=a["visible"], sinks=a["slope"]
     ).information(),
+    "AttentionDistribution.kl_divergence": lambda a: it.AttentionDistribution(
+        a["q"], a["k"], mask=a["visible"]
+    ).kl_divergence(it.AttentionDistribution(a["q"], a["k2"], enable_gqa=True, softcap=3.0, bias=a["bias"])),
+    "AttentionDistribution.kl_divergence-heads": lambda a: it.AttentionDistribution(
+        a["q"], a["k"], mask=a["visible"]
+    ).kl_divergence(it.AttentionDistribution(a["v"][:, :1, ...], a["v2"][:, :1, ...]), over_heads=True),
+    "AttentionDistribution.js_divergence": lambda a: it.AttentionDistribution(
+        a["q"], a["k"], mask=a["visible"], sinks=a["slope"]
+    ).js_divergence(it.AttentionDistribution(a["k"], a["q"], is_causal=True)),
+    "AttentionDistribution.cross_entropy": lambda a: it.AttentionDistribution(
+        a["q"], a["k"], is_causal=True
+    ).cross_entropy(it.AttentionDistribution(a["v"], a["v"], law=None, is_causal=True)),
     "AttentionDistribution.statistics": lambda a: it.AttentionDistribution(
         a["q"], a["k2"], mask=a["visible"], enable_gqa=True
     ).statistics(),

@@ -20,7 +20,9 @@ IN_FLOAT32 = {
     "attention_state", "attention_state-parts", "attention_state-sinks", "AttentionDistribution.statistics",
     "AttentionDistribution.statistics-all", "AttentionState-from_output", "cross_entropy", "entropy", "entropy-2",
     "entropy_from_logits", "entropy_penalty", "kl_divergence", "linear_attention_error",
-    "linear_attention_error-variance", "merge_states",
+    "linear_attention_error-variance", "merge_states", "AttentionDistribution.kl_divergence",
+    "AttentionDistribution.kl_divergence-heads", "AttentionDistribution.js_divergence",
+    "AttentionDistribution.cross_entropy",
 }  # fmt: skip
 
 

@@ -69,6 +69,7 @@ def test_arrays_are_made_on_a_device_that_is_named():
 
 # Files whose tests are not in the file of the same name.
 TESTED_IN = {
+    "_divergences.py": "_attention/test_divergences.py",
     "_attention/nonfinite.py": "_attention/test_plan.py",
     "_attention/numpy_ops.py": "_attention/test_numpy.py",
     "_attention/schedule.py": "_attention/test_backends.py",

@@ -40,12 +40,19 @@ FURTHER = {
     "output and entropy, scale of 2": lambda q, k, v: _output_and_entropy(q, k, v, scale=2.0),
     "entropy of order 1/2": lambda q, k, v: it.attention_entropy(q, k, order=0.5),
     "entropy of order ∞": lambda q, k, v: it.attention_entropy(q, k, order=math.inf),
+    "KL divergence from other keys": lambda q, k, v: _divergence(q, k, v),
+    "KL divergence from other keys, causal": lambda q, k, v: _divergence(q, k, v, is_causal=True),
 }  # fmt: skip
 
 
 def _output_and_entropy(q, k, v, **options):
     state = it.attention_state(q, k, v, **options)
     return state.output(), state.entropy()
+
+
+def _divergence(q, k, v, **options):
+    p, other = (it.AttentionDistribution(q, x, **options) for x in (k, v))
+    return p.kl_divergence(other)
 
 
 def _bias(k):

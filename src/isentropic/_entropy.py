@@ -57,7 +57,7 @@ INFINITE_ORDER = 1e16
 # Weights between 1/_SAFE_RANGE and _SAFE_RANGE can be added and divided in float32.
 _SAFE_RANGE = 2.0**32
 # Log-ratios above this count as large: eˣ dominates x, and is still far from an overflow.
-_LARGE_LOG_RATIO = 20.0
+LARGE_LOG_RATIO = 20.0
 
 
 def partition(ops: Ops, s: Array, order: float | None, m: Any) -> tuple[Any, Any, Any, Any]:
@@ -415,7 +415,7 @@ def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
     excess = xp.where(is_near, excess * divide_or_zero(xp, P.total, total), 0.0)  # r − 1
     log_ratio = xp.where(is_near, xp.log1p(excess), Q.log_share - P.log_share)
 
-    is_large = log_ratio > _LARGE_LOG_RATIO
+    is_large = log_ratio > LARGE_LOG_RATIO
     terms = P.share * expm1_beyond(xp, xp.where(is_large, 0.0, log_ratio))
     terms = xp.where(is_large, Q.share - P.share * (log_ratio + 1), terms)
     terms = xp.where(P.weight == 0, Q.share, terms)

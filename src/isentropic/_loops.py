@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from types import ModuleType
@@ -163,6 +164,17 @@ def map_blocks(
         return _join(xp, [head, tail]) if ragged else tail
 
     return _join(xp, [head, *(function(block) for block in parts[1:])])
+
+
+def recomputed(xp: ModuleType, function: Callable[[Block], Any]) -> Callable[[Block], Any]:
+    """A function of a block that PyTorch computes again for a gradient, instead of storing it.
+
+    The loops of JAX do that by themselves.
+    """
+    if not is_torch(xp) or is_compiling(xp) or is_watched(imported_torch()):
+        return function  # transformations have no way to do that
+    checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
+    return functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 def _map_into_result(

@@ -29,7 +29,7 @@ import numpy as np
 
 from isentropic._attention import schedule
 from isentropic._attention.generic import Tiles, added_logits, with_batch_axes
-from isentropic._attention.numpy_ops import TileOps, WholeOps, are_wide, has_fast_exponential
+from isentropic._attention.numpy_ops import TileOps, WholeOps, are_wide, has_fast_exponential, hide
 from isentropic._attention.plan import Operands, Plan, numpy_dtype
 from isentropic._attention.schedule import Hidden
 from isentropic._attention.tile import (
@@ -40,12 +40,14 @@ from isentropic._attention.tile import (
     merge_columns,
     output_of_columns,
 )
+from isentropic._divergences import of_logits, ordinary
 from isentropic._entropy import entropy_of_moments
 from isentropic._loops import BLOCKS, Block, blocks, jax_array, keep_freed_memory, take
 from isentropic._namespace import Array
 from isentropic._numerics import quietly
-from isentropic._ops import Ops
+from isentropic._ops import LOWEST_SCORE, Ops
 from isentropic._threads import n_threads, run
+from isentropic.masks import Mask
 
 # Sums relative to a constant are accurate between these limits: for up to 10^8 keys they lose less to
 # weights that count as 0 (those below 1e-31 in float32) than to rounding, and sums of values below
@@ -185,6 +187,51 @@ def map_logits(
 
     run(compute, [(index, r) for index in np.ndindex(*plan.batch) for r in rows])
     return _to_library(plan, results[0]), _to_library(plan, results[1])
+
+
+def takes_pair(plan: Plan, operands: Operands) -> bool:
+    """Whether `divergence` can read a call, and is faster than the generic pass."""
+    is_able = not (plan.is_differentiated or plan.has_rows or operands.sinks is not None)
+    return is_able and takes_tiles(plan)
+
+
+@_quietly_on_tensors
+def divergence(
+    plan: Plan, operands: Operands, other: tuple[Plan, Operands], batch: Index, name: str
+) -> Array:
+    """The divergence of each query from another call, (..., L).
+
+    The calls have the same numbers of queries and of keys, and their axes ``...`` broadcast to `batch`.
+    """
+    keep_freed_memory()
+    sides = [_Pass(*_as_numpy(*side)) for side in ((plan, operands), other)]
+    numpy = cast(Any, sides[0].plan.xp)
+    result = np.empty((*batch, plan.n_queries), np.result_type(*(x.plan.compute for x in sides)))
+    # Under a causal mask the last rows take longest. So they come first.
+    rows = blocks(0, plan.n_queries, max(1, BLOCKS.cache_numbers // plan.n_keys))[::-1]
+
+    def compute(task: tuple[Index, Block]) -> None:
+        index, block = task
+        items = [x.item(_index_of(x.plan.batch, index), block, (0, plan.n_keys)) for x in sides]
+        masks = [(x.plan.frame, item.operands.mask) for x, item in zip(sides, items, strict=True)]
+        columns = schedule.reach_of_all(masks, block)
+
+        def of_both(lowest: float) -> list[Any]:
+            return [x.all_logits(item, columns, lowest) for x, item in zip(sides, items, strict=True)]
+
+        found = ordinary(numpy, name, *of_both(LOWEST_SCORE))
+        if found is None:  # the logits were overwritten
+            found = of_logits(numpy, name, *of_both(-math.inf))
+        result[index][block[0] : sum(block)] = found[:, 0]
+
+    run(compute, [(index, r) for index in np.ndindex(*batch) for r in rows])
+    return _to_library(plan, result)
+
+
+def _index_of(batch: Index, index: Index) -> Index:
+    """The place in axes that broadcast to those of `index`."""
+    places = zip(batch, index[len(index) - len(batch) :], strict=True)
+    return tuple(0 if size == 1 else i for size, i in places)
 
 
 def _numpy_state(plan: Plan, operands: Operands, order: float, relative_to_maximum: bool) -> Sums:
@@ -523,16 +570,20 @@ class _Pass:
         moment = np.minimum(moment, 0.0) if self.order == 1 else moment
         return Sums(reference, normalizer, value, moment)
 
-    def all_logits(self, item: Task) -> Any:
-        """The logits of all keys that some query of an item sees, −∞ where one is hidden."""
+    def all_logits(self, item: Task, columns: Block | None = None, lowest: float = -math.inf) -> Any:
+        """The logits of some keys, `lowest` where one is hidden; by default of all that are seen."""
         ops, mask = TileOps(is_moving=True, are_wide=None, has_peaks=False), item.operands.mask
-        columns = schedule.reach(self.plan.frame, mask, item.rows)
-        hidden = None
-        if mask is not None:
-            hidden = [(slice(None), mask.block(self.plan.frame, item.rows, columns))]
+        frame, cap = self.plan.frame, self.plan.softcap
+        if columns is None:
+            columns = schedule.reach(frame, mask, item.rows)
         key = take(item.operands.key, columns, -2)
         added = added_logits(self.plan, item.operands, item.rows, columns)
-        return logits(ops, self.scaled_rows(item, 1.0), key, None, added, hidden)[0]
+        s, _ = logits(ops, self.scaled_rows(item, 1.0 if cap is None else cap), key, cap, added)
+        for first, size in schedule.partly_visible(frame, mask, item.rows, columns):
+            visible = cast(Mask, mask).block(frame, item.rows, (first, size))
+            part = s[:, first - columns[0] : first - columns[0] + size]
+            hide(part, [(slice(None), visible)], lowest)
+        return s
 
     def tiles(self, item: Task) -> Iterator[tuple[slice, Block, Hidden]]:
         """Yield tiles: some rows of the item, a block of keys, and what is hidden."""

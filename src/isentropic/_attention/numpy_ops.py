@@ -193,10 +193,10 @@ def _least_weight(exp: Any, dtype: Any) -> tuple[Any, Any]:
     return exponent, exp(np.full(1, exponent))[0]
 
 
-def hide(s: Any, hidden: Hidden) -> Any:
-    """Set logits to −∞ where keys are hidden, and return them."""
+def hide(s: Any, hidden: Hidden, lowest: float = -math.inf) -> Any:
+    """Set logits to the lowest one where keys are hidden, and return them."""
     # `fmin` of a number and NaN is the number. For irregular masks `copyto` takes four times as long.
-    ceilings = np.asarray([-math.inf, math.nan], s.dtype)
+    ceilings = np.asarray([lowest, math.nan], s.dtype)
     for part, visible in hidden:
         np.fmin(s[part], np.take(ceilings, visible.view(np.uint8), mode="clip"), out=s[part])
     return s

@@ -348,7 +348,7 @@ def _checked(a: Arguments) -> tuple[Mask | None, Frame, tuple[int, ...], list[Ar
     value that decide how the call is computed.
     """
     check_flag(is_causal=a.is_causal, enable_gqa=a.enable_gqa)
-    mask = _mask(a)
+    mask = mask_of(a)
     check_law(a.law, optional=True)
     arrays = {"query": a.query, "key": a.key} | present(value=a.value)
     floats = present(bias=a.bias, sinks=a.sinks)
@@ -415,7 +415,7 @@ def numpy_dtype(xp: ModuleType, dtype: Any) -> Any:
     return np.float64 if dtype == xp.float64 else np.float32
 
 
-def _mask(a: Arguments) -> Mask | None:
+def mask_of(a: Arguments) -> Mask | None:
     """The mask of a call, including `is_causal`."""
     if a.mask is None:
         return _CAUSAL if a.is_causal else None
@@ -470,7 +470,7 @@ def _check_options(a: Arguments) -> None:
 
 def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:
     """The operands of a call. If the plan was cached, the law has already been checked."""
-    mask = _mask(a)
+    mask = mask_of(a)
     arrays: Any = (a.query, a.key, a.value, a.bias)
     query, key, value, bias = arrays
     if not plan.is_aligned:

@@ -31,6 +31,24 @@ def reach(frame: Frame, mask: Mask | None, rows: Block) -> Block:
     return first, end - first
 
 
+def reach_of_all(sides: Sequence[tuple[Frame, Mask | None]], rows: Block) -> Block:
+    """A block of keys that covers those that any query of a block of rows sees in any of the calls."""
+    reaches = [reach(frame, mask, rows) for frame, mask in sides]
+    first = min(start for start, _ in reaches)
+    return first, max(map(sum, reaches)) - first
+
+
+def partly_visible(frame: Frame, mask: Mask | None, rows: Block, columns: Block) -> list[Block]:
+    """The parts of a block of keys that some query of the rows may not see."""
+    if mask is None:
+        return []
+    start, end = columns[0], sum(columns)
+    first, last = mask.fully_visible(frame, rows)
+    first, last = max(first, start), min(last, end)
+    parts = [(start, end)] if first >= last else [(start, first), (last, end)]
+    return [(a, b - a) for a, b in parts if a < b]
+
+
 def is_hidden(frame: Frame, mask: Mask | None, rows: Block, columns: Block) -> bool:
     """Whether it is known that no query of a tile sees a key of it."""
     if mask is None or _is_traced(frame, rows) or _is_traced(frame, columns):
