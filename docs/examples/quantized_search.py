@@ -262,7 +262,7 @@ def report(results: dict[str, Any]) -> str:
         f"{bits} bits{how}: {x:.3f}, {'as good' if x <= LIMIT else 'worse'}"
         for (how, bits), x in found.items()
     ]
-    many = results["million"]
+    many, mega = results["million"], 1e6
     return f"""\
 {results["vectors"]} vectors of {results["dimensions"]} dimensions, {results["queries"]} queries:
 
@@ -270,9 +270,10 @@ def report(results: dict[str, Any]) -> str:
 
 Error of "{OURS}" over that of "{RABITQ}": {"; ".join(verdicts)}.
 
-{many["vectors"]} drawn vectors of 384 dimensions: {many["floats"] / 1e6:.0f} MB of float32, {many["bytes"] / 1e6:.0f} MB \
-at 4 bits; at most {many["peak"] / 1e6:.0f} MB in use. Encoding {many["encode"]:.0f} s, \
-{many["floats"] / many["encode"] / 1e6:.0f} MB/s; 100 queries {many["search"]:.1f} s.
+{many["vectors"]} drawn vectors of 384 dimensions: {many["floats"] / mega:.0f} MB of float32, \
+{many["bytes"] / mega:.0f} MB at 4 bits; at most {many["peak"] / mega:.0f} MB in use. \
+Encoding {many["encode"]:.0f} s, {many["floats"] / many["encode"] / mega:.0f} MB/s; \
+100 queries {many["search"]:.1f} s.
 """
 
 

@@ -508,8 +508,8 @@ class AttentionDistribution(Node, Record):
         Some queries at a time have the logits of all keys, about as many as a tile, but at least one
         query of all heads. Gradients compute them again; in ``torch.func`` they are stored.
 
-        On a GPU, under `torch.compile`, and for large calls that may be differentiated, the divergence is
-        that of two states of attention, with the keys of q as values, if both see the same keys and q has
+        On a GPU, under `torch.compile`, and for large calls that may be differentiated, it is computed
+        from two states of attention, with the keys of q as values, if both see the same keys and q has
         no bias and no soft cap. It is then exact to the rounding of entropies, about 1e-6 in float32.
 
         Examples
