@@ -47,6 +47,7 @@ def inputs(dtype="float32", n=7):
         "slope": np.abs(normal(4)) + np.asarray(0.1, dtype),
         "visible": visible,
         "lengths": np.asarray([[n - 3], [n]]),
+        "starts": np.asarray([0, 3, n]),
         "ids": np.repeat(np.arange(n), 2)[:n],
         "n_keys": np.arange(1, n + 1),
         "p": p,
@@ -103,6 +104,9 @@ CASES = {
         a["q"], a["k2"], a["v2"], enable_gqa=True, softcap=3.0, bias=a["bias"], is_causal=True,
         mask=(masks.window(4) | masks.segments(a["ids"])) & masks.padding(a["lengths"], side="left"),
         law=laws.AffineLog(a["slope"], 0.5), scale=0.3,
+    ),
+    "attention-packed": lambda a: it.attention(
+        a["q"], a["k"], a["v"], mask=masks.packed(a["starts"]), is_causal=True
     ),
     "attention-sinks": lambda a: it.attention(
         a["q"], a["k2"], a["v2"], enable_gqa=True, is_causal=True, sinks=a["slope"]
@@ -299,6 +303,7 @@ TRIED = {
     "window": lambda a: masks.window(2, offset=a["n_keys"][2]).visible_count(*_lengths_of(a), like=a["q"]),
     "padding": lambda a: masks.padding(a["lengths"]).visible_count(*_lengths_of(a), like=a["q"]),
     "segments": lambda a: masks.segments(a["ids"]).visible_count(*_lengths_of(a), like=a["q"]),
+    "packed": lambda a: masks.packed(a["starts"]).visible_count(*_lengths_of(a), like=a["q"]),
     "positive_features": lambda a: it.layers.positive_features(8, 5, rng=0, like=a["q"]),
     "count_sketch": lambda a: it.jl.count_sketch(16, 5, rng=0, like=a["x"]),
     "gaussian_projection": lambda a: it.jl.gaussian_projection(16, 5, rng=0, like=a["x"]),
@@ -338,7 +343,9 @@ REFUSED = {
 
 
 # Arrays of these names have no gradient.
-DISCRETE = {"codes", "visible", "lengths", "ids", "n_keys", "rows", "components", "features"}
+DISCRETE = {
+    "codes", "visible", "lengths", "starts", "ids", "n_keys", "rows", "components", "features",
+}  # fmt: skip
 
 # Arrays of these names are parts of maps, and stay in memory where the data are lazy.
 PARTS = {

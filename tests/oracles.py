@@ -112,6 +112,16 @@ def band(n_queries, n_keys, left, right):
     return (keys >= position - left) & (keys <= position + right)
 
 
+def packed(starts, key_starts=None, left=np.inf, right=np.inf):
+    """Sequences side by side, each with a band of its own."""
+    key_starts = starts if key_starts is None else key_starts
+    visible = np.zeros((starts[-1], key_starts[-1]), bool)
+    for i in range(len(starts) - 1):
+        (a, b), (c, d) = starts[i : i + 2], key_starts[i : i + 2]
+        visible[a:b, c:d] = band(b - a, d - c, left, right)
+    return visible
+
+
 def log_length(n, base=512):
     return np.log(np.maximum(n, 1)) / np.log(base)
 

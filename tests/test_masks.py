@@ -55,6 +55,28 @@ def _examples(backend):
         ),
         "segments": (masks.segments(f(ids)), ids[3:, None] == ids),
         "segments-query": (masks.segments(f(ids), f(ids[:6])), ids[:6, None] == ids),
+        "packed": (
+            masks.packed(f(np.asarray(STARTS)), f(np.asarray(KEY_STARTS))),
+            oracles.packed(STARTS, KEY_STARTS),
+        ),
+        "packed-causal": (
+            masks.causal() & masks.packed(STARTS, KEY_STARTS),
+            oracles.packed(STARTS, KEY_STARTS, right=0),
+        ),
+        "packed-nested": (
+            masks.packed(f(np.asarray(STARTS)), f(np.asarray(KEY_STARTS)))
+            & masks.padding(f(lengths))
+            & (masks.window(1) | ~masks.causal())
+            & masks.causal(6),
+            oracles.packed(STARTS, KEY_STARTS)
+            & (keys < lengths[..., None, None])
+            & (oracles.packed(STARTS, KEY_STARTS, 1, 0) | ~oracles.packed(STARTS, KEY_STARTS, right=0))
+            & (keys <= rows + 6),
+        ),
+        "packed-window": (
+            masks.packed(f(np.asarray(STARTS)), f(np.asarray(KEY_STARTS))) & masks.window(2, 1),
+            oracles.packed(STARTS, KEY_STARTS, 2, 1),
+        ),
         "others": (~masks.window(0), ~oracles.band(6, 9, 0, 0)),
         "before": (masks.causal() & ~masks.window(0), keys < rows + 3),
         "not-both": (~(masks.causal() & masks.window(2)), ~oracles.band(6, 9, 2, 0)),
@@ -77,10 +99,13 @@ def _examples(backend):
     }
 
 
+# Three sequences of 2, 0 and 4 queries, and of 4, 1 and 4 keys.
+STARTS, KEY_STARTS = (0, 2, 2, 6), (0, 4, 5, 9)
+
 NAMES = [
     "array", "array-or", "before", "both", "causal", "causal-0", "causal-offsets", "either", "nested",
-    "not-array", "not-both", "others", "own", "padding", "padding-left", "padding-lengths", "segments",
-    "segments-query", "window", "window-far", "window-left", "window-right",
+    "not-array", "not-both", "others", "own", "packed", "packed-causal", "packed-nested",
+    "packed-window", "padding", "padding-left", "padding-lengths", "segments", "segments-query", "window", "window-far", "window-left", "window-right",
 ]  # fmt: skip
 
 

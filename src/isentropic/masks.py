@@ -21,7 +21,7 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ from isentropic._numerics import align, clip, lift, quietly
 from isentropic._pytrees import Node
 from isentropic._records import Record
 
-__all__ = ["Mask", "causal", "padding", "segments", "window"]
+__all__ = ["Mask", "causal", "packed", "padding", "segments", "window"]
 
 # All kinds of masks, by the words of a description.
 _KINDS: dict[str, type[Mask]] = {}
@@ -306,7 +306,7 @@ class Mask(Node, Record, ABC):
         return _Not(self)
 
     def __and__(self, other: Mask | Array) -> Mask:
-        return _And(self, as_mask(other))
+        return _and(self, as_mask(other))
 
     def __or__(self, other: Mask | Array) -> Mask:
         return _Or(self, as_mask(other))
@@ -506,6 +506,110 @@ def segments(ids: Array, query_ids: Array | None = None) -> Mask:
     return _Segments(ids, query_ids)
 
 
+def packed(
+    cu_seqlens: Array | Sequence[int], cu_seqlens_k: Array | Sequence[int] | None = None
+) -> Mask:
+    """A query sees the keys of its own sequence, for sequences side by side on the axis of tokens.
+
+    ::
+
+        cu_seqlens = [0, 2, 5], and causal
+
+                 keys 0 1 2 3 4
+        query 0       ■ · · · ·
+        query 1       ■ ■ · · ·
+        query 2       · · ■ · ·
+        query 3       · · ■ ■ ·
+        query 4       · · ■ ■ ■
+
+    Parameters
+    ----------
+    cu_seqlens : array of int (B + 1,), or a sequence of ints
+        Where the sequences begin, and where the last one ends: the cumulative lengths, from 0 to L, as
+        FlashAttention and `torch.nn.attention.varlen` take them. A sequence may be empty. All batch
+        elements and heads share them.
+    cu_seqlens_k : array of int (B + 1,), or a sequence of ints, optional
+        Those of the keys, from 0 to S. The default is that of the queries.
+
+    Returns
+    -------
+    Mask
+        ``&`` joins it with other masks. `causal` and `window` then have the positions of each sequence:
+        its last query has the position of its last key. Only those with an `offset` of their own keep
+        the positions of the whole axis.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not of integers.
+    ValueError
+        If the numbers can be read and do not begin with 0, or fall, or if there are more sequences of
+        keys than of queries, or fewer. When the mask is used, also if they do not end at L and at S.
+
+    Notes
+    -----
+    A pass skips the tiles between sequences where it can read the numbers: in ints and in arrays in the
+    host's memory. A sequence of ints is part of a compiled function of JAX, which then skips them too.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from isentropic import masks
+    >>> mask = masks.packed(np.array([0, 2, 5])) & masks.causal()
+    >>> mask.visible_count(5, 5)
+    array([1, 2, 1, 2, 3])
+
+    Two sequences of which a cache has 3 and 4 keys, with 1 and 2 new queries:
+
+    >>> (masks.packed([0, 1, 3], [0, 3, 7]) & masks.causal()).visible_count(3, 7)
+    array([3, 3, 4])
+    """
+    starts = _starts("cu_seqlens", cu_seqlens)
+    key_starts = None if cu_seqlens_k is None else _starts("cu_seqlens_k", cu_seqlens_k)
+    if key_starts is not None and _size(starts) != _size(key_starts):
+        must = f"have {_size(starts)} numbers, as `cu_seqlens` has"
+        raise value_error("cu_seqlens_k", must, _size(key_starts))
+    ends = (_last(starts), None if key_starts is None else _last(key_starts))
+    return _Packed(starts, key_starts, *ends, None, None)
+
+
+def _starts(name: str, x: Any) -> Any:
+    """Check cumulative lengths, and return an array, or a tuple of Python's ints."""
+    if isinstance(x, (list, tuple)):
+        if not all(map(is_integer, x)):
+            raise type_error(name, "be an array of integers, or a sequence of ints", x)
+        x = tuple(map(plain_integer, x))
+    elif not (is_array(x) and isdtype(namespace(**{name: x}), x.dtype, "integral")):
+        kind = described_dtype(x.dtype) if is_array(x) else type(x).__name__
+        raise type_error(name, "be an array of integers, or a sequence of ints", kind)
+    elif x.ndim != 1:
+        raise value_error(name, "have one axis", tuple(x.shape))
+    if _size(x) < 1:
+        raise value_error(name, "have at least one number, 0", x)
+    numbers = _numbers(x)
+    if numbers is not None and (numbers[0] != 0 or np.any(np.diff(numbers) < 0)):
+        raise value_error(name, "begin with 0 and not fall", numbers.tolist())
+    return x
+
+
+def _size(x: Any) -> int:
+    return len(x) if isinstance(x, tuple) else x.shape[0]
+
+
+def _numbers(x: Any) -> Any:
+    """Integers as NumPy's, if they can be read without waiting for a device; else None."""
+    if isinstance(x, tuple):
+        return np.asarray(x, np.int64)
+    if not is_readable(namespace(x=x), x):
+        return None
+    return np.asarray(x).astype(np.int64)
+
+
+def _last(x: Any) -> int | None:
+    numbers = _numbers(x)
+    return None if numbers is None else int(numbers[-1])
+
+
 def as_mask(x: Any, name: str = "mask") -> Mask:
     """`x` itself, or the mask of a boolean array."""
     if isinstance(x, Mask):
@@ -676,6 +780,97 @@ class _Segments(Mask):
         return row_ids == column_ids
 
 
+class _Packed(_Contiguous):
+    """The mask of `packed`, with the bounds of a `_Band` within each sequence."""
+
+    cu_seqlens: Array | tuple[int, ...]
+    cu_seqlens_k: Array | tuple[int, ...] | None
+    n_queries: int | None  # the last of the numbers, if they could be read
+    n_keys: int | None
+    left: int | None
+    right: int | None
+    _own_axes = 1
+
+    def __repr__(self) -> str:
+        both = (self.cu_seqlens, *(() if self.cu_seqlens_k is None else (self.cu_seqlens_k,)))
+        text = _call("packed", *both)
+        if self.left is None and self.right is None:
+            return text
+        return f"{text} & {_Band(self.left, self.right, None)}"
+
+    @property
+    def _starts(self) -> tuple[Any, Any]:
+        of_keys = self.cu_seqlens_k
+        return self.cu_seqlens, self.cu_seqlens if of_keys is None else of_keys
+
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
+        of_keys = self.n_queries if self.cu_seqlens_k is None else self.n_keys
+        name = "cu_seqlens" if self.cu_seqlens_k is None else "cu_seqlens_k"
+        pairs = (("cu_seqlens", "queries", self.n_queries, n_queries), (name, "keys", of_keys, n_keys))
+        for argument, what, last, n in pairs:
+            if last is not None and not is_symbolic(n) and last != n:
+                raise value_error(argument, f"end at the number of {what}, {n}", last)
+
+    def within(self, band: _Band) -> _Packed:
+        """With the bounds of a band, too."""
+        left, right = (
+            a if b is None else b if a is None else min(a, b)
+            for a, b in ((self.left, band.left), (self.right, band.right))
+        )
+        return self.replaced(left=left, right=right)
+
+    def interval(self, frame: Frame, rows: Block) -> _Interval:
+        xp = frame.xp
+        starts, key_starts = (
+            xp.asarray(x, dtype=frame.index_dtype, device=frame.device)
+            if isinstance(x, tuple)
+            else xp.astype(x, frame.index_dtype, copy=False)
+            for x in self._starts
+        )
+        position = frame.positions(rows)
+        last = starts.shape[-1] - 2
+        # Of sequences that begin at the same position, all but the last one are empty.
+        index = xp.searchsorted(starts, position, side="right") - 1
+        index = clip(xp, xp.astype(index, frame.index_dtype), min=0, max=max(last, 0))
+        first, end = (
+            xp.take(key_starts, index, axis=0),
+            xp.take(key_starts, index + min(last + 1, 1), axis=0),
+        )
+        position = position + (end - xp.take(starts, index + min(last + 1, 1), axis=0))
+        return _bounded(xp, self, position, first, end)
+
+    def _interval_of(self, row: int) -> tuple[int, int] | None:
+        """The interval of a row as numbers, if they can be read."""
+        starts, key_starts = map(_numbers, self._starts)
+        if starts is None or key_starts is None or len(starts) < 2:
+            return None
+        index = min(max(int(np.searchsorted(starts, row, side="right")) - 1, 0), len(starts) - 2)
+        first, end = int(key_starts[index]), int(key_starts[index + 1])
+        first, end = _bounded(None, self, row + end - int(starts[index + 1]), first, end)
+        return first, end
+
+    def reach(self, frame: Frame, rows: Block) -> Span:
+        # Neither end decreases, so the first row has the first key, and the last row the last one.
+        return self._between(rows, 0, rows[1] - 1, super().reach(frame, rows))
+
+    def fully_visible(self, frame: Frame, rows: Block) -> Span:
+        return self._between(rows, rows[1] - 1, 0, super().fully_visible(frame, rows))
+
+    def _between(self, rows: Block, left_row: int, right_row: int, unknown: Span) -> Span:
+        if not isinstance(rows[0], int):
+            return unknown
+        left, right = (self._interval_of(rows[0] + row) for row in (left_row, right_row))
+        return unknown if left is None or right is None else (left[0], right[1])
+
+
+def _bounded(xp: Any, mask: _Packed, position: Any, first: Any, end: Any) -> tuple[Any, Any]:
+    """The part from first to end that is near the position. Neither end leaves the part."""
+    least, most = (min, max) if xp is None else (xp.minimum, xp.maximum)
+    left, right = (None if x is None else min(x, _MAX_POSITION) for x in (mask.left, mask.right))
+    low = first if left is None else least(most(first, position - left), end)
+    return low, end if right is None else most(least(end, position + (right + 1)), first)
+
+
 class _Dense(Mask):
     """The mask of a boolean array."""
 
@@ -781,6 +976,33 @@ class _Not(Mask):
         return frame.n_keys - self.hidden.count(frame)
 
 
+def _and(a: Mask, b: Mask) -> Mask:
+    """Both masks. Beside packed sequences, bands have the positions of each sequence."""
+    for mask, others in ((a, b), (b, a)):
+        sequences = _sequences_of(mask)
+        if sequences is None:
+            continue
+        if mask is sequences and isinstance(others, _Band) and others.offset is None:
+            return sequences.within(others)
+        return _And(mask, _in_sequences(others, sequences))
+    return _And(a, b)
+
+
+def _sequences_of(mask: Mask) -> _Packed | None:
+    """The packed sequences of a mask, outside of which it hides all keys."""
+    if isinstance(mask, _And):
+        first = _sequences_of(mask.first)
+        return _sequences_of(mask.second) if first is None else first
+    return mask if isinstance(mask, _Packed) else None
+
+
+def _in_sequences(mask: Mask, sequences: _Packed) -> Mask:
+    """The mask with the positions of each sequence, for use where all other keys are hidden."""
+    if isinstance(mask, _Band) and mask.offset is None:
+        return sequences.replaced(left=mask.left, right=mask.right)
+    return mask._changed(lambda x: _in_sequences(x, sequences), lambda x: x)
+
+
 class Description(NamedTuple):
     """A mask in prefix notation, with placeholders for its numbers and arrays."""
 
@@ -800,6 +1022,9 @@ def describe(mask: Mask | None) -> Description:
             return [x._word, *(word for part in parts for word in part)]
         if x is None or isinstance(x, str):
             return [str(x)]
+        if isinstance(x, tuple):
+            numbers.extend((len(x), *x))
+            return ["tuple"]
         is_number = not is_array(x)
         # Apart, because an operator of PyTorch has parameters for lists of one type each.
         (numbers if is_number else arrays).append(x)
@@ -817,6 +1042,8 @@ def from_description(description: Description) -> Mask | None:
         word = next(words)
         if kind := _KINDS.get(word):
             return kind(*[part() for _ in kind._fields])
+        if word == "tuple":
+            return tuple(next(numbers) for _ in range(next(numbers)))
         if word in ("number", "array"):
             return next(numbers) if word == "number" else next(arrays)
         return None if word == "None" else word

@@ -33,6 +33,14 @@ MASKS = {
     "padded causal": lambda a: {"mask": masks.causal() & masks.padding(8)},
     "either": lambda a: {"mask": masks.window(1) | masks.padding(2)},
     "segments": lambda a: {"mask": masks.segments(a(np.arange(13) // 4), a(np.arange(11) // 3))},
+    "packed": lambda a: {
+        "mask": masks.packed(a(np.asarray([0, 3, 4, 11])), a(np.asarray([0, 2, 8, 13])))
+        & masks.causal()
+    },
+    "packed numbers": lambda a: {
+        "mask": masks.packed([0, 3, 4, 11], [0, 5, 5, 13]) & masks.window(3),
+        "law": laws.LogLength(4),
+    },
     "array": lambda a: {"mask": a(np.random.default_rng(1).random((2, 1, 11, 13)) < 0.4)},
     "row": lambda a: {"mask": a(np.random.default_rng(1).random((1, 13)) < 0.5)},
     "n_keys": lambda a: {"n_keys": a(np.arange(11) + 1)},

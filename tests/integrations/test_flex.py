@@ -55,6 +55,8 @@ MASKS = {
     "padding-bytes": masks.padding(LENGTHS.to(torch.uint8), side="left"),
     "segments": masks.segments(IDS),
     "segments-query": masks.segments(IDS.expand(2, 1, -1).clone(), IDS[:6]),
+    "packed": masks.packed(torch.tensor([0, 2, 6]), torch.tensor([0, 5, 9])) & masks.causal(),
+    "packed-ints": masks.packed([0, 2, 6], [0, 5, 9]) & ~masks.window(0),
     "array": masks.causal(9) & random(2, 1, 6, 9),
     "array-of-heads": masks.causal(9) & random(3, 6, 9),
     "array-of-keys": masks.causal(9) & random(2, 1, 1, 9),

@@ -11,7 +11,18 @@ from torch.nn.functional import pad
 from isentropic._checks import counts, value_error, with_name_hints
 from isentropic._loops import Block
 from isentropic._namespace import Array, common_device, namespace
-from isentropic.masks import Frame, Mask, _And, _Band, _Not, _Or, _Padding, _Segments, as_mask
+from isentropic.masks import (
+    Frame,
+    Mask,
+    _And,
+    _Band,
+    _Not,
+    _Or,
+    _Packed,
+    _Padding,
+    _Segments,
+    as_mask,
+)
 
 # Whether a query sees a key: a function of the indices of sequence, head, query and key.
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -152,6 +163,9 @@ def _mask_mod(mask: Mask, frame: Frame) -> MaskMod:
             return _padding(mask, frame.n_keys)
         case _Segments():
             return _segments(mask, shift)
+        case _Packed():
+            first, end = mask.interval(frame, (0, frame.n_queries))
+            return lambda b, h, q_idx, kv_idx: (kv_idx >= first[q_idx]) & (kv_idx < end[q_idx])
     # A boolean array, or a mask of the user's own, of which one is made.
     visible = mask.block(frame, (0, frame.n_queries), (0, frame.n_keys))
     element = _elements(visible)
