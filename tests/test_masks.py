@@ -254,6 +254,28 @@ class TestErrors:
             masks.segments([1, 2])
         with pytest.raises(TypeError, match=r"`mask` must be boolean"):
             masks.causal() & f([1])
+        with pytest.raises(
+            TypeError, match=r"`cu_seqlens` must be an array of integers, or .* got .*32"
+        ):
+            masks.packed(f([0.0, 1.0], "float32"))
+        with pytest.raises(TypeError, match=r"`cu_seqlens` must be an array of integers"):
+            masks.packed([0, 1.5])
+        with pytest.raises(TypeError, match=r"`cu_seqlens` must be an array of integers, .* got int"):
+            masks.packed(3)
+        with pytest.raises(ValueError, match=r"`cu_seqlens` must have one axis, got \(1, 2\)"):
+            masks.packed(f([[0, 1]]))
+        with pytest.raises(ValueError, match=r"`cu_seqlens` must have at least one number"):
+            masks.packed([])
+        with pytest.raises(
+            ValueError, match=r"`cu_seqlens` must begin with 0 and not fall, got \[1, 2\]"
+        ):
+            masks.packed([1, 2])
+        with pytest.raises(ValueError, match=r"`cu_seqlens_k` must begin with 0 and not fall"):
+            masks.packed([0, 3], [0, -3])
+        with pytest.raises(
+            ValueError, match=r"`cu_seqlens_k` must have 3 numbers, as `cu_seqlens` has"
+        ):
+            masks.packed([0, 3, 4], [0, 3])
 
     @pytest.mark.parametrize(
         ("make", "message"),
@@ -270,6 +292,18 @@ class TestErrors:
             (
                 lambda f: masks.padding(f([1, 2, 3, 4])),
                 r"`lengths` must have a shape broadcastable to \(2, 3\)",
+            ),
+            (
+                lambda f: masks.packed([0, 2, 7], [0, 4, 9]),
+                r"`cu_seqlens` must end at the number of queries, 6, got 7",
+            ),
+            (
+                lambda f: masks.packed([0, 2, 6]) & masks.causal(),
+                r"`cu_seqlens` must end at the number of keys, 9, got 6",
+            ),
+            (
+                lambda f: masks.padding(3) & masks.packed([0, 2, 6], [0, 4, 8]),
+                r"`cu_seqlens_k` must end at the number of keys, 9, got 8",
             ),
             (
                 lambda f: masks.causal(f([[[1]]])),
@@ -593,3 +627,87 @@ def test_offsets_beyond_every_position_show_or_hide_all(backend, rng, offset):
         backend.assert_close(it.attention(q, k, v, mask=mask), everything, rtol=1e-5, atol=1e-6)
     nothing = it.attention(q, k, v, mask=masks.causal(-offset))
     backend.assert_close(nothing, np.zeros((5, 4), "float32"))
+
+
+class TestPacked:
+    def test_all_lengths(self, rng):
+        """Sequences of 0 to 4 queries and keys, with every kind of band, in blocks of all sizes."""
+        frames = {}
+        for _ in range(60):
+            n = rng.integers(1, 5)
+            starts, key_starts = (np.cumsum([0, *rng.integers(0, 5, n)]) for _ in range(2))
+            shape = int(starts[-1]), int(key_starts[-1])
+            if min(shape) == 0:
+                continue
+            frame = frames.setdefault(shape, Frame(np, "cpu", *shape))
+            for left, right in ((None, None), (None, 0), (2, 0), (1, 1), (None, 2), (3, None)):
+                expected = oracles.packed(
+                    starts, key_starts, *(np.inf if x is None else x for x in (left, right))
+                )
+                for kind in (np.asarray, np.ndarray.tolist):
+                    mask = masks.packed(kind(starts), kind(key_starts)) & masks.window(left, right)
+                    got = mask.block(frame, (0, shape[0]), (0, shape[1]))
+                    np.testing.assert_array_equal(got, expected)
+                    for row in range(shape[0]):
+                        for size in range(1, shape[0] - row + 1):
+                            self.check_bounds(mask, frame, (row, size), expected[row : row + size])
+
+    def check_bounds(self, mask, frame, rows, visible):
+        first, end = mask.reach(frame, rows)
+        seen = np.nonzero(visible.any(0))[0]
+        assert not len(seen) or (first <= seen[0] and seen[-1] < end)
+        first, end = mask.fully_visible(frame, rows)
+        assert visible[:, max(first, 0) : max(end, 0)].all()
+
+    def test_tiles_between_sequences_are_skipped(self, backend, rng, set_blocks):
+        """Of 8 sequences side by side, an eighth of the tiles is computed."""
+        from isentropic._attention import generic
+
+        set_blocks(tile=0, rows=8, columns=8)
+        q, cu = backend.array(rng.normal(size=(1, 64, 4)), "float32"), np.arange(0, 65, 8)
+        computed = []
+        original = generic.Tiles.logits
+
+        def counted(self, rows, columns):
+            computed.append(rows[1] * columns[1])
+            return original(self, rows, columns)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generic.Tiles, "logits", counted)
+            mask = masks.packed(backend.array(cu))
+            out = it.attention(q, q, q, mask=mask, implementation="generic", law=None)
+        if backend.library != "strict" and not backend.is_gpu:  # whose numbers nothing reads
+            assert sum(computed) <= 64 * 64 / 8
+        x = backend.numpy(q)[0].astype(float)
+        expected = np.concatenate([oracles.attention(y, y, y).output for y in np.split(x, 8)])
+        np.testing.assert_allclose(backend.numpy(out)[0], expected, rtol=1e-4, atol=1e-5)
+
+    # As FlashAttention's own tests vary them: numbers of sequences, lengths, groups of heads, windows.
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("window", [None, (5, 0), (3, 4)])
+    @pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 37), (23, 23), (31, 12), (40, 70)])
+    @pytest.mark.parametrize("groups", [1, 2, 6])
+    def test_each_sequence_by_itself(self, backend, is_causal, window, n_queries, n_keys, groups):
+        rng = np.random.default_rng(n_keys + groups)
+        lengths = [(rng.integers(0, n_queries + 1), rng.integers(0, n_keys + 1)) for _ in range(3)]
+        lengths.append((n_queries, n_keys))
+        starts, key_starts = (np.cumsum([0, *x]) for x in zip(*lengths, strict=True))
+        q = rng.normal(size=(6, starts[-1], 8))
+        k, v = (rng.normal(size=(groups, key_starts[-1], e)) for e in (8, 5))
+        mask = masks.packed(backend.array(starts), backend.array(key_starts))
+        mask = mask if window is None else mask & masks.window(*window)
+        arrays = [backend.array(x, "float32") for x in (q, k, v)]
+        state = it.attention_state(
+            *arrays, mask=mask, is_causal=is_causal, enable_gqa=True, law=laws.LogLength(16)
+        )
+        for i, (length, key_length) in enumerate(lengths):
+            rows, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
+            left, right = (np.inf, np.inf) if window is None else window
+            visible = oracles.band(length, key_length, left, min(right, 0) if is_causal else right)
+            factor = oracles.log_length(visible.sum(-1), 16)
+            expected = oracles.attention(
+                q[:, rows], np.repeat(k, 6 // groups, 0)[:, keys], np.repeat(v, 6 // groups, 0)[:, keys],
+                visible=visible, factor=factor,
+            )  # fmt: skip
+            for got, x in ((state.output(), expected.output), (state.entropy(), expected.entropy())):
+                np.testing.assert_allclose(backend.numpy(got)[:, rows], x, rtol=2e-4, atol=2e-5)

@@ -16,9 +16,10 @@ import oracles
 import pytest
 
 import isentropic as it
-from isentropic import laws
+from isentropic import laws, masks
 from isentropic.integrations import _sharded as sharded
 
+STARTS, KEY_STARTS = (0, 3, 4, 11, 16), (0, 9, 9, 17, 24)
 # Queries, keys, options; heads are always grouped.
 CASES = {
     "plain": (16, 16, {}),
@@ -28,6 +29,10 @@ CASES = {
     "standard": (16, 16, {"law": None, "scale": 0.3}),
     "law-per-head": (16, 16, {"is_causal": True, "softcap": 2.0}),
     "n_keys": (16, 16, {"is_causal": True}),
+    "window": (16, 24, {"mask": masks.window(5) | masks.padding(2), "is_causal": True}),
+    "packed": (16, 24, {"mask": masks.packed(STARTS, KEY_STARTS), "is_causal": True}),
+    "packed-arrays": (16, 24, {"is_causal": True}),
+    "sinks": (16, 16, {"is_causal": True}),
 }
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -39,10 +44,17 @@ def _case(name, dtype="float64"):
     shapes = {"q": (2, 4, n_queries, 6), "k": (2, 2, n_keys, 6), "v": (2, 2, n_keys, 5), "slope": (4,)}
     arrays = {key: rng.normal(size=shape).astype(dtype) for key, shape in shapes.items()}
     arrays["n"] = rng.integers(1, 600, size=n_queries).astype(dtype)
+    arrays["sinks"] = rng.normal(size=4).astype(dtype)
+    arrays["starts"] = np.asarray([STARTS, KEY_STARTS]).astype(dtype)
 
     def call(function, a):
         law = {"law": laws.AffineLog(a["slope"], 0.5)} if name == "law-per-head" else {}
         n = {"n_keys": a["n"]} if name == "n_keys" else {}
+        if name == "sinks":
+            n = {"sinks": a["sinks"]}
+        if name == "packed-arrays":
+            whole = a["starts"].int() if hasattr(a["starts"], "int") else a["starts"].astype("int32")
+            n = {"mask": masks.packed(*whole)}
         return function(a["q"], a["k"], a["v"], **options, **law, **n, enable_gqa=True)
 
     return arrays, call
@@ -51,6 +63,11 @@ def _case(name, dtype="float64"):
 def _expected(name, arrays):
     n_queries, n_keys, options = CASES[name]
     visible = oracles.causal(n_queries, n_keys) | (not options.get("is_causal", False))
+    if name == "window":
+        near = oracles.band(n_queries, n_keys, 5, 0) | (np.arange(n_keys) < 2)
+        visible = visible & near
+    if name.startswith("packed"):
+        visible = oracles.packed(STARTS, KEY_STARTS, right=0)
     factor = oracles.log_length(arrays["n"] if name == "n_keys" else visible.sum(-1))
     if name == "standard":
         factor = 1.0
@@ -59,6 +76,7 @@ def _expected(name, arrays):
     dense = oracles.attention(
         arrays["q"], arrays["k"], arrays["v"], visible=visible, factor=factor,
         scale=options.get("scale"), softcap=options.get("softcap"),
+        sinks=arrays["sinks"] if name == "sinks" else None,
     )  # fmt: skip
     return dense.output, dense.entropy(), dense.log_normalizer
 
@@ -83,7 +101,8 @@ def _ring(call, n_devices, **options):
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:n_devices]), ("s",))
     rows = jax.P(None, None, "s")
-    specs = {"q": rows, "k": rows, "v": rows, "n": jax.P("s"), "slope": jax.P()}
+    specs = {"q": rows, "k": rows, "v": rows, "n": jax.P("s")}
+    specs |= dict.fromkeys(("slope", "sinks", "starts"), jax.P())
     function = partial(sharded.ring_attention_state, axis_name="s")
     return jax.shard_map(
         lambda a: call(function, a), mesh=mesh, in_specs=(specs,), out_specs=rows, **options
@@ -131,7 +150,11 @@ def _jax_mesh_of_two_axes():
     import jax
 
     arrays, _ = _case("law-per-head")
-    arrays = {key: x[:, :1] if key in "kv" else x for key, x in arrays.items() if key != "n"}
+    arrays = {
+        key: x[:, :1] if key in "kv" else x
+        for key, x in arrays.items()
+        if key in ("q", "k", "v", "slope")
+    }
 
     def call(function, a):
         return function(a["q"], a["k"], a["v"], law=laws.AffineLog(a["slope"], 0.5), is_causal=True)
@@ -159,7 +182,7 @@ def _jax_program():
         _, call = _case("causal")
         rows = jax.ShapeDtypeStruct((2, 4, 64 * n_devices, 6), "float32")
         n = jax.ShapeDtypeStruct((64 * n_devices,), "float32")
-        arrays = {"q": rows, "k": rows, "v": rows, "n": n, "slope": n}
+        arrays = {"q": rows, "k": rows, "v": rows, "n": n, "slope": n, "sinks": n, "starts": n}
         ring = _ring(call, n_devices)
         gradient = jax.jit(jax.grad(lambda a: _loss(jax.numpy, ring(a))))
         lowered = gradient.lower(arrays)
@@ -264,8 +287,8 @@ def _torch_values_and_gradients(name, group):
         )
 
     _loss(torch, call(it.attention_state, whole)).backward()
-    if name == "law-per-head":
-        dist.all_reduce(own["slope"].grad, group=group)
+    if shared := {"law-per-head": "slope", "sinks": "sinks"}.get(name):
+        dist.all_reduce(own[shared].grad, group=group)
     for key, x in whole.items():
         if x.grad is not None:
             expected = shard(key, x.grad)

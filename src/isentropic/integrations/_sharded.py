@@ -14,19 +14,27 @@ device stores only its shard and m. Gradients are rounded to half precision only
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 from isentropic._attention.functions import attention_state, scale_queries
 from isentropic._attention.state import AttentionState, merge_states
-from isentropic._checks import check_floating, check_ndim, type_error, value_error
+from isentropic._checks import (
+    check_broadcastable,
+    check_flag,
+    check_floating,
+    check_ndim,
+    type_error,
+    value_error,
+)
 from isentropic._entropy import shift_moment
+from isentropic._loops import Block
 from isentropic._namespace import Array, accumulator, is_jax, is_torch, namespace, present
 from isentropic._numerics import replace_infinite_minimum
 from isentropic.laws._law import DEFAULT_LAW, Constant, Law
-from isentropic.masks import causal
+from isentropic.masks import Frame, Mask, as_mask, causal
 
 
 def ring_attention_state(
@@ -35,11 +43,13 @@ def ring_attention_state(
     value: Array | None = None,
     *,
     axis_name: Hashable,
+    mask: Mask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
 ) -> AttentionState:
     """Attention inside `jax.shard_map`, where each device holds a shard of the sequence.
@@ -56,11 +66,13 @@ def ring_attention_state(
         and only keys travel.
     axis_name : str
         The mesh axis over which queries, keys and values are sharded, contiguously.
+    mask : Mask, optional
+        A mask of the whole sequence, such as ``masks.packed(cu_seqlens)``. All devices have the arrays
+        in it, which are of the whole sequence too.
     is_causal : bool
         Whether a query sees only the keys up to its own position in the whole sequence, aligned
         bottom-right as in `isentropic.attention`: the last query of the last device sees every key.
-        Other masks are not supported.
-    scale, law, n_keys, softcap, enable_gqa
+    scale, law, n_keys, softcap, sinks, enable_gqa
         As in `isentropic.attention`. `n_keys` counts keys of the whole sequence.
 
     Returns
@@ -81,8 +93,8 @@ def ring_attention_state(
     -----
     P devices take P hops to the next neighbor, each with one shard of keys and values. The size of the
     compiled program does not depend on P. Memory is O(L + S) per device, in the backward pass too.
-    Blocks hidden by causality are skipped, but the call takes as long as on the last device, which sees
-    all blocks.
+    Blocks of which a device sees no key are skipped where numbers in the mask tell that. But under a
+    causal mask the call takes as long as on the last device, which sees all blocks.
 
     Only reverse-mode differentiation is supported. It treats ``maximum`` as a constant. This is exact
     for the output, the entropy and the log-normalizer, because they do not depend on the number that is
@@ -110,9 +122,11 @@ def ring_attention_state(
     block = _checked_block("JAX", is_jax, query=query, key=key, value=value)
     rank, size = _axis(axis_name)
 
-    shards = _Shards(size, query.shape[-2], key.shape[-2], is_causal, scale, softcap, enable_gqa)
+    shards = _Shards(
+        size, query.shape[-2], key.shape[-2], _whole_mask(mask, is_causal), scale, softcap, enable_gqa
+    )
     scaled = shards.scale_queries(rank, query, block, law, n_keys)
-    return _ring_of_keys(shards, axis_name, scaled, block)
+    return _with_sinks(_ring_of_keys(shards, axis_name, scaled, block), sinks, scaled)
 
 
 def distributed_attention_state(
@@ -121,11 +135,13 @@ def distributed_attention_state(
     value: Array | None = None,
     *,
     group: Any = None,
+    mask: Mask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     enable_gqa: bool = False,
 ) -> AttentionState:
     """Attention over `torch.distributed`, where each process holds a shard of the sequence.
@@ -142,7 +158,7 @@ def distributed_attention_state(
         Without values the state has no output.
     group : torch.distributed.ProcessGroup, optional
         The processes that hold the shards, in the order of their ranks; by default all processes.
-    is_causal, scale, law, n_keys, softcap, enable_gqa
+    mask, is_causal, scale, law, n_keys, softcap, sinks, enable_gqa
         As in `isentropic.integrations.jax.ring_attention_state`.
 
     Returns
@@ -190,9 +206,74 @@ def distributed_attention_state(
     block = _checked_block("PyTorch", is_torch, query=query, key=key, value=value)
     rank, size = _rank_and_size(group)
 
-    shards = _Shards(size, query.shape[-2], key.shape[-2], is_causal, scale, softcap, enable_gqa)
+    shards = _Shards(
+        size, query.shape[-2], key.shape[-2], _whole_mask(mask, is_causal), scale, softcap, enable_gqa
+    )
     scaled = shards.scale_queries(rank, query, block, law, n_keys)
-    return AttentionState(*_ring_of_queries().apply(shards, group, scaled, *block))
+    state = AttentionState(*_ring_of_queries().apply(shards, group, scaled, *block))
+    return _with_sinks(state, sinks, scaled)
+
+
+def _whole_mask(mask: Any, is_causal: bool) -> Mask | None:
+    check_flag(is_causal=is_causal)
+    if mask is None:
+        return causal() if is_causal else None
+    mask = as_mask(mask)
+    return mask & causal() if is_causal else mask
+
+
+def _with_sinks(state: AttentionState, sinks: Array | None, query: Array) -> AttentionState:
+    """The state with the sinks, each a key whose value is 0."""
+    if sinks is None:
+        return state
+    xp = namespace(query=query, sinks=sinks)
+    check_floating(xp, sinks=sinks)
+    shape = state.normalizer.shape
+    check_broadcastable("sinks", sinks.shape, shape[:-1])
+    logits = xp.broadcast_to(xp.astype(sinks, state.normalizer.dtype)[..., None], shape)
+    value = state.weighted_value
+    zeros = None if value is None else xp.zeros_like(value)
+    score = xp.zeros_like(state.normalizer)
+    return merge_states(state, AttentionState(logits, xp.ones_like(score), zeros, score))
+
+
+class _Part(Mask):
+    """The mask of a block of queries and a block of keys of a whole sequence."""
+
+    mask: Mask
+    first_query: Any
+    first_key: Any
+    n_queries: int
+    n_keys: int
+
+    def check(self, batch: tuple[int, ...] | None, n_queries: int, n_keys: int) -> None:
+        self.mask.check(batch, self.n_queries, self.n_keys)
+
+    def _shifted(self, frame: Frame, rows: Block) -> tuple[Frame, Block]:
+        whole = frame.replaced(n_queries=self.n_queries, n_keys=self.n_keys)
+        return whole, (rows[0] + self.first_query, rows[1])
+
+    def block(self, frame: Frame, rows: Block, columns: Block) -> Array:
+        return self.mask.block(*self._shifted(frame, rows), (columns[0] + self.first_key, columns[1]))
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.mask.is_contiguous
+
+    def interval(self, frame: Frame, rows: Block) -> Any:
+        ends = self.mask.interval(*self._shifted(frame, rows))
+        return ends and tuple(x - self.first_key for x in ends)
+
+    def reach(self, frame: Frame, rows: Block) -> Any:
+        return self._relative(self.mask.reach, frame, rows, super().reach(frame, rows))
+
+    def fully_visible(self, frame: Frame, rows: Block) -> Any:
+        return self._relative(self.mask.fully_visible, frame, rows, super().fully_visible(frame, rows))
+
+    def _relative(self, of_mask: Callable[..., Any], frame: Frame, rows: Block, unknown: Any) -> Any:
+        if not isinstance(self.first_query, int):  # a number of a device of JAX
+            return unknown
+        return tuple(x - self.first_key for x in of_mask(*self._shifted(frame, rows)))
 
 
 @dataclass(frozen=True)
@@ -205,16 +286,17 @@ class _Shards:
     size: int
     n_queries: int  # in one shard
     n_keys: int  # in one shard
-    is_causal: bool
+    mask: Mask | None  # of the whole sequence
     scale: float | None
     softcap: float | None
     enable_gqa: bool
 
-    def offset(self, query_shard: Any, key_shard: Any) -> Any:
-        """The position of the first query of one shard relative to the first key of another."""
-        # The last query of the whole sequence sees its last key.
-        alignment = (self.n_keys - self.n_queries) * self.size
-        return alignment + query_shard * self.n_queries - key_shard * self.n_keys
+    def part(self, query_shard: Any, key_shard: Any) -> Mask | None:
+        """The mask of a block of queries and a block of keys."""
+        if self.mask is None:
+            return None
+        first = query_shard * self.n_queries, key_shard * self.n_keys
+        return _Part(self.mask, *first, self.n_queries * self.size, self.n_keys * self.size)
 
     def scale_queries(
         self, rank: Any, query: Array, block: tuple[Array, ...], law: Law | None, n_keys: Any
@@ -222,37 +304,43 @@ class _Shards:
         """The queries times the law of the number of keys that they see, in the dtype to compute in."""
         xp = namespace(query=query)
         total = self.n_keys * self.size
-        if n_keys is None and self.is_causal:
+        if n_keys is None and self.mask is not None:
             # The law counts keys of the whole sequence, of which a block of keys knows only its own.
-            mask = causal(self.offset(rank, 0))
-            n_keys = mask.visible_count(self.n_queries, total, like=query)
+            part = self.part(rank, 0)
+            assert part is not None
+            n_keys = part.visible_count(self.n_queries, total, like=query)
         # Before the law multiplies, as its factor times a query would be rounded to half precision.
         query = xp.astype(query, accumulator(xp, xp.result_type(query, *block)))
         # `scale_queries` takes no None.
         law = Constant(1.0) if law is None else law
         return scale_queries(query, total if n_keys is None else n_keys, law=law)
 
-    def any_visible(self, offset: Any) -> Any:
-        """Whether the last query of one shard sees the first key of the other, with a causal mask."""
-        return offset + self.n_queries > 0
+    def any_visible(self, xp: ModuleType, query_shard: Any, key_shard: Any) -> Any:
+        """Whether some query of a shard may see a key of another, by numbers in the mask."""
+        if self.mask is None:
+            return True
+        whole = Frame(xp, None, self.n_queries * self.size, self.n_keys * self.size)
+        first, end = self.mask.reach(whole, (query_shard * self.n_queries, self.n_queries))
+        start = key_shard * self.n_keys
+        return (first < start + self.n_keys) & (end > start)
 
     def state(
-        self, query: Array, key: Array, value: Array | None = None, *, offset: Any = 0
+        self, query: Array, key: Array, value: Array | None = None, *, shards: tuple[Any, Any] | None
     ) -> AttentionState:
-        """The state of a block of queries over a block of keys, which starts `offset` earlier."""
+        """The state of a block of queries over a block of keys, by the numbers of both shards."""
         return attention_state(
-            query, key, value, mask=causal(offset) if self.is_causal else None, scale=self.scale,
+            query, key, value, mask=None if shards is None else self.part(*shards), scale=self.scale,
             law=None, softcap=self.softcap, enable_gqa=self.enable_gqa,
         )  # fmt: skip
 
     def empty_state(self, query: Array, *block: Array) -> AttentionState:
         """The state of queries over no keys."""
         # By the same function, so that it has the shapes and dtypes of the other states.
-        return self.state(query, *(x[..., :0, :] for x in block))
+        return self.state(query, *(x[..., :0, :] for x in block), shards=None)
 
-    def sums(self, query: Array, *block: Array, offset: Any, maximum: Array) -> tuple[Array, ...]:
+    def sums(self, query: Array, *block: Array, shards: Any, maximum: Array) -> tuple[Array, ...]:
         """The other fields of the state relative to a given `maximum`. They are sums over keys."""
-        state = self.state(query, *block, offset=offset)
+        state = self.state(query, *block, shards=shards)
         xp = namespace(query=query)
         # Where a query sees no key of the block, the shift is −∞ and the weight 0.
         shift = state.maximum - replace_infinite_minimum(xp, maximum)
@@ -270,29 +358,37 @@ def _ring_of_keys(
     """The state of the queries of this device. Keys and values travel around the ring."""
     import jax
 
-    circulate = partial(_circulate_blocks, shards, axis_name)
+    # The arrays of the mask are arguments, because a rule of differentiation keeps no outer tracers.
+    leaves, structure = jax.tree.flatten(shards.mask)
+
+    def with_mask(leaves: Any) -> tuple[_Shards, Callable[..., Any]]:
+        whole = replace(shards, mask=jax.tree.unflatten(structure, leaves))
+        return whole, partial(_circulate_blocks, whole, axis_name)
 
     @jax.custom_vjp
-    def ring(query: Any, block: Any) -> AttentionState:
-        return forward(query, block)[0]
+    def ring(query: Any, block: Any, leaves: Any) -> AttentionState:
+        return forward(query, block, leaves)[0]
 
-    def forward(query: Any, block: Any) -> tuple[AttentionState, Any]:
-        def visit(state: Any, block: Any, offset: Any) -> Any:
-            return merge_states(state, shards.state(query, *block, offset=offset)), block
+    def forward(query: Any, block: Any, leaves: Any) -> tuple[AttentionState, Any]:
+        shards, circulate = with_mask(leaves)
+
+        def visit(state: Any, block: Any, pair: Any) -> Any:
+            return merge_states(state, shards.state(query, *block, shards=pair)), block
 
         empty = _vary_over_same_axes(shards.empty_state(query, *block), query)
         state, _ = circulate(visit, empty, block)
-        return state, (query, block, state.maximum)
+        return state, (query, block, leaves, state.maximum)
 
-    def backward(residuals: Any, cotangent: AttentionState) -> tuple[Any, Any]:
-        query, block, maximum = residuals
+    def backward(residuals: Any, cotangent: AttentionState) -> tuple[Any, Any, None]:
+        query, block, leaves, maximum = residuals
+        shards, circulate = with_mask(leaves)
         # Without that of the maximum, which counts as a constant, and of the counts, which are None.
         grad_sums = tuple(x for x in cotangent[1:] if x is not None)
 
-        def visit(grad_query: Any, carried: Any, offset: Any) -> Any:
+        def visit(grad_query: Any, carried: Any, pair: Any) -> Any:
             block, grad_block = carried
             upcast = [x.astype(query.dtype) for x in block]
-            sums = partial(shards.sums, offset=offset, maximum=maximum)
+            sums = partial(shards.sums, shards=pair, maximum=maximum)
             parts = jax.vjp(sums, query, *upcast)[1](grad_sums)
             # The gradient of a block travels with it, and is at home after the last hop.
             return grad_query + parts[0], (block, tuple(map(jax.numpy.add, grad_block, parts[1:])))
@@ -300,10 +396,11 @@ def _ring_of_keys(
         zeros = tuple(jax.numpy.zeros_like(x, query.dtype) for x in (query, *block))
         zeros = _vary_over_same_axes(zeros, query)
         grad_query, (_, grad_block) = circulate(visit, zeros[0], (block, zeros[1:]))
-        return grad_query, tuple(x.astype(y.dtype) for x, y in zip(grad_block, block, strict=True))
+        grads = tuple(x.astype(y.dtype) for x, y in zip(grad_block, block, strict=True))
+        return grad_query, grads, None
 
     ring.defvjp(forward, backward)
-    return ring(*_vary_over_same_axes((query, block)))
+    return ring(*_vary_over_same_axes((query, block)), leaves)
 
 
 def _circulate_blocks(
@@ -313,7 +410,7 @@ def _circulate_blocks(
     gathered: Any,
     block: Any,
 ) -> tuple[Any, Any]:
-    """Call ``gathered, block = visit(gathered, block, offset)`` on every device that a block reaches.
+    """Call ``gathered, block = visit(gathered, block, shards)`` on every device that a block reaches.
 
     After the last hop each block is back on its device, with the changes of all visits.
     """
@@ -323,17 +420,17 @@ def _circulate_blocks(
     rank = lax.axis_index(axis_name)
     ring = [(i, (i + 1) % shards.size) for i in range(shards.size)]
 
-    def skip(gathered: Any, block: Any, offset: Any) -> Any:
+    def skip(gathered: Any, block: Any, pair: Any) -> Any:
         return gathered, block
 
     def step(carry: Any, i: Any) -> tuple[Any, None]:
         gathered, block = carry
-        offset = shards.offset(rank, (rank - i) % shards.size)
-        if shards.is_causal:
-            visible = shards.any_visible(offset)
-            gathered, block = lax.cond(visible, visit, skip, gathered, block, offset)
+        pair = rank, (rank - i) % shards.size
+        visible = shards.any_visible(jax.numpy, *pair)
+        if visible is True:
+            gathered, block = visit(gathered, block, pair)
         else:
-            gathered, block = visit(gathered, block, offset)
+            gathered, block = lax.cond(visible, visit, skip, gathered, block, pair)
         # Outside of the branch, because every device has to take part in a hop.
         return (gathered, lax.ppermute(block, axis_name, ring)), None
 
@@ -369,11 +466,10 @@ def _ring_of_queries() -> Any:
             rank, _ = _rank_and_size(group)
 
             def visit(owner: int, query: Any) -> AttentionState:
-                offset = shards.offset(owner, rank)
-                if shards.is_causal and not shards.any_visible(offset):
+                if not shards.any_visible(namespace(query=query), owner, rank):
                     # Each visit gives a state, with which the one that arrives is merged.
                     return shards.empty_state(query, *block)
-                return shards.state(query, *block, offset=offset)
+                return shards.state(query, *block, shards=(owner, rank))
 
             def merge(a: Any, b: Any) -> AttentionState:
                 # A state arrives as the list of its tensors.
@@ -394,11 +490,10 @@ def _ring_of_queries() -> Any:
             grad_block = [torch.zeros_like(x, dtype=query.dtype) for x in block]
 
             def visit(owner: int, query: Any, maximum: Any, *grad_sums: Any) -> tuple[Any]:
-                offset = shards.offset(owner, rank)
-                if shards.is_causal and not shards.any_visible(offset):
+                if not shards.any_visible(namespace(query=query), owner, rank):
                     return (torch.zeros_like(query),)
                 upcast = [x.to(query.dtype) for x in block]
-                sums = partial(shards.sums, offset=offset, maximum=maximum)
+                sums = partial(shards.sums, shards=(owner, rank), maximum=maximum)
                 grad_query, *parts = _pull_back(sums, (query, *upcast), grad_sums)
                 for total, part in zip(grad_block, parts, strict=True):
                     # In place, because the block stays on this process while queries visit it.
