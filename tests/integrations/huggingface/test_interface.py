@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from isentropic import laws
+import isentropic
+from isentropic import laws, masks
 
 minilm = pytest.importorskip("minilm", reason="safetensors or tokenizers is not installed")
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -285,6 +286,31 @@ class TestPositions:
             for use_cache in (True, False)
         )
         assert torch.equal(cached, anew)
+
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_packed_sequences_without_a_mask(self, window):
+        """By the arguments of FlashAttention."""
+        module = with_law(nn.Module(), laws.LogLength(4))
+        module.is_causal = True
+        query, key, value = torch.randn(3, 1, 2, 9, 8)
+        attend, ends = transformers.AttentionInterface()["isentropic"], torch.tensor([0, 4, 9])
+        packed = {f"cu_seq_lens_{x}": ends for x in "qk"} | {f"max_length_{x}": 5 for x in "qk"}
+        got, _ = attend(module, query, key, value, None, **packed, sliding_window=window)
+        mask = masks.window(None if window is None else window - 1)
+        expected = [
+            isentropic.attention(
+                *(x[:, :, a:b] for x in (query, key, value)), mask=mask, law=laws.LogLength(4)
+            )
+            for a, b in ((0, 4), (4, 9))
+        ]
+        close(got.transpose(1, 2), torch.cat(expected, 2), atol=1e-6)
+        torch.manual_seed(1)
+        module.train()
+        dropped, _ = attend(module, query, key, value, None, **packed, dropout=0.5)
+        alone = value[:, :, 4] * 2  # the first query of the second sequence sees its own key alone
+        assert all(
+            torch.allclose(x, y) or not x.any() for x, y in zip(dropped[0, 4], alone[0], strict=True)
+        )
 
     def test_dropout(self):
         module = with_law(nn.Module(), laws.LogLength(4), "positions")

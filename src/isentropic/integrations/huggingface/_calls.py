@@ -24,8 +24,9 @@ from isentropic._namespace import Array
 from isentropic.integrations._observe import Call, visible_counts
 from isentropic.integrations.huggingface._layer_law import law_of
 from isentropic.integrations.huggingface._modules import positions_from_1
-from isentropic.masks import Frame, Mask, causal
+from isentropic.masks import Frame, Mask, causal, packed, window
 
+NAME = "isentropic"  # the name of our implementation
 # Arguments with which sparse attention chooses the keys.
 SPARSE = ("indices", "block_indices")
 # Arguments with which some models ask for attention that the mask and the logits do not determine.
@@ -136,6 +137,11 @@ def _visible(
         return mask
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if name == NAME and all(kwargs.get(x) is not None for x in _PACKED) and len(query) == 1:
+        sequences = packed(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+        window_size = kwargs.get("sliding_window")
+        near = window(None if window_size is None else window_size - 1, 0 if is_causal else None)
+        return sequences & near
     # Transformers omits the mask in two cases: for a single query, which sees all keys, and for a cache
     # that was empty before. In the second case queries and keys start at the same position, and the
     # empty slots of a static cache come after them. So the causal mask has the offset 0.

@@ -23,12 +23,11 @@ from isentropic._checks import type_error, value_error
 from isentropic._namespace import namespace
 from isentropic._products import grouped_matmul
 from isentropic.integrations._observe import announce, listeners
-from isentropic.integrations.huggingface._calls import call_of, counted_keys, with_tokens
+from isentropic.integrations.huggingface._calls import NAME, call_of, counted_keys, with_tokens
 from isentropic.integrations.huggingface._layer_law import LAW, law_of
 from isentropic.integrations.huggingface._modules import family_of, positions_from_1, uses_interface
 from isentropic.laws._law import Law
 
-NAME = "isentropic"
 _WITH_LAW: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
@@ -134,8 +133,10 @@ def attend(
     call = call_of(NAME, module, query, key, attention_mask, scaling=scaling, **kwargs)
     options = call.options | {"law": call.law, "sinks": call.sink}
     is_dropping = dropout > 0 and module.training
-    # PyTorch's attention, which drops weights, has neither soft caps nor sinks.
-    needs_weights = is_dropping and (call.sink is not None or options["softcap"] is not None)
+    # PyTorch's attention, which drops weights, has neither soft caps nor sinks nor packed sequences.
+    is_packed = attention_mask is None and kwargs.get("cu_seq_lens_q") is not None
+    needs_weights = is_packed or call.sink is not None or options["softcap"] is not None
+    needs_weights = is_dropping and needs_weights
     weights = None
     if needs_weights or kwargs.get("output_attentions"):
         weights = AttentionDistribution(query, key, **options).weights()

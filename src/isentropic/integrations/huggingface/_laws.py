@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from isentropic._checks import check_choice, is_integer, type_error, value_error
+from isentropic.integrations.huggingface._calls import NAME
 from isentropic.integrations.huggingface._hooks import check_law_can_act, hooks
-from isentropic.integrations.huggingface._interface import NAME, set_base
+from isentropic.integrations.huggingface._interface import set_base
 from isentropic.integrations.huggingface._layer_law import (
     COUNTS,
     LAW,

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, initialization
 
 from isentropic import laws as laws_module
 from isentropic._checks import check_flag, type_error, value_error
+from isentropic.integrations.huggingface._calls import NAME
 from isentropic.integrations.huggingface._hooks import hooks
-from isentropic.integrations.huggingface._interface import NAME
 from isentropic.integrations.huggingface._layer_law import LAW, LayerLaw, layer_law, set_law
 from isentropic.integrations.huggingface._modules import configs_in
 from isentropic.integrations.torch import LawModule

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from isentropic._checks import check_count, check_real, plain_integer, type_error, value_error
 from isentropic._namespace import Array
 from isentropic._numerics import clip
-from isentropic.integrations.huggingface._interface import NAME
+from isentropic.integrations.huggingface._calls import NAME
 from isentropic.integrations.huggingface._laws import apply, warn_of_rules
 from isentropic.integrations.huggingface._measure import as_mapping, check_batches
 from isentropic.integrations.huggingface._modules import (
