@@ -163,6 +163,7 @@ _ROWS = {
     ),
     "layers.multi_head_attention": NATIVE,
     "layers.positive_features": DRAWN,
+    "layers.qk_clip": NOT_SMOOTH,
     "jl.min_dim": SIZES,
     "jl.failure_probability": SIZES,
     "jl.eps": SIZES,

@@ -304,6 +304,10 @@ TRIED = {
     "padding": lambda a: masks.padding(a["lengths"]).visible_count(*_lengths_of(a), like=a["q"]),
     "segments": lambda a: masks.segments(a["ids"]).visible_count(*_lengths_of(a), like=a["q"]),
     "packed": lambda a: masks.packed(a["starts"]).visible_count(*_lengths_of(a), like=a["q"]),
+    "qk_clip": lambda a: it.layers.qk_clip(
+        it.AttentionDistribution(a["q"], a["k2"], enable_gqa=True, is_causal=True, sinks=a["slope"]), 0.5
+    ),
+    "qk_clip-array": lambda a: it.layers.qk_clip(a["slope"] * 2, 1.0, n_key_heads=2),
     "positive_features": lambda a: it.layers.positive_features(8, 5, rng=0, like=a["q"]),
     "count_sketch": lambda a: it.jl.count_sketch(16, 5, rng=0, like=a["x"]),
     "gaussian_projection": lambda a: it.jl.gaussian_projection(16, 5, rng=0, like=a["x"]),

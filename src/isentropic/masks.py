@@ -827,7 +827,9 @@ class _Packed(_Contiguous):
             else xp.astype(x, frame.index_dtype, copy=False)
             for x in self._starts
         )
-        position = frame.positions(rows)
+        # Plus the first start, which is 0: a batch axis of `torch.vmap` makes it an array of its own, as
+        # `searchsorted` of PyTorch wants it.
+        position = frame.positions(rows) + starts[0]
         last = starts.shape[-1] - 2
         # Of sequences that begin at the same position, all but the last one are empty.
         index = xp.searchsorted(starts, position, side="right") - 1

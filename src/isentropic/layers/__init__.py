@@ -1,4 +1,4 @@
-"""Layers around attention: heads, additive scores, random features and rotary positions."""
+"""Layers around attention: heads, additive scores, random features, rotary positions, QK-Clip."""
 
 from isentropic.layers._additive import additive_attention
 from isentropic.layers._linear_attention import (
@@ -7,6 +7,7 @@ from isentropic.layers._linear_attention import (
     positive_features,
 )
 from isentropic.layers._multi_head import multi_head_attention
+from isentropic.layers._qk_clip import qk_clip
 from isentropic.layers._rotary import rotary
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "linear_attention_error",
     "multi_head_attention",
     "positive_features",
+    "qk_clip",
     "rotary",
 ]
