@@ -827,8 +827,8 @@ class _Packed(_Contiguous):
             else xp.astype(x, frame.index_dtype, copy=False)
             for x in self._starts
         )
-        # Plus the first start, which is 0: a batch axis of `torch.vmap` makes it an array of its own, as
-        # `searchsorted` of PyTorch wants it.
+        # Plus the first start, which is 0. So with a batch axis of `torch.vmap` it is an array of its
+        # own, as `searchsorted` of PyTorch wants it.
         position = frame.positions(rows) + starts[0]
         last = starts.shape[-1] - 2
         # Of sequences that begin at the same position, all but the last one are empty.
