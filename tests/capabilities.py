@@ -199,6 +199,7 @@ _ROWS = {
 WITHOUT_ROW = {
     "laws.Law": "abstract",
     "laws.from_config": "takes a configuration",
+    "laws.realized_factor": "takes a function",
     "jl.QuantizedVectors": "holds what `jl.Quantizer` computes",
 }
 

@@ -39,6 +39,29 @@ class TestLaws:
             table = run("laws", f"{name}:length=100", "--lengths", "100").stdout.splitlines()
             assert table[1].split() == [f"{name}:length=100", "1.0000"]
 
+    def test_rules_of_a_configuration(self, run, tmp_path):
+        config = {
+            "model_type": "llama4_text", "num_hidden_layers": 9, "attn_temperature_tuning": True,
+            "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 0, 0, 1, 0, 1, 1, 1, 1],
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        lengths = [8191, 8192, 131072]
+        arguments = ("laws", "--check", tmp_path, "--lengths", ",".join(map(str, lengths)))
+        head, n, factor = run(*arguments).stdout.splitlines()
+        assert head == "llama-4: on products, layers 1–2, 4, n counts slots"
+        assert n.split() == ["n", *map(str, lengths)]
+        expected = [1.0, 1 + 0.1 * np.log(2), 1 + 0.1 * np.log(17)]
+        np.testing.assert_allclose([float(x) for x in factor.split()[1:]], expected, atol=1e-6)
+        (rule,) = json.loads(run(*arguments, "--json").stdout)["rules"]
+        assert rule["layers"] == [1, 2, 4]
+        np.testing.assert_allclose(rule["factors"], expected)
+        other = tmp_path / "other.json"
+        other.write_text('{"model_type": "llama"}')
+        assert run("laws", "--check", other).stdout.startswith("no rule")
+        assert "takes no names" in run("laws", "su", "--check", other).stderr
+        other.write_text("{")
+        assert str(other) in run("laws", "--check", other).stderr
+
     def test_json(self, run):
         data = json.loads(run("laws", "--json").stdout)
         assert data["lengths"] == [64, 512, 4096, 32768]

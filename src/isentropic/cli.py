@@ -74,8 +74,12 @@ def _preset_label(name: str) -> str:
     "--lengths", type=_Numbers(), default="64,512,4096,32768", show_default=True,
     help="Numbers of keys.",
 )  # fmt: skip
+@click.option(
+    "--check", "config", type=click.Path(exists=True, path_type=Path), metavar="CONFIG",
+    help="A config.json, or its folder: print the rules that the model's configuration asks for.",
+)  # fmt: skip
 @_as_json
-def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
+def laws(names: Sequence[str], lengths: Sequence[int], config: Path | None, as_json: bool) -> None:
     """Print the factors of laws for given numbers of keys.
 
     NAME is one of the presets, with its parameters: isentropic laws su qwen:length=2048.
@@ -83,6 +87,11 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
     `save_pretrained`. There is one row per layer, with the mean over the heads. Without names, print
     all presets that do not need parameters.
     """
+    if config is not None:
+        if names:
+            raise click.UsageError("--check takes no names beside it")
+        _print_rules(config, lengths, as_json)
+        return
     chosen = dict(_named_laws(names)) if names else dict(_laws_without_parameters())
     factors = {name: [_factor(name, law, n) for n in lengths] for name, law in chosen.items()}
     if as_json:
@@ -94,6 +103,48 @@ def laws(names: Sequence[str], lengths: Sequence[int], as_json: bool) -> None:
     for label, row in zip(labels, factors.values(), strict=True):
         means = (x if isinstance(x, float) else math.fsum(x) / len(x) for x in row)
         click.echo(label.ljust(width) + "".join(f"{x:>9.4f}" for x in means))
+
+
+def _print_rules(path: Path, lengths: Sequence[int], as_json: bool) -> None:
+    """The rules of a configuration, with their factors by what they count."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        rules = laws_module.from_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise click.ClickException(f"{path}: {_first_line(error)}") from None
+    found: list[dict[str, Any]] = [
+        {
+            "rule": rule.name, "counts": rule.counts, "scales": rule.scales,
+            "layers": rule.layers and list(rule.layers),
+            "factors": rule.law and [_factor(rule.name, rule.law, n) for n in lengths],
+        }
+        for rule in rules
+    ]  # fmt: skip
+    if as_json:
+        click.echo(json.dumps({"lengths": lengths, "rules": found}))
+        return
+    if not found:
+        click.echo("no rule: the logits have the constant scale of the model's attention")
+    for rule in found:
+        layers = "all layers" if rule["layers"] is None else f"layers {_ranges(rule['layers'])}"
+        counted = f"n counts {rule['counts']}" if rule["counts"] else "constant"
+        click.echo(f"{rule['rule']}: on {rule['scales']}, {layers}, {counted}")
+        if rule["factors"] is None:
+            click.echo("  its numbers are weights of the model")
+            continue
+        click.echo("  n     " + "".join(f"{n:>12}" for n in lengths))
+        click.echo("  factor" + "".join(f"{x:>12.6f}" for x in rule["factors"]))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in order as text, with a dash for those in between."""
+    parts: list[list[int]] = []
+    for i in numbers:
+        if parts and i == parts[-1][-1] + 1:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return ", ".join(str(x[0]) if len(x) == 1 else f"{x[0]}–{x[-1]}" for x in parts)
 
 
 def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | None]]:

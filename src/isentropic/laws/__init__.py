@@ -33,9 +33,13 @@ if TYPE_CHECKING:
         shifted,
     )
     from isentropic.laws._presets import preset
+    from isentropic.laws._realized import realized_factor
 else:  # a type checker that sees `__getattr__` accepts every attribute name
     # Attention does not need these names. They are imported on first use.
-    _MODULES = {"from_config": "_configurations", "from_dict": "_dictionaries", "preset": "_presets"}
+    _MODULES = {
+        "from_config": "_configurations", "from_dict": "_dictionaries", "preset": "_presets",
+        "realized_factor": "_realized",
+    }  # fmt: skip
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
@@ -61,6 +65,7 @@ __all__ = [
     "from_dict",
     "per_query",
     "preset",
+    "realized_factor",
     "scaled",
     "shifted",
 ]
