@@ -156,10 +156,12 @@ def measure(model: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def _divergence(query: Tensor, key: Tensor, other: Tensor) -> float:
-    options = {"law": None, "is_causal": True, "enable_gqa": True}
     query = query[:, :, -QUERIES:]
-    p, q = (it.AttentionDistribution(query, x, **options).weights() for x in (key, other))
-    return it.kl_divergence(p, q).mean().item()
+    p, q = (
+        it.AttentionDistribution(query, x, law=None, is_causal=True, enable_gqa=True)
+        for x in (key, other)
+    )
+    return p.kl_divergence(q).mean().item()
 
 
 def report(results: dict[str, Any]) -> str:
