@@ -259,7 +259,9 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
 
         stack.enter_context(jax.numpy_rank_promotion("raise"))  # as in the tests of JAX itself
         if mode == "x64":
-            stack.enter_context(jax.enable_x64(True))
+            from jax_x64 import enable_x64
+
+            stack.enter_context(enable_x64(True))
         platform = "gpu" if mode == "cuda" else "cpu"
         return Backend(name, jax.numpy, jax.devices(platform)[0], float64=mode == "x64")
     import array_api_compat.cupy as xp
@@ -313,9 +315,9 @@ def tiny_tiles(set_blocks: Callable[..., None]) -> None:
 @pytest.fixture
 def x64() -> Iterator[None]:
     """JAX with float64, in tests without the fixture `backend`."""
-    import jax
+    from jax_x64 import enable_x64
 
-    with jax.enable_x64(True):
+    with enable_x64(True):
         yield
 
 

@@ -43,7 +43,7 @@ def _across_meshes(function: Callable[..., _R], args: Any, kwargs: Any) -> _R:
     if not isinstance(model, jax.core.Tracer):
         mesh = model.sharding.mesh  # with its devices, to which JAX moves constants
     with jax.sharding.use_abstract_mesh(automatic):
-        whole = jax.sharding.NamedSharding(automatic, jax.P())
+        whole = jax.sharding.NamedSharding(automatic, jax.sharding.PartitionSpec())
         # By identity, since `==` compares arrays number by number.
         leaves = [
             jax.sharding.reshard(x, whole) if any(x is y for y in explicit) else x for x in leaves
@@ -53,7 +53,9 @@ def _across_meshes(function: Callable[..., _R], args: Any, kwargs: Any) -> _R:
 
     def shard(x: Any) -> Any:
         axes = zip(x.shape, model.shape, jax.typeof(model).sharding.spec, strict=False)
-        spec = jax.P(*(name if size == other else None for size, other, name in axes))
+        spec = jax.sharding.PartitionSpec(
+            *(name if size == other else None for size, other, name in axes)
+        )
         return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
 
     return _map_arrays(shard, result)

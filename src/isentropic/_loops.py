@@ -453,6 +453,12 @@ def is_compiling(xp: ModuleType, *sizes: Any) -> bool:
     return torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in sizes)
 
 
+def is_exporting() -> bool:
+    """Whether PyTorch exports the call. Before 2.7 it does not tell."""
+    compiler = imported_torch().compiler
+    return hasattr(compiler, "is_exporting") and compiler.is_exporting()
+
+
 def is_readable(xp: ModuleType, x: Any) -> bool:
     """Whether the values of `x` can be read: they are in the host's memory and are not traced."""
     if is_numpy(xp):

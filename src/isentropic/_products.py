@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from isentropic._loops import autocast_device
+from isentropic._loops import autocast_device, is_exporting
 from isentropic._namespace import Array, imported_torch, is_jax, is_numpy, is_torch
 
 
@@ -39,7 +39,7 @@ def product(xp: ModuleType, a: Array, b: Array) -> Any:
         return xp.matmul(a, b, precision=matmul_precision())
     if is_torch(xp) and autocast_device() is not None:
         compiler = imported_torch().compiler
-        if compiler.is_dynamo_compiling() and not compiler.is_exporting():
+        if compiler.is_dynamo_compiling() and not is_exporting():
             from isentropic._torch_nodes import product as exact_product
         else:
             from isentropic._torch_products import product as exact_product

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isentropic import _torch_products
+from isentropic._loops import is_exporting
 from isentropic._namespace import Array
 from isentropic._pytrees import Node
 
@@ -27,6 +28,10 @@ from isentropic._pytrees import Node
 # symbolic. The structure tells how to put them together: (class, names of fields, structures) for a
 # tuple, a mask or a law, (_LEAF, (), None), or (_CONSTANT, (), constant).
 _LEAF, _CONSTANT = "leaf", "constant"
+
+
+# Before 2.13 Dynamo fails on parts of the code. There calls run outside of its graphs.
+_DYNAMO_READS_US = torch.__version__ >= (2, 13)
 
 
 class _Call(NamedTuple):
@@ -54,8 +59,10 @@ def call(function: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     The function returns an array, or a NamedTuple of arrays and None. `result` is Array or its class.
     """
+    if not _DYNAMO_READS_US:
+        return _outside(function, args, kwargs)
     # An exported program cannot hold a function of Python.
-    if torch.compiler.is_exporting() or not all(map(_has_structure, (*args, *kwargs.values()))):
+    if is_exporting() or not all(map(_has_structure, (*args, *kwargs.values()))):
         return function(*args, **kwargs)
     leaves: list[Any] = []
     structure = _structure((args, tuple(kwargs.values())), leaves)
@@ -70,6 +77,11 @@ def call(function: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return arrays[0]
     found = dict(zip(fields, arrays, strict=True))
     return result(**{field: found.get(field) for field in result._fields})
+
+
+@torch.compiler.disable
+def _outside(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 @torch.compiler.allow_in_graph

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from isentropic._loops import without_autocast
+from isentropic._loops import is_exporting, without_autocast
 
 
 def product(a: Any, b: Any) -> Any:
     """``a @ b``, for tensors of at least two axes."""
-    if torch.compiler.is_exporting():  # an exported program cannot hold a function of Python
+    if is_exporting():  # an exported program cannot hold a function of Python
         return _plain_product(a, b)
     if a.ndim > b.ndim == 2:  # so that the gradient of `b` is a single product
         return _Product.apply(a.flatten(0, -2), b).unflatten(0, a.shape[:-1])

@@ -191,6 +191,11 @@ class TestProperties:
                 assert got.shape == (2, q.shape[-2])
                 assert np.all(got == 0)
 
+    def test_without_batch_elements(self, backend):
+        x = backend.array(np.ones((0, 3, 4), "float32"))
+        p = it.AttentionDistribution(x, x)
+        assert all(getattr(p, method)(p).shape == (0, 3) for method in METHODS)
+
     def test_broadcast(self, backend, rng):
         """One query against several heads of another distribution, whose keys have another size."""
         a, b = rng.normal(size=(5, 4)), rng.normal(size=(3, 2, 5, 6))

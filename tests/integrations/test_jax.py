@@ -13,6 +13,7 @@ pytest.importorskip("flax")
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax_x64 import enable_x64
 
 from isentropic.integrations.jax import attention_fn
 
@@ -31,7 +32,7 @@ def _only_once(request):
 
 @pytest.fixture
 def dtype():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         yield "float64"
 
 

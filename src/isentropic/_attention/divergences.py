@@ -51,11 +51,12 @@ def divergence(name: str, p: Arguments, q: Arguments, over_heads: bool) -> Array
         left, right = ((x, finite(x, y)) for x, y in sides)
         return numpy.divergence(*left, right, batch, name)
     known = sum(math.prod(n for n in x.batch if not is_symbolic(n)) for x in (plan, other))
-    rows_at_once = max(1, logits_of_a_tile(xp, plan.device) // (known * plan.n_keys))
-    if plan.frame.is_compiling:
-        rows_at_once = plan.n_queries
-    in_states = plan.frame.is_compiling or is_gpu(xp, plan.device)
-    if rows_at_once < plan.n_queries:
+    is_compiling = plan.frame.is_compiling or other.frame.is_compiling
+    rows_at_once = plan.n_queries
+    if not is_compiling:
+        rows_at_once = max(1, logits_of_a_tile(xp, plan.device) // max(1, known * plan.n_keys))
+    in_states = is_compiling or is_gpu(xp, plan.device)
+    if not is_compiling and rows_at_once < plan.n_queries:
         in_states = in_states or is_differentiable(xp, *(x for y in sides for x in y[1][:2]))
     in_states = in_states and name != "js_divergence" and not over_heads and plan.batch == other.batch
     if in_states and _are_linear(p, q):

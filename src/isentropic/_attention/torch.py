@@ -22,7 +22,7 @@ from isentropic._attention.torch_facts import (
     wants_gradient,
 )
 from isentropic._attention.torch_gradients import INPUTS, backward, forward
-from isentropic._loops import BLOCKS, Block, map_blocks, take, without_autocast
+from isentropic._loops import BLOCKS, Block, is_exporting, map_blocks, take, without_autocast
 from isentropic._namespace import Array
 
 
@@ -41,7 +41,7 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
         if _transformations() not in ((), ("Grad",)):
             return TRANSFORMED
         materializes_mask = plan.has_mask and not plan.is_plain_causal
-        if materializes_mask and _is_exporting():
+        if materializes_mask and is_exporting():
             return "other runtimes return NaN for queries that see no key"
         materializes_mask = materializes_mask and plan.device.type == "cpu"
         return "it would materialize the L×S mask" if materializes_mask else None
@@ -74,12 +74,6 @@ def _keeps_masks(plan: Plan) -> bool:
     materializes_mask = plan.has_bias or (plan.has_mask and not plan.is_plain_causal)
     is_large = plan.n_queries * plan.n_keys > BLOCKS.sdpa_mask_logits
     return plan.is_differentiated and materializes_mask and is_large and plan.device.type == "cpu"
-
-
-def _is_exporting() -> bool:
-    import torch
-
-    return torch.compiler.is_exporting()
 
 
 def _transformations() -> tuple[str, ...]:
@@ -233,7 +227,7 @@ def tiles_unsupported_reason(plan: Plan, order: float | None, is_named: bool) ->
     if plan.library != "torch":
         return "the arrays are not PyTorch's"
     if plan.frame.is_compiling:
-        if _is_exporting():
+        if is_exporting():
             return "other programs do not have the operators of this package"
         # PyTorch does not differentiate operators inside torch.func.grad or jvp.
         return None if set(_transformations()) <= {"Vmap"} else TRANSFORMED
