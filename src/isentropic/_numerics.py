@@ -56,6 +56,10 @@ def quietly(
                 (args and isinstance(args[0], torch.Tensor))
                 or torch.compiler.is_compiling()  # it cannot trace context variables
             ):
+                if node_of is not None and not torch.compiler.is_compiling() and _dynamo_is_old():
+                    from isentropic import _torch_nodes
+
+                    return _torch_nodes.outside(function, args, kwargs)
                 return function(*args, **kwargs)
             if silenced is None:
                 silenced = np.errstate(all="ignore")(function)
@@ -72,6 +76,12 @@ def quietly(
             raise
 
     return quiet
+
+
+@functools.cache
+def _dynamo_is_old() -> bool:
+    """Whether Dynamo fails on the code of a call even where a graph breaks before it."""
+    return bool(imported_torch().__version__ < (2, 10))
 
 
 def _tracer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -60,7 +60,7 @@ def call(function: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, An
     The function returns an array, or a NamedTuple of arrays and None. `result` is Array or its class.
     """
     if not _DYNAMO_READS_US:
-        return _outside(function, args, kwargs)
+        return outside(function, args, kwargs)
     # An exported program cannot hold a function of Python.
     if is_exporting() or not all(map(_has_structure, (*args, *kwargs.values()))):
         return function(*args, **kwargs)
@@ -80,7 +80,7 @@ def call(function: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @torch.compiler.disable
-def _outside(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def outside(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
 
 

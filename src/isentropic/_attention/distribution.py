@@ -520,7 +520,7 @@ class AttentionDistribution(Node, Record):
         >>> p = AttentionDistribution(q, k, is_causal=True)
         >>> rounded = AttentionDistribution(q, np.round(k), is_causal=True)
         >>> round(float(p.kl_divergence(rounded).mean()), 3)
-        0.042
+        0.014
         """
         return _divergence("kl_divergence", self, other, over_heads)
 
