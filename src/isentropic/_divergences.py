@@ -45,7 +45,7 @@ def log_shares(xp: ModuleType, s: Array) -> LogShares:
 
 def mean_over_heads(xp: ModuleType, p: LogShares) -> LogShares:
     """The mean over axis −3, which is kept, of the heads that have weight."""
-    seeing = xp.sum(xp.astype(~p.is_empty, p.logs.dtype), axis=-3, keepdims=True)
+    seeing = xp.sum(xp.astype(xp.logical_not(p.is_empty), p.logs.dtype), axis=-3, keepdims=True)
     share = xp.sum(xp.exp(p.logs), axis=-3, keepdims=True) / clip(xp, seeing, min=1.0)
     return LogShares(log_or(xp, share, -math.inf), seeing == 0)
 
@@ -94,7 +94,7 @@ def _ratios(xp: ModuleType, p: LogShares, q: LogShares) -> tuple[Any, ...]:
     """P, q, u, and where u is too large, p has no weight, or q has none. There u is 0."""
     is_alone, is_lost = p.logs == -math.inf, q.logs == -math.inf
     u = _log_ratio(xp, p, q)
-    is_large = (u > LARGE_LOG_RATIO) & ~is_alone
+    is_large = (u > LARGE_LOG_RATIO) & xp.logical_not(is_alone)
     u = xp.where(is_alone | is_lost | is_large, 0.0, u)
     return xp.exp(p.logs), xp.exp(q.logs), u, is_large, is_alone, is_lost
 
