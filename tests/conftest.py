@@ -270,6 +270,21 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
 
 
 @pytest.fixture(autouse=True)
+def _compilers_of_old_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip what compiles or exports with a version of PyTorch that cannot do it with this library."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.__version__ >= (2, 13):
+        return
+
+    def skip(*args: Any, **kwargs: Any) -> None:
+        pytest.skip("torch.compile and torch.export need PyTorch 2.13")
+
+    monkeypatch.setattr(torch, "compile", skip)
+    monkeypatch.setattr("torch.export.export", skip)
+    monkeypatch.setattr("torch.fx.experimental.proxy_tensor.make_fx", skip)
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Seed PyTorch's global generator, for tests that use it. Other tests draw from `rng`."""
     if "torch" in sys.modules:

@@ -251,6 +251,16 @@ class TestErrors:
             p.kl_divergence(q)
 
 
+@pytest.fixture
+def only(request):
+    def check(library):
+        if request.config.getoption("--backend") not in (None, library):
+            pytest.skip(f"belongs to the backend {library}")
+        return pytest.importorskip(library)
+
+    return check
+
+
 PAIRS = [("plain", "near"), ("law", "capped"), ("array", "biased"), ("sinks", "sinks")]
 
 
@@ -260,8 +270,8 @@ PAIRS = [("plain", "near"), ("law", "capped"), ("array", "biased"), ("sinks", "s
 class TestGradients:
     """Those of the dense formula, of weights that the library computes, in float64."""
 
-    def test_torch(self, pair, method, over_heads, tiny_tiles):
-        torch = pytest.importorskip("torch")
+    def test_torch(self, only, pair, method, over_heads, tiny_tiles):
+        torch = only("torch")
         found = []
         for is_dense in (False, True):
             leaves = []
@@ -283,8 +293,14 @@ class TestGradients:
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
-    def test_jax(self, pair, method, over_heads, tiny_tiles, x64):
-        jax = pytest.importorskip("jax")
+    def test_jax(self, only, pair, method, over_heads, tiny_tiles):
+        jax = only("jax")
+        from jax_x64 import enable_x64
+
+        with enable_x64(True):
+            self.check_jax(jax, pair, method, over_heads)
+
+    def check_jax(self, jax, pair, method, over_heads):
         array = staticmethod(lambda x, dtype=None: jax.numpy.asarray(np.asarray(x, dtype)))
         sides = tuple(distribution(type("B", (), {"array": array}), name, "float64") for name in pair)
 
@@ -332,8 +348,8 @@ def dense_in(xp, method, p, q, over_heads):
     return xp.where((a > 0).any(-1) | ~(b > 0).any(-1), found, math.log(2))
 
 
-@pytest.mark.host
 class TestMemory:
+    @pytest.mark.host
     def test_numpy(self, rng):
         x = rng.normal(size=(2, 3000, 16)).astype(np.float32)
         p, q = (it.AttentionDistribution(x, y, is_causal=True) for y in (x, x + 0.1))
@@ -344,9 +360,9 @@ class TestMemory:
         tracemalloc.stop()
         assert peak < 2 * 3000 * 3000 * 4 / 4  # a quarter of one array of weights
 
-    def test_torch_gradient(self):
+    def test_torch_gradient(self, only):
         """Nothing of the size of the weights is stored for the backward pass."""
-        torch = pytest.importorskip("torch")
+        torch = only("torch")
         x = torch.randn(2, 3000, 8, requires_grad=True)
         stored = []
         p, q = (it.AttentionDistribution(x, y) for y in (x, x + 0.1))
@@ -358,8 +374,8 @@ class TestMemory:
         total.backward()
         assert torch.isfinite(x.grad).all()
 
-    def test_jax_gradient(self):
-        jax = pytest.importorskip("jax")
+    def test_jax_gradient(self, only):
+        jax = only("jax")
         sizes = []
 
         def loss(x):

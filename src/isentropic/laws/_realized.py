@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from isentropic._checks import check_count, check_real, type_error, value_error
-from isentropic._namespace import Array, common_device, namespace
+from isentropic._namespace import Array, common_device, namespace, to_numpy
 from isentropic._numerics import quietly
 
 
@@ -117,15 +117,8 @@ def realized_factor(
         out = attend(*map(array, arrays))
         if tuple(out.shape) != arrays[0].shape:
             raise value_error("attend", f"return an array {arrays[0].shape}", tuple(out.shape))
-        weights = _as_numpy(xp, out)[:, :, -1, :2]
+        weights = to_numpy(xp.astype(out, xp.float32, copy=False)).astype(np.float64)[:, :, -1, :2]
         log_ratio = np.log(weights[..., 0]) - np.log(weights[..., 1])
         found.append((log_ratio[0] - log_ratio[1]) / 2)
     # The two logits differ by 1.
     return np.stack(found) if found else np.zeros((0, n_heads))
-
-
-def _as_numpy(xp: Any, x: Any) -> np.ndarray:
-    x = xp.astype(x, xp.float32, copy=False)
-    if hasattr(x, "detach"):
-        return x.detach().cpu().numpy().astype(np.float64)
-    return np.asarray(x.get() if hasattr(x, "get") else x).astype(np.float64)
