@@ -211,7 +211,8 @@ class TestCommittedResults:
         assert "nan" not in text
         assert [claim.verdict for claim in retrieval.claims(results)] == ["not decided"]
         figure = retrieval.picture(results)
-        assert len(figure.axes[0].patches) == 2 * len(retrieval.ARMS)
+        dots = [x.lines[0].get_xdata() for x in figure.axes[0].containers]
+        assert [len(x) for x in dots] == [len(retrieval.ARMS)] * 2
         experiment.plt.close(figure)
 
 
