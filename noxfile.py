@@ -208,7 +208,8 @@ def pythons(session: nox.Session) -> None:
 # it needs a later JAX.
 EXTRAS = {
     "numpy": ["sklearn", "dask", "cli", "plots"],
-    "torch": ["torch", "sklearn", "huggingface"],
+    "torch": ["torch", "sklearn"],
+    "huggingface": ["huggingface"],
     "jax": ["jax"],
 }
 
@@ -235,7 +236,10 @@ def minimum(session: nox.Session, backend: str) -> None:
     # Old versions of one package warn about new versions of another.
     categories = ("DeprecationWarning", "FutureWarning", "UserWarning")
     warning_options = [part for name in categories for part in ("-W", f"default::{name}")]
-    session.run("pytest", f"--backend={backend}", *warning_options, *session.posargs)
+    tests = session.posargs
+    if backend == "huggingface":
+        backend, tests = "torch", tests or ["tests/integrations/huggingface"]
+    session.run("pytest", f"--backend={backend}", *warning_options, *tests)
 
 
 SMOKE = """

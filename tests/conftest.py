@@ -6,8 +6,10 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +51,36 @@ MODULES = {
     "jax": "jax",
     "cupy": "cupy",
 }
+
+# What older versions of PyTorch cannot do, by the version that can: tests, and what they try. The tests
+# that call `torch.compile` and `torch.export` directly skip by themselves.
+NEEDS_TORCH = {
+    (2, 7): (
+        r"TestThroughNumPy::test_transformations\[torch"
+        r"|TestAutocast::test_results\[AttentionDistribution.output-True"
+        r"|test_entropy_from_the_log_sum_exp_and_the_mean_key"
+        r"|TestTorch::test_vmap\[(Quantizer|distortion)\]"
+        r"|TestTorch::test_refused\[second-AttentionDistribution.output\]",
+        "torch.func of index maps, a backward pass inside autocast, or AuxRequest",
+    ),
+    (2, 13): (
+        r"test_law.py::TestPerQuery::test_transformations\[torch"
+        r"|TestKnots::test_transformations\[torch"
+        r"|test_triton_hadamard.py|test_kernels.py|test_triton_compiler.py|TestBackends::test_names"
+        r"|test_torch_nodes.py",
+        "torch.compile, or its Triton,",
+    ),
+}
+
+
+@functools.cache
+def _torch_version() -> tuple[int, int]:
+    """The version of PyTorch without its import, or a high one."""
+    if importlib.util.find_spec("torch") is None:
+        return (99, 0)
+    major, minor, *_ = importlib.metadata.version("torch").split(".")
+    return int(major), int(minor)
+
 
 hypothesis.settings.register_profile(
     "isentropic",
@@ -186,6 +218,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen.add(test)
         return is_first
 
+    for item in items:
+        for lowest, (pattern, what) in NEEDS_TORCH.items():
+            if _torch_version() < lowest and re.search(pattern, item.nodeid):
+                version = ".".join(map(str, lowest))
+                item.add_marker(pytest.mark.skip(reason=f"{what} needs PyTorch {version}"))
     wanted = {item: is_wanted(item) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not wanted[item]])
     items[:] = [item for item in items if wanted[item]]
@@ -273,7 +310,7 @@ def _make(name: str, library: str, mode: str, stack: contextlib.ExitStack) -> Ba
 def _compilers_of_old_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip what compiles or exports with a version of PyTorch that cannot do it with this library."""
     torch = sys.modules.get("torch")
-    if torch is None or torch.__version__ >= (2, 13):
+    if torch is None or _torch_version() >= (2, 13):
         return
 
     def skip(*args: Any, **kwargs: Any) -> None:
