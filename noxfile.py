@@ -306,7 +306,15 @@ def examples(session: nox.Session) -> None:
     The docs run the tutorial. Arguments go to pytest: `--nightly` for all parameters of benchmarks.
     """
     install(session, "test", "bench", "dask", "flax", "transformers")
-    pages = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/how-to", "docs/explanation")
+    pages = (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/index.md",
+        "docs/attention.md",
+        "docs/projections.md",
+        "docs/how-to",
+        "docs/explanation",
+    )
     kernels = (  # the only modules that need Triton
         "--ignore=src/isentropic/_attention/triton_kernels.py",
         "--ignore=src/isentropic/jl/_triton_hadamard.py",

@@ -1,8 +1,11 @@
 """The package as a whole: what it exports, imports and documents."""
 
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +144,36 @@ class TestPackage:
             "assert not found, found\n"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.host
+class TestRelease:
+    """What is published says the same as `pyproject.toml` and the package."""
+
+    ROOT = Path(__file__).parents[1]
+
+    @pytest.fixture
+    def project(self):
+        return tomllib.loads((self.ROOT / "pyproject.toml").read_text())["project"]
+
+    def test_versions(self):
+        version = it.__version__.partition(".dev")[0]
+        assert f"\nversion: {version}\n" in (self.ROOT / "CITATION.cff").read_text()
+        assert f'version: "{version}"' in (self.ROOT / "docs" / "conda" / "recipe.yaml").read_text()
+        changelog = (self.ROOT / "CHANGELOG.md").read_text()
+        assert re.search(rf"^## {re.escape(version)} \(", changelog, re.MULTILINE)
+
+    def test_conda_recipe(self, project):
+        lines = (self.ROOT / "docs" / "conda" / "recipe.yaml").read_text().splitlines()
+        start = lines.index("  run:") + 1
+        needed = [
+            x.strip(" -").replace(" ", "") for x in lines[start : lines.index("  run_constraints:")]
+        ]
+        assert sorted(needed) == sorted(
+            [f"python{project['requires-python']}", *project["dependencies"]]
+        )
+        optional = {x for extra in project["optional-dependencies"].values() for x in extra}
+        start = lines.index("  run_constraints:") + 1
+        constraints = [x.strip(" -").replace(" ", "") for x in lines[start : lines.index("tests:") - 1]]
+        assert constraints
+        assert {x.replace("pytorch", "torch") for x in constraints} <= optional
