@@ -40,7 +40,12 @@ BOUNDS = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}
 # Those that use what differs on a GPU: kernels, devices, synchronization.
 ATTENTION = ["_attention/test_kernels.py", "_attention/test_functions.py"]
 TESTS = {
-    "torch:cuda": [*ATTENTION, "_attention/test_backends.py", "test_contract.py"],
+    "torch:cuda": [
+        *ATTENTION,
+        "_attention/test_backends.py",
+        "_attention/test_divergences.py",
+        "test_contract.py",
+    ],
     "jax:cuda": ["test_contract.py"],
     "cupy": [*ATTENTION[1:], "_attention/test_generic.py", "test_contract.py", "test_masks.py", "jl"],
 }

@@ -11,7 +11,10 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 DATA = FOLDER / "gpu.json"
 NAMES = {"torch": "PyTorch", "jax": "JAX", "cupy": "CuPy"}
-RESULTS = {"output": "output", "entropy": "entropy", "state": "output and entropy"}
+RESULTS = {
+    "output": "output", "entropy": "entropy", "state": "output and entropy",
+    "divergence": "divergence from other keys",
+}  # fmt: skip
 PEERS = {
     "torch": "SDPA's output",
     "jax": "cuDNN's output",

@@ -66,7 +66,11 @@ def call(result, **options):
         state = it.attention_state(q, k, v, **options)
         return state.output(), state.entropy()
 
-    return {"output": output, "entropy": entropy, "state": state}[result]
+    def divergence(q, k, v):
+        p, other = (it.AttentionDistribution(q, x, **options) for x in (k, v))
+        return p.kl_divergence(other)
+
+    return {"output": output, "entropy": entropy, "state": state, "divergence": divergence}[result]
 
 
 def drawn(backend, head_dim=128):
@@ -91,7 +95,7 @@ def require_kernels(backend):
 class Attention:
     """What a call without `implementation` takes, relative to the library's kernel for the output."""
 
-    params = (GPU, ["output", "entropy", "state"], [False, True])
+    params = (GPU, ["output", "entropy", "state", "divergence"], [False, True])
     param_names = ("backend", "result", "is_causal")
     unit = "ratio"
     implementation = None

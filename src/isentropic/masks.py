@@ -526,7 +526,7 @@ def packed(
     ----------
     cu_seqlens : array of int (B + 1,), or a sequence of ints
         Where the sequences begin, and where the last one ends: the cumulative lengths, from 0 to L, as
-        FlashAttention and `torch.nn.attention.varlen` take them. A sequence may be empty. All batch
+        FlashAttention and ``torch.nn.attention.varlen`` take them. A sequence may be empty. All batch
         elements and heads share them.
     cu_seqlens_k : array of int (B + 1,), or a sequence of ints, optional
         Those of the keys, from 0 to S. The default is that of the queries.
