@@ -164,6 +164,7 @@ class TestModel:
     def _only_once(self, request):
         if request.config.getoption("--backend") not in (None, "torch"):
             pytest.skip("belongs to the backend torch")
+        pytest.importorskip("transformers")
 
     @pytest.mark.usefixtures("model")  # skips where transformers is not installed
     def test_the_laws_of_a_folder(self, run, tmp_path):

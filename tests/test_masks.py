@@ -711,3 +711,44 @@ class TestPacked:
             )  # fmt: skip
             for got, x in ((state.output(), expected.output), (state.entropy(), expected.entropy())):
                 np.testing.assert_allclose(backend.numpy(got)[:, rows], x, rtol=2e-4, atol=2e-5)
+
+    def test_many_heads_of_few_logits(self, backend, rng):
+        """Where NumPy computes for another library, the arrays of a mask are that library's."""
+        q = backend.array(rng.normal(size=(3, 4, 150, 8)), "float32")
+        starts = backend.array(np.asarray([0, 50, 150]))
+        whole = {
+            "packed": masks.packed(starts),
+            "padding": masks.padding(backend.array([[140], [150], [9]])),
+        }
+        for name, mask in whole.items():
+            state = it.attention_state(q, q, q, mask=mask, law=None)
+            x = backend.numpy(q).astype(float)
+            visible = (
+                oracles.packed((0, 50, 150))
+                if name == "packed"
+                else np.arange(150) < np.asarray([140, 150, 9])[:, None, None, None]
+            )
+            expected = oracles.attention(x, x, x, visible=visible)
+            np.testing.assert_allclose(
+                backend.numpy(state.output()), expected.output, rtol=1e-4, atol=1e-5
+            )
+            np.testing.assert_allclose(
+                backend.numpy(state.entropy()), expected.entropy(), rtol=1e-4, atol=1e-5
+            )
+
+    def test_of_two_the_first_gives_the_positions(self):
+        a, b = masks.packed([0, 2, 2], [0, 3, 4]), masks.packed(range(0, 3, 2), [0, 4])
+        assert (a & b & masks.causal()).visible_count(2, 4).tolist() == [2, 3]
+        assert (b & a & masks.causal()).visible_count(2, 4).tolist() == [3, 3]
+
+    def test_made_inside_a_compiled_function(self, request):
+        if request.config.getoption("--backend") not in (None, "torch"):
+            pytest.skip("belongs to the backend torch")
+        torch = pytest.importorskip("torch")
+
+        def call(q):
+            return it.attention(q, q, q, mask=masks.packed([0, 5, 12]), is_causal=True)
+
+        q = torch.randn(2, 12, 4)
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(q), call(q))

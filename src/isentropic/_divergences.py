@@ -75,6 +75,7 @@ def js_divergence(xp: ModuleType, p: LogShares, q: LogShares) -> Array:
     at_most = other * LOG_2 - share * (1 + _log_ratio(xp, p, q) - LOG_2)
     terms = xp.where(is_alone, other * LOG_2, xp.where(is_large, at_most, terms))
     total = xp.sum(xp.where(is_lost, share * LOG_2, terms), axis=-1, keepdims=True) / 2
+    total = clip(xp, total, min=0.0, max=LOG_2)  # which rounding may leave
     total = xp.where(p.is_empty != q.is_empty, LOG_2, total)
     return xp.where(p.is_empty & q.is_empty, 0.0, total)
 
@@ -136,5 +137,6 @@ def ordinary(xp: Any, name: str, s: Any, t: Any) -> Any:
     if not u.max() <= LARGE_LOG_RATIO:
         return None
     growth = xp.expm1(u, out=t)
-    terms = xp.subtract(growth, u, out=s) if name == "kl_divergence" else _js_terms(xp, growth, u) / 2
-    return ops.row_dot(weight, terms) / z
+    if name == "kl_divergence":
+        return ops.row_dot(weight, xp.subtract(growth, u, out=s)) / z
+    return clip(xp, ops.row_dot(weight, _js_terms(xp, growth, u)) / (2 * z), min=0.0, max=LOG_2)

@@ -21,7 +21,9 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -535,8 +537,9 @@ def packed(
     -------
     Mask
         ``&`` joins it with other masks. `causal` and `window` then have the positions of each sequence:
-        its last query has the position of its last key. Only those with an `offset` of their own keep
-        the positions of the whole axis.
+        its last query has the position of its last key. Those with an `offset` of their own keep the
+        positions of the whole axis, and so do those beside a union with `packed` or its complement. Of
+        two such masks the first one gives the positions.
 
     Raises
     ------
@@ -575,7 +578,7 @@ def packed(
 
 def _starts(name: str, x: Any) -> Any:
     """Check cumulative lengths, and return an array, or a tuple of Python's ints."""
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple, range)):
         if not all(map(is_integer, x)):
             raise type_error(name, "be an array of integers, or a sequence of ints", x)
         x = tuple(map(plain_integer, x))
@@ -587,8 +590,8 @@ def _starts(name: str, x: Any) -> Any:
     if _size(x) < 1:
         raise value_error(name, "have at least one number, 0", x)
     numbers = _numbers(x)
-    if numbers is not None and (numbers[0] != 0 or np.any(np.diff(numbers) < 0)):
-        raise value_error(name, "begin with 0 and not fall", numbers.tolist())
+    if numbers is not None and (numbers[0] != 0 or any(a > b for a, b in pairwise(numbers))):
+        raise value_error(name, "begin with 0 and not fall", list(numbers))
     return x
 
 
@@ -596,18 +599,19 @@ def _size(x: Any) -> int:
     return len(x) if isinstance(x, tuple) else x.shape[0]
 
 
-def _numbers(x: Any) -> Any:
-    """Integers as NumPy's, if they can be read without waiting for a device; else None."""
+def _numbers(x: Any) -> Sequence[int] | None:
+    """Python's integers, if they can be read without waiting for a device; else None."""
     if isinstance(x, tuple):
-        return np.asarray(x, np.int64)
-    if not is_readable(namespace(x=x), x):
+        return x
+    # NumPy's arrays are what a pass in the host's memory makes of those of a mask.
+    if not isinstance(x, np.ndarray) and not is_readable(namespace(x=x), x):
         return None
-    return np.asarray(x).astype(np.int64)
+    return np.asarray(x).tolist()
 
 
 def _last(x: Any) -> int | None:
     numbers = _numbers(x)
-    return None if numbers is None else int(numbers[-1])
+    return None if numbers is None else numbers[-1]
 
 
 def as_mask(x: Any, name: str = "mask") -> Mask:
@@ -846,9 +850,9 @@ class _Packed(_Contiguous):
         starts, key_starts = map(_numbers, self._starts)
         if starts is None or key_starts is None or len(starts) < 2:
             return None
-        index = min(max(int(np.searchsorted(starts, row, side="right")) - 1, 0), len(starts) - 2)
-        first, end = int(key_starts[index]), int(key_starts[index + 1])
-        first, end = _bounded(None, self, row + end - int(starts[index + 1]), first, end)
+        index = min(max(bisect_right(starts, row) - 1, 0), len(starts) - 2)
+        first, end = key_starts[index : index + 2]
+        first, end = _bounded(None, self, row + end - starts[index + 1], first, end)
         return first, end
 
     def reach(self, frame: Frame, rows: Block) -> Span:

@@ -104,6 +104,16 @@ def dense(name, p, q):
     return np.where((p > 0).any(-1) != (q > 0).any(-1), math.log(2), found)
 
 
+@pytest.fixture
+def only(request):
+    def check(library):
+        if request.config.getoption("--backend") not in (None, library):
+            pytest.skip(f"belongs to the backend {library}")
+        return pytest.importorskip(library)
+
+    return check
+
+
 @pytest.mark.parametrize("pair", list(itertools.product(SIDES, SIDES)), ids="-".join)
 class TestValues:
     def test_against_the_formulas(self, backend, pair, tiny_tiles):
@@ -191,6 +201,51 @@ class TestProperties:
                 assert got.shape == (2, q.shape[-2])
                 assert np.all(got == 0)
 
+    def test_sinks_alone(self, backend):
+        """Without keys a sink has all the weight."""
+        q, k = (
+            backend.array(np.ones((3, 5, 4)), "float32"),
+            backend.array(np.ones((3, 0, 4)), "float32"),
+        )
+        with_sinks = it.AttentionDistribution(q, k, sinks=backend.array(np.zeros(3), "float32"))
+        without = it.AttentionDistribution(q, k)
+        pairs = {
+            "kl_divergence": (0.0, math.inf, 0.0),
+            "js_divergence": (0.0, math.log(2), math.log(2)),
+            "cross_entropy": (0.0, math.inf, 0.0),
+        }
+        for method, expected in pairs.items():
+            for (a, b), x in zip(
+                ((with_sinks, with_sinks), (with_sinks, without), (without, with_sinks)),
+                expected,
+                strict=True,
+            ):
+                backend.assert_close(getattr(a, method)(b), np.full((3, 5), x), rtol=1e-6)
+
+    @pytest.mark.host
+    def test_rounding_leaves_no_bound(self):
+        for seed in range(30):
+            rng = np.random.default_rng(seed)
+            q, k = (
+                rng.normal(size=(2, 20, 4)).astype(np.float32),
+                rng.normal(size=(2, 30, 4)).astype(np.float32),
+            )
+            p, other = (
+                it.AttentionDistribution(q, k, mask=x) for x in (masks.causal(), ~masks.causal())
+            )
+            assert p.js_divergence(other).max() <= np.float32(math.log(2))
+            for over_heads in (False, True):
+                assert p.js_divergence(p, over_heads=over_heads).min() >= 0
+
+    def test_rounding_of_states(self, only):
+        """Where entropies and log-normalizers are subtracted, the results are not negative either."""
+        torch = only("torch")
+        q, k = torch.randn(1, 1500, 8) * 100, torch.randn(1, 1500, 8, requires_grad=True)
+        p = it.AttentionDistribution(q, k)
+        assert p.cross_entropy(p).min() >= 0
+        assert p.kl_divergence(p).min() >= 0
+        assert p.kl_divergence(p).max() < 1e-6 * 100 * 30
+
     def test_without_batch_elements(self, backend):
         x = backend.array(np.ones((0, 3, 4), "float32"))
         p = it.AttentionDistribution(x, x)
@@ -249,16 +304,6 @@ class TestErrors:
         q = it.AttentionDistribution(*[torch.from_numpy(x)] * 2)
         with pytest.raises(TypeError, match="`other` must be an array of the library of `query`"):
             p.kl_divergence(q)
-
-
-@pytest.fixture
-def only(request):
-    def check(library):
-        if request.config.getoption("--backend") not in (None, library):
-            pytest.skip(f"belongs to the backend {library}")
-        return pytest.importorskip(library)
-
-    return check
 
 
 PAIRS = [("plain", "near"), ("law", "capped"), ("array", "biased"), ("sinks", "sinks")]

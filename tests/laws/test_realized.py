@@ -78,6 +78,12 @@ class TestAttention:
         ):
             realized_factor(attend, [4])
         assert realized_factor(attend, [], n_heads=3).shape == (0, 3)
+        with pytest.raises(TypeError, match="`n_keys` must be an iterable of integers, got int"):
+            realized_factor(attend, 64)
+        with pytest.raises(TypeError, match="`like` must have a real floating-point dtype"):
+            realized_factor(attend, [4], like=np.zeros(1, int))
+        with pytest.raises(TypeError, match="`attend` must return an array, got NoneType"):
+            realized_factor(lambda *x: None, [4])
 
 
 class Engine:

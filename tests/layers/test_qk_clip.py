@@ -64,6 +64,18 @@ class TestFactors:
         factors = qk_clip(it.AttentionDistribution(x, x, mask=masks.padding(0)), 1.0)
         assert np.all(backend.numpy(factors.query) == 1)
 
+    def test_without_logits(self, backend):
+        x = backend.array(np.ones((3, 4, 8)), "float32")
+        for q, k in ((x[:, :0, :], x), (x, x[:, :0, :])):
+            factors = qk_clip(it.AttentionDistribution(q, k), 1.0)
+            assert np.all(backend.numpy(factors.query) == 1)
+
+    def test_infinite_and_huge_logits(self, backend):
+        for largest, threshold in ((math.inf, 1.0), (1e38, 1e-8)):
+            factors = qk_clip(backend.array([largest, 1e-9], "float32"), threshold)
+            np.testing.assert_allclose(backend.numpy(factors.query), [0, 1])
+            np.testing.assert_allclose(backend.numpy(factors.key), [0, 1])
+
     @pytest.mark.host
     def test_errors(self, rng):
         x = rng.normal(size=(4, 5, 8))

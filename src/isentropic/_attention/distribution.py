@@ -490,8 +490,8 @@ class AttentionDistribution(Node, Record):
         -------
         array (..., L)
             In nats, in [0, ∞]; ∞ where p has a weight on a key on which q has none, and 0 for a query
-            of p that sees no key. A sink counts as one more key. The dtype is float32, or float64 for
-            float64 inputs.
+            of p that sees neither a key nor a sink. A sink counts as one more key. The dtype is
+            float32, or float64 for float64 inputs.
 
         Raises
         ------
@@ -508,9 +508,12 @@ class AttentionDistribution(Node, Record):
         Some queries at a time have the logits of all keys, about as many as a tile, but at least one
         query of all heads. Gradients compute them again; in ``torch.func`` they are stored.
 
-        On a GPU, under `torch.compile`, and for large calls that may be differentiated, it is computed
-        from two states of attention, with the keys of q as values, if both see the same keys and q has
-        no bias and no soft cap. It is then exact to the rounding of entropies, about 1e-6 in float32.
+        On a GPU, under `torch.compile`, and for large calls in JAX's transformations or with gradients
+        in PyTorch, KL and cross entropy are computed from two states of attention, with the keys of q
+        as values. That needs distributions of the same axes ``...`` over the same keys, by masks with
+        the same arrays, a p without sinks, and a q without bias, soft cap and quantized keys. The
+        result is then exact to the rounding of entropies: a few 1e-7 times the largest logit in
+        float32.
 
         Examples
         --------
@@ -537,7 +540,7 @@ class AttentionDistribution(Node, Record):
         -------
         array (..., L)
             ``½ Σ p log(p/m) + ½ Σ q log(q/m)`` with ``m = (p + q)/2``, in nats, in [0, log 2]; log 2
-            where only one of the two sees a key, and 0 where none does. The dtype is as in
+            where only one of the two sees a key or a sink, and 0 where none does. The dtype is as in
             `kl_divergence`.
 
         Raises

@@ -42,7 +42,8 @@ def divergence(name: str, p: Arguments, q: Arguments, over_heads: bool) -> Array
     (plan, _), (other, _) = sides
     xp = plan.xp
     dtype = xp.result_type(plan.compute, other.compute)
-    if plan.n_keys == 0 or plan.n_queries == 0:
+    has_sinks = any(operands.sinks is not None for _, operands in sides)
+    if plan.n_queries == 0 or (plan.n_keys == 0 and not has_sinks):
         return xp.zeros((*batch, plan.n_queries), dtype=dtype, device=plan.device)
     function = _of_logits(name, over_heads)
     from isentropic._attention import numpy
@@ -55,18 +56,20 @@ def divergence(name: str, p: Arguments, q: Arguments, over_heads: bool) -> Array
     rows_at_once = plan.n_queries
     if not is_compiling:
         rows_at_once = max(1, logits_of_a_tile(xp, plan.device) // max(1, known * plan.n_keys))
-    in_states = is_compiling or is_gpu(xp, plan.device)
+    in_states = plan.n_keys > 0 and (is_compiling or is_gpu(xp, plan.device))
     if not is_compiling and rows_at_once < plan.n_queries:
         in_states = in_states or is_differentiable(xp, *(x for y in sides for x in y[1][:2]))
     in_states = in_states and name != "js_divergence" and not over_heads and plan.batch == other.batch
     if in_states and _are_linear(p, q):
         return xp.astype(_from_states(name, p, q, sides[1]), dtype, copy=False)
     tiles = [Tiles.of(*side) for side in sides]
-    has_sinks = any(operands.sinks is not None for _, operands in sides)
 
     def of_rows(rows: Block) -> tuple[Array]:
-        columns = schedule.reach_of_all([(x.plan.frame, x.operands.mask) for x in tiles], rows)
-        logits = [x.logits(rows, columns) for x in tiles]
+        if plan.n_keys == 0:
+            logits = [x.plan.zeros((rows[1], 0), x.plan.compute) for x in tiles]
+        else:
+            columns = schedule.reach_of_all([(x.plan.frame, x.operands.mask) for x in tiles], rows)
+            logits = [x.logits(rows, columns) for x in tiles]
         if has_sinks:
             logits = [_with_sinks(x, s) for x, s in zip(tiles, logits, strict=True)]
         return (compiled(xp, function, *align(*(xp.astype(s, dtype, copy=False) for s in logits))),)
@@ -123,8 +126,8 @@ def _from_states(name: str, p: Arguments, q: Arguments, side: Side) -> Array:
     sees = state.normalizer > 0
     found = xp.where(sees, log_normalizer, 0.0) - mean
     if name == "kl_divergence":
-        found = clip(xp, found - state.entropy(), min=0.0)
-    return xp.where(sees, found, 0.0)
+        found = found - state.entropy()
+    return xp.where(sees, clip(xp, found, min=0.0), 0.0)  # rounding may bring it below 0
 
 
 def _state(arguments: Arguments) -> AttentionState:

@@ -99,8 +99,13 @@ def _is_large(plan: Plan) -> bool:
     )
 
 
-def _parts_of_batch(plan: Plan) -> list[tuple[slice, ...]]:
-    """Parts of the batch axes whose logits are computed at once; none if one head has too many."""
+def _parts_of_batch(plan: Plan, operands: Operands) -> list[tuple[slice, ...]]:
+    """Parts of the batch axes whose logits are computed at once; none if one head has too many.
+
+    A mask with arrays cannot be divided so. Those of other libraries become NumPy's by `_Pass` alone.
+    """
+    if plan.library != "numpy" and operands.mask is not None and operands.mask.arrays:
+        return []
     # The last axes come first: their heads are neighbours in memory, and groups stay together.
     axis, inner = len(plan.batch) - 1, plan.n_queries * plan.n_keys
     while axis > 0 and inner * plan.batch[axis] <= BLOCKS.numpy_untiled_logits:
@@ -140,7 +145,7 @@ def output(plan: Plan, operands: Operands) -> Array:
         else:
             out = output_of_columns(cast(Any, np), sums)
         return out if plan.library == "numpy" else _to_library(plan, out)
-    if not _is_large(plan) and (parts := _parts_of_batch(plan)):
+    if not _is_large(plan) and (parts := _parts_of_batch(plan, operands)):
         sums = _sums_of_parts(plan, operands, None, False, parts)
         return _to_library(plan, output_of_columns(cast(Any, np), sums))
     # Without an order the pass divides the values by the normalizer while a block is in the cache.
@@ -241,7 +246,7 @@ def _numpy_state(plan: Plan, operands: Operands, order: float, relative_to_maxim
             state = state._replace(maximum=np.zeros_like(state.normalizer))
         shape = (*plan.batch, plan.n_queries)
         return state.map(lambda x: with_batch_axes(cast(Any, np), x, shape))
-    if not _is_large(plan) and (parts := _parts_of_batch(plan)):
+    if not _is_large(plan) and (parts := _parts_of_batch(plan, operands)):
         return _sums_of_parts(plan, operands, order, relative_to_maximum, parts)
     return _Pass(*_as_numpy(plan, operands), order, relative_to_maximum).state()
 

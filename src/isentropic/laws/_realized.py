@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from isentropic._checks import check_count, check_real, type_error, value_error
+from isentropic._checks import (
+    check_count,
+    check_floating,
+    check_real,
+    is_array,
+    type_error,
+    value_error,
+)
 from isentropic._namespace import Array, common_device, namespace, to_numpy
 from isentropic._numerics import quietly
 
@@ -52,8 +59,9 @@ def realized_factor(
     Returns
     -------
     numpy.ndarray (len(n_keys), H), float64
-        The factor for the last query in each head; NaN where its output has no weight on some kind of
-        keys. Near 1 it is accurate to about 1e-5 in float32, 1e-3 in float16 and 1e-2 in bfloat16.
+        The factor for the last query in each head; NaN or infinite where its output has no weight on
+        some kind of keys. Near 1 it is accurate to about 1e-5 in float32, 1e-3 in float16 and 1e-2 in
+        bfloat16.
 
     Raises
     ------
@@ -94,6 +102,9 @@ def realized_factor(
         check_real("scale", scale, above=0)
     like = np.zeros(1, np.float32) if like is None else like
     xp, device = namespace(like=like), common_device(like=like)
+    check_floating(xp, like=like)
+    if not isinstance(n_keys, Iterable):
+        raise type_error("n_keys", "be an iterable of integers", type(n_keys).__name__)
     lengths = list(n_keys)
     for n in lengths:
         check_count("n_keys", n, least=max(2, n_queries))
@@ -115,6 +126,9 @@ def realized_factor(
             *(np.broadcast_to(x, (2, n_key_heads, *x.shape)) for x in (key, value)),
         )
         out = attend(*map(array, arrays))
+        if not is_array(out):
+            raise type_error("attend", "return an array", type(out).__name__)
+        namespace(like=like, attend=out)
         if tuple(out.shape) != arrays[0].shape:
             raise value_error("attend", f"return an array {arrays[0].shape}", tuple(out.shape))
         weights = to_numpy(xp.astype(out, xp.float32, copy=False)).astype(np.float64)[:, :, -1, :2]

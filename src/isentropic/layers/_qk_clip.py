@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from isentropic._attention.plan import prepare
 from isentropic._checks import check_count, check_floating, check_ndim, check_real, value_error
 from isentropic._loops import without_gradient
 from isentropic._namespace import Array, accumulator, namespace
+from isentropic._numerics import divide_or_zero
 
 
 class QKClip(NamedTuple):
@@ -105,7 +107,8 @@ def qk_clip(
     factor = xp.where(largest == largest, factor, largest)  # NaN stays, as it must be seen
     of_groups = xp.reshape(factor, (*batch, groups, heads // groups))
     key = xp.sqrt(xp.max(of_groups, axis=-1, keepdims=True))
-    return QKClip(xp.reshape(of_groups / key, (*batch, heads)), key[..., 0])
+    # A factor of 0, for infinite logits, is that of the keys alone.
+    return QKClip(xp.reshape(divide_or_zero(xp, of_groups, key), (*batch, heads)), key[..., 0])
 
 
 def _largest_of(distribution: AttentionDistribution) -> tuple[ModuleType, Any, int]:
@@ -118,7 +121,9 @@ def _largest_of(distribution: AttentionDistribution) -> tuple[ModuleType, Any, i
     plan, operands = prepare(arguments)
     if not plan.batch:
         raise value_error("logits", "have an axis of heads, -3", tuple(distribution.query.shape))
-    xp, heads = plan.xp, plan.batch[-1]
+    xp, heads, groups = plan.xp, plan.batch[-1], operands.key.shape[-3]
+    if 0 in (*plan.batch, plan.n_queries):  # there is no logit
+        return xp, xp.full((heads,), -math.inf, dtype=plan.compute, device=plan.device), groups
     state = state_of(plan, operands, arguments.implementation, relative_to_maximum=True)
     largest = xp.reshape(state.maximum, (-1, heads, plan.n_queries))
-    return xp, xp.max(xp.max(largest, axis=-1), axis=0), operands.key.shape[-3]
+    return xp, xp.max(xp.max(largest, axis=-1), axis=0), groups
