@@ -374,6 +374,18 @@ def x64() -> Iterator[None]:
 
 
 @pytest.fixture
+def only(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    """A function that returns a library, or skips a test of it where another backend is tested."""
+
+    def check(library: str) -> Any:
+        if request.config.getoption("--backend") not in (None, library):
+            pytest.skip(f"belongs to the backend {library}")
+        return pytest.importorskip(library)
+
+    return check
+
+
+@pytest.fixture
 def tree(backend):
     """The trees of the backend's library."""
     if backend.library not in ("jax", "torch"):

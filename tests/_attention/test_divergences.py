@@ -104,16 +104,6 @@ def dense(name, p, q):
     return np.where((p > 0).any(-1) != (q > 0).any(-1), math.log(2), found)
 
 
-@pytest.fixture
-def only(request):
-    def check(library):
-        if request.config.getoption("--backend") not in (None, library):
-            pytest.skip(f"belongs to the backend {library}")
-        return pytest.importorskip(library)
-
-    return check
-
-
 @pytest.mark.parametrize("pair", list(itertools.product(SIDES, SIDES)), ids="-".join)
 class TestValues:
     def test_against_the_formulas(self, backend, pair, tiny_tiles):

@@ -373,16 +373,6 @@ def _torch_process(rank, size, store):
 # ---- What pytest runs ----
 
 
-@pytest.fixture
-def only(request):
-    def check(library):
-        if request.config.getoption("--backend") not in (None, library):
-            pytest.skip(f"belongs to the backend {library}")
-        return pytest.importorskip(library)
-
-    return check
-
-
 def _start(*arguments, **environment):
     tests = str(Path(__file__).parents[1])
     return subprocess.Popen(
