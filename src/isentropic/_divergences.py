@@ -15,6 +15,7 @@ whose terms are of the order of u², too.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -111,9 +112,19 @@ DIVERGENCES: dict[str, Callable[[ModuleType, LogShares, LogShares], Array]] = {
 }
 
 
-def of_logits(xp: ModuleType, name: str, s: Array, t: Array) -> Array:
-    """The divergence of the softmax of `s` from that of `t`, (..., 1)."""
-    return DIVERGENCES[name](xp, log_shares(xp, s), log_shares(xp, t))
+@functools.cache
+def of_logits(name: str, over_heads: bool = False) -> Callable[[ModuleType, Array, Array], Array]:
+    """The divergence of the softmax of s from that of t, as a function of both, (..., S) to (..., 1).
+
+    It is the same object in every call, so JAX traces it once. `over_heads` takes the
+    mean over the heads of the first.
+    """
+
+    def function(xp: ModuleType, s: Array, t: Array) -> Array:
+        p, q = log_shares(xp, s), log_shares(xp, t)
+        return DIVERGENCES[name](xp, mean_over_heads(xp, p) if over_heads else p, q)
+
+    return function
 
 
 def ordinary(xp: Any, name: str, s: Any, t: Any) -> Any:

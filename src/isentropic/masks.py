@@ -838,11 +838,12 @@ class _Packed(_Contiguous):
         # Of sequences that begin at the same position, all but the last one are empty.
         index = xp.searchsorted(starts, position, side="right") - 1
         index = clip(xp, xp.astype(index, frame.index_dtype), min=0, max=max(last, 0))
+        following = index + min(last + 1, 1)
         first, end = (
             xp.take(key_starts, index, axis=0),
-            xp.take(key_starts, index + min(last + 1, 1), axis=0),
+            xp.take(key_starts, following, axis=0),
         )
-        position = position + (end - xp.take(starts, index + min(last + 1, 1), axis=0))
+        position = position + (end - xp.take(starts, following, axis=0))
         return _bounded(xp, self, position, first, end)
 
     def _interval_of(self, row: int) -> tuple[int, int] | None:

@@ -6,9 +6,7 @@ both. So there is one pass, whose memory is that of a block. Gradients compute e
 
 from __future__ import annotations
 
-import functools
 import math
-from types import ModuleType
 from typing import Any
 
 from isentropic._attention import schedule
@@ -17,7 +15,7 @@ from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, finite, mask_of, prepare
 from isentropic._attention.state import AttentionState, as_rows
 from isentropic._checks import common_shape, is_array, value_error
-from isentropic._divergences import DIVERGENCES, log_shares, mean_over_heads
+from isentropic._divergences import of_logits
 from isentropic._loops import (
     Block,
     compiled,
@@ -45,7 +43,7 @@ def divergence(name: str, p: Arguments, q: Arguments, over_heads: bool) -> Array
     has_sinks = any(operands.sinks is not None for _, operands in sides)
     if plan.n_queries == 0 or (plan.n_keys == 0 and not has_sinks):
         return xp.zeros((*batch, plan.n_queries), dtype=dtype, device=plan.device)
-    function = _of_logits(name, over_heads)
+    function = of_logits(name, over_heads)
     from isentropic._attention import numpy
 
     if not over_heads and all(numpy.takes_pair(*side) for side in sides):
@@ -78,17 +76,6 @@ def divergence(name: str, p: Arguments, q: Arguments, over_heads: bool) -> Array
     over_rows = recomputed(xp, of_rows) if is_recorded else of_rows
     (column,) = map_blocks(xp, over_rows, plan.n_queries, rows_at_once, in_threads=True)
     return column[..., 0]
-
-
-@functools.cache
-def _of_logits(name: str, over_heads: bool) -> Any:
-    """The function of the logits of both sides, (..., S) to (..., 1)."""
-
-    def function(xp: ModuleType, s: Array, t: Array) -> Array:
-        p, q = log_shares(xp, s), log_shares(xp, t)
-        return DIVERGENCES[name](xp, mean_over_heads(xp, p) if over_heads else p, q)
-
-    return function
 
 
 def _are_linear(p: Arguments, q: Arguments) -> bool:

@@ -226,7 +226,7 @@ def divergence(
 
         found = ordinary(numpy, name, *of_both(LOWEST_SCORE))
         if found is None:  # the logits were overwritten
-            found = of_logits(numpy, name, *of_both(-math.inf))
+            found = of_logits(name)(numpy, *of_both(-math.inf))
         result[index][block[0] : sum(block)] = found[:, 0]
 
     run(compute, [(index, r) for index in np.ndindex(*batch) for r in rows])
