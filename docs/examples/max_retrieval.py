@@ -187,7 +187,9 @@ class Retriever(nn.Module):
     def forward(self, sample: Sample) -> Tensor:
         """The logits of the classes (count, CLASSES), with the law of the arm."""
         heads = self.heads(sample)
-        law = self.rule(heads)
+        return self.logits(heads, self.rule(heads))
+
+    def logits(self, heads: Heads, law: laws.Law | None) -> Tensor:
         return self.answer(it.attention(heads.query, heads.key, heads.value, law=law)[:, 0, 0])
 
 

@@ -1,0 +1,379 @@
+"""Constant or length: does a law of the length help more than one constant that is as well chosen?
+
+    python constant_or_length.py            # two hours on two free cores
+    python constant_or_length.py --quick    # two minutes: only shows that everything runs
+
+Where sharper attention is better, a law that grows with the length n helps, and so does one large
+constant. A constant that is learned where the model is trained is no control: nothing pushes it up
+there. So here each arm is multiplied by the one constant c that is best on held-out data with n0 and
+2 n0 keys, and c is used at all lengths. Every arm gets the same choice: O and each law. n0 is the
+longest length in training.
+
+There are four tasks. Their models have no positions.
+
+- one head, two heads: half of the questions ask for the largest of a part of a set, and the others for
+  an average, which sharper attention answers worse (`two_questions.py`). n0 = 16, tested to n = 256.
+- max: Max Retrieval, as in `max_retrieval.py`. One head reads a set. n0 = 16, tested to n = 1024.
+- recall: causal recall, as in `recall_causal.py`. n0 = 64, tested to n = 1024.
+
+Arms that are trained (see `max_retrieval.py`): O; constant (learned); log: log n/log n0; slope:
+a log n; power: (n/n0)^a; query alone: a learned function of the query; query: of the query and log n.
+Arms on the weights of O: O + log: max(1, log n/log n0); held: for each head and length the factor with
+which the mean entropy of other data is that at n0. Beside each arm but "held", "arm × c" is the arm
+with c.
+
+Every run of a task, an arm and a seed is kept when it is finished. Start the command again to go on
+where it was interrupted.
+
+What decides
+------------
+This section was written before the experiment was run. Only O had been trained on the new task, with
+two seeds that are not used here, to see that it learns, and how long that takes. With both, constants
+above 1 lowered the accuracy of averages and raised that of the largest, by as much or more. Of other
+arms there, only results of `--quick` had been seen, with 50 steps and two seeds. The results of
+`max_retrieval.py`, `recall_causal.py` and `one_constant.py` were known. So all 24 seeds here are new:
+weights, training data, held-out data and test data.
+
+The quantity is the accuracy in percent at the greatest n. For the two questions it is the mean over
+both. The smallest effect that matters is 3 points. The differences between two arms are paired: one
+difference per seed. There are ten registered comparisons:
+
+- in each task, "log × c" against "O × c": does the length matter, if both are chosen alike?
+- in each task, "log" against "O × c": does a law that nobody tunes replace a constant that is tuned?
+- in the two tasks of two questions, "query × c" against "query alone × c": does the length matter to a
+  law that knows the question?
+
+The t intervals of their means have 99.5 % confidence each, so that all ten hold together with 95 %.
+Above 3 points, the arm helps. Within ±3 points, it has no effect of that size. Below −3 points, it
+harms. Otherwise it is not decided. The first comparison of the task "one head" is the primary one. All
+other differences, at other lengths and between other arms, are exploratory: they have 95 % intervals
+and no verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import compared_arms
+import experiment
+import matplotlib.pyplot as plt
+import max_retrieval
+import recall_causal
+import torch
+import two_questions
+from compared_arms import finish
+from experiment import Decision, decide, table
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import isentropic as it
+from isentropic import laws
+
+NAME = "constant_or_length"
+TRAINED = ("O", "constant", "log", "slope", "power", "query alone", "query")
+AT_TEST = ("O + log", "held")  # on the weights of O
+TIMES = " × c"
+TUNED = ("O", "O + log", *TRAINED[1:])  # the arms that are also multiplied by a constant
+ARMS = ("O", *AT_TEST, *TRAINED[1:], *(arm + TIMES for arm in TUNED))
+CONSTANTS = tuple(2 ** (i / 2) for i in range(-2, 11))  # 1/2 to 32
+FIRST_SEED = 1000
+TEST = 600  # The choices and tests of an arm take about as long as so many steps of training.
+
+# What decides
+SMALLEST = 3.0  # points of accuracy
+SEEDS = 24
+REGISTERED = [
+    *((task, "log" + TIMES, "O" + TIMES) for task in ("one head", "two heads", "max", "recall")),
+    *((task, "log", "O" + TIMES) for task in ("one head", "two heads", "max", "recall")),
+    *((task, "query" + TIMES, "query alone" + TIMES) for task in ("one head", "two heads")),
+]
+CONFIDENCE = 1 - 0.05 / len(REGISTERED)
+
+
+class Settings(NamedTuple):
+    """The size of an experiment."""
+
+    steps: tuple[int, int]  # of training with sets, and with sequences
+    longest: int  # the greatest n in a test
+    sets: int  # in the test of each length; 4 times as many choose the constant
+    tokens: int  # the same for sequences
+
+
+FULL = Settings((2000, 600), 1024, 2048, 2**15)
+QUICK = Settings((50, 10), 128, 256, 2**12)
+
+
+# ---------------------------------------------------------------------------------------- tasks
+
+# The law of each layer. None is the law that the arm was trained with.
+Rule = Sequence[laws.Law] | None
+
+
+def lengths_to(longest: int, n0: int) -> list[int]:
+    """n0, 2 n0, 4 n0, 16 n0 and 64 n0 as far as they are at most `longest`."""
+    return [x * n0 for x in (1, 2, 4, 16, 64) if x * n0 <= longest]
+
+
+class Sets:
+    """A model with one layer of attention reads sets. `heads` is None in Max Retrieval."""
+
+    trained, layers = max_retrieval.LONGEST, 1
+
+    def __init__(self, heads: int | None, longest: int) -> None:
+        self.heads, self.longest = heads, longest
+        self.draw = max_retrieval.draw if heads is None else two_questions.draw
+
+    def steps(self, settings: Settings) -> int:
+        return settings.steps[0]
+
+    def train(self, arm: str, seed: int, settings: Settings) -> Any:
+        if self.heads is None:
+            return max_retrieval.train(arm, seed, self.steps(settings))
+        return two_questions.train(arm, self.heads, seed, self.steps(settings))
+
+    def lengths(self, settings: Settings) -> list[int]:
+        return lengths_to(min(self.longest, settings.longest), self.trained)
+
+    def sample(self, n: int, settings: Settings, generator: torch.Generator) -> Any:
+        return self.draw(settings.sets, n, generator)
+
+    def right(self, model: Any, sample: Any, c: float, rule: Rule) -> Tensor:
+        """For each set whether the answer is right, where c multiplies the logits."""
+        heads = model.heads(sample)
+        law = model.rule(heads) if rule is None else rule[0]
+        heads = heads._replace(query=c * heads.query)
+        return model.logits(heads, law).argmax(-1) == sample.answer
+
+    def held(
+        self, model: Any, lengths: Sequence[int], settings: Settings, seed: int
+    ) -> dict[int, Rule]:
+        """By length: the factor of each head with which its mean entropy is that at n0."""
+
+        def entropies(n: int) -> Any:
+            heads = model.heads(self.sample(n, settings, generator_of(seed, n, CALIBRATION)))
+            return lambda factor: it.attention_entropy(
+                heads.query, heads.key, law=laws.Constant(factor)
+            ).mean((0, -1))
+
+        target = entropies(self.trained)(1.0)
+        factors = {n: recall_causal.factor_of_mean(entropies(n), target) for n in lengths}
+        return {n: [laws.Constant(factor)] for n, factor in factors.items()}
+
+
+class Sequences:
+    """A causal model with two layers of attention reads sequences."""
+
+    trained, layers = 64, recall_causal.LAYERS
+
+    def steps(self, settings: Settings) -> int:
+        return settings.steps[1]
+
+    def train(self, arm: str, seed: int, settings: Settings) -> Any:
+        return recall_causal.train(arm, self.trained, seed, self.steps(settings))
+
+    def lengths(self, settings: Settings) -> list[int]:
+        return lengths_to(settings.longest, self.trained)
+
+    def sample(self, n: int, settings: Settings, generator: torch.Generator) -> Any:
+        return recall_causal.draw(settings.tokens // n, n, generator)
+
+    def right(self, model: Any, sample: Any, c: float, rule: Rule) -> Tensor:
+        """The same for the tokens from 3n/4 to n."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            law = model.rule(layer, q, k) if rule is None else rule[layer]
+            return it.attention(c * q, k, v, is_causal=True, law=law)
+
+        n = sample.answer.shape[-1]
+        answers = model.run(sample, attend).argmax(-1) == sample.answer
+        return answers[:, recall_causal.band(n)]
+
+    def held(
+        self, model: Any, lengths: Sequence[int], settings: Settings, seed: int
+    ) -> dict[int, Rule]:
+        """The same for each token, between the lengths as `recall_causal.interpolated` has it."""
+        n = recall_causal.longest(self.trained)
+        sample = self.sample(n, settings, generator_of(seed, n, CALIBRATION))
+        factors = recall_causal.held_mean(model, self.trained, sample)
+        return {
+            n: [laws.Constant(laws.per_query(of_heads[:, :n])) for of_heads in factors] for n in lengths
+        }
+
+
+TASKS = {
+    "one head": Sets(1, 256),
+    "two heads": Sets(2, 256),
+    "max": Sets(None, 1024),
+    "recall": Sequences(),
+}
+TEST_DATA, HELD_OUT, CALIBRATION = range(3)
+
+
+def generator_of(seed: int, n: int, purpose: int) -> torch.Generator:
+    """Of data that only a seed has, for one length and purpose."""
+    return torch.Generator().manual_seed(10**7 * seed + 10 * n + purpose)
+
+
+@torch.no_grad()
+def best_constant(task: Any, model: Any, rule: Rule, seed: int, settings: Settings) -> float:
+    """The constant with the highest accuracy on held-out data with n0 and 2 n0 keys, both as much."""
+    large = settings._replace(sets=4 * settings.sets, tokens=4 * settings.tokens)
+    samples = [
+        task.sample(n, large, generator_of(seed, n, HELD_OUT)) for n in (task.trained, 2 * task.trained)
+    ]
+
+    def accuracy(c: float) -> float:
+        return sum(task.right(model, x, c, rule).double().mean().item() for x in samples)
+
+    return max(CONSTANTS, key=accuracy)
+
+
+@torch.no_grad()
+def test(task: Any, model: Any, rules: dict[str, tuple[float, dict[int, Rule]]], job: Job) -> dict:
+    """The accuracies in percent of arms at each length. An arm is a constant, and a rule by length."""
+    found: dict[str, dict[str, list]] = {arm: {"constant": c} for arm, (c, _) in rules.items()}
+    for n in task.lengths(job.settings):
+        sample = task.sample(n, job.settings, generator_of(job.seed, n, TEST_DATA))
+        for arm, (c, rule) in rules.items():
+            right = 100 * task.right(model, sample, c, rule[n]).double()
+            kinds = {"accuracy": right}
+            if job.task in ("one head", "two heads"):
+                kinds |= {"largest": right[0::2], "average": right[1::2]}
+            for what, x in kinds.items():
+                found[arm].setdefault(what, []).append(x.mean().item())
+    return found
+
+
+# ----------------------------------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True)
+class Job(compared_arms.Job):
+    """An arm to be trained on a task with a seed. That of O has the arms at test time too."""
+
+    task: str
+    arm: str
+    seed: int
+    settings: Settings
+    path: Path
+
+    def name(self) -> str:
+        return f"{self.task}, {self.arm}, {self.seed}"
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name(), **self.settings._asdict(), "constants": CONSTANTS}
+
+
+def work(job: Job) -> None:
+    """Train and test, and write the results."""
+    task = TASKS[job.task]
+    model = task.train(job.arm, job.seed, job.settings)
+    lengths = task.lengths(job.settings)
+    rules: dict[str, dict[int, Rule]] = {job.arm: dict.fromkeys(lengths)}
+    if job.arm == "O":
+        law = [laws.LogLength(task.trained, minimum=1)] * task.layers
+        rules["O + log"] = dict.fromkeys(lengths, law)
+        with torch.no_grad():
+            rules["held"] = task.held(model, lengths, job.settings, job.seed)
+    arms = {arm: (1.0, rule) for arm, rule in rules.items()}
+    for arm in rules.keys() - {"held"}:
+        rule = rules[arm][task.trained]
+        arms[arm + TIMES] = (best_constant(task, model, rule, job.seed, job.settings), rules[arm])
+    job.write(test(task, model, arms, job))
+    experiment.advance(TEST)
+
+
+def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
+    jobs = [
+        Job(task, arm, FIRST_SEED + seed, settings, path)
+        for seed in range(seeds)
+        for task in TASKS
+        for arm in TRAINED
+    ]
+    for task in TASKS:  # the bar counts the steps of training, so a task at a time
+        of_task = [job for job in jobs if job.task == task]
+        finish(work, of_task, TASKS[task].steps(settings) + TEST)
+    found: dict[str, dict[str, list]] = {task: {arm: [] for arm in ARMS} for task in TASKS}
+    for job in jobs:
+        for arm, of_seed in (job.result() or {}).items():
+            found[job.task][arm].append(of_seed)
+    lengths = {name: task.lengths(settings) for name, task in TASKS.items()}
+    return {"lengths": lengths, "seeds": seeds, "tasks": found}
+
+
+# -------------------------------------------------------------------------------------- results
+
+
+def values(results: dict[str, Any], task: str, arm: str, what: str = "accuracy", at: int = -1) -> list:
+    """What all seeds have found at one of the lengths, the last one if `at` is not given."""
+    return [found[what][at] for found in results["tasks"][task][arm]]
+
+
+def decision(
+    results: dict[str, Any], task: str, arm: str, other: str, confidence: float = 0.95, at: int = -1
+) -> Decision:
+    """The differences of two arms at one of the lengths, the last one if `at` is not given."""
+    pairs = zip(*(values(results, task, x, at=at) for x in (arm, other)), strict=True)
+    return decide([a - b for a, b in pairs], SMALLEST, confidence)
+
+
+def report(results: dict[str, Any]) -> str:
+    registered = [
+        [task, f"{arm} against {other}", found.interval(), found.verdict]
+        for task, arm, other in REGISTERED
+        for found in [decision(results, task, arm, other, CONFIDENCE)]
+    ]
+    head = ["task", "arms", f"points [{100 * CONFIDENCE:g} % interval]", "verdict"]
+    return f"""\
+{table(head, registered)}
+
+{means(results)}
+
+c is the median over {results["seeds"]} seeds.
+"""
+
+
+def means(results: dict[str, Any]) -> str:
+    """The mean accuracies at the first two lengths and the last one, for each arm and task."""
+    tasks = results["tasks"]
+    head = [
+        "accuracy in %, n =",
+        *(f"{task}, {results['lengths'][task][at]}" for task in tasks for at in (0, 1, -1)),
+        *(f"c, {task}" for task in tasks),
+    ]
+    rows = []
+    for arm in ARMS:
+        cells = [
+            f"{fmean(values(results, task, arm, at=at)):.1f}" for task in tasks for at in (0, 1, -1)
+        ]
+        constants = [f"{median(x['constant'] for x in found[arm]):.3g}" for found in tasks.values()]
+        rows.append([arm, *cells, *constants])
+    return table(head, rows)
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Plot each arm against O × c at the last length: a dot and its interval, a panel for each task."""
+    arms = [arm for arm in ARMS if arm != "O" + TIMES]
+    figure, axes = plt.subplots(1, len(TASKS), figsize=(11, 4.8), sharey=True, layout="constrained")
+    for ax, task in zip(axes, results["tasks"], strict=True):
+        for at, arm in enumerate(reversed(arms)):
+            found = decision(results, task, arm, "O" + TIMES)
+            color = "C3" if arm.endswith(TIMES) else "C0"
+            ax.errorbar(found.mean, at, xerr=found.high - found.mean, fmt="o", color=color)
+        ax.axvline(0, color="gray", lw=0.8)
+        ax.set_title(f"{task}, n = {results['lengths'][task][-1]}", fontsize=10)
+    axes[0].set_yticks(range(len(arms)), reversed(arms))
+    figure.supxlabel("points of accuracy above O × c (bar: 95 % interval)")
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    experiment.main_of_arms(NAME, __doc__, SEEDS, (FULL, QUICK), run, report, picture, arguments)
+
+
+if __name__ == "__main__":
+    main()
