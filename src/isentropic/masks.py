@@ -589,7 +589,7 @@ def _starts(name: str, x: Any) -> Any:
         raise value_error(name, "have one axis", tuple(x.shape))
     if _size(x) < 1:
         raise value_error(name, "have at least one number, 0", x)
-    numbers = _numbers(x)
+    numbers = numbers_of(x)
     if numbers is not None and (numbers[0] != 0 or any(a > b for a, b in pairwise(numbers))):
         raise value_error(name, "begin with 0 and not fall", list(numbers))
     return x
@@ -599,7 +599,7 @@ def _size(x: Any) -> int:
     return len(x) if isinstance(x, tuple) else x.shape[0]
 
 
-def _numbers(x: Any) -> Sequence[int] | None:
+def numbers_of(x: Any) -> Sequence[int] | None:
     """Python's integers, if they can be read without waiting for a device; else None."""
     if isinstance(x, tuple):
         return x
@@ -610,7 +610,7 @@ def _numbers(x: Any) -> Sequence[int] | None:
 
 
 def _last(x: Any) -> int | None:
-    numbers = _numbers(x)
+    numbers = numbers_of(x)
     return None if numbers is None else numbers[-1]
 
 
@@ -634,6 +634,11 @@ def is_causal_alone(mask: Mask, n_queries: int, n_keys: int) -> bool:
         return False
     # Only then the two alignments are the same. Kernels of libraries align top-left.
     return n_queries == n_keys and not mask.arrays and mask.offset in (None, 0)
+
+
+def is_packed_alone(mask: Mask) -> bool:
+    """Whether the mask is that of `packed`, alone or with the same bounds within each sequence."""
+    return isinstance(mask, _Packed)
 
 
 class _Contiguous(Mask):
@@ -803,7 +808,7 @@ class _Packed(_Contiguous):
         return f"{text} & {_Band(self.left, self.right, None)}"
 
     @property
-    def _starts(self) -> tuple[Any, Any]:
+    def starts(self) -> tuple[Any, Any]:
         of_keys = self.cu_seqlens_k
         return self.cu_seqlens, self.cu_seqlens if of_keys is None else of_keys
 
@@ -829,7 +834,7 @@ class _Packed(_Contiguous):
             xp.asarray(x, dtype=frame.index_dtype, device=frame.device)
             if isinstance(x, tuple)
             else xp.astype(x, frame.index_dtype, copy=False)
-            for x in self._starts
+            for x in self.starts
         )
         # Plus the first start, which is 0. So with a batch axis of `torch.vmap` it is an array of its
         # own, as `searchsorted` of PyTorch wants it.
@@ -848,7 +853,7 @@ class _Packed(_Contiguous):
 
     def _interval_of(self, row: int) -> tuple[int, int] | None:
         """The interval of a row as numbers, if they can be read."""
-        starts, key_starts = map(_numbers, self._starts)
+        starts, key_starts = map(numbers_of, self.starts)
         if starts is None or key_starts is None or len(starts) < 2:
             return None
         index = min(max(bisect_right(starts, row) - 1, 0), len(starts) - 2)

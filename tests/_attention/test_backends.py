@@ -195,7 +195,16 @@ class TestBackends:
         x = backend.array(rng.normal(size=(16, 300, 8)), "float32")
         for values in (x, None):
             found = it.AttentionDistribution(x, x, is_causal=True).backends(values)
-            names = ["sdpa", "numpy_tiles", "jax_nn", "triton", "torch_tiles", "jax_tiles", "generic"]
+            names = [
+                "varlen",
+                "sdpa",
+                "numpy_tiles",
+                "jax_nn",
+                "triton",
+                "torch_tiles",
+                "jax_tiles",
+                "generic",
+            ]
             assert list(found) == names
             assert list(found.values()).count("runs") == 1
             (name,) = [name for name, why in found.items() if why == "runs"]

@@ -549,6 +549,36 @@ class TestDefault:
         with FlopCounterMode(display=False):
             assert not can_run(half, half)
 
+    def test_masks_of_intervals(self, backend, is_on_gpu, rng):
+        """PyTorch's own kernel would materialize them. It keeps causal outputs, and other masks."""
+        x = backend.array(rng.normal(size=(2, 70, 16)), "float32").requires_grad_()
+        ends = backend.array([70, 30], "int64")
+        dense = masks.window(3) | masks.segments(backend.array(np.arange(70) % 3, "int64"))
+        cases = {
+            "triton": (
+                masks.window(3),
+                masks.packed([0, 20, 70]) & masks.causal(),
+                masks.padding(ends),
+            ),
+            "sdpa": (masks.causal(), None, dense),
+        }
+        for expected, mask in [(name, mask) for name, given in cases.items() for mask in given]:
+            found = it.AttentionDistribution(x, x, mask=mask).backends(x)
+            assert found[expected] == "runs", (mask, found)
+
+    def test_masks_under_torch_compile(self, backend, is_on_gpu, rng, monkeypatch):
+        """They go to the operator, which runs the kernels."""
+        from isentropic._attention import plan, torch, torch_operator
+
+        x = backend.array(rng.normal(size=(2, 70, 16)), "float32")
+        device, made = backend.xp.asarray(0.0, device="meta").device, []
+        monkeypatch.setattr(torch_operator, "has_kernels", lambda device: True)
+        for mask in (masks.window(3), masks.causal(), masks.window(3) | masks.window(0)):
+            one, _ = plan.prepare(plan.Arguments(x, x, x, mask))
+            traced = one.replaced(frame=one.frame.replaced(is_compiling=True, device=device))
+            made.append(torch.sdpa_unsupported_reason(traced, None, False))
+        assert made == ["it would materialize the L×S mask", None, None]
+
     def test_not_where_the_self_test_fails(self, backend, is_on_gpu, rng, monkeypatch, set_blocks):
         from isentropic._attention import triton
 

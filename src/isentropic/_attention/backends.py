@@ -52,9 +52,12 @@ def _generic_state(plan: Plan, operands: Operands, order: float, relative_to_max
 def backends() -> tuple[Backend, ...]:
     """All backends, in the order in which they are tried."""
     # Imported here, because they would make `import isentropic` slower.
-    from isentropic._attention import jax, numpy, torch, triton
+    from isentropic._attention import jax, numpy, torch, torch_varlen, triton
 
     return (
+        Backend(
+            "varlen", torch_varlen.unsupported_reason, torch_varlen.output, selects_hidden=True
+        ),
         Backend("sdpa", torch.sdpa_unsupported_reason, torch.sdpa_output, selects_hidden=True),
         Backend("numpy_tiles", numpy.unsupported_reason, numpy.output, numpy.state, numpy.entropy),
         Backend("jax_nn", jax.unsupported_reason, jax.output),

@@ -220,12 +220,24 @@ def added_logits(plan: Plan, operands: Operands, rows: Block, columns: Block) ->
     return added
 
 
-def causal_nan(plan: Plan, operands: Operands) -> Array:
-    """NaN for queries that see a nonfinite row under a plain causal mask, else 0; (..., L, 1)."""
+def interval_nan(plan: Plan, operands: Operands) -> Array:
+    """NaN for queries that see a nonfinite row under a mask of intervals, else 0; (..., L, 1).
+
+    The intervals are the same for all batch elements, as those of `causal` and `packed` are.
+    """
     assert operands.nonfinite is not None
     query_nan, key_nan = operands.nonfinite
-    # Not `cumulative_sum` of array_api_compat, for which torch.compile warns.
-    return query_nan + plan.xp.cumsum(key_nan[..., 0, :], -1)[..., None]
+    if plan.is_plain_causal:
+        # Not `cumulative_sum` of array_api_compat, for which torch.compile warns.
+        return query_nan + plan.xp.cumsum(key_nan[..., 0, :], -1)[..., None]
+    assert operands.mask is not None
+    xp = plan.xp
+    first, end = operands.mask.interval(plan.frame, (0, plan.n_queries))  # type: ignore[misc]
+    counts = xp.cumsum(xp.astype(xp.isnan(key_nan[..., 0, :]), plan.frame.index_dtype), -1)
+    counts = xp.concat((xp.zeros_like(counts[..., :1]), counts), axis=-1)
+    is_hit = xp.take(counts, end, axis=-1) > xp.take(counts, first, axis=-1)
+    query_nan = xp.where((end > first)[..., None], query_nan, xp.zeros_like(query_nan))
+    return xp.where(is_hit[..., None], math.nan, query_nan)
 
 
 def with_batch_axes(xp: ModuleType, x: Any, shape: tuple[int, ...]) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from isentropic._attention.generic import Tiles, causal_nan
+from isentropic._attention.generic import Tiles, interval_nan
 from isentropic._attention.plan import Operands, Plan, four_axes
 from isentropic._attention.tile import Sums, absorb, empty_state, moved, output_of_columns
 from isentropic._entropy import INFINITE_ORDER
@@ -69,7 +69,9 @@ def output(plan: Plan, operands: Operands) -> Array:
         )
     out = xp.swapaxes(out, 1, 2)
     out = xp.reshape(out, (*plan.batch, *out.shape[-2:]))
-    return out if operands.nonfinite is None else out + xp.astype(causal_nan(plan, operands), out.dtype)
+    return (
+        out if operands.nonfinite is None else out + xp.astype(interval_nan(plan, operands), out.dtype)
+    )
 
 
 def heads_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:

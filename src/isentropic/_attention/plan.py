@@ -54,11 +54,11 @@ from isentropic._numerics import lift, quietly
 from isentropic._records import Record
 from isentropic._rows import Coded, Rows
 from isentropic.laws._law import Law, check_law
-from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone
+from isentropic.masks import Frame, Mask, as_mask, causal, is_causal_alone, is_packed_alone
 
 # The accepted values of `implementation`.
 IMPLEMENTATIONS = (
-    None, "generic", "sdpa", "numpy_tiles", "jax_nn", "torch_tiles", "jax_tiles", "triton"
+    None, "generic", "varlen", "sdpa", "numpy_tiles", "jax_nn", "torch_tiles", "jax_tiles", "triton"
 )  # fmt: skip
 _CAUSAL = causal()
 # The number of cached plans. A training loop needs a few; text generation needs one for each length.
@@ -114,6 +114,7 @@ class Plan(Record):
     has_bias: bool
     has_mask: bool
     is_plain_causal: bool  # whether the mask is the causal one, with as many queries as keys
+    is_packed: bool  # whether the mask is of packed sequences alone, with one window for all queries
     has_interval_mask: bool  # whether the keys that a query sees have no gaps between them
     are_all_readable: bool  # whether the values of all arrays can be read
     is_differentiated: bool  # whether PyTorch records the call for a gradient
@@ -331,6 +332,7 @@ def _plan(a: Arguments) -> Plan:
         has_bias=a.bias is not None,
         has_mask=mask is not None,
         is_plain_causal=mask is not None and is_causal_alone(mask, frame.n_queries, frame.n_keys),
+        is_packed=mask is not None and is_packed_alone(mask),
         has_interval_mask=mask is None or mask.is_contiguous,
         are_all_readable=all(are_readable),
         is_differentiated=is_torch(xp) and any(is_differentiated(xp, x) for x in arrays),

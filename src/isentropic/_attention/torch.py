@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from isentropic._attention import triton
-from isentropic._attention.generic import Tiles, add_bias_and_mask, causal_nan, tile_shape
+from isentropic._attention.generic import Tiles, add_bias_and_mask, interval_nan, tile_shape
 from isentropic._attention.numpy import takes_mask
 from isentropic._attention.plan import Operands, Plan, finite, four_axes
 from isentropic._attention.schedule import reach
@@ -38,13 +38,17 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
     if plan.facts.is_bias_differentiated:
         return "it would materialize the L×S gradient of the bias"
     if plan.frame.is_compiling:
-        if _transformations() not in ((), ("Grad",)):
+        if transformations() not in ((), ("Grad",)):
             return TRANSFORMED
         materializes_mask = plan.has_mask and not plan.is_plain_causal
         if materializes_mask and is_exporting():
             return "other runtimes return NaN for queries that see no key"
-        materializes_mask = materializes_mask and plan.device.type == "cpu"
-        return "it would materialize the L×S mask" if materializes_mask else None
+        # On a GPU the operator runs the Triton kernels, which take intervals.
+        is_interval = (
+            plan.has_interval_mask and not plan.has_bias and transformations() in ((), ("Vmap",))
+        )
+        has_other = plan.device.type == "cpu" or (is_interval and _has_kernels(plan.device))
+        return "it would materialize the L×S mask" if materializes_mask and has_other else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
     if plan.facts.is_transformed:
         return TRANSFORMED
@@ -54,6 +58,9 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
         return "the NumPy pass is faster under a mask"
     if not is_named and _keeps_masks(plan):
         return "PyTorch would keep the L×S mask for the gradient"
+    is_masked = plan.has_mask and not plan.is_plain_causal
+    if not is_named and is_masked and not plan.has_bias and triton.takes(plan, None):
+        return "the Triton kernels skip what the mask hides"
     if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
         return None
     # PyTorch's "math" kernel materializes the weights and is not better than the generic pass.
@@ -76,7 +83,7 @@ def _keeps_masks(plan: Plan) -> bool:
     return plan.is_differentiated and materializes_mask and is_large and plan.device.type == "cpu"
 
 
-def _transformations() -> tuple[str, ...]:
+def transformations() -> tuple[str, ...]:
     """The transformations around a call in a graph: Vmap, Grad and Jvp of torch.func; forward mode."""
     import torch
 
@@ -85,6 +92,13 @@ def _transformations() -> tuple[str, ...]:
     names = torch_operator.transformations()
     # Read in the graph, which is made anew if the level changes.
     return names if torch.autograd.forward_ad._current_level < 0 else (*names, "forward mode")
+
+
+def _has_kernels(device: Any) -> bool:
+    """Whether the Triton kernels may run on a device, while torch.compile traces a call."""
+    from isentropic._attention import torch_operator
+
+    return torch_operator.has_kernels(str(device))
 
 
 def _would_materialize_weights(plan: Plan) -> bool:
@@ -104,18 +118,30 @@ def _would_materialize_weights(plan: Plan) -> bool:
 def sdpa_output(plan: Plan, operands: Operands) -> Array:
     """The attention output (..., L, Ev) by PyTorch's own kernel."""
     is_masked = operands.bias is not None or (plan.has_mask and not plan.is_plain_causal)
-    if is_masked or not (operands.is_raw and triton.can_repair(plan)):
-        operands = finite(plan, operands)
     if is_masked:
-        out = _masked_output(plan, operands)
-    else:
-        query, key, value, scale = _torch_arrays(plan, operands)
-        out = _sdpa(plan, query, key, value, scale, is_causal=plan.has_mask)
-        out = _with_nan(plan, out, query, key, scale)
-        if operands.is_raw:
-            triton.repair(plan, operands, out)
-        if plan.has_mask and operands.nonfinite is not None:
-            out = out + four_axes(plan, plan.xp.astype(causal_nan(plan, operands), out.dtype))
+        return with_batch(plan, _masked_output(plan, finite(plan, operands)))
+    operands = repairable(plan, operands)
+    query, key, value, scale = kernel_arrays(plan, operands, _kernel_dtype(plan))
+    out = _sdpa(plan, query, key, value, scale, is_causal=plan.has_mask)
+    return with_batch(plan, with_nonfinite(plan, operands, _with_nan(plan, out, query, key, scale)))
+
+
+def repairable(plan: Plan, operands: Operands) -> Operands:
+    """The operands as they are, if `with_nonfinite` can repair the output; else finite ones."""
+    return operands if operands.is_raw and triton.can_repair(plan) else finite(plan, operands)
+
+
+def with_nonfinite(plan: Plan, operands: Operands, out: Any) -> Any:
+    """The output of a kernel (batch, heads, L, width), NaN where a query sees what is not finite."""
+    if operands.is_raw:
+        triton.repair(plan, operands, out)
+    if plan.has_mask and operands.nonfinite is not None:
+        out = out + four_axes(plan, plan.xp.astype(interval_nan(plan, operands), out.dtype))
+    return out
+
+
+def with_batch(plan: Plan, out: Any) -> Array:
+    """The output of a kernel with the batch axes of the call, and without added features."""
     if len(plan.batch) == 1:
         out = out[0]
     elif len(plan.batch) != 2:
@@ -137,7 +163,7 @@ def _sdpa(
 def _masked_output(plan: Plan, operands: Operands) -> Any:
     """The output (batch, heads, L, width) under a bias, or under a mask that is not just causal."""
     xp, mask = plan.xp, operands.mask
-    query, key, value, scale = _torch_arrays(plan, operands)
+    query, key, value, scale = kernel_arrays(plan, operands, _kernel_dtype(plan))
     zero = xp.zeros((), dtype=plan.compute, device=plan.device)
 
     def attend_rows(rows: Block) -> tuple[Array]:
@@ -159,19 +185,23 @@ def _masked_output(plan: Plan, operands: Operands) -> Any:
     return out
 
 
-def _torch_arrays(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, float]:
-    """Queries, keys and values (batch, heads, rows, width) of one dtype, and the scale."""
+def kernel_arrays(
+    plan: Plan, operands: Operands, dtype: Any, multiple: int = 1
+) -> tuple[Any, Any, Any, float]:
+    """Queries, keys and values (batch, heads, rows, width) of a dtype, and the scale.
+
+    The width is a multiple of `multiple`.
+    """
     q, scale = operands.query, operands.multiplier
     # The kernel multiplies the logits of hidden keys, −∞, by its scale. So that must be positive.
     if not isinstance(scale, float) or scale <= 0:
         q, scale = _scaled(plan, q, scale), 1.0
     xp: Any = plan.xp
-    dtype = _kernel_dtype(plan)
     arrays: Any = (q, operands.key, operands.values)
     arrays = [x if x.dtype == dtype else xp.astype(x, dtype) for x in arrays]
     arrays = [four_axes(plan, x, expand=True) for x in arrays]
-    if plan.head_dim != plan.n_values:  # the kernel needs equal widths, and products ignore zeros
-        width = max(x.shape[-1] for x in arrays)
+    width = -(-max(plan.head_dim, plan.n_values or 0) // multiple) * multiple
+    if not plan.head_dim == plan.n_values == width:  # they have to be equal, and products ignore zeros
         arrays = [xp.nn.functional.pad(x, (0, width - x.shape[-1])) for x in arrays]
     # It needs contiguous rows, too.
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in arrays]
@@ -230,7 +260,7 @@ def tiles_unsupported_reason(plan: Plan, order: float | None, is_named: bool) ->
         if is_exporting():
             return "other programs do not have the operators of this package"
         # PyTorch does not differentiate operators inside torch.func.grad or jvp.
-        return None if set(_transformations()) <= {"Vmap"} else TRANSFORMED
+        return None if set(transformations()) <= {"Vmap"} else TRANSFORMED
     if not plan.is_differentiated:
         return "no gradient is needed"
     rows, columns = tile_shape(plan)

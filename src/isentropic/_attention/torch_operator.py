@@ -22,7 +22,9 @@ from isentropic._attention.generic import Tiles
 from isentropic._attention.plan import Arguments, Operands, Plan, finite, prepare
 from isentropic._attention.tile import Sums
 from isentropic._attention.torch_gradients import INPUTS, backward, forward
+from isentropic._loops import is_installed
 from isentropic._numerics import lift
+from isentropic._triton_launch import gpu_kind
 from isentropic.masks import Description, describe, from_description
 
 
@@ -76,6 +78,13 @@ def transformations() -> tuple[str, ...]:
     """
     levels = torch._C._functorch.get_interpreter_stack() or []
     return tuple(level.key().name for level in levels)
+
+
+@torch.compiler.assume_constant_result
+def has_kernels(device: str) -> bool:
+    """Whether a device is a GPU for which Triton compiles the kernels."""
+    is_able = torch.device(device).type == "cuda" and is_installed("triton")
+    return is_able and gpu_kind(torch, torch.device(device)) != "old"
 
 
 def state(plan: Plan, operands: Operands, order: float | None) -> Sums:
