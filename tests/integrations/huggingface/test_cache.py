@@ -6,16 +6,20 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
+from packaging.version import Version
 from tiny_models import decoder
 
 from isentropic.integrations import huggingface
 
+# The name of the argument.
+CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+
 
 def generated(model, cache, beams=1, length=80):
     ids = torch.arange(3, 9)[None].repeat(2, 1)
-    return model.generate(
-        ids, cache=cache, max_new_tokens=length, min_new_tokens=length, do_sample=False, num_beams=beams
-    )  # fmt: skip
+    options = {"max_new_tokens": length, "min_new_tokens": length, "num_beams": beams}
+    return model.generate(ids, **{CACHE: cache}, **options, do_sample=False)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -84,8 +88,8 @@ def test_fewer_bits_cost_more(rng):
         divergences = []
         for bits in (8, 4, 2):
             cache = huggingface.quantized_cache(model, bits, recent=4)
-            model(ids[:, :80], cache=cache)
-            got = model(ids[:, 80:], cache=cache).logits.log_softmax(-1)
+            model(ids[:, :80], **{CACHE: cache})
+            got = model(ids[:, 80:], **{CACHE: cache}).logits.log_softmax(-1)
             divergences.append((exact.exp() * (exact - got)).sum(-1).mean().item())
     assert np.all(np.diff(divergences) > 0)
 

@@ -696,6 +696,7 @@ class TestMeasuring:
     def test_decoders(self, monkeypatch, name, side):
         law, factor = LAWS["AffineLog"]
         model = decoder(name)
+        model.set_attn_implementation("eager")  # transformers before 5.24 ignores soft caps in "sdpa"
         got = huggingface.profile(model, [batch(side)], laws=law)
         assert model.config._attn_implementation != "isentropic"
         reference = Reference(monkeypatch, factor)
