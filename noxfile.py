@@ -351,9 +351,9 @@ def models(session: nox.Session) -> None:
 
 
 EXPERIMENTS = [
-    "first", "masked_language", "entropies", "dimension", "recall", "max_retrieval", "recall_causal",
-    "head_dimension", "smollm2", "laws_and_positions", "held_positions", "retrieval", "four_times",
-    "calibration", "law_or_position", "one_constant", "constant_or_length",
+    "first", "masked_language", "entropies", "dimension", "recall", "head_dimension", "smollm2", "laws_and_positions", "held_positions", "retrieval", "four_times",
+    "calibration", "law_or_position", "constant_or_length",
+    "from_scratch",
 ]  # fmt: skip
 # Those with this model. Others may use MiniLM.
 SMOLLM2 = {

@@ -58,14 +58,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import compared_arms
 import experiment
 import matplotlib.pyplot as plt
 import max_retrieval
 import recall_causal
 import torch
 import two_questions
-from compared_arms import finish
+from effects import BOTH_ENDS, DILUTION, Effect
 from experiment import Decision, decide, table
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -252,7 +251,7 @@ def test(task: Any, model: Any, rules: dict[str, tuple[float, dict[int, Rule]]],
 
 
 @dataclass(frozen=True)
-class Job(compared_arms.Job):
+class Job(experiment.Job):
     """An arm to be trained on a task with a seed. That of O has the arms at test time too."""
 
     task: str
@@ -296,7 +295,7 @@ def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
     ]
     for task in TASKS:  # the bar counts the steps of training, so a task at a time
         of_task = [job for job in jobs if job.task == task]
-        finish(work, of_task, TASKS[task].steps(settings) + TEST)
+        experiment.finish_jobs(work, of_task, TASKS[task].steps(settings) + TEST)
     found: dict[str, dict[str, list]] = {task: {arm: [] for arm in ARMS} for task in TASKS}
     for job in jobs:
         for arm, of_seed in (job.result() or {}).items():
@@ -319,6 +318,25 @@ def decision(
     """The differences of two arms at one of the lengths, the last one if `at` is not given."""
     pairs = zip(*(values(results, task, x, at=at) for x in (arm, other)), strict=True)
     return decide([a - b for a, b in pairs], SMALLEST, confidence)
+
+
+def effects(results: dict[str, Any]) -> list[Effect]:
+    """The registered comparisons."""
+    fails = {"one head": BOTH_ENDS, "two heads": BOTH_ENDS}
+    names = {
+        "one head": "largest or average, one head",
+        "two heads": "largest or average, two heads",
+        "max": "Max Retrieval",
+        "recall": "causal recall",
+    }
+    return [
+        Effect(
+            fails.get(task, DILUTION),
+            f"{names[task]}, trained with {TASKS[task].trained}, n = {results['lengths'][task][-1]}",
+            arm, other, decision(results, task, arm, other, CONFIDENCE), SMALLEST, "points",
+        )
+        for task, arm, other in REGISTERED
+    ]  # fmt: skip
 
 
 def report(results: dict[str, Any]) -> str:

@@ -25,7 +25,8 @@ from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 
-Verdict = Literal["reproduced", "in part", "not reproduced", "not decided", "not tested"]
+# "exploratory": the criterion for what was found was not registered before the run
+Verdict = Literal["reproduced", "in part", "not reproduced", "not decided", "exploratory", "not tested"]
 Effect = Literal["helps", "no effect", "harms", "not decided"]
 
 
@@ -46,21 +47,12 @@ def verdict(reproduced: bool) -> Verdict:
 
 
 class Decision(NamedTuple):
-    """What paired differences say about an effect: the verdict, their mean and its interval.
-
-    `needed` is the number of differences that would decide, if their mean and spread stay the same. It
-    is None if they decide already, or if the mean is the smallest effect itself, so that none would.
-    """
+    """What paired differences say about an effect: the verdict, their mean and its interval."""
 
     verdict: Effect
     mean: float
     low: float
     high: float
-    needed: int | None = None
-
-    def __str__(self) -> str:
-        more = f", {self.needed} seeds would decide" if self.needed else ""
-        return f"{self.verdict}{more}"
 
     def interval(self, form: str = "+.1f") -> str:
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
@@ -70,21 +62,18 @@ def decide(differences: Sequence[float], smallest: float, confidence: float = 0.
     """Decide by the t interval of the mean of paired differences (of seeds, or of texts).
 
     `smallest` is the smallest effect that matters. An interval above it is "helps", one between
-    −smallest and smallest is "no effect" (of that size), and one below −smallest is "harms".
+    −smallest and smallest is "no effect" (of that size), and one below −smallest is "harms". Only a
+    comparison that was registered before its run has a verdict. Of others show the interval alone.
     """
     mean, n = statistics.fmean(differences), len(differences)
-    deviation = statistics.stdev(differences)
-    half = half_width(deviation, n, confidence)
+    half = half_width(statistics.stdev(differences), n, confidence)
     low, high = mean - half, mean + half
     if low > smallest:
         return Decision("helps", mean, low, high)
     if high < -smallest:
         return Decision("harms", mean, low, high)
-    if -smallest < low and high < smallest:
-        return Decision("no effect", mean, low, high)
-    return Decision(
-        "not decided", mean, low, high, deciding_number(mean, deviation, smallest, confidence)
-    )
+    is_within = -smallest < low and high < smallest
+    return Decision("no effect" if is_within else "not decided", mean, low, high)
 
 
 def answered(found: Decision) -> Verdict:
@@ -93,34 +82,12 @@ def answered(found: Decision) -> Verdict:
     return verdicts.get(found.verdict, "not reproduced")
 
 
-def as_large(differences: Sequence[float], claimed: float, smallest: float) -> Verdict:
-    """The verdict on a claim that the mean of the differences is `claimed`, to within `smallest`."""
-    found = decide([x - claimed for x in differences], smallest).verdict
-    verdicts: dict[str, Verdict] = {"no effect": "reproduced", "not decided": "not decided"}
-    return verdicts.get(found, "not reproduced")
-
-
 def half_width(deviation: float, n: int, confidence: float = 0.95) -> float:
     """Half the width of the t interval of the mean of n normal numbers."""
     from scipy import special
 
     quantile = float(special.stdtrit(n - 1, (1 + confidence) / 2))
     return quantile * deviation / math.sqrt(n)
-
-
-def deciding_number(
-    mean: float, deviation: float, smallest: float, confidence: float = 0.95
-) -> int | None:
-    """The least number of differences whose interval has neither of ±smallest in it."""
-    distance = abs(abs(mean) - smallest)
-    # Where the mean is so near that rounding decides, no number does.
-    if distance <= 1e-9 * max(smallest, deviation):
-        return None
-    quantile = statistics.NormalDist().inv_cdf((1 + confidence) / 2)  # below that of t
-    n = max(2, math.floor((quantile * deviation / distance) ** 2))
-    while half_width(deviation, n, confidence) >= distance:
-        n += 1
-    return n
 
 
 # ------------------------------------------------------------------------------------------ causes
@@ -234,6 +201,35 @@ def lines_of(path: Path) -> Path:
 
 def digest_of(what: Any) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Job:
+    """A model to be trained and tested: the methods of a dataclass with the field `path`.
+
+    That is where its results are kept.
+    """
+
+    path: Path
+
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """What the result depends on. One with another identity is of another job."""
+        raise NotImplementedError
+
+    def result(self) -> dict[str, dict] | None:
+        """The results by arm if the job is finished."""
+        return stored(self.path, self.name(), self.identity())
+
+    def write(self, arms: dict[str, dict]) -> None:
+        store(self.path, self.name(), self.identity(), arms)
+
+
+def finish_jobs(work: Callable[[Any], None], jobs: Iterable[Job], steps: int) -> None:
+    """Run those of the jobs that are not finished. Each advances the progress bar by `steps`."""
+    left = [job for job in jobs if job.result() is None]
+    run(work, left, len(left) * steps)
 
 
 # --------------------------------------------------------------------------------------- results

@@ -33,6 +33,7 @@ from typing import Any
 import experiment
 import matplotlib.pyplot as plt
 import torch
+from effects import DILUTION, Effect
 from experiment import Claim, Decision, answered, decide, slope, spread, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -261,9 +262,10 @@ def report(results: dict[str, Any]) -> str:
     decisions = table(
         [f"n = {lengths[-1]}", "seeds", "points [interval]", "verdict"],
         (
-            [f"{arm} against {other}", len(compared(results, arm, other)), found.interval(), found]
+            [f"{arm} against {other}", len(compared(results, arm, other)), found.interval(), said]
             for arm, other in PAIRS
             for found in [decision(results, arm, other)]
+            for said in [found.verdict if (arm, other) == PAIRS[0] else "(exploratory)"]
         ),
     )
     causes = experiment.diagnosis(results, ("O", "O + law", "O", "O + law"), TRAINED, TESTS)
@@ -316,15 +318,17 @@ of which few matter. So it can lose the one weight that does.
 """
 
 
-def answer(results: dict[str, Any]) -> str:
-    found, last = decision(results, "O + law", "O"), results["lengths"][-1]
+def effects(results: dict[str, Any]) -> list[Effect]:
     with_law, without = zip(*compared(results, *PAIRS[0]), strict=True)
     failed = [sum(x < GUESSES for x in found) for found in (without, with_law)]
-    return (
-        f"Find the first bit of a string, trained with {TRAINED} tokens, tested with {last}: the law "
-        f"changes the accuracy by {found.interval()} points ({found}). Of {len(without)} models, "
-        f"{failed[0]} guess without the law, and {failed[1]} with it."
-    )
+    last = results["lengths"][-1]
+    return [
+        Effect(
+            DILUTION, f"find the first bit, trained with {TRAINED}, n = {last}",
+            f"log n at test ({failed[1]} of {len(with_law)} models guess)", f"none ({failed[0]} guess)",
+            decision(results, *PAIRS[0]), SMALLEST, "points",
+        )
+    ]  # fmt: skip
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:

@@ -285,13 +285,11 @@ def grows(results: dict, arm: str) -> tuple[str, Decision]:
     """Whether the sufficient dimension grows with log n, by half of the claimed slope or more."""
     found = decide([x - GROWS for x in slopes(results, arm)], 0)
     said = {"helps": "yes", "harms": "no"}.get(found.verdict, "not decided")
-    interval = decide(slopes(results, arm), 0)  # of the slope itself
-    return said, interval._replace(needed=found.needed)
+    return said, decide(slopes(results, arm), 0)  # the interval of the slope itself
 
 
 def show(said: str, found: Decision) -> str:
-    more = f" ({found.needed} texts would decide)" if said == "not decided" and found.needed else ""
-    return f"{said}{more}: {found.interval('+.2f')}"
+    return f"{said}: {found.interval('+.2f')}"
 
 
 def report(results: dict[str, Any]) -> str:
@@ -324,21 +322,6 @@ The decisions, with the sufficient dimension less 8.33 log n, and the slope agai
 dimension that does not depend on n can pass too. No map has more than {results["size"]} dimensions:
 where a map needs nearly all of them at every n, its slope says little.
 """
-
-
-def answer(results: dict[str, Any]) -> str:
-    """What a head needs, in a sentence or two."""
-
-    def one(arm: str) -> str:
-        needed = statistics.fmean(x[-1] for x in sufficient_sizes(results, arm))
-        slope = grows(results, arm)[1]
-        return f"{needed:.0f} with the map {arm} (slope against log n: {slope.interval()})"
-
-    return (
-        f"How many of the {results['size']} dimensions of a head does SmolLM2-135M need at "
-        f"{results['bands'][-1]} keys, if the loss may rise by {SMALLEST} nats? "
-        f"{' and '.join(one(arm) for arm in ARMS)}."
-    )
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:

@@ -53,6 +53,8 @@ import matplotlib.pyplot as plt
 import pretrained
 import smollm2
 import torch
+from effects import BOTH, Effect
+from effects import POSITIONS as FAILING
 from experiment import Claim, Decision, answered, decide, plot_intervals, table
 from matplotlib.figure import Figure
 from pretrained import TRAINED, Arm, Numbers
@@ -323,8 +325,8 @@ def decisions_table(of_pairs: dict[str, Any], other: str) -> str:
 
     def cell(positions: str, law: str) -> str:
         found = decision(of_pairs, (positions, law), (positions, other))
-        more = f" ({found.needed} documents would)" if found.needed else ""
-        return f"{found.interval('+.3f')} {found.verdict}{more}"
+        is_primary = (law, other) == (PRIMARY, NO_LAW)
+        return found.interval("+.3f") + (f" **{found.verdict}**" if is_primary else "")
 
     rows = [[law, *(cell(x, law) for x in COLUMNS)] for law in LAWS if law not in (NO_LAW, other)]
     return table([f"gain over {other}", *COLUMNS], rows)
@@ -394,7 +396,7 @@ tokens see {TRAINED + 1} to {results["edges"][-1]} keys, by the law and the posi
 {losses_table(of_pairs)}
 
 Paired differences over the documents, in nats per token, with 95 % intervals. The smallest relevant
-effect is {SMALLEST} nats:
+effect is {SMALLEST} nats. The primary arm, "{PRIMARY}", has verdicts, and all else is exploratory:
 
 {decisions_table(of_pairs, NO_LAW)}
 
@@ -409,21 +411,17 @@ Within the trained length laws alone change nothing, and YaRN's constant gains i
 """
 
 
-def answer(results: dict[str, Any]) -> str:
+def effects(results: dict[str, Any]) -> list[Effect]:
     of_pairs = pairs(results, experiment.load(smollm2.NAME))
-
-    def gain(positions: str, law: str) -> str:
-        found = decision(of_pairs, (positions, law), (positions, NO_LAW))
-        return f"{found.interval('+.3f')} ({found.verdict})"
-
-    best = lowest(of_pairs)
-    each = ", ".join(f"{gain(x, PRIMARY)} {CALLED[x]}" for x in POSITIONS)
-    constant = ", ".join(f"{gain(x, CONSTANT)} {CALLED[x]}" for x in POSITIONS)
-    return (
-        f"Read the same documents at other positions: the slopes for each head, trained at {EXTENDED}, "
-        f"bring {each}. YaRN's constant brings {constant}. Of all pairs, the lowest loss has the law "
-        f'"{best[1]}" {CALLED[best[0]]}.'
-    )
+    return [
+        Effect(
+            FAILING if positions == COLUMNS[0] else BOTH, f"SmolLM2, positions {CALLED[positions]}",
+            law, NO_LAW, decision(of_pairs, (positions, law), (positions, NO_LAW)), SMALLEST,
+            "nats per token", "" if law == PRIMARY else "not the primary arm", "+.3f",
+        )
+        for law in (PRIMARY, CONSTANT)
+        for positions in POSITIONS
+    ]  # fmt: skip
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:

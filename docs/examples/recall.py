@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import experiment
 import matplotlib.pyplot as plt
 import torch
+from effects import NOTHING, Effect
 from experiment import Claim, Decision, decide, plot_means, slope, spread, table, verdict
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -306,7 +307,7 @@ def decisions_table(results: dict) -> str:
     found = {task: [decision(results, task, arm) for arm in arms] for task in results["tasks"]}
     return table(
         [f"loss at n = {results['lengths'][-1]}, times that of O", *arms],
-        [[task, *(f"{times(x)}, {x}" for x in row)] for task, row in found.items()],
+        [[task, *map(times, row)] for task, row in found.items()],
     )
 
 
@@ -373,7 +374,7 @@ The loss is the log loss in `recall` and the squared error in `average`. Losses 
 {tables}
 
 The ratios are paired over the seeds, with 95 % intervals. An effect matters from a factor of
-{SMALLEST:g}:
+{SMALLEST:g}. They have no verdicts, because this was fixed after the run:
 
 {decisions_table(results)}
 
@@ -409,17 +410,19 @@ keys do not include such keys.
 """
 
 
-def answer(results: dict[str, Any]) -> str:
-    def of(task: str, arm: str) -> str:
-        found = decision(results, task, arm)
-        return f"{times(found)} ({found})"
-
-    return (
-        f"Attend to keys that are alike, trained with {TRAINED} and tested with "
-        f"{results['lengths'][-1]}. To average those of a clear group, the law multiplies the loss by "
-        f"{of('average, clear', 'O + law')}, and a held entropy by {of('average, clear', 'O + held')}. "
-        f"To recall one key from noise, the law multiplies it by {of('recall', 'O + law')}."
-    )
+def effects(results: dict[str, Any]) -> list[Effect]:
+    last = results["lengths"][-1]
+    return [
+        Effect(
+            NOTHING, f"{task}, trained with {TRAINED}, n = {last}",
+            arm.removeprefix("O + ").replace("law", "log n at test"), "none",
+            decision(results, task, arm), math.log(SMALLEST), "in the log of the loss",
+            "the criterion was fixed after the run", "+.2f",
+        )
+        for task, arm in (
+            ("recall", "O + law"), ("average, clear", "O + law"), ("average, clear", "O + held"),
+        )
+    ]  # fmt: skip
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:
@@ -441,29 +444,25 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
     held, groups = ("O + calibrated", "O + held"), list(KEY_NOISE)
     law = means(results, tasks[0], "O + law", "factor")[-1]
-    is_worse = {task: decision(results, task, "O + law").verdict == "harms" for task in tasks}
-    of_held = [decision(results, task, "O + calibrated").verdict for task in tasks]
     return [
         Claim(
             "post 9588, a comment",
             "Where new keys are like the old ones (on a graph), the law makes results worse.",
             f"No graph. Loss at n = {last}: {each(lambda x: losses(x, 'O', 'O + law'))}",
-            "in part"
-            if any(is_worse.values()) and not all(is_worse.values())
-            else verdict(any(is_worse.values())),
+            "exploratory",
         ),
         Claim(
             "post 9588, the reply to it",
             "With keys that are alike, of which many are averaged, no scaling by log n may be better.",
             f"Best factor at n = {last}, where the law has {law:.2f}: "
             + each(lambda x: f"{means(results, x, 'O + best', 'factor')[-1]:.2f}", groups),
-            "in part" if len({is_worse[task] for task in groups}) > 1 else verdict(is_worse[groups[0]]),
+            "exploratory",
         ),
         Claim(
             "post 8823",
             "For lengths beyond those of training the entropy should not depend on n.",
             f"Loss at n = {last}: {each(lambda x: losses(x, 'O', *held))}",
-            verdict(all(x == "helps" for x in of_held)),
+            "exploratory",
         ),
         Claim(
             "post 9588",

@@ -63,6 +63,7 @@ import matplotlib.pyplot as plt
 import pretrained
 import smollm2
 import torch
+from effects import BOTH, Effect
 from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
 from pretrained import CHUNK, TRAINED, Arm, Numbers
@@ -231,9 +232,8 @@ def gains(results: dict, arm: str, other: str, quantity: str, when: str = "late"
     return [sign * (found[x][when][quantity] - base[x][when][quantity]) for x in found]
 
 
-def show(found: Decision) -> str:
-    more = f" ({found.needed} documents would decide)" if found.needed else ""
-    return f"{found.interval('+.3f')}: {found.verdict}{more}"
+def show(arm: str, found: Decision) -> str:
+    return found.interval("+.3f") + (f": **{found.verdict}**" if arm == PRIMARY else "")
 
 
 def report(results: dict[str, Any]) -> str:
@@ -248,7 +248,7 @@ def report(results: dict[str, Any]) -> str:
         for other in (CONSTANT, NO_LAW):
             if other != arm and (arm, other) != (NO_LAW, CONSTANT):
                 of = [decide(gains(results, arm, other, x), SMALLEST[x]) for x in SMALLEST]
-                decisions.append([f"{arm}, against {other}", *map(show, of)])
+                decisions.append([f"{arm}, against {other}", *(show(arm, x) for x in of)])
     n = results["length"]
     head = ["", f"loss, n ≤ {TRAINED}", "right", f"loss, n = {n}", "right"]
     return f"""\
@@ -261,23 +261,26 @@ relevant effects are {SMALLEST["loss"]} nats per digit and {SMALLEST["right"]} o
 
 {table(["", "gain in nats per digit", "gain in codes that are right"], decisions)}
 
-The primary arm is {PRIMARY}.
+The primary arm is {PRIMARY}. All other rows are exploratory.
 """
 
 
-def answer(results: dict[str, Any]) -> str:
-    def against(arm: str, other: str) -> str:
-        found = decide(gains(results, arm, other, "loss"), SMALLEST["loss"])
-        return f"{found.interval('+.2f')} nats per digit ({found.verdict})"
-
-    return (
-        f"Find codes in {results['length']} tokens, with the same model. YaRN's constant, which acts "
-        f"at all lengths, brings {against(CONSTANT, NO_LAW)}. The slopes for each head, which were not "
-        f"trained for this, bring {against(PRIMARY, NO_LAW)}, and {against(PRIMARY, CONSTANT)} against "
-        f"YaRN's constant. Slopes that were trained together with that constant bring "
-        f"{against(ON_TOP, CONSTANT)} against the constant alone, and a trained constant for each head "
-        f"brings {against(CONSTANTS, CONSTANT)} against it."
+def effects(results: dict[str, Any]) -> list[Effect]:
+    arms = (
+        (PRIMARY, NO_LAW, ""),
+        (PRIMARY, CONSTANT, ""),
+        (CONSTANT, NO_LAW, "not the primary arm"),
+        (ON_TOP, CONSTANT, "added when results were known"),
+        (CONSTANTS, CONSTANT, "added when results were known"),
     )
+    return [
+        Effect(
+            BOTH, f"SmolLM2 with YaRN × 2, find codes, n = {results['length']}", arm, other,
+            decide(gains(results, arm, other, "loss"), SMALLEST["loss"]), SMALLEST["loss"],
+            "nats per digit", why, "+.2f",
+        )
+        for arm, other, why in arms
+    ]  # fmt: skip
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:
@@ -286,7 +289,8 @@ def claims(results: dict[str, Any]) -> list[Claim]:
         Claim(
             "post 9588",
             "A factor log n keeps attention on the tokens that matter in longer contexts.",
-            f"Codes in {results['length']} tokens of SmolLM2, gain in nats per digit: {show(found)}.",
+            f"Codes in {results['length']} tokens of SmolLM2, gain in nats per digit: "
+            f"{found.interval('+.3f')}.",
             answered(found),
         )
     ]

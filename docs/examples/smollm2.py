@@ -112,6 +112,7 @@ import experiment
 import matplotlib.pyplot as plt
 import pretrained
 import torch
+from effects import BOTH, Effect
 from experiment import Claim, Decision, answered, decide, kept, plot_means, table
 from matplotlib.figure import Figure
 from pretrained import CHUNK, CUE, SPAN, SPANS, TRAINED, Arm, Document, Numbers, Prefix, temperature
@@ -499,11 +500,8 @@ def answers(results: dict, arm: str) -> str:
     return "yes"
 
 
-def show(decision: Decision) -> str:
-    interval = f"{decision.mean:+.4f} ({decision.low:+.4f} to {decision.high:+.4f}), {decision.verdict}"
-    if decision.verdict != "not decided":
-        return interval
-    return f"{interval}: {decision.needed or 'no number of'} documents would"
+def show(found: Decision) -> str:
+    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
 
 
 def laws_in(results: dict) -> list[str]:
@@ -549,7 +547,7 @@ def by_kind(results: dict) -> str:
     decisions = {pair: decide(of, SMALLEST) for pair, of in found.items() if len(of) > 1}
     if not decisions:
         return ""
-    shown = "; ".join(f"{pair} {x.interval('+.3f')}, {x.verdict}" for pair, x in decisions.items())
+    shown = "; ".join(f"{pair} {x.interval('+.3f')}" for pair, x in decisions.items())
     return f"""
 Documents of a kind are alike. With the means of each kind in place of the documents (computed later):
 {shown}.
@@ -591,8 +589,7 @@ def price_of_positions(results: dict) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    found = {arm: answers(results, arm) for arm in laws_in(results) if arm not in (NO_LAW, CONSTANT)}
-    by_arm = "; ".join(f"{arm}: {x}" for arm, x in found.items())
+    decided = answers(results, PRIMARY) if PRIMARY in laws_in(results) else "not run"
     missing = [arm for arm in ARMS if arm not in results["arms"]]
     not_run = f" Not run, of the arms in the script: {', '.join(missing)}." if missing else ""
     bands = bands_table(results, laws_in(results))
@@ -614,31 +611,31 @@ relevant effect is {SMALLEST} nats:
 "Copied" is the loss of parts of the text that are given again, of which the beginning is the cue.
 
 Is there a law that is better than YaRN's constant beyond the trained length, and whose loss within it
-is at most {LIMIT_WITHIN} nats above that of no law? {by_arm}. The arm that decides is {PRIMARY}; others
-that pass are candidates for other documents.{not_run}{price_of_positions(results)}
+is at most {LIMIT_WITHIN} nats above that of no law? The arm that decides is {PRIMARY}: {decided}. All
+other rows are exploratory.{not_run}{price_of_positions(results)}
 
 {numbers_table(results)}
 """
 
 
-def answer(results: dict[str, Any]) -> str:
-    def against(arm: str, other: str) -> str:
-        found = decide(gains(results, arm, other), SMALLEST)
-        return f"{found.interval('+.3f')} nats per token ({found.verdict})"
-
-    return (
-        f"Read {FULL.length} tokens by SmolLM2, trained with {TRAINED}, at positions of YaRN: a "
-        f"slope for each head, trained on other texts, brings {against(PRIMARY, NO_LAW)}, and "
-        f"{against(PRIMARY, CONSTANT)} more than YaRN's constant. This arm was to decide. The law "
-        f"log n beyond the trained length brings {against('Su', NO_LAW)}, and "
-        f"{against('Su', CONSTANT)} more than that constant. The other arms were added when these "
-        f"results were known. Slopes that were trained together with the constant bring "
-        f"{against(ON_TOP, CONSTANT)} more than the constant alone. A trained constant and slope for "
-        f"each head bring {against(TWO_NUMBERS[1], CONSTANT)} more than that constant, and "
-        f"{decide(gains(results, TWO_NUMBERS[1], CONSTANT, beyond=False), SMALLEST).interval('+.3f')} "
-        f"within the trained length. Constants alone do the same: the slopes add "
-        f"{against(TWO_NUMBERS[1], CONSTANTS)} to them."
+def effects(results: dict[str, Any]) -> list[Effect]:
+    task = f"SmolLM2 with YaRN × 2, trained with {TRAINED}, n = {TRAINED + 1} to {FULL.length}"
+    added = "added when results were known"
+    arms = (
+        (PRIMARY, CONSTANT, gains, "", ""),
+        (PRIMARY, CONSTANT, gains_by_kind, " (unit: a kind of documents)", "this unit came later"),
+        ("Su", CONSTANT, gains, "", "not the primary arm"),
+        (CONSTANTS, CONSTANT, gains, "", added),
+        (CONSTANTS, CONSTANT, gains_by_kind, " (unit: a kind of documents)", added),
+        (TWO_NUMBERS[1], CONSTANTS, gains, "", added),
     )
+    return [
+        Effect(
+            BOTH, task, arm.replace("Su", "log n") + unit, other,
+            decide(of(results, arm, other), SMALLEST), SMALLEST, "nats per token", why, "+.3f",
+        )
+        for arm, other, of, unit, why in arms
+    ]  # fmt: skip
 
 
 def claims(results: dict[str, Any]) -> list[Claim]:

@@ -1,6 +1,5 @@
 """The experiments of the documentation: that they run, and what their committed results show."""
 
-import functools
 import math
 import statistics
 from typing import get_args
@@ -11,12 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("tqdm")
 
+import effects  # noqa: E402
 import entropies  # noqa: E402
 import experiment  # noqa: E402
 import first  # noqa: E402
 import masked_language  # noqa: E402
-import max_retrieval  # noqa: E402
-import recall_causal  # noqa: E402
 import transformer  # noqa: E402
 
 import isentropic as it  # noqa: E402
@@ -220,7 +218,7 @@ class TestEntropies:
         assert found["E"][0] == found["O"][0]
 
 
-EXPERIMENTS = [first, masked_language, entropies, max_retrieval, recall_causal]
+EXPERIMENTS = [first, masked_language, entropies]
 
 
 @pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda m: m.NAME)
@@ -243,7 +241,7 @@ def test_the_page_of_results_reports_the_language_model():
     text = smollm2.report(results)
     assert text.count("\n| ") > 10
     assert "nan" not in text
-    assert "slope per head: yes;" in text  # what the table of choose-a-law.md recommends
+    assert "slope per head: yes." in text  # what the table of choose-a-law.md recommends
     # What README.md, hold-the-entropy.md and choose-a-law.md say of held entropies.
     calibrated = "calibrated", smollm2.NO_LAW
     assert experiment.decide(smollm2.gains(results, *calibrated), 0.01).verdict == "no effect"
@@ -251,26 +249,12 @@ def test_the_page_of_results_reports_the_language_model():
     # README.md: Su's law gains no more than YaRN's constant.
     su = "Su", smollm2.CONSTANT
     assert experiment.decide(smollm2.gains(results, *su), 0.01).verdict == "no effect"
-    assert "(helps) more than YaRN's constant" in smollm2.answer(results)
+    primary, *others = smollm2.effects(results)
+    assert primary.sure == "registered: **helps**"
+    assert all(x.sure.startswith("exploratory: ") for x in others)
     figure = smollm2.picture(results)
     assert all(ax.lines for ax in figure.axes)
     experiment.plt.close(figure)
-
-
-def test_what_the_choice_of_a_law_says():
-    """docs/how-to/choose-a-law.md, on models to be trained."""
-    sets, causal = (experiment.load(module.NAME) for module in (max_retrieval, recall_causal))
-    of_sets = functools.partial(max_retrieval.decision, sets, n=sets["decided"][0])
-    of_causal = functools.partial(recall_causal.decision, causal)
-    for decision in (of_sets, of_causal):
-        assert decision("slope", "constant").verdict == "helps"
-        assert decision("affine", "constant").verdict == "helps"
-        assert decision("log", "constant").verdict == "helps"
-        assert decision("held", "log").verdict == "harms"
-    assert of_causal("O + log", "O").verdict == "helps"
-    assert of_sets("query", "constant").verdict == "helps"
-    assert of_causal("query", "constant").verdict == "not decided"
-    assert of_causal("power", "constant").verdict == "harms"
 
 
 class TestDecision:
@@ -281,8 +265,7 @@ class TestDecision:
     )
     def test_decided(self, mean, verdict):
         found = experiment.decide([mean - 1, mean, mean + 1, mean], 3)
-        assert found.verdict == str(found) == verdict
-        assert found.needed is None
+        assert found.verdict == verdict
 
     def test_interval(self):
         from scipy import stats
@@ -293,31 +276,36 @@ class TestDecision:
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
         assert found.interval() == f"{np.mean(x):+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
 
-    @pytest.mark.parametrize("mean", [5, -5, 3.5, 2.5, 0, -2.8])
-    @pytest.mark.parametrize("deviation", [4, 40])
-    def test_the_number_that_would_decide(self, mean, deviation):
-        """So many differences with the same mean and spread decide, and one less does not."""
-
-        def differences(n):
-            x = np.resize([-1.0, 1.0], n)
-            x = x - x.mean()
-            return list(mean + deviation * x / x.std(ddof=1))
-
-        few = experiment.decide(differences(3), 3)
-        assert few.verdict == "not decided"
-        assert str(few) == f"not decided, {few.needed} seeds would decide"
-        decided = experiment.decide(differences(few.needed), 3)
-        assert decided.verdict == ("no effect" if abs(mean) < 3 else "helps" if mean > 0 else "harms")
-        assert experiment.decide(differences(few.needed - 1), 3).verdict == "not decided"
-
-    def test_no_number_decides_at_the_smallest_effect(self):
-        found = experiment.decide([2.0, 4.0], 3)
-        assert (str(found), found.needed) == ("not decided", None)
-        assert experiment.decide([3.0, 3.0], 3).verdict == "not decided"
+    def test_not_decided(self):
+        for x in ([2.0, 4.0], [3.0, 3.0], [-9.0, 9.0, 0.0]):
+            assert experiment.decide(x, 3).verdict == "not decided"
 
     def test_one_difference_has_no_spread(self):
         with pytest.raises(statistics.StatisticsError):
             experiment.decide([5.0], 3)
+
+
+class TestEffects:
+    def test_table_and_picture(self):
+        found = [experiment.decide([mean - 1, mean, mean + 1, mean], 3) for mean in (9, 0.5)]
+        given = [
+            effects.Effect(effects.DILUTION, "a task", "log n", "none", found[0], 3, "points"),
+            effects.Effect(effects.NOTHING, "another", "log n", "none", found[1], 3, "points", "late"),
+        ]
+        lines = effects.effects_table(given).splitlines()
+        assert len(lines) == 4
+        assert lines[2].endswith(f"| {found[0].interval()} points | registered: **helps** |")
+        assert lines[3].endswith("| exploratory: late |")
+        figure = effects.forest(given)
+        (ax,) = figure.axes
+        assert [text.get_text() for text in ax.get_yticklabels()] == [
+            "another: log n, against none",
+            "a task: log n, against none",
+        ]
+        dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+        assert [line.get_xdata()[0] for line in dots] == pytest.approx([0.5 / 3, 3])
+        assert [line.get_markerfacecolor() for line in dots] == ["white", "C0"]
+        experiment.plt.close(figure)
 
 
 class TestHarness:

@@ -181,4 +181,4 @@ class TestCommittedResults:
         assert [ax.get_title() for ax in figure.axes[: len(recall.TASKS)]] == list(recall.TASKS)
         recall.plt.close(figure)
         verdicts = [claim.verdict for claim in recall.claims(results)]
-        assert verdicts == ["in part", "in part", *["not reproduced"] * 2, "reproduced"]
+        assert verdicts == [*["exploratory"] * 3, "not reproduced", "reproduced"]

@@ -207,9 +207,14 @@ class TestCommittedResults:
         assert experiment.decide(gains, retrieval.SMALLEST["loss"]).verdict == "helps"
 
     def test_report_and_picture(self, results):
-        text = retrieval.report(results) + retrieval.answer(results)
+        text = retrieval.report(results)
         assert "nan" not in text
         assert [claim.verdict for claim in retrieval.claims(results)] == ["not decided"]
+        verdicts = {(x.arm, x.other): x.found.verdict for x in retrieval.effects(results) if not x.why}
+        assert verdicts == {
+            (retrieval.PRIMARY, retrieval.NO_LAW): "not decided",
+            (retrieval.PRIMARY, retrieval.CONSTANT): "harms",
+        }
         figure = retrieval.picture(results)
         dots = [x.lines[0].get_xdata() for x in figure.axes[0].containers]
         assert [len(x) for x in dots] == [len(retrieval.ARMS)] * 2

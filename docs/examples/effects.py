@@ -1,0 +1,71 @@
+"""The effects that the experiments have measured: a table and a picture of all of them.
+
+Each experiment has a function `effects`, which gives those that answer its question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+from experiment import Decision, table
+from matplotlib.figure import Figure
+
+DILUTION, POSITIONS, NOTHING = "dilution", "positions", "nothing"
+BOTH = "positions and dilution"
+BOTH_ENDS = "dilution, in half of the questions"
+COLORS = {DILUTION: "C0", BOTH_ENDS: "C4", POSITIONS: "C1", BOTH: "C3", NOTHING: "C2"}
+
+
+class Effect(NamedTuple):
+    """What an arm changes against another, on a task in which something fails."""
+
+    fails: str  # one of `COLORS`
+    task: str
+    arm: str
+    other: str
+    found: Decision
+    smallest: float  # the smallest effect that matters
+    unit: str
+    why: str = ""  # why it has no verdict; empty if it was registered before its run
+    form: str = "+.1f"
+
+    @property
+    def sure(self) -> str:
+        return f"exploratory: {self.why}" if self.why else f"registered: **{self.found.verdict}**"
+
+
+def effects_table(effects: Sequence[Effect]) -> str:
+    head = ["what fails", "task", "what was tried", "against", "gain [interval]", "how sure"]
+    rows = [
+        [x.fails, x.task, x.arm, x.other, f"{x.found.interval(x.form)} {x.unit}", x.sure]
+        for x in effects
+    ]
+    return table(head, rows)
+
+
+def forest(effects: Sequence[Effect]) -> Figure:
+    """Plot each effect as a dot with its interval, in units of the smallest effect that matters."""
+    figure, ax = plt.subplots(figsize=(10, 0.27 * len(effects) + 1.1), layout="constrained")
+    labels = []
+    for at, one in enumerate(reversed(effects)):
+        mean, low, high = (x / one.smallest for x in one.found[1:])
+        color = COLORS[one.fails]
+        face = "white" if one.why else color
+        interval = [[mean - low], [high - mean]]
+        ax.errorbar([mean], [at], xerr=interval, fmt="o", color=color, markerfacecolor=face)
+        labels.append(f"{one.task}: {one.arm}, against {one.other}")
+    ax.axvspan(-1, 1, color="gray", alpha=0.2, lw=0)
+    ax.axvline(0, color="gray", lw=0.8)
+    ax.set_xscale("symlog", linthresh=1, linscale=0.5)
+    ticks = (-30, -10, -3, -1, 0, 1, 3, 10, 30)
+    ax.set_xticks(ticks, [f"{x:+d}" if x else "0" for x in ticks])
+    ax.set_yticks(range(len(labels)), labels, fontsize=8)
+    ax.set_ylim(-0.7, len(labels) - 0.3)
+    ax.set_xlabel("gain, in units of the smallest effect that matters (gray: less than that)")
+    for name in dict.fromkeys(one.fails for one in effects):
+        ax.plot([], [], "o", color=COLORS[name], label=f"what fails: {name}")
+    ax.plot([], [], "o", color="gray", markerfacecolor="white", label="exploratory")
+    ax.legend(fontsize=8, loc="lower right")
+    return figure
