@@ -3,33 +3,33 @@
 from importlib import import_module
 
 import experiment
+from effects import Effect, effects_table, forest
 
 # Does a law help?
-ANSWERS = (
-    "max_retrieval", "recall_causal", "smollm2", "laws_and_positions", "retrieval", "first",
-    "masked_language", "recall",
+EFFECTS = (
+    "constant_or_length", "first", "masked_language", "smollm2", "laws_and_positions", "retrieval",
+    "recall",
 )  # fmt: skip
-EXPERIMENTS = (*ANSWERS, "entropies", "dimension", "head_dimension")
+EXPERIMENTS = (*EFFECTS, "entropies", "dimension", "head_dimension")
 MEASUREMENTS = (  # no verdict
-    "calibration", "law_or_position", "four_times", "held_positions", "one_constant",
-    "quantized_model", "quantized_search",
+    "calibration", "law_or_position", "four_times", "held_positions", "quantized_model",
+    "quantized_search",
 )  # fmt: skip
 
 
 def texts() -> dict[str, str]:
-    """Markdown by file name: a report per experiment, the answers, and the table of verdicts."""
+    """Markdown by file name: a report per experiment, the effects, and the table of verdicts."""
     reports = {f"{name}.md": report(name) for name in (*EXPERIMENTS, *MEASUREMENTS)}
-    return {**reports, "answers.md": answers(), "verdicts.md": verdicts()}
+    return {**reports, "effects.md": effects_table(effects()), "verdicts.md": verdicts()}
 
 
 def report(name: str) -> str:
     return import_module(name).report(experiment.load(name))
 
 
-def answers() -> str:
-    """A sentence or two about each experiment that asks whether a law helps."""
-    found = (import_module(name).answer(experiment.load(name)) for name in ANSWERS)
-    return "".join(f"- {x}\n" for x in found)
+def effects() -> list[Effect]:
+    """The effects of all experiments that ask whether a law helps."""
+    return [x for name in EFFECTS for x in import_module(name).effects(experiment.load(name))]
 
 
 def verdicts() -> str:
@@ -51,4 +51,5 @@ def verdicts() -> str:
 def pictures() -> dict:
     """Figures by file name."""
     names = (*EXPERIMENTS, *MEASUREMENTS)
-    return {f"{name}.svg": import_module(name).picture(experiment.load(name)) for name in names}
+    found = {f"{name}.svg": import_module(name).picture(experiment.load(name)) for name in names}
+    return {**found, "effects.svg": forest(effects())}

@@ -65,7 +65,7 @@ import recall_causal
 import torch
 import two_questions
 from effects import BOTH_ENDS, DILUTION, Effect
-from experiment import Decision, decide, table
+from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -209,6 +209,12 @@ TASKS = {
     "max": Sets(None, 1024),
     "recall": Sequences(),
 }
+NAMES = {
+    "one head": "largest or average, one head",
+    "two heads": "largest or average, two heads",
+    "max": "Max Retrieval",
+    "recall": "causal recall",
+}
 TEST_DATA, HELD_OUT, CALIBRATION = range(3)
 
 
@@ -323,20 +329,42 @@ def decision(
 def effects(results: dict[str, Any]) -> list[Effect]:
     """The registered comparisons."""
     fails = {"one head": BOTH_ENDS, "two heads": BOTH_ENDS}
-    names = {
-        "one head": "largest or average, one head",
-        "two heads": "largest or average, two heads",
-        "max": "Max Retrieval",
-        "recall": "causal recall",
-    }
     return [
         Effect(
-            fails.get(task, DILUTION),
-            f"{names[task]}, trained with {TASKS[task].trained}, n = {results['lengths'][task][-1]}",
-            arm, other, decision(results, task, arm, other, CONFIDENCE), SMALLEST, "points",
+            fails.get(task, DILUTION), described(results, task), arm, other, decision(results, task, arm, other, CONFIDENCE), SMALLEST, "points",
         )
         for task, arm, other in REGISTERED
     ]  # fmt: skip
+
+
+def described(results: dict[str, Any], task: str) -> str:
+    last = results["lengths"][task][-1]
+    return f"{NAMES[task]}, trained with {TASKS[task].trained}, n = {last}"
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    found = []
+    for task in TASKS:
+        registered = decision(results, task, "log" + TIMES, "O" + TIMES, CONFIDENCE)
+        plain, held = (decision(results, task, *x) for x in (("log", "O"), ("held", "O" + TIMES)))
+        where = f"{described(results, task)}, points of accuracy"
+        found += [
+            Claim(
+                "posts 9588 and 8823",
+                "A factor log n improves extrapolation to longer contexts.",
+                f"{where}: {registered.interval()} where the law and the standard scale have a "
+                f"constant that is as well chosen; {plain.interval()} without constants.",
+                answered(registered),
+            ),
+            Claim(
+                "post 8823",
+                "For lengths beyond those of training the entropy should not depend on n.",
+                f"{where}: a held mean entropy {held.interval()} against the standard scale with a "
+                f"well-chosen constant.",
+                "exploratory",
+            ),
+        ]
+    return found
 
 
 def report(results: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ DOCUMENTS = {
             "56": "notation: the rate–distortion function, for no source and no distortion",
             "57": "notation: an objective that nothing is derived from",
             "10.2.3": "a question about trained models: which form is best for generating text; for one model the "
-            "[experiments](experiments.md#a-language-model-beyond-its-trained-length) compare several forms: constants for each head that do not depend "
+            "[experiments](experiments-language-model.md#a-language-model-beyond-its-trained-length) compare several forms: constants for each head that do not depend "
             "on n, which were added last, gain as much as any law",
             "10.3.2": "a wish: which objectives, and with which weights, is not said",
             "67": "a diagram",

@@ -151,7 +151,7 @@ def test_small_n():
     "8823-10.2.2",
     says="The factor could adapt during training.",
     verdict="holds",
-    correct="A factor that is solved for adapts, and has gradients. The parameters of a law may adapt too. Whether a model is better for it is another question: in [one task](experiments.md#find-the-largest-of-a-set-dilution) "
+    correct="A factor that is solved for adapts, and has gradients. The parameters of a law may adapt too. Whether a model is better for it is another question: in [one task](experiments-small-models.md#constant-or-length) "
     "models that learned a law were better than with a constant that was learned at the trained lengths, but one greater constant, which nobody trained, is as good; and models that "
     "were trained with entropies that are held were worse than those with the law log n.",
     function="isentropic.factor_for_entropy",

@@ -643,7 +643,7 @@ def bases():
     says="The base 512 may be used for any training length; it hardly matters.",
     verdict="holds with a condition",
     correct="Another base multiplies the factor by the same number at every n. So weights that are trained for one base have equals for every other. Whether training finds them is "
-    "another question: in [one experiment](experiments.md#what-the-texts-claim-and-what-came-of-it) the base changed the accuracy by several points. On a fixed model the base is the "
+    "another question: in [one experiment](experiments-claims.md) the base changed the accuracy by several points. On a fixed model the base is the "
     "strength of the law: at random initialization and n = 8192 the entropy is @{base_512:.2f} with the base 512 and @{base_64:.2f} with 64.",
     numbers=bases,
     function="isentropic.laws.LogLength",
