@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 import constant_or_length as col  # noqa: E402
+import dilution_tasks  # noqa: E402
 import experiment  # noqa: E402
 import max_retrieval  # noqa: E402
 import recall_causal  # noqa: E402
@@ -198,7 +199,9 @@ class TestArms:
         rules = one.held(model, [16, 64], settings, 5)
 
         def entropy(n, law):
-            heads = model.heads(one.sample(n, settings, col.generator_of(5, n, col.CALIBRATION)))
+            heads = model.heads(
+                one.sample(n, settings, col.generator_of(5, n, dilution_tasks.CALIBRATION))
+            )
             return it.attention_entropy(heads.query, heads.key, law=law).mean((0, -1))
 
         target = entropy(16, None)
