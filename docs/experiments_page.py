@@ -1,6 +1,8 @@
 """The generated parts of the page "Experiments", from the committed results."""
 
 from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import experiment
 from effects import Effect, effects_table, forest
@@ -23,18 +25,24 @@ def texts() -> dict[str, str]:
     return {**reports, "effects.md": effects_table(effects()), "verdicts.md": verdicts()}
 
 
+def module_of(name: str) -> ModuleType:
+    """The module that reports an experiment. Long ones have it beside the one that runs."""
+    results = f"{name}_results"
+    return import_module(results if find_spec(results) else name)
+
+
 def report(name: str) -> str:
-    return import_module(name).report(experiment.load(name))
+    return module_of(name).report(experiment.load(name))
 
 
 def effects() -> list[Effect]:
     """The effects of all experiments that ask whether a law helps."""
-    return [x for name in EFFECTS for x in import_module(name).effects(experiment.load(name))]
+    return [x for name in EFFECTS for x in module_of(name).effects(experiment.load(name))]
 
 
 def verdicts() -> str:
     """What the documents claim about experiments, row by row, with the rows of a claim together."""
-    claims = [x for name in EXPERIMENTS for x in import_module(name).claims(experiment.load(name))]
+    claims = [x for name in EXPERIMENTS for x in module_of(name).claims(experiment.load(name))]
     order = list(dict.fromkeys(claim.says for claim in claims))
     rows = [
         [f"**{claim.verdict}**" if claim.verdict == "not reproduced" else claim.verdict]
@@ -51,5 +59,5 @@ def verdicts() -> str:
 def pictures() -> dict:
     """Figures by file name."""
     names = (*EXPERIMENTS, *MEASUREMENTS)
-    found = {f"{name}.svg": import_module(name).picture(experiment.load(name)) for name in names}
+    found = {f"{name}.svg": module_of(name).picture(experiment.load(name)) for name in names}
     return {**found, "effects.svg": forest(effects())}

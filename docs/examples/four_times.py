@@ -31,6 +31,7 @@ import experiment
 import matplotlib.pyplot as plt
 import pretrained
 import smollm2
+import smollm2_results
 from matplotlib.figure import Figure
 from pretrained import CUE, SPAN, SPANS, TRAINED, Arm, Numbers
 from smollm2 import CONSTANT, CONSTANTS, NO_LAW, ON_TOP, TWO_NUMBERS
@@ -92,7 +93,7 @@ def report(results: dict[str, Any]) -> str:
 The mean negative log-likelihood per token, in nats, by the number n of keys, at the positions of
 {POSITIONS}:
 
-{smollm2.bands_table(results, list(results["arms"]))}
+{smollm2_results.bands_table(results, list(results["arms"]))}
 
 "Copied" is the loss of parts of the text that are given again, of which the beginning is the cue.
 """

@@ -19,7 +19,7 @@ from typing import Any
 
 import experiment
 import pretrained
-import smollm2
+import smollm2_fits
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -86,7 +86,7 @@ def measure(model: Any, texts: Sequence[Tensor]) -> dict[str, dict[str, float]]:
     found = []
     for ids in tqdm(texts, unit=" texts"):
         cache = DynamicCache(config=model.config)
-        with smollm2.queries(model) as queries:
+        with smollm2_fits.queries(model) as queries:
             model(ids[None, :-1], cache=cache, use_cache=True)
         for query, layer in zip(queries, cache.layers, strict=True):
             found.append(errors(query, layer.keys, layer.values))

@@ -100,36 +100,23 @@ run that was stopped goes on where it was; only a fit starts again. `--arms` run
 from __future__ import annotations
 
 import argparse
-import contextlib
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import experiment
-import matplotlib.pyplot as plt
 import pretrained
 import torch
-from effects import BOTH, Effect
-from experiment import Claim, Decision, answered, decide, kept, plot_means, table
-from matplotlib.figure import Figure
+from experiment import kept
 from pretrained import CHUNK, CUE, SPAN, SPANS, TRAINED, Arm, Document, Numbers, Prefix, temperature
-from torch import Tensor
-from transformer import affine
+from smollm2_fits import QUERIES, RATE, Fit, calibrated, fit, held_entropies
 from transformers import (
     DynamicCache,
 )
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-import isentropic as it
-from isentropic import laws
 
 NAME = "smollm2"
 CHECKED, SANE = 1024, (1.0, 4.0)  # tokens of a known text, and the range of their mean loss in nats
-RATE = 0.02
-QUERIES = 64  # of each length, in `calibrated`
 # What decides, in nats per token.
 SMALLEST, LIMIT_WITHIN = 0.01, 0.002
 PRIMARY, NO_LAW, CONSTANT = "slope per head", "no law", "YaRN's constant"
@@ -155,12 +142,6 @@ ARMS = {
     "NTK": Arm("NTK"),
     HELD: Arm(law=HELD),
 }
-
-
-class Fit(NamedTuple):
-    per: str
-    documents: int
-    constant: float = 1.0
 
 
 FITS = {
@@ -208,127 +189,6 @@ QUICK = Size(
     (NO_LAW, CONSTANT, "Su", "one slope"),
     0,
 )
-
-
-# ------------------------------------------------------------------------------------------- fits
-
-
-def in_two_parts(model: Any, of_layers: Sequence[laws.Law]) -> contextlib.AbstractContextManager:
-    """Compute attention to the keys in the cache by itself, and merge it with that to the new keys.
-
-    Gradients do not reach the keys in the cache. This saves two of the seven products of matrices.
-    """
-
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-    ) -> tuple[Tensor, None]:
-        cached = key.shape[-2] - query.shape[-2]
-        state = partial(
-            it.attention_state, query, law=of_layers[module.layer_idx], scale=options["scaling"],
-            n_keys=torch.arange(cached, key.shape[-2]) + 1, enable_gqa=True,
-        )  # fmt: skip
-        before = state(key[..., :cached, :].detach(), value[..., :cached, :].detach())
-        among = state(key[..., cached:, :], value[..., cached:, :], is_causal=True)
-        return it.merge_states(before, among).output().transpose(1, 2), None
-
-    return pretrained.attention(model, attend)
-
-
-def fit(
-    model: Any, documents: Sequence[Document], job: Fit, *, trained: Sequence[str] = ("slopes",)
-) -> dict[str, Any]:
-    """Numbers that lower the loss beyond the trained length, and the loss before each step.
-
-    `trained` has "slopes", "constants" or both. Constants change for the tokens up to the trained
-    length when the next document begins.
-    """
-    config = model.config
-    width = config.num_attention_heads if job.per == "head" else 1
-    count = 1 if job.per == "model" else config.num_hidden_layers
-    starts = {"slopes": 0.0, "constants": job.constant}
-    numbers = {
-        name: [torch.full((width,), starts[name], requires_grad=True) for _ in range(count)]
-        for name in trained
-    }
-    arm, repeats = Arm(constant=job.constant), config.num_hidden_layers // count
-    of_layers = Numbers(**{name: x * repeats for name, x in numbers.items()})
-    steps = len(documents) * (len(documents[0].ids) - 1 - TRAINED) // CHUNK
-    optimizer = torch.optim.Adam([{"params": x} for x in numbers.values()], lr=RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    history = []
-    for document in documents:
-        cache = pretrained.prefix(model, document, arm, of_layers.constants).cache
-        with in_two_parts(model, pretrained.laws_of(arm, of_layers.slopes, of_layers.constants)):
-            for a in range(TRAINED, len(document.ids) - 1, CHUNK):
-                loss = pretrained.losses(model, document.ids[a : a + CHUNK + 1], cache).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                history.append(loss.item())
-                experiment.advance()
-                for layer in cache.layers:
-                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-    found = {name: x for name, x in of_layers._asdict().items() if x is not None}
-    return {name: [part.tolist() for part in x] for name, x in found.items()} | {"losses": history}
-
-
-@torch.no_grad()
-def calibrated(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
-    """Slopes through the factors of `drift.calibrate`, from queries of three lengths in each layer."""
-    samples: list[list] = [[] for _ in model.model.layers]
-    for document in documents:
-        cache, _ = pretrained.prefix(model, document, Arm())
-        length = len(document.ids) - 1
-        middle = (TRAINED + length) // 2
-        for n, before in ((TRAINED, 0), (middle, TRAINED), (length, middle)):
-            if before:
-                pretrained.losses(model, document.ids[before : n - QUERIES + 1], cache)
-            else:
-                cache.crop(-QUERIES)
-            with queries(model) as found:
-                pretrained.losses(model, document.ids[n - QUERIES : n + 1], cache)
-            for sample, query, layer in zip(samples, found, cache.layers, strict=True):
-                sample.append((query, layer.keys, it.masks.causal()))
-        experiment.advance()
-    reports = [it.drift.calibrate(x, reference_length=TRAINED, enable_gqa=True) for x in samples]
-    slopes = [affine(report, x[0][0]).slope for report, x in zip(reports, samples, strict=True)]
-    return {"slopes": [x.tolist() for x in slopes], "losses": []}
-
-
-@torch.no_grad()
-def held_entropies(model: Any, documents: Sequence[Document]) -> dict[str, Any]:
-    """The mean entropies of the heads of each layer, (H,), at the trained length."""
-    sums: list[Any] = [0.0 for _ in model.model.layers]
-    for document in documents:
-        cache, _ = pretrained.prefix(model, document, Arm())
-        cache.crop(-QUERIES)
-        with queries(model) as found:
-            pretrained.losses(model, document.ids[TRAINED - QUERIES : TRAINED + 1], cache)
-        for i, (query, layer) in enumerate(zip(found, cache.layers, strict=True)):
-            options = {"mask": it.masks.causal(), "enable_gqa": True}
-            entropy = it.attention_entropy(query, layer.keys, law=None, **options)
-            sums[i] = sums[i] + entropy.mean(dim=(0, -1))
-        experiment.advance()
-    return {"entropies": [(x / len(documents)).tolist() for x in sums]}
-
-
-@contextlib.contextmanager
-def queries(model: Any) -> Iterator[list[Tensor]]:
-    """The last rotated queries of each layer, (1, H, QUERIES, E), while the model runs."""
-    found: list[Tensor] = []
-
-    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        query = module.q_proj(kwargs["hidden_states"][:, -QUERIES:])
-        query = query.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        angles = (x[:, -QUERIES:] for x in kwargs["position_embeddings"])
-        found.append(apply_rotary_pos_emb(query, query, *angles)[0])
-
-    with contextlib.ExitStack() as stack:
-        for layer in model.model.layers:
-            handle = layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
-            stack.callback(handle.remove)
-        yield found
 
 
 def run(size: Size, converted: Path, path: Path, processes: int = 1) -> dict[str, Any]:
@@ -454,229 +314,9 @@ def measured(
     return result
 
 
-# --------------------------------------------------------------------------------------- results
-
-
-def loss(results: dict, arm: str, document: str, beyond: bool) -> float:
-    """The mean loss beyond the trained length, or within it."""
-    edges, bands = results["edges"], results["arms"][arm][document]["bands"]
-    widths = [b - a for a, b in pairwise(edges)]
-    chosen = [(w, x) for w, x, a in zip(widths, bands, edges, strict=False) if (a >= TRAINED) == beyond]
-    return sum(w * x for w, x in chosen) / sum(w for w, _ in chosen)
-
-
-def gains(results: dict, arm: str, other: str, beyond: bool = True) -> list[float]:
-    """How much less loss an arm has than another, for each document that both have."""
-    documents = [x for x in results["arms"][arm] if x in results["arms"][other]]
-    return [loss(results, other, x, beyond) - loss(results, arm, x, beyond) for x in documents]
-
-
-def gains_by_kind(results: dict, arm: str, other: str) -> list[float]:
-    """The mean gains of each kind of documents: the first word of their names."""
-    both = [x for x in results["arms"][arm] if x in results["arms"][other]]
-    found: dict[str, list[float]] = {}
-    for name, gain in zip(both, gains(results, arm, other), strict=True):
-        found.setdefault(name.partition(" ")[0], []).append(gain)
-    return [statistics.fmean(x) for x in found.values()]
-
-
-def copied(results: dict, arm: str, other: str) -> list[float]:
-    found, base = results["arms"][arm], results["arms"][other]
-    return [base[x]["copied"] - found[x]["copied"] for x in found if x in base]
-
-
-def answers(results: dict, arm: str) -> str:
-    """What an arm says to the question."""
-    if len(results["arms"][arm]) < len(FULL.test):
-        return "not run on all documents"
-    beyond = decide(gains(results, arm, CONSTANT), SMALLEST)
-    if beyond.verdict != "helps":
-        return beyond.verdict
-    lost = {x: -statistics.fmean(gains(results, arm, x, beyond=False)) for x in (NO_LAW, CONSTANT)}
-    if lost[NO_LAW] > LIMIT_WITHIN:
-        return f"helps beyond, but loses {lost[NO_LAW]:.3f} within"
-    if lost[CONSTANT] > LIMIT_WITHIN:
-        return f"yes, but YaRN's constant is better by {lost[CONSTANT]:.3f} within"
-    return "yes"
-
-
-def show(found: Decision) -> str:
-    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
-
-
-def laws_in(results: dict) -> list[str]:
-    """The arms that were run on all documents."""
-    full = len(results["arms"][NO_LAW])
-    return [arm for arm, found in results["arms"].items() if len(found) == full]
-
-
-def bands_table(results: dict, arms: Sequence[str]) -> str:
-    """The means over the documents that the last of the arms has."""
-    edges, documents = results["edges"], list(results["arms"][arms[-1]])
-    some = f"{len(documents)} documents" if len(documents) > 1 else documents[0]
-    head = [f"loss on {some}, n =", *(f"to {b}" for b in edges[1:]), "copied"]
-    rows = []
-    for arm in arms:
-        found = [results["arms"][arm][x] for x in documents]
-        columns = [*zip(*(x["bands"] for x in found), strict=True), [x["copied"] for x in found]]
-        rows.append([arm, *(f"{statistics.fmean(x):.3f}" for x in columns)])
-    return table(head, rows)
-
-
-def decisions_table(results: dict) -> str:
-    rows = []
-    for arm in laws_in(results):
-        others = (CONSTANT, NO_LAW, *([ON_TOP] if arm in TWO_NUMBERS else []))
-        others += (CONSTANTS,) if arm == TWO_NUMBERS[1] and CONSTANTS in laws_in(results) else ()
-        against = [other for other in others if other != arm]
-        for other in against:
-            within = statistics.fmean(gains(results, arm, other, beyond=False))
-            beyond, again = (decide(x(results, arm, other), SMALLEST) for x in (gains, copied))
-            rows.append([f"{arm}, against {other}", show(beyond), f"{within:+.4f}", show(again)])
-    return table(["gain in nats per token", "beyond", "within", "copied"], rows)
-
-
-def by_kind(results: dict) -> str:
-    """The same differences with a kind of documents as the unit, of the arms that the text names."""
-    pairs = ((PRIMARY, CONSTANT), ("calibrated", NO_LAW), (CONSTANTS, CONSTANT))
-    found = {
-        f"{arm} against {other}": gains_by_kind(results, arm, other)
-        for arm, other in pairs
-        if arm in laws_in(results)
-    }
-    decisions = {pair: decide(of, SMALLEST) for pair, of in found.items() if len(of) > 1}
-    if not decisions:
-        return ""
-    shown = "; ".join(f"{pair} {x.interval('+.3f')}" for pair, x in decisions.items())
-    return f"""
-Documents of a kind are alike. With the means of each kind in place of the documents (computed later):
-{shown}.
-"""
-
-
-def numbers_table(results: dict) -> str:
-    rows = []
-    for kind, title in (("slopes", "slope per ln n"), ("constants", "constant")):
-        for name, found in results["fits"].items():
-            if values := sorted(x for layer in found.get(kind) or () for x in layer):
-                cuts = (values[0], statistics.median(values), values[-1])
-                rows.append([name, title, *(f"{x:+.3f}" for x in cuts)])
-    return table(["numbers", "", "least", "median", "greatest"], rows)
-
-
-def price_of_positions(results: dict) -> str:
-    """What the positions of YaRN cost within the trained length, and what trained constants repair."""
-    trained, own = "as trained", TWO_NUMBERS[1]
-    if not all(results["arms"].get(arm) for arm in (trained, own, f"{own}, {trained}")):
-        return ""
-    count = len(results["arms"][trained])
-    price, left, adapted = (
-        statistics.fmean(gains(results, trained, arm, beyond=False))
-        for arm in (NO_LAW, own, f"{own}, {trained}")
-    )
-    text = (
-        f" Within the trained length the model has {price:.3f} nats less with its own positions than "
-        f"with those of YaRN × 2, both without a law (mean of {count} documents). That is the price of "
-        f'the positions. Of this, "{own}" leaves {left:+.3f} nats. At the model\'s own positions its '
-        f"numbers change the loss within the trained length by {adapted:+.3f} nats."
-    )
-    if -adapted >= price / 4:
-        return text
-    return (
-        f"{text} So the numbers hardly adapt the model to these texts: they repair what the stretched "
-        "positions do to the logits."
-    )
-
-
-def report(results: dict[str, Any]) -> str:
-    decided = answers(results, PRIMARY) if PRIMARY in laws_in(results) else "not run"
-    missing = [arm for arm in ARMS if arm not in results["arms"]]
-    not_run = f" Not run, of the arms in the script: {', '.join(missing)}." if missing else ""
-    bands = bands_table(results, laws_in(results))
-    orientation: dict[tuple[str, ...], list[str]] = {}  # by the documents of the arms
-    for arm, of_arm in results["arms"].items():
-        if arm not in laws_in(results):
-            orientation.setdefault(tuple(of_arm), [NO_LAW]).append(arm)
-    bands = "\n\n".join([bands, *(bands_table(results, x) for x in orientation.values())])
-    return f"""\
-The mean negative log-likelihood per token, in nats, by the number n of keys:
-
-{bands}
-
-Paired differences over {len(results["arms"][NO_LAW])} documents, with 95 % intervals. The smallest
-relevant effect is {SMALLEST} nats:
-
-{decisions_table(results)}
-{by_kind(results)}
-"Copied" is the loss of parts of the text that are given again, of which the beginning is the cue.
-
-Is there a law that is better than YaRN's constant beyond the trained length, and whose loss within it
-is at most {LIMIT_WITHIN} nats above that of no law? The arm that decides is {PRIMARY}: {decided}. All
-other rows are exploratory.{not_run}{price_of_positions(results)}
-
-{numbers_table(results)}
-"""
-
-
-def effects(results: dict[str, Any]) -> list[Effect]:
-    task = f"SmolLM2 with YaRN × 2, trained with {TRAINED}, n = {TRAINED + 1} to {FULL.length}"
-    added = "added when results were known"
-    arms = (
-        (PRIMARY, CONSTANT, gains, "", ""),
-        (PRIMARY, CONSTANT, gains_by_kind, " (unit: a kind of documents)", "this unit came later"),
-        ("Su", CONSTANT, gains, "", "not the primary arm"),
-        (CONSTANTS, CONSTANT, gains, "", added),
-        (CONSTANTS, CONSTANT, gains_by_kind, " (unit: a kind of documents)", added),
-        (TWO_NUMBERS[1], CONSTANTS, gains, "", added),
-    )
-    return [
-        Effect(
-            BOTH, task, arm.replace("Su", "log n") + unit, other,
-            decide(of(results, arm, other), SMALLEST), SMALLEST, "nats per token", why, "+.3f",
-        )
-        for arm, other, of, unit, why in arms
-    ]  # fmt: skip
-
-
-def claims(results: dict[str, Any]) -> list[Claim]:
-    def claim(source: str, says: str, arm: str) -> Claim:
-        found = decide(gains(results, arm, NO_LAW), SMALLEST)
-        text = f"Gain in nats per token beyond the trained length: {show(found)}."
-        return Claim(source, says, text, answered(found))
-
-    return [
-        claim(
-            "YaRN, arXiv 2309.00071",
-            "A constant temperature lowers the perplexity of longer contexts.",
-            CONSTANT,
-        ),
-        claim(
-            "post 9588",
-            "A factor log n beyond the trained length improves extrapolation.",
-            "Su",
-        ),
-    ]
-
-
-def picture(results: dict[str, Any]) -> Figure:
-    """Plot the gain of each arm against no law, by bands of n, with intervals over the documents."""
-    edges, arms = results["edges"], results["arms"]
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    middles = [(a + b) / 2 for a, b in pairwise(edges)]
-    colors = plt.get_cmap("tab20").colors
-    for arm, color in zip(laws_in(results), colors, strict=False):
-        pairs = [(arms[NO_LAW][x]["bands"], found["bands"]) for x, found in arms[arm].items()]
-        gained = ([a - b for a, b in zip(*pair, strict=True)] for pair in pairs)
-        plot_means(axis, middles, list(zip(*gained, strict=True)), label=arm, color=color)
-    axis.axvline(TRAINED, color="gray", linestyle=":")
-    axis.set_xlabel("keys")
-    axis.set_ylabel("gain over no law, nats per token")
-    axis.set_title("means over the documents, with their 95 % intervals", fontsize=9)
-    figure.legend(fontsize=8, loc="outside right upper")
-    return figure
-
-
 def main(arguments: list[str] | None = None) -> None:
+    import smollm2_results
+
     parser = pretrained.model_parser(NAME, __doc__, quick="ten minutes, and no verdict")
     parser.add_argument(
         "--arms", type=arms, metavar="NAME,NAME", help="only these, and those without a law"
@@ -689,7 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
     size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
     size = size._replace(arms=options.arms or size.arms)
     results = run(size, options.cache / "model", options.output / name, options.processes)
-    experiment.finish(name, results, report, picture, options.output)
+    experiment.finish(name, results, smollm2_results.report, smollm2_results.picture, options.output)
 
 
 def arms(text: str) -> tuple[str, ...]:

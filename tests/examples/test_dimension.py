@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("minilm", reason="safetensors or tokenizers is not installed")
 import dimension
+import dimension_results
 import experiment
 import minilm
 import torch
@@ -65,8 +66,8 @@ def test_command(tiny, tmp_path, capsys):
     # As many dimensions as before, in which Fast JL and the best map lose nothing.
     for kind, size in (("initial", 64), ("focused", 64), ("MiniLM", 32)):
         for name in ("Fast JL", "least squares"):
-            assert dimension.moved(results, kind, name, 32, size) < 1e-3
-        assert dimension.moved(results, kind, "Gaussian", 32, size) > 0.1
+            assert dimension_results.moved(results, kind, name, 32, size) < 1e-3
+        assert dimension_results.moved(results, kind, "Gaussian", 32, size) > 0.1
 
 
 def test_best_rank_has_the_nearest_logits():
@@ -86,9 +87,11 @@ def test_neighbors():
 
 
 def test_size_for():
-    assert dimension.size_for(60, (10, 20, 40), [0, 50, 70]) == pytest.approx(30)
-    assert dimension.size_for(80, (10, 20, 40), [0, 50, 70]) is None
-    assert dimension.growth({10: None, 100: 5.0, 1000: 5 + 2 * math.log(10)}) == pytest.approx(2)
+    assert dimension_results.size_for(60, (10, 20, 40), [0, 50, 70]) == pytest.approx(30)
+    assert dimension_results.size_for(80, (10, 20, 40), [0, 50, 70]) is None
+    assert dimension_results.growth({10: None, 100: 5.0, 1000: 5 + 2 * math.log(10)}) == pytest.approx(
+        2
+    )
 
 
 class TestCommitted:
@@ -112,24 +115,24 @@ class TestCommitted:
                 assert row["error"] == pytest.approx(row["expected error"], rel=off)
 
     def test_entropy_is_that_of_noisier_logits(self, results):
-        rows = dimension.initial(results)
+        rows = dimension_results.initial(results)
         assert len(rows) == 50
         for row in rows:
             assert row["entropy"] == pytest.approx(row["predicted"], abs=0.06)
         # Fast JL of all dimensions changes nothing, and the logits have the variance 1.
         for n in dimension.LENGTHS["initial"]:
-            (found,) = dimension.pick(rows, "entropy", map="Fast JL", n=n, k=dimension.WIDTH)
+            (found,) = dimension_results.pick(rows, "entropy", map="Fast JL", n=n, k=dimension.WIDTH)
             assert found == pytest.approx(theory.gaussian_entropy(n, 1.0), abs=0.03)
 
     def test_lookups_need_the_capacity_of_a_channel(self, results):
         for noise in dimension.NOISES:
-            for n, k in dimension.sizes_of_lookup(results, noise).items():
+            for n, k in dimension_results.sizes_of_lookup(results, noise).items():
                 assert 0.8 < k / dimension.capacity(n, noise) < 1
         assert dimension.capacity(1024, 1.0) == pytest.approx(20)
 
     def test_no_threshold_at_the_criterion(self, results):
         # Half of the weight, at a k that is far above 8.33 log n and hardly grows with n.
-        sizes = dimension.sizes_of_heads(results, "initial", "Fast JL")
+        sizes = dimension_results.sizes_of_heads(results, "initial", "Fast JL")
         assert all(k > 2 * it.theory.entropy_criterion_dim(n) for n, k in sizes.items())
         assert max(sizes.values()) < 1.1 * min(sizes.values())
 
@@ -137,19 +140,19 @@ class TestCommitted:
         n = results["words"]
         for key in ("nearest", "ten"):
             for name in ("Fast JL", "PCA"):
-                values = [dimension.kept(results, key, name, n, k) for k in dimension.SIZES]
+                values = [dimension_results.kept(results, key, name, n, k) for k in dimension.SIZES]
                 assert values == sorted(values)
                 assert values[0] < 50 < values[-1] < 100
 
     def test_report_and_claims(self, results):
-        text = dimension.report(results)
+        text = dimension_results.report(results)
         assert f"{results['words']} word vectors" in text
         assert "nan" not in text
-        verdicts = {(c.source, c.says): c.verdict for c in dimension.claims(results)}
+        verdicts = {(c.source, c.says): c.verdict for c in dimension_results.claims(results)}
         assert verdicts["derivation of 9588, §5.1, eq. 52", "8.33 log 512 ≈ 75."] == "not reproduced"
         assert list(verdicts.values()).count("not tested") == 4
         assert len(verdicts) == 8
 
     def test_picture(self, results, tmp_path):
-        dimension.picture(results).savefig(tmp_path / "picture.png")
+        dimension_results.picture(results).savefig(tmp_path / "picture.png")
         assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -15,6 +15,7 @@ import entropies  # noqa: E402
 import experiment  # noqa: E402
 import first  # noqa: E402
 import masked_language  # noqa: E402
+import masked_language_results  # noqa: E402
 import transformer  # noqa: E402
 
 import isentropic as it  # noqa: E402
@@ -154,7 +155,7 @@ class TestMaskedLanguage:
     def test_what_holds_for_every_seed(self):
         results = experiment.load("masked_language")
         plain, law, clamped, both = (
-            np.asarray(masked_language.seeds_of(results, arm, "accuracy"))
+            np.asarray(masked_language_results.seeds_of(results, arm, "accuracy"))
             for arm in ("O", "O + law", "O, ReRoPE", "O + law, ReRoPE")
         )
         assert plain.shape[1] >= 5
@@ -163,8 +164,10 @@ class TestMaskedLanguage:
         assert ((clamped[0] - clamped[-1]) < fall / 4).all()  # as spread, and within the range
         assert (law[2:] > plain[2:]).all()
         assert (both[-1] > clamped[-1]).all()
-        assert np.asarray(masked_language.seeds_of(results, "E", "accuracy")).shape == plain.shape
-        held = masked_language.layers_of(results, "O + calibrated")
+        assert (
+            np.asarray(masked_language_results.seeds_of(results, "E", "accuracy")).shape == plain.shape
+        )
+        held = masked_language_results.layers_of(results, "O + calibrated")
         assert np.abs(held - held[0]).max() < 0.15
 
 
@@ -218,12 +221,16 @@ class TestEntropies:
         assert found["E"][0] == found["O"][0]
 
 
-EXPERIMENTS = [first, masked_language, entropies]
+EXPERIMENTS = {
+    first.NAME: first,
+    masked_language.NAME: masked_language_results,
+    entropies.NAME: entropies,
+}
 
 
-@pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda m: m.NAME)
-def test_committed_results_are_reported(module):
-    results = experiment.load(module.NAME)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_committed_results_are_reported(name):
+    module, results = EXPERIMENTS[name], experiment.load(name)
     text = module.report(results)
     assert text.count("\n| ") > 10
     assert "nan" not in text
@@ -237,22 +244,24 @@ def test_committed_results_are_reported(module):
 
 def test_the_page_of_results_reports_the_language_model():
     smollm2 = pytest.importorskip("smollm2", reason="transformers is not installed")
+    import smollm2_results
+
     results = experiment.load(smollm2.NAME)
-    text = smollm2.report(results)
+    text = smollm2_results.report(results)
     assert text.count("\n| ") > 10
     assert "nan" not in text
     assert "slope per head: yes." in text  # what the table of choose-a-law.md recommends
     # What README.md, hold-the-entropy.md and choose-a-law.md say of held entropies.
     calibrated = "calibrated", smollm2.NO_LAW
-    assert experiment.decide(smollm2.gains(results, *calibrated), 0.01).verdict == "no effect"
-    assert experiment.decide(smollm2.copied(results, *calibrated), 0.01).verdict == "harms"
+    assert experiment.decide(smollm2_results.gains(results, *calibrated), 0.01).verdict == "no effect"
+    assert experiment.decide(smollm2_results.copied(results, *calibrated), 0.01).verdict == "harms"
     # README.md: Su's law gains no more than YaRN's constant.
     su = "Su", smollm2.CONSTANT
-    assert experiment.decide(smollm2.gains(results, *su), 0.01).verdict == "no effect"
-    primary, *others = smollm2.effects(results)
+    assert experiment.decide(smollm2_results.gains(results, *su), 0.01).verdict == "no effect"
+    primary, *others = smollm2_results.effects(results)
     assert primary.sure == "registered: **helps**"
     assert all(x.sure.startswith("exploratory: ") for x in others)
-    figure = smollm2.picture(results)
+    figure = smollm2_results.picture(results)
     assert all(ax.lines for ax in figure.axes)
     experiment.plt.close(figure)
 
@@ -283,6 +292,12 @@ class TestDecision:
     def test_one_difference_has_no_spread(self):
         with pytest.raises(statistics.StatisticsError):
             experiment.decide([5.0], 3)
+
+
+def test_published_shares():
+    """Of the accuracy that O loses, as the table of the derivation has it."""
+    found = masked_language_results.shares(masked_language.PUBLISHED)
+    np.testing.assert_allclose(found, [69, 54, 18, 6], atol=0.5)
 
 
 class TestEffects:

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 
 import experiment  # noqa: E402
 import recall  # noqa: E402
+import recall_results  # noqa: E402
 
 LAST = -1
 
@@ -174,11 +175,11 @@ class TestCommittedResults:
         assert growth[0] > growth[1] > growth[2] > 0.2
 
     def test_report_picture_and_claims(self, results):
-        report = recall.report(results)
+        report = recall_results.report(results)
         assert report.count("\n| O + held |") == len(recall.TASKS)
         assert "The best factor is 0.9" in report
-        figure = recall.picture(results)
+        figure = recall_results.picture(results)
         assert [ax.get_title() for ax in figure.axes[: len(recall.TASKS)]] == list(recall.TASKS)
-        recall.plt.close(figure)
-        verdicts = [claim.verdict for claim in recall.claims(results)]
+        experiment.plt.close(figure)
+        verdicts = [claim.verdict for claim in recall_results.claims(results)]
         assert verdicts == [*["exploratory"] * 3, "not reproduced", "reproduced"]

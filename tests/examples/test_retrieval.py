@@ -14,6 +14,7 @@ import experiment  # noqa: E402
 import pretrained  # noqa: E402
 import retrieval  # noqa: E402
 import smollm2  # noqa: E402
+import smollm2_results  # noqa: E402
 import tiny_models  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -198,7 +199,7 @@ class TestCommittedResults:
             gains = retrieval.gains(results, retrieval.CONSTANTS, retrieval.CONSTANT, quantity)
             assert experiment.decide(gains, smallest).low > -smallest
         read = experiment.load(smollm2.NAME)
-        for gains in (smollm2.gains, smollm2.copied):
+        for gains in (smollm2_results.gains, smollm2_results.copied):
             found = experiment.decide(
                 gains(read, retrieval.ON_TOP, retrieval.CONSTANT), smollm2.SMALLEST
             )

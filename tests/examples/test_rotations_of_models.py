@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 import experiment  # noqa: E402
 import quantize_cache  # noqa: E402
 import rotate_residual  # noqa: E402
-import smollm2  # noqa: E402
+import smollm2_fits  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import isentropic as it  # noqa: E402
@@ -83,7 +83,7 @@ class TestQuantizeCache:
         torch.testing.assert_close(quantize_cache.per_token(x), x, atol=0.5, rtol=0)
 
     def test_measures_a_model(self, model, monkeypatch):
-        monkeypatch.setattr(smollm2, "QUERIES", 8)
+        monkeypatch.setattr(smollm2_fits, "QUERIES", 8)
         found = quantize_cache.measure(model, [IDS])
         assert all(0 < x < 0.5 for of in found.values() for x in of.values())
         assert list(found) == list(quantize_cache.schemes(12))

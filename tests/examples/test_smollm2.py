@@ -17,8 +17,11 @@ import four_times  # noqa: E402
 import held_positions  # noqa: E402
 import law_or_position  # noqa: E402
 import laws_and_positions  # noqa: E402
+import laws_and_positions_results  # noqa: E402
 import pretrained  # noqa: E402
 import smollm2  # noqa: E402
+import smollm2_fits  # noqa: E402
+import smollm2_results  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import isentropic as it  # noqa: E402
@@ -39,7 +42,7 @@ def _tiny(monkeypatch):
         "CUE": 1,
         "CHECKED": 16,
     }
-    for module in (pretrained, smollm2):
+    for module in (pretrained, smollm2, smollm2_fits, smollm2_results):
         for name in sizes.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, sizes[name])
 
@@ -121,11 +124,11 @@ def clamped_pass(model, document, factor_of):
         key, value = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (key, value))
         places = torch.arange(n)[None]
         cos, sin = model.model.rotary_emb(value, places)
-        query, key = smollm2.apply_rotary_pos_emb(query, key, cos, -sin)  # without any rotation
+        query, key = smollm2_fits.apply_rotary_pos_emb(query, key, cos, -sin)  # without any rotation
         s = torch.full((1, HEADS, n, n), -math.inf)
         for distance in range(n):
             cos, sin = model.model.rotary_emb(value, torch.tensor([[min(distance, window)]]))
-            turned = smollm2.apply_rotary_pos_emb(query, query, cos, sin)[0]
+            turned = smollm2_fits.apply_rotary_pos_emb(query, query, cos, sin)[0]
             i = torch.arange(distance, n)
             s[..., i, i - distance] = (turned[..., i, :] * key[..., i - distance, :]).sum(-1)
         s *= module.head_dim**-0.5
@@ -223,7 +226,7 @@ class TestHeld:
 
     def test_targets_are_those_of_the_weights_of_transformers(self, model):
         documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
-        found = smollm2.held_entropies(model, documents)["entropies"]
+        found = smollm2_fits.held_entropies(model, documents)["entropies"]
         model.set_attn_implementation("eager")
         try:
             ids = torch.stack([x.ids[:TRAINED] for x in documents])
@@ -231,7 +234,7 @@ class TestHeld:
                 weights = model(ids, output_attentions=True).attentions
         finally:
             model.set_attn_implementation("sdpa")
-        last = torch.stack(weights)[..., -smollm2.QUERIES :, :]
+        last = torch.stack(weights)[..., -smollm2_fits.QUERIES :, :]
         expected = torch.special.entr(last).sum(-1).mean((1, 3))
         torch.testing.assert_close(torch.tensor(found), expected)
 
@@ -255,8 +258,8 @@ class TestMeasure:
         assert SIZE.edges == [0, 16, 32, 40, 48, 56, 64]
         means = [1.0, 2.0, 3.0, 4.0, 5.0, 8.0]
         results = {"edges": SIZE.edges, "arms": {"a": {"text": {"bands": means}}}}
-        assert smollm2.loss(results, "a", "text", beyond=False) == 1.5
-        assert smollm2.loss(results, "a", "text", beyond=True) == 5
+        assert smollm2_results.loss(results, "a", "text", beyond=False) == 1.5
+        assert smollm2_results.loss(results, "a", "text", beyond=True) == 5
 
     def test_copies(self, monkeypatch, document):
         fed = []
@@ -284,9 +287,9 @@ class TestMeasure:
 class TestFit:
     @pytest.mark.parametrize("per", ["model", "layer", "head"])
     def test_lowers_the_loss(self, model, monkeypatch, per):
-        monkeypatch.setattr(smollm2, "RATE", 0.1)
+        monkeypatch.setattr(smollm2_fits, "RATE", 0.1)
         documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
-        found = smollm2.fit(model, documents * 4, smollm2.Fit(per, 8))
+        found = smollm2_fits.fit(model, documents * 4, smollm2_fits.Fit(per, 8))
         slopes = [torch.tensor(x) for x in found["slopes"]]
         assert len(found["losses"]) == 8 * (LENGTH - TRAINED) // 8
         assert [x.shape for x in slopes] == [(HEADS if per == "head" else 1,)] * LAYERS
@@ -306,10 +309,10 @@ class TestFit:
         ],
     )
     def test_of_constants_lowers_the_loss(self, model, monkeypatch, per, name):
-        monkeypatch.setattr(smollm2, "RATE", 0.1)
+        monkeypatch.setattr(smollm2_fits, "RATE", 0.1)
         documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
-        job, start = smollm2.Fit(per, 8, smollm2.TEMPERATURE), laws.Constant(smollm2.TEMPERATURE)
-        found = smollm2.fit(model, documents * 4, job, trained=smollm2.TRAINED_NUMBERS[name])
+        job, start = smollm2_fits.Fit(per, 8, smollm2.TEMPERATURE), laws.Constant(smollm2.TEMPERATURE)
+        found = smollm2_fits.fit(model, documents * 4, job, trained=smollm2.TRAINED_NUMBERS[name])
         assert ("slopes" in found) == (name != "constant per head")
         constants = torch.tensor(found["constants"])
         assert constants.shape == (LAYERS, HEADS if per == "head" else 1)
@@ -325,16 +328,16 @@ class TestFit:
     def test_is_what_the_library_has(self, model, constant):
         """`huggingface.tune` makes the laws of "slope per head" and "two numbers per head"."""
         documents = [pretrained.read(name, tokenizer, LENGTH) for name in ("source turtle", "topics 0")]
-        job = smollm2.Fit("head", 2, constant or 1.0)
+        job = smollm2_fits.Fit("head", 2, constant or 1.0)
         trained = ("slopes", "constants") if constant else ("slopes",)
-        fitted = smollm2.fit(model, documents, job, trained=trained)
+        fitted = smollm2_fits.fit(model, documents, job, trained=trained)
         constants = fitted.get("constants", [[1.0] * HEADS] * LAYERS)
         found = huggingface.tune(
             model,
             [document.ids[None] for document in documents],
             reference_length=TRAINED,
             constant=constant,
-            learning_rate=smollm2.RATE,
+            learning_rate=smollm2_fits.RATE,
             chunk_size=pretrained.CHUNK,
             base="sdpa",
         )
@@ -359,7 +362,7 @@ class TestFit:
         before = model.config._attn_implementation
         model.set_attn_implementation("smollm2-test")
         try:
-            with torch.no_grad(), smollm2.queries(model) as found:
+            with torch.no_grad(), smollm2_fits.queries(model) as found:
                 pretrained.losses(model, document.ids[:8], DynamicCache(config=model.config))
         finally:
             model.set_attn_implementation(before)
@@ -394,7 +397,8 @@ class TestRun:
         monkeypatch.setattr(pretrained, "docstrings", lambda package: __doc__ * 20 + package)
         monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
         monkeypatch.setattr(experiment, "run", in_this_process)
-        monkeypatch.setattr(smollm2, "FULL", SIZE)
+        for module in (smollm2, smollm2_results):
+            monkeypatch.setattr(module, "FULL", SIZE)
         monkeypatch.setattr(smollm2, "SANE", (0, math.inf))
         for name in ("measure", "fit", "calibrated", "prefix"):
             module = smollm2 if hasattr(smollm2, name) else pretrained
@@ -432,8 +436,8 @@ class TestRun:
         plain, su = (results["arms"][arm]["topics 0"]["bands"] for arm in (smollm2.NO_LAW, "Su"))
         assert plain[:2] == su[:2]
         assert plain[2:] != su[2:]
-        assert len(smollm2.claims(results)) == 2
-        assert "nan" not in smollm2.report(results)
+        assert len(smollm2_results.claims(results)) == 2
+        assert "nan" not in smollm2_results.report(results)
 
     def test_refuses_a_model_that_reads_nothing(self, started, monkeypatch, tmp_path):
         monkeypatch.setattr(smollm2, "SANE", (0, 0.1))
@@ -454,7 +458,7 @@ class TestAnswers:
         ],
     )
     def test_answers(self, monkeypatch, within, beyond, expected):
-        monkeypatch.setattr(smollm2, "FULL", SIZE)
+        monkeypatch.setattr(smollm2_results, "FULL", SIZE)
 
         def arm(within, beyond):
             shift = enumerate(SIZE.test)  # what documents differ by cancels
@@ -466,9 +470,9 @@ class TestAnswers:
             "new": arm(within, beyond),
         }
         results = {"edges": SIZE.edges, "arms": arms}
-        assert smollm2.answers(results, "new") == expected
+        assert smollm2_results.answers(results, "new") == expected
         arms["new"].popitem()
-        assert smollm2.answers(results, "new") == "not run on all documents"
+        assert smollm2_results.answers(results, "new") == "not run on all documents"
 
 
 def test_law_or_position(model, monkeypatch, tmp_path):
@@ -693,41 +697,41 @@ class TestReportOfLawsAndPositions:
 
     @pytest.fixture
     def made_up(self, monkeypatch):
-        monkeypatch.setattr(smollm2, "TRAINED", TRAINED)
+        monkeypatch.setattr(smollm2_results, "TRAINED", TRAINED)
         results, extended = made_up_pairs(self.gain)
         monkeypatch.setattr(experiment, "load", lambda name: extended)
         return results, extended
 
     def test_the_lowest_and_those_that_are_equal(self, made_up):
-        of_pairs = laws_and_positions.pairs(*made_up)
-        assert laws_and_positions.lowest(of_pairs)[0] == "clamped"
-        decided = laws_and_positions.decision(
+        of_pairs = laws_and_positions_results.pairs(*made_up)
+        assert laws_and_positions_results.lowest(of_pairs)[0] == "clamped"
+        decided = laws_and_positions_results.decision(
             of_pairs, ("NTK", smollm2.PRIMARY), ("NTK", smollm2.NO_LAW)
         )
         assert decided.mean == pytest.approx(0.2, abs=0.003)
-        text = laws_and_positions.about_the_lowest(of_pairs)
+        text = laws_and_positions_results.about_the_lowest(of_pairs)
         pairs = len(laws_and_positions.COLUMNS) * len(laws_and_positions.LAWS)
         assert f"{pairs - 2} of the {pairs - 1} other pairs" in text
 
     def test_precision(self, made_up):
         results, extended = made_up
-        assert "at most 0.0000 nats, on the 2 documents" in laws_and_positions.precision(
+        assert "at most 0.0000 nats, on the 2 documents" in laws_and_positions_results.precision(
             results, extended
         )
         again = results["positions"][laws_and_positions.EXTENDED]
         for document in again[smollm2.PRIMARY].values():
             document["bands"] = [x - 0.005 for x in document["bands"]]
-        assert "have an error of about 0.005" in laws_and_positions.precision(results, extended)
+        assert "have an error of about 0.005" in laws_and_positions_results.precision(results, extended)
 
     def test_page(self, made_up):
         results, _ = made_up
-        text = laws_and_positions.report(results)
+        text = laws_and_positions_results.report(results)
         assert "nan" not in text
         for position in laws_and_positions.COLUMNS:
             assert position in text
-        assert len(laws_and_positions.effects(results)) == 2 * len(laws_and_positions.POSITIONS)
-        assert len(laws_and_positions.claims(results)) == 5
-        laws_and_positions.plt.close(laws_and_positions.picture(results))
+        assert len(laws_and_positions_results.effects(results)) == 2 * len(laws_and_positions.POSITIONS)
+        assert len(laws_and_positions_results.claims(results)) == 5
+        experiment.plt.close(laws_and_positions_results.picture(results))
 
 
 def test_held_positions(model, monkeypatch, tmp_path):
@@ -751,7 +755,7 @@ def test_held_positions(model, monkeypatch, tmp_path):
             own = held_positions.beyond(found, results["edges"], law)
             np.testing.assert_allclose(own, of_law, rtol=1e-5)
     assert "nan" not in held_positions.report(results)
-    held_positions.plt.close(held_positions.picture(results))
+    experiment.plt.close(held_positions.picture(results))
 
     monkeypatch.setattr(pretrained, "measure", None)
     monkeypatch.setattr(held_positions, "clamped", None)
@@ -770,16 +774,18 @@ def test_a_held_entropy_loses_at_all_positions():
 
 def test_laws_help_where_positions_are_stretched(monkeypatch):
     """What docs/explanation/experiments.md says of all laws at all positions."""
-    monkeypatch.setattr(smollm2, "TRAINED", laws_and_positions.TRAINED)  # of the committed results
-    of_pairs = laws_and_positions.pairs(
+    monkeypatch.setattr(
+        smollm2_results, "TRAINED", laws_and_positions.TRAINED
+    )  # of the committed results
+    of_pairs = laws_and_positions_results.pairs(
         experiment.load(laws_and_positions.NAME), experiment.load(smollm2.NAME)
     )
 
     def gain(positions, law, beyond=True):
         pair, without = (positions, law), (positions, smollm2.NO_LAW)
         if beyond:
-            return laws_and_positions.decision(of_pairs, pair, without)
-        return np.mean(smollm2.gains(of_pairs, pair, without, beyond=False))
+            return laws_and_positions_results.decision(of_pairs, pair, without)
+        return np.mean(smollm2_results.gains(of_pairs, pair, without, beyond=False))
 
     constant, weak = smollm2.CONSTANT, smollm2.CALIBRATED  # not decided, and hardly any gain
     for law in laws_and_positions.LAWS[1:]:
@@ -798,30 +804,32 @@ def test_laws_help_where_positions_are_stretched(monkeypatch):
     within = [gain(x, smollm2.CONSTANT, beyond=False) for x in ("clamped", "YaRN × 2", "YaRN × 4")]
     assert within[0] < 0 < within[1] < within[2]
     assert gain("as trained", smollm2.CONSTANT, beyond=False) < 0
-    assert laws_and_positions.lowest(of_pairs) == ("clamped", smollm2.PRIMARY)
+    assert laws_and_positions_results.lowest(of_pairs) == ("clamped", smollm2.PRIMARY)
 
 
 def test_kinds_of_documents_as_the_unit():
     """README.md and experiments.md: the registered arm is not decided by kind, constants are."""
     results = experiment.load(smollm2.NAME)
     primary, constants = (
-        experiment.decide(smollm2.gains_by_kind(results, arm, smollm2.CONSTANT), smollm2.SMALLEST)
+        experiment.decide(
+            smollm2_results.gains_by_kind(results, arm, smollm2.CONSTANT), smollm2.SMALLEST
+        )
         for arm in (smollm2.PRIMARY, smollm2.CONSTANTS)
     )
-    assert len(smollm2.gains_by_kind(results, smollm2.PRIMARY, smollm2.CONSTANT)) == 3
+    assert len(smollm2_results.gains_by_kind(results, smollm2.PRIMARY, smollm2.CONSTANT)) == 3
     assert primary.verdict == "not decided"
     assert constants.verdict == "helps"
     of_kind = [x for x in results["arms"][smollm2.PRIMARY] if x.startswith("source")]
     expected = np.mean(
         [
-            smollm2.loss(results, smollm2.CONSTANT, x, True)
-            - smollm2.loss(results, smollm2.PRIMARY, x, True)
+            smollm2_results.loss(results, smollm2.CONSTANT, x, True)
+            - smollm2_results.loss(results, smollm2.PRIMARY, x, True)
             for x in of_kind
         ]
     )
-    assert smollm2.gains_by_kind(results, smollm2.PRIMARY, smollm2.CONSTANT)[2] == pytest.approx(
-        expected
-    )
+    assert smollm2_results.gains_by_kind(results, smollm2.PRIMARY, smollm2.CONSTANT)[
+        2
+    ] == pytest.approx(expected)
     for arm in (primary, constants):
-        assert arm.interval("+.3f") in smollm2.report(results)
-        assert arm in [x.found for x in smollm2.effects(results)]
+        assert arm.interval("+.3f") in smollm2_results.report(results)
+        assert arm in [x.found for x in smollm2_results.effects(results)]
