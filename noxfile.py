@@ -353,7 +353,7 @@ def models(session: nox.Session) -> None:
 EXPERIMENTS = [
     "constant_or_length", "from_scratch", "first", "masked_language", "entropies", "dimension",
     "recall", "head_dimension", "smollm2", "laws_and_positions", "held_positions", "retrieval",
-    "four_times", "calibration", "law_or_position",
+    "four_times", "calibration", "law_or_position", "key_dimension",
 ]  # fmt: skip
 # Those with this model. Others may use MiniLM.
 SMOLLM2 = {
