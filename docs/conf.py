@@ -67,6 +67,7 @@ html_theme_options = {
     "navigation_with_keys": False,
     "navbar_center": [],
     "secondary_sidebar_items": ["sidebars/on-this-page"],
+    "footer_start": ["copyright", "status-link"],
 }
 html_context = {"default_mode": "auto"}
 html_sidebars = {"**": ["sidebars/pages.html"]}
