@@ -619,7 +619,7 @@ class AttentionDistribution(Node, Record):
         -----
         The backends are:
 
-        - *varlen*: `torch.nn.attention.varlen.varlen_attn`, for `packed` masks on a GPU.
+        - *varlen*: ``torch.nn.attention.varlen.varlen_attn``, for `packed` masks on a GPU.
         - *sdpa*: `torch.nn.functional.scaled_dot_product_attention`.
         - *numpy_tiles*: a pass for arrays in the memory of the host.
         - *jax_nn*: `jax.nn.dot_product_attention`.
