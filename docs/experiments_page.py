@@ -9,8 +9,8 @@ from effects import Effect, effects_table, forest
 
 # Does a law help?
 EFFECTS = (
-    "constant_or_length", "first", "masked_language", "smollm2", "laws_and_positions", "retrieval",
-    "recall",
+    "constant_or_length", "first_constant", "first", "masked_language", "smollm2",
+    "laws_and_positions", "retrieval", "recall",
 )  # fmt: skip
 EXPERIMENTS = (*EFFECTS, "entropies", "dimension", "head_dimension")
 MEASUREMENTS = (  # no verdict
@@ -22,7 +22,8 @@ MEASUREMENTS = (  # no verdict
 def texts() -> dict[str, str]:
     """Markdown by file name: a report per experiment, the effects, and the table of verdicts."""
     reports = {f"{name}.md": report(name) for name in (*EXPERIMENTS, *MEASUREMENTS)}
-    return {**reports, "effects.md": effects_table(effects()), "verdicts.md": verdicts()}
+    leads = effects_table(x for x in effects() if x.leads)
+    return {**reports, "leads.md": leads, "verdicts.md": verdicts()}
 
 
 def module_of(name: str) -> ModuleType:

@@ -211,8 +211,9 @@ def effects(results: dict[str, Any]) -> list[Effect]:
         Effect(
             fails.get(task, DILUTION), described(results, task), arm, other,
             decision(results, task, arm, other, CONFIDENCE), SMALLEST, "points",
+            leads=TIMES in arm and task != "two heads",
         )
-        for task, arm, other in REGISTERED
+        for task, arm, other in sorted(REGISTERED, key=lambda one: list(TASKS).index(one[0]))
     ]  # fmt: skip
 
 

@@ -148,8 +148,8 @@ def effects(results: dict[str, Any]) -> list[Effect]:
             law, NO_LAW, decision(of_pairs, (positions, law), (positions, NO_LAW)), SMALLEST,
             "nats per token", "" if law == PRIMARY else "not the primary arm", "+.3f",
         )
-        for law in (PRIMARY, CONSTANT)
         for positions in POSITIONS
+        for law in (PRIMARY, CONSTANT)
     ]  # fmt: skip
 
 

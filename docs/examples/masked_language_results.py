@@ -159,7 +159,7 @@ def effects(results: dict[str, Any]) -> list[Effect]:
     return [
         Effect(
             fails, task, arm, other, decision(results, *pair), SMALLEST, "points",
-            "the criterion was fixed when results were known",
+            "the criterion was fixed when results were known", leads=fails == POSITIONS,
         )
         for fails, arm, other, pair in (
             (POSITIONS, "log n at test", "none", ("O + law", "O")),

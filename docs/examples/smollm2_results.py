@@ -204,18 +204,19 @@ def effects(results: dict[str, Any]) -> list[Effect]:
             PRIMARY,
             CONSTANT,
             gains_by_kind,
-            " (unit: a kind of documents)",
+            " (unit: kinds of documents)",
             "this unit came later",
         ),
         ("Su", CONSTANT, gains, "", "not the primary arm"),
         (CONSTANTS, CONSTANT, gains, "", added),
-        (CONSTANTS, CONSTANT, gains_by_kind, " (unit: a kind of documents)", added),
+        (CONSTANTS, CONSTANT, gains_by_kind, " (unit: kinds of documents)", added),
         (TWO_NUMBERS[1], CONSTANTS, gains, "", added),
     )
     return [
         Effect(
             BOTH, task, arm.replace("Su", "log n") + unit, other,
             decide(of(results, arm, other), SMALLEST), SMALLEST, "nats per token", why, "+.3f",
+            leads=of is gains and arm in (PRIMARY, CONSTANTS),
         )
         for arm, other, of, unit, why in arms
     ]  # fmt: skip

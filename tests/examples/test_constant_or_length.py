@@ -383,7 +383,9 @@ class TestDecisions:
             assert f"| {task} | {arm} against {other} |" in text
         assert "99.5 % interval" in text
         effects = col.effects(results)
-        assert [x.found.verdict for x in effects if not x.why] == ["helps"] * 4 + ["no effect"] * 6
+        assert sorted(x.found.verdict for x in effects) == ["helps"] * 4 + ["no effect"] * 6
+        assert {x.arm for x in effects if x.found.verdict == "helps"} == {"log × c"}
+        assert not any(x.why for x in effects)
         figure = col.picture(results)
         assert len(figure.axes) == len(col.TASKS)
         experiment.plt.close(figure)

@@ -314,8 +314,10 @@ class TestEffects:
         figure = effects.forest(given)
         (ax,) = figure.axes
         assert [text.get_text() for text in ax.get_yticklabels()] == [
-            "another: log n, against none",
-            "a task: log n, against none",
+            "log n, against none",
+            "another",
+            "log n, against none",
+            "a task",
         ]
         dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
         assert [line.get_xdata()[0] for line in dots] == pytest.approx([0.5 / 3, 3])
