@@ -36,8 +36,7 @@ NAMESPACES = {
 }
 LENGTHS = (32, 64, 128, 256, 512)
 REFERENCE, FIT_LENGTHS, FIT_TEXTS = 128, (64, 128, 256), 4
-STANDARD, FITTED = "standard attention", "a law fitted to each head"
-WITH_LAW = f"log n/log {REFERENCE} beyond {REFERENCE} keys"
+STANDARD, WITH_LAW, FITTED = "standard attention", "with log n", "with a law fitted to each head"
 # A law for all layers, or one for each layer.
 Scale = it.laws.Law | Sequence[it.laws.Law] | None
 
