@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "_templates", "generated"]
 templates_path = ["_templates"]
@@ -54,6 +55,10 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_output_stderr = "remove"  # progress bars
 nb_merge_streams = True
+
+# A copied example has neither prompts nor outputs.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 html_math_renderer = "mathml"
 
