@@ -354,12 +354,12 @@ EXPERIMENTS = [
     "constant_or_length", "from_scratch", "first", "masked_language", "entropies", "dimension",
     "recall", "head_dimension", "smollm2", "laws_and_positions", "held_positions", "retrieval",
     "four_times", "calibration", "law_or_position", "key_dimension",
-    "first_constant",
+    "first_constant", "constant_per_head",
 ]  # fmt: skip
 # Those with this model. Others may use MiniLM.
 SMOLLM2 = {
     "head_dimension", "smollm2", "laws_and_positions", "held_positions", "retrieval", "four_times",
-    "law_or_position",
+    "law_or_position", "constant_per_head",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
+import constant_per_head  # noqa: E402
 import experiment  # noqa: E402
 import four_times  # noqa: E402
 import held_positions  # noqa: E402
@@ -833,3 +834,81 @@ def test_kinds_of_documents_as_the_unit():
     for arm in (primary, constants):
         assert arm.interval("+.3f") in smollm2_results.report(results)
         assert arm in [x.found for x in smollm2_results.effects(results)]
+
+
+class TestConstantPerHead:
+    SIZE = constant_per_head.Size(LENGTH, ("code a", "readme 0"), 2, ("code b", "docstrings a"), 2)
+
+    @pytest.fixture(autouse=True)
+    def _texts(self, monkeypatch):
+        rng = np.random.default_rng(0)
+        texts = {name: rng.integers(32, 127, 1000).astype(np.uint8) for name in "abcd"}
+        pool = {x: {"code": texts[x], "prose": texts[y]} for x, y in ("ac", "bd")}
+        monkeypatch.setattr(constant_per_head, "pool", lambda: pool)
+        monkeypatch.setattr(constant_per_head, "readmes", lambda: [f"text {i} " * 40 for i in range(8)])
+        for name, size in {"TRAINED": TRAINED, "CHUNK": 8}.items():
+            monkeypatch.setattr(constant_per_head, name, size)
+        constant_per_head.text_of.cache_clear()
+
+    def test_documents(self):
+        """Parts follow one another, and the descriptions are dealt to four sources."""
+        first, second = constant_per_head.documents("code a", 2, tokenizer, 30)
+        text = constant_per_head.pool()["a"]["code"].tobytes().decode()
+        assert first.ids.tolist() == [ord(c) % 64 for c in text[:31]]
+        assert second.ids.tolist() == [ord(c) % 64 for c in text[31:62]]
+        assert "text 5" in constant_per_head.text_of("readme 1")
+        assert "text 2" not in constant_per_head.text_of("readme 1")
+        with pytest.raises(ValueError, match="code a has only 1000 tokens"):
+            constant_per_head.documents("code a", 40, tokenizer, 30)
+
+    @pytest.mark.nightly
+    def test_run(self, model, monkeypatch, tmp_path):
+        """Losses are those of full passes, and finished parts are not computed again."""
+        monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
+        monkeypatch.setattr(experiment, "run", in_this_process)
+        results = constant_per_head.run(self.SIZE, tmp_path, tmp_path / "runs", 1)
+        assert len(results["losses"]) == 4
+        one = results["constants"][constant_per_head.ONE]
+        assert len({x for layer in one for x in layer}) == 1
+        heads = {x for layer in results["constants"][constant_per_head.HEAD] for x in layer}
+        assert len(heads) == LAYERS * HEADS
+        document = constant_per_head.documents("code a", 2, tokenizer, LENGTH)[0]
+        found = results["losses"][document.name]
+        for arm, constant in ((constant_per_head.NO, 1.0), (constant_per_head.ONE, one[0][0])):
+            pretrained.set_positions(model, "YaRN × 2")
+            full = full_pass(model, document, laws.Constant(constant))
+            assert found[arm]["within"] == pytest.approx(full[:TRAINED].mean().item(), rel=1e-4)
+            assert found[arm]["beyond"] == pytest.approx(full[TRAINED:].mean().item(), rel=1e-4)
+            pretrained.set_positions(model, "as trained")
+            full = full_pass(model, document, laws.Constant(constant))[:TRAINED]
+            assert found[arm]["as trained"] == pytest.approx(full.mean().item(), rel=1e-4)
+        assert "nan" not in constant_per_head.report(results)
+        experiment.plt.close(constant_per_head.picture(results))
+        monkeypatch.setattr(pretrained, "measure", None)
+        monkeypatch.setattr(constant_per_head, "fit", lambda *a, **k: pytest.fail("computed again"))
+        assert constant_per_head.run(self.SIZE, tmp_path, tmp_path / "runs", 1) == results
+
+    def test_decisions(self):
+        """The unit is a source."""
+        rng = np.random.default_rng(0)
+        losses = {}
+        for source in constant_per_head.FULL.sources:
+            better = 0.05 + 0.002 * rng.normal()
+            for part in range(3):
+                hard = rng.normal()
+                losses[f"{source}, part {part}"] = {
+                    arm: {
+                        "within": 2.0,
+                        "beyond": 2 + hard - better * (arm == constant_per_head.HEAD),
+                        "as trained": 2.0,
+                    }
+                    for arm in constant_per_head.ARMS
+                }
+        constants = {name: [[1.0, 1.2]] for name in constant_per_head.FITS}
+        results = {"length": 12288, "losses": losses, "constants": constants}
+        effects = constant_per_head.effects(results)
+        assert [x.found.verdict for x in effects] == ["helps", "helps", "no effect"]
+        gains = constant_per_head.gains(results, constant_per_head.HEAD, constant_per_head.ONE)
+        assert len(gains) == 24
+        assert len(constant_per_head.by_source(gains)) == 8
+        assert "98.33 % interval, sources" in constant_per_head.report(results)
