@@ -22,7 +22,7 @@ PLACE = re.compile(r"(<!-- ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 # The functions that return the texts of a page by place, or the text of a file.
 PAGES = {
     "README.md": "numbers_in_text.readme",
-    "docs/overview.md": "numbers_in_text.overview",
+    "docs/index.md": "numbers_in_text.overview",
     "docs/performance.md": "numbers_in_text.performance",
     "docs/how-to/reduce-dimension.md": "numbers_in_text.reduce_dimension",
     "docs/how-to/rotate.md": "numbers_in_text.rotate",
