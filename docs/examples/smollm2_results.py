@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from effects import BOTH, Effect
-from experiment import Claim, Decision, answered, decide, plot_means, table
+from experiment import Claim, Decision, answered, decide, table
 from matplotlib.figure import Figure
 from pretrained import TRAINED
 from smollm2 import (
@@ -243,18 +243,17 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Plot the gain of each arm against no law, by bands of n, with intervals over the documents."""
-    edges, arms = results["edges"], results["arms"]
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    middles = [(a + b) / 2 for a, b in pairwise(edges)]
-    colors = plt.get_cmap("tab20").colors
-    for arm, color in zip(laws_in(results), colors, strict=False):
-        pairs = [(arms[NO_LAW][x]["bands"], found["bands"]) for x, found in arms[arm].items()]
-        gained = ([a - b for a, b in zip(*pair, strict=True)] for pair in pairs)
-        plot_means(axis, middles, list(zip(*gained, strict=True)), label=arm, color=color)
-    axis.axvline(TRAINED, color="gray", linestyle=":")
-    axis.set_xlabel("keys")
-    axis.set_ylabel("gain over no law, nats per token")
-    axis.set_title("means over the documents, with their 95 % intervals", fontsize=9)
-    figure.legend(fontsize=8, loc="outside right upper")
+    """Plot the gain of each arm over no law: a dot, and its interval over the documents."""
+    arms = [arm for arm in laws_in(results) if arm != NO_LAW]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    for axis, beyond in zip(axes, (True, False), strict=True):
+        for at, arm in enumerate(reversed(arms)):
+            found = decide(gains(results, arm, NO_LAW, beyond), SMALLEST)
+            color = "C3" if arm == PRIMARY else "C0"
+            axis.errorbar(found.mean, at, xerr=found.high - found.mean, fmt="o", color=color)
+        axis.axvspan(-SMALLEST, SMALLEST, color="gray", alpha=0.2, lw=0)
+        where = f"beyond {TRAINED} keys" if beyond else f"up to {TRAINED} keys"
+        axis.set_title(f"{where} (bar: 95 % interval)", fontsize=9)
+    axes[0].set_yticks(range(len(arms)), reversed(arms))
+    figure.supxlabel("gain over no law, nats per token (red: the arm that was to decide)")
     return figure

@@ -300,14 +300,17 @@ class TestRun:
             for arm, found in arms.items():
                 lengths = written["lengths"][task]
                 assert np.asarray([x["accuracy"] for x in found]).shape == (2, len(lengths))
-                assert {x["constant"] for x in found} <= ({1.0, 3.0} if col.TIMES in arm else {1.0})
+                is_chosen = col.TIMES in arm or arm == col.HINDSIGHT
+                assert {x["constant"] for x in found} <= ({1.0, 3.0} if is_chosen else {1.0})
+            best, plain = ([x["accuracy"][-1] for x in arms[arm]] for arm in (col.HINDSIGHT, "O"))
+            assert all(a >= b for a, b in zip(best, plain, strict=True))
         for found in written["tasks"]["one head"]["O"]:
             both = np.mean([found["largest"], found["average"]], 0)
             np.testing.assert_allclose(both, found["accuracy"], rtol=1e-4)
         assert "over 2 seeds" in capsys.readouterr().out
         assert (tmp_path / "constant_or_length_quick.png").read_bytes().startswith(b"\x89PNG")
 
-        count = 2 * len(col.TASKS) * len(col.TRAINED)
+        count = 2 * len(col.TASKS) * (len(col.TRAINED) + 1)
         assert len(tiny) == count
         forget(tmp_path / "constant_or_length_quick_runs.jsonl", "max, query alone, 1001")
         assert self.command(tmp_path) == written
