@@ -29,7 +29,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import isentropic as it
-from isentropic import plots
 from isentropic.integrations.sklearn import JLTransformer
 
 EPS = (0.1, 0.2, 0.5, 0.8)
@@ -107,13 +106,22 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(rows: list[dict], path: Path) -> None:
-    """Plot the errors of the distances for each eps of the first map."""
-    shown = [r for r in rows if r["map"] == rows[0]["map"]]
-    figure, axes = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
-    for ax, row in zip(axes.flat, shown, strict=True):
-        plots.distortion(row["report"], ax=ax)
-        ax.locator_params(axis="x", nbins=5)
-        ax.set_title(f"{row['map']}, eps = {row['eps']}: k = {row['k']}", fontsize=10)
+    """Plot the worst error of each map against its dimension, and what the lemma promises there."""
+    figure, ax = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    for name in dict.fromkeys(row["map"] for row in rows):
+        shown = [row for row in rows if row["map"] == name]
+        ax.plot([r["k"] for r in shown], [r["worst"] for r in shown], "o", label=name, alpha=0.8)
+    promised = sorted({(row["k"], row["eps"]) for row in rows})
+    ax.plot(*zip(*promised, strict=True), "k_--", markersize=14, label="promised: ε")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ks = sorted({row["k"] for row in rows})
+    ax.set_xticks(ks, [str(k) for k in ks])
+    ax.set_yticks((ticks := (0.05, 0.1, 0.2, 0.5)), [f"{x:g}" for x in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel("dimension k")
+    ax.set_ylabel("worst error of a squared distance")
+    ax.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
