@@ -341,26 +341,40 @@ def by_choices(name: str, run: dict) -> tuple[list[list[str]], dict[tuple[str, .
 
 
 def picture(path: str) -> None:
-    """Draw times relative to other libraries as bars."""
+    """Draw times relative to other libraries as dots, with a panel for each of these libraries."""
     import matplotlib.pyplot as plt
 
-    bars = [(label, value) for label, *which in BARS if (value := figure(which[0], *which[1]))]
-    fig, ax = plt.subplots(figsize=(7.5, 0.6 + 0.25 * len(bars)), layout="constrained")
-    fig.suptitle(f"{hardware(newest_first(), 'cpu')}; n = 4096 unless stated", fontsize=9)
-    for i, (label, value) in enumerate(bars):
-        color = {"numpy": "C0", "torch": "C1", "jax": "C2"}[label.split(": ")[1].split(" ")[0]]
-        ax.barh(i, value - 1, left=1, color=color)
-        is_faster = value < 1
-        at, side = value * (0.95 if is_faster else 1.05), "right" if is_faster else "left"
-        ax.text(at, i, shown(value, "ratio"), va="center", ha=side, fontsize=8)
-    ax.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
-    ax.invert_yaxis()
-    ax.set_xscale("log")
-    ax.margins(x=0.15)
-    ax.axvline(1, color="gray", linewidth=0.8)
-    ax.set_xlabel("time / time of the other in the same process; below 1 is faster", fontsize=9)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.spines[["top", "right"]].set_visible(False)
+    # By the other library and the call: the value of each library.
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for label, *which in BARS:
+        if value := figure(which[0], *which[1]):
+            call, _, rest = label.partition(": ")
+            library, _, peer = rest.partition(" / ")
+            found.setdefault(peer, {}).setdefault(call, {})[library] = value
+    fig, axes = plt.subplots(
+        len(found), 1, figsize=(7.5, 1.2 + 0.3 * sum(len(x) + 1.6 for x in found.values())),
+        height_ratios=[len(x) + 0.4 for x in found.values()], sharex=True, layout="constrained",
+    )  # fmt: skip
+    colors = {"numpy": "C0", "torch": "C1", "jax": "C2"}
+    for ax, (peer, calls) in zip(axes, found.items(), strict=True):
+        for at, values in enumerate(calls.values()):
+            for library, value in values.items():
+                ax.plot(value, at, "o", color=colors[library], alpha=0.8)
+        ax.set_yticks(range(len(calls)), list(calls), fontsize=8)
+        ax.set_ylim(len(calls) - 0.5, -0.5)
+        ax.set_title(f"beside {peer}", fontsize=9, loc="left")
+        ax.axvline(1, color="gray", linewidth=0.8)
+        ax.set_xscale("log")
+        ax.grid(axis="x", alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 4)
+    axes[-1].set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes[-1].minorticks_off()
+    axes[-1].set_xlabel("time / time of the other in the same process; left of 1 is faster", fontsize=9)
+    for library, color in colors.items():
+        axes[0].plot([], [], "o", color=color, label=library)
+    fig.legend(loc="outside upper right", ncols=3, fontsize=8)
+    fig.suptitle(f"{hardware(newest_first(), 'cpu')}; n = 4096 unless stated", fontsize=9, x=0.3)
     fig.savefig(path, dpi=150)
 
 
