@@ -10,62 +10,41 @@ from collections.abc import Callable
 def readme() -> dict[str, str]:
     from statistics import fmean
 
-    from experiment import load
+    from experiment import decide, load
 
-    def gain(name: str, arm: str, other: str, first: int, last: int) -> str:
-        """The gain in accuracy at lengths from `first` to `last`, with its interval."""
-        results = load(name)
-        used = [i for i, n in enumerate(results["lengths"]) if first <= n <= last]
-        a, b = (
-            [fmean(x["accuracy"][i] for i in used) for x in results["arms"][y]] for y in (arm, other)
-        )
+    masked, tasks = load("masked_language"), load("constant_or_length")["tasks"]
+    model = load("smollm2")
+    recall = load("recall")["tasks"]["recall"]
+
+    def points(arm: str, other: str) -> str:
+        """The gain in accuracy of masked models, in the mean of all lengths but the first."""
+        a, b = ([fmean(x["accuracy"][1:]) for x in masked["arms"][y]] for y in (arm, other))
         return _interval([x - y for x, y in zip(a, b, strict=True)], "+.1f")
 
-    model = load("smollm2")
-    clamped = load("laws_and_positions")["positions"]["clamped"]
+    def at_most(task: str, arm: str, other: str) -> str:
+        """The gain in accuracy at the greatest length. There were ten registered comparisons."""
+        a, b = ([x["accuracy"][-1] for x in tasks[task][y]] for y in (arm, other))
+        return decide([x - y for x, y in zip(a, b, strict=True)], 0, 1 - 0.05 / 10).interval()
 
-    def nats(
-        arm: str, other: str, arms: dict = model["arms"], beyond: bool = True, by_kind: bool = False
-    ) -> str:
+    def nats(arm: str, other: str, by_kind: bool = False) -> str:
         """The gain of a language model in nats per token, over texts or over kinds of them."""
-        # The mean loss of each text beyond the trained length or within it, in bands of one width.
-        trained = model["edges"].index(8192)
-        used = slice(trained, None) if beyond else slice(trained)
-        units: dict[str, list[float]] = {}
-        for name in arms[arm]:
-            a, b = (fmean(arms[x][name]["bands"][used]) for x in (arm, other))
+        # The mean loss of each text beyond the trained length, in bands of one width.
+        used, units = slice(model["edges"].index(8192), None), {}
+        for name in model["arms"][arm]:
+            a, b = (fmean(model["arms"][x][name]["bands"][used]) for x in (arm, other))
             units.setdefault(name.partition(" ")[0] if by_kind else name, []).append(b - a)
         return _interval([fmean(gains) for gains in units.values()], "+.3f")
 
-    def accuracy(name: str, arm: str, n: int) -> str:
-        results = load(name)
-        found = [x["accuracy"][results["lengths"].index(n)] for x in results["arms"][arm]]
-        return f"{fmean(found):.1f}"
-
-    first = load("first")
-    of_arms = ([x["accuracy"][-1] for x in first["arms"][arm]] for arm in ("O + law", "O"))
-    pairs = [*zip(*of_arms, strict=True), *first["further"]]
-    with_law, without = (sum(x < first["guesses"] for x in of) for of in zip(*pairs, strict=True))
-    recall = load("recall")["tasks"]["recall"]
     law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
     return {
-        "retrieval": gain("max_retrieval", "log", "constant", 1024, 1024),
-        "one-constant": accuracy("one_constant", "O + constant 8", 1024),
-        "trained-log": accuracy("max_retrieval", "log", 1024),
-        "masked": gain("masked_language", "O + law", "O", 128, 1024),
-        "clamped": gain("masked_language", "O, ReRoPE", "O", 128, 1024),
+        "masked": points("O + law", "O"),
+        "clamped": points("O, ReRoPE", "O"),
+        "retrieval": at_most("max", "log × c", "O × c"),
+        "one-head": at_most("one head", "log × c", "O × c"),
         "constants": nats("constant per head", "YaRN's constant"),
-        "constants-within": nats("constant per head", "YaRN's constant", beyond=False),
         "slopes-on-constants": nats("two numbers per head", "constant per head"),
-        "first-models": str(len(pairs)),
-        "first-plain": str(without),
-        "first-law": str(with_law),
-        "language": nats("slope per head", "no law"),
         "constant": nats("slope per head", "YaRN's constant"),
         "constant-kinds": nats("slope per head", "YaRN's constant", by_kind=True),
-        "log": nats("Su", "no law"),
-        "log-clamped": nats("Su", "no law", clamped),
-        "calibrated": nats("calibrated", "no law"),
         "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),
     }
 
