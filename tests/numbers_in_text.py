@@ -40,6 +40,7 @@ def readme() -> dict[str, str]:
         "masked": points("O + law", "O"),
         "clamped": points("O, ReRoPE", "O"),
         "retrieval": at_most("max", "log × c", "O × c"),
+        "recall-length": at_most("recall", "log × c", "O × c"),
         "one-head": at_most("one head", "log × c", "O × c"),
         "constants": nats("constant per head", "YaRN's constant"),
         "slopes-on-constants": nats("two numbers per head", "constant per head"),

@@ -277,21 +277,26 @@ c is the median over {results["seeds"]} seeds.
 
 
 def means(results: dict[str, Any]) -> str:
-    """The mean accuracies at the first two lengths and the last one, for each arm and task."""
+    """The mean accuracies at the greatest length, and c, for each arm and task."""
     tasks = results["tasks"]
-    head = [
-        "accuracy in %, n =",
-        *(f"{task}, {results['lengths'][task][at]}" for task in tasks for at in (0, 1, -1)),
-        *(f"c, {task}" for task in tasks),
-    ]
-    rows = []
-    for arm in ARMS:
-        cells = [
-            f"{fmean(values(results, task, arm, at=at)):.1f}" for task in tasks for at in (0, 1, -1)
+    head = ["accuracy in % (c), n =", *(f"{x}: {results['lengths'][x][-1]}" for x in tasks)]
+    rows = [
+        [
+            arm,
+            *(
+                f"{fmean(values(results, task, arm)):.1f}"
+                + (f" ({median(x['constant'] for x in found[arm]):.3g})" if is_chosen(arm) else "")
+                for task, found in tasks.items()
+            ),
         ]
-        constants = [f"{median(x['constant'] for x in found[arm]):.3g}" for found in tasks.values()]
-        rows.append([arm, *cells, *constants])
+        for arm in ARMS
+    ]
     return table(head, rows)
+
+
+def is_chosen(arm: str) -> bool:
+    """Whether the arm has a constant that was chosen."""
+    return arm.endswith(TIMES) or arm == HINDSIGHT
 
 
 def picture(results: dict[str, Any]) -> Figure:
@@ -301,7 +306,7 @@ def picture(results: dict[str, Any]) -> Figure:
     for ax, task in zip(axes, results["tasks"], strict=True):
         for at, arm in enumerate(reversed(arms)):
             found = decision(results, task, arm, "O" + TIMES)
-            color = "C3" if arm.endswith(TIMES) else "C0"
+            color = "C3" if is_chosen(arm) else "C0"
             ax.errorbar(found.mean, at, xerr=found.high - found.mean, fmt="o", color=color)
         ax.axvline(0, color="gray", lw=0.8)
         ax.set_title(f"{task}, n = {results['lengths'][task][-1]}", fontsize=10)

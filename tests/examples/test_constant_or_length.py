@@ -401,3 +401,63 @@ class TestDecisions:
         assert col.REGISTERED[0][0] == "one head"
         ends = {name: task.lengths(col.FULL)[-1] for name, task in col.TASKS.items()}
         assert ends == {"one head": 256, "two heads": 256, "max": 1024, "recall": 1024}
+
+
+class TestCommittedResults:
+    @pytest.fixture(scope="class")
+    def results(self):
+        return experiment.load(col.NAME)
+
+    def test_are_of_the_plan(self, results):
+        assert results["seeds"] == col.SEEDS
+        assert results["lengths"] == {name: x.lengths(col.FULL) for name, x in col.TASKS.items()}
+        for arms in results["tasks"].values():
+            assert list(arms) == list(col.ARMS)
+            assert {len(found) for found in arms.values()} == {col.SEEDS}
+
+    def test_what_the_documentation_says(self, results):
+        """README.md, experiments.md, experiments-small-models.md and choose-a-law.md."""
+        verdicts = {
+            (task, arm, other): col.decision(results, task, arm, other, col.CONFIDENCE).verdict
+            for task, arm, other in col.REGISTERED
+        }
+        helping = [key for key, verdict in verdicts.items() if verdict == "helps"]
+        assert helping == [("max", "log × c", "O × c")]
+        assert "harms" not in verdicts.values()
+
+        def gain(task, arm, other):
+            return col.decision(results, task, arm, other)
+
+        # A constant that is chosen with long contexts does as well as the law with its own.
+        best = gain("max", col.HINDSIGHT, "log × c")
+        assert best.low > -col.SMALLEST
+        # At n0 and 2 n0 the accuracy hardly depends on the constant.
+        for at in (0, 1):
+            assert abs(col.decision(results, "max", "O × c", "O", at=at).mean) < 1
+        # A learned slope; a learned exponent.
+        assert gain("recall", "slope", "log").low > 0
+        assert all(gain(task, "slope", "log").low > -col.SMALLEST for task in col.TASKS)
+        assert all(gain(task, "power", "log").high < 0 for task in col.TASKS)
+        # To know the question.
+        means = {arm: np.mean(col.values(results, "one head", arm)) for arm in col.ARMS}
+        assert max(means, key=means.get) == "query alone × c"
+        assert gain("one head", "query alone × c", "O × c").low > col.SMALLEST
+        assert gain("one head", "query × c", "query alone × c").high < 0
+        # To hold the mean entropy.
+        assert all(gain(task, "held", "O × c").low > 0 for task in ("max", "recall"))
+        assert all(gain(task, "held", "O × c").high < 0 for task in ("one head", "two heads"))
+        # What sharper attention gains and loses.
+        for task in ("one head", "two heads"):
+            largest, average = (
+                np.mean(col.values(results, task, "log", what))
+                - np.mean(col.values(results, task, "O", what))
+                for what in ("largest", "average")
+            )
+            assert largest > 5
+            assert average < -5
+
+    def test_are_reported(self, results):
+        text = col.report(results)
+        assert "nan" not in text
+        assert len(col.claims(results)) == 2 * len(col.TASKS)
+        experiment.plt.close(col.picture(results))
