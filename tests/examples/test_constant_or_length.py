@@ -404,7 +404,7 @@ class TestDecisions:
 
 
 class TestCommittedResults:
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def results(self):
         return experiment.load(col.NAME)
 
