@@ -92,6 +92,11 @@ class TestDrift:
         (image,) = ax.images
         np.testing.assert_array_equal(image.get_array(), report.slope)
         assert image.get_clim() == (-1, 1)  # white is 0
+        assert image.colorbar.extend == "neither"
+        for slopes, extend in (([2.0, 0.0], "max"), ([-2.0, 0.0], "min"), ([-2.0, 2.0], "both")):
+            entropy = np.log([64.0, 256.0])[:, None, None] * np.array(slopes)
+            far = it.drift.DriftReport(np.array([64, 256]), np.array([1, 1]), entropy)
+            assert plots.drift(far).images[0].colorbar.extend == extend
         with pytest.raises(TypeError, match="`report` must be a DriftReport, got list"):
             plots.drift([1])
         with pytest.raises(TypeError, match="`report` must be a DistortionReport, got list"):

@@ -95,6 +95,9 @@ def entropy(
 def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
     """Heat map of the drift dH/d log n of every head, white where the entropy is constant.
 
+    Colors are from −1 to 1, the drift of uniform attention. An arrow at an end of the color bar says
+    that some head is beyond it.
+
     Parameters
     ----------
     report : DriftReport
@@ -121,7 +124,10 @@ def drift(report: DriftReport, *, ax: Axes | None = None) -> Axes:
     ax = _axes(ax, height=max(1.6, 1.2 + 0.3 * layers))
     # Uniform attention has the drift 1. A fixed color scale makes reports comparable.
     image = ax.imshow(report.slope, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
-    ax.figure.colorbar(image, ax=ax, label="dH/d log n")
+    # An arrow at the end of the color bar says that a head is beyond it.
+    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+    is_beyond = bool((report.slope < -1).any()), bool((report.slope > 1).any())
+    ax.figure.colorbar(image, ax=ax, label="dH/d log n", extend=ends[is_beyond])
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
     _set_integer_ticks(ax.xaxis, heads)
