@@ -183,6 +183,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 raise ValueError(
                     f"eps={self.eps:f} and n_samples={n_samples} lead to a target dimension of {k} "
                     f"which is larger than the original space with n_features={n_features}"
+                    + ("" if self.kind == "orthogonal" else "; kind='orthogonal' never needs more")
                 )
             return k
         if isinstance(self.n_components, str):
