@@ -36,10 +36,14 @@ def readme() -> dict[str, str]:
         return _interval([fmean(gains) for gains in units.values()], "+.3f")
 
     law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
+    arms = load("first_constant")["arms"]
+    bits = ([x["accuracy"] for x in arms[arm]] for arm in ("O + log × c", "O × c"))
+    of_first_bit = decide([x - y for x, y in zip(*bits, strict=True)], 0, 0.975).interval()
     return {
         "masked": points("O + law", "O"),
         "clamped": points("O, ReRoPE", "O"),
         "retrieval": at_most("max", "log × c", "O × c"),
+        "first-bit": of_first_bit,
         "recall-length": at_most("recall", "log × c", "O × c"),
         "one-head": at_most("one head", "log × c", "O × c"),
         "constants": nats("constant per head", "YaRN's constant"),

@@ -86,3 +86,15 @@ def test_decisions():
     assert 20 < fc.guesses(results, "O") < 60
     assert "97.5 % interval" in fc.report(results)
     experiment.plt.close(fc.picture(results))
+
+
+def test_committed_results():
+    """What README.md, experiments.md, experiments-small-models.md and choose-a-law.md say."""
+    results = experiment.load(fc.NAME)
+    assert results["seeds"] == fc.SEEDS
+    assert [x.found.verdict for x in fc.effects(results)] == ["helps", "helps"]
+    assert fc.guesses(results, "O × c") > 30
+    assert fc.guesses(results, "O + log × c") < 5
+    assert not any(found.verdict == "helps" for found in [fc.decision(results, "O × c", "O")])
+    assert "nan" not in fc.report(results)
+    assert len(fc.claims(results)) == 1
