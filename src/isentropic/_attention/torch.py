@@ -37,18 +37,19 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
     # The tiles add it up in the shape of the bias, which may broadcast.
     if plan.facts.is_bias_differentiated:
         return "it would materialize the L×S gradient of the bias"
+    is_masked = plan.has_mask and not plan.is_plain_causal
     if plan.frame.is_compiling:
-        if transformations() not in ((), ("Grad",)):
+        inside = _transformations()
+        if inside not in ((), ("Grad",)):
             return TRANSFORMED
-        materializes_mask = plan.has_mask and not plan.is_plain_causal
-        if materializes_mask and is_exporting():
+        if not is_masked:
+            return None
+        if is_exporting():
             return "other runtimes return NaN for queries that see no key"
         # On a GPU the operator runs the Triton kernels, which take intervals.
-        is_interval = (
-            plan.has_interval_mask and not plan.has_bias and transformations() in ((), ("Vmap",))
-        )
-        has_other = plan.device.type == "cpu" or (is_interval and _has_kernels(plan.device))
-        return "it would materialize the L×S mask" if materializes_mask and has_other else None
+        is_taken = plan.has_interval_mask and not plan.has_bias and not inside
+        is_taken = plan.device.type == "cpu" or (is_taken and _has_kernels(plan.device))
+        return "it would materialize the L×S mask" if is_taken else None
     # The kernel does not support forward-mode derivatives and transformations of torch.func.
     if plan.facts.is_transformed:
         return TRANSFORMED
@@ -58,7 +59,6 @@ def sdpa_unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> 
         return "the NumPy pass is faster under a mask"
     if not is_named and _keeps_masks(plan):
         return "PyTorch would keep the L×S mask for the gradient"
-    is_masked = plan.has_mask and not plan.is_plain_causal
     if not is_named and is_masked and not plan.has_bias and triton.takes(plan, None):
         return "the Triton kernels skip what the mask hides"
     if plan.device.type == "cpu" or plan.has_bias or plan.has_mask:
@@ -83,7 +83,7 @@ def _keeps_masks(plan: Plan) -> bool:
     return plan.is_differentiated and materializes_mask and is_large and plan.device.type == "cpu"
 
 
-def transformations() -> tuple[str, ...]:
+def _transformations() -> tuple[str, ...]:
     """The transformations around a call in a graph: Vmap, Grad and Jvp of torch.func; forward mode."""
     import torch
 
@@ -260,7 +260,7 @@ def tiles_unsupported_reason(plan: Plan, order: float | None, is_named: bool) ->
         if is_exporting():
             return "other programs do not have the operators of this package"
         # PyTorch does not differentiate operators inside torch.func.grad or jvp.
-        return None if set(transformations()) <= {"Vmap"} else TRANSFORMED
+        return None if set(_transformations()) <= {"Vmap"} else TRANSFORMED
     if not plan.is_differentiated:
         return "no gradient is needed"
     rows, columns = tile_shape(plan)

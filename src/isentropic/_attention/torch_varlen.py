@@ -11,13 +11,13 @@ from typing import Any
 from isentropic._attention.plan import Operands, Plan
 from isentropic._attention.torch import kernel_arrays, repairable, with_batch, with_nonfinite
 from isentropic._attention.torch_facts import TRANSFORMED
+from isentropic._attention.triton import reason_against_sizes
 from isentropic._loops import without_autocast
 from isentropic._namespace import Array
 from isentropic._triton_launch import gpu_kind
 from isentropic.masks import numbers_of
 
-# The kernel takes heads of a multiple of so many features, and of so many at most.
-_MULTIPLE, _MAX_WIDTH = 8, 256
+_MULTIPLE = 8  # The kernel takes heads of a multiple of so many features.
 
 
 def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str | None:
@@ -32,11 +32,8 @@ def unsupported_reason(plan: Plan, order: float | None, is_named: bool) -> str |
         return "it has no soft cap and no bias"
     if plan.dtype not in (plan.xp.float16, plan.xp.bfloat16):
         return "it takes float16 and bfloat16 only"
-    width = max(plan.head_dim, plan.n_values or 0)
-    if not 0 < plan.head_dim <= _MAX_WIDTH or plan.n_values == 0 or width > _MAX_WIDTH:
-        return f"queries or values do not have 1 to {_MAX_WIDTH} features"
-    if 0 in (*plan.batch, plan.n_queries):
-        return "there are no queries"
+    if reason := reason_against_sizes(plan):
+        return reason
     if plan.frame.is_compiling:
         return "torch.compile traces the call"
     if plan.facts.is_transformed:

@@ -67,11 +67,19 @@ def _reason_against_call(plan: Plan, order: float | None) -> str | None:
         return "it does not compute the gradient of a bias, for which JAX may ask"
     if plan.dtype not in _dtypes(plan):
         return "it has no float64"
-    width = max(plan.head_dim, plan.n_values or 0)
-    if not 0 < plan.head_dim <= _MAX_WIDTH or plan.n_values == 0 or width > _MAX_WIDTH:
-        return f"queries or values do not have 1 to {_MAX_WIDTH} features"
-    if plan.dtype == plan.xp.float32 and width > _MAX_FLOAT32_WIDTH:
+    if reason := reason_against_sizes(plan):
+        return reason
+    is_wide = max(plan.head_dim, plan.n_values or 0) > _MAX_FLOAT32_WIDTH
+    if plan.dtype == plan.xp.float32 and is_wide:
         return f"heads of float32 have more than {_MAX_FLOAT32_WIDTH} features"
+    return None
+
+
+def reason_against_sizes(plan: Plan) -> str | None:
+    """The reason why no kernel like FlashAttention takes the sizes of a call, or None."""
+    width = max(plan.head_dim, plan.n_values or 0)
+    if 0 in (plan.head_dim, plan.n_values) or width > _MAX_WIDTH:
+        return f"queries or values do not have 1 to {_MAX_WIDTH} features"
     return "there are no queries" if 0 in (*plan.batch, plan.n_queries) else None
 
 
