@@ -276,11 +276,9 @@ def picture(results: dict[str, Any]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = pretrained.model_parser(NAME, __doc__, quick="a quarter of an hour, and no verdict")
-    parser.add_argument(
-        "--processes", type=experiment.positive, default=2, metavar="COUNT",
-        help="each of one thread, and with up to 8 GB (%(default)s)",
-    )  # fmt: skip
+    parser = pretrained.model_parser(
+        NAME, __doc__, memory=8, quick="a quarter of an hour, and no verdict"
+    )
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}_quick") if options.quick else (FULL, NAME)
     path = options.output / f"{name}_runs"

@@ -61,7 +61,7 @@ from matplotlib.figure import Figure
 from package_texts import IN_CHOICES, IN_TESTS, KINDS, batches, pool, split, texts
 from torch import Tensor, nn
 from trained_laws import modules
-from transformer import Encoder
+from transformer import Encoder, descend, loss_of_next
 
 import isentropic as it
 from isentropic import laws
@@ -150,23 +150,14 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def train(positions: str, arm: str, seed: int, size: Settings) -> Model:
     torch.manual_seed(seed)
     model = Model(arm, size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, weight_decay=0.0)
-    warm = max(1, size.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warm, max(0.05, 1 - i / size.steps))
-    )
     generator = torch.Generator().manual_seed(seed)
     source = batches(split(seed).training, size.batch, TRAINED, generator)
-    for _ in range(size.steps):
+
+    def loss() -> Tensor:
         tokens = next(source)
-        logits = model(tokens[:, :-1], positions)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        experiment.advance()
+        return loss_of_next(model(tokens[:, :-1], positions), tokens)
+
+    descend(model, loss, size.steps, size.rate, least=0.05, weight_decay=0.0)
     return model.eval()
 
 
@@ -286,13 +277,12 @@ def regained(results: dict[str, Any], positions: str, arm: str) -> float:
 
 def effects(results: dict[str, Any]) -> list[Effect]:
     """The registered comparisons."""
-    fails = {"NoPE": (BOTH, "no positions"), "PI": (BOTH, "interpolated positions")}
+    names = {"NoPE": "no positions", "PI": "interpolated positions"}
     last = results["lengths"][-1]
     return [
         Effect(
-            fails[positions][0],
-            f"language model, {fails[positions][1]}, trained with {TRAINED}, n = {last}",
-            arm, other, decision(results, positions, arm, other, CONFIDENCE), SMALLEST,
+            BOTH, f"language model, {names[positions]}, trained with {TRAINED}, n = {last}", arm, other,
+            decision(results, positions, arm, other, CONFIDENCE), SMALLEST,
             "nats per byte", "", "+.3f",
         )
         for positions, arm, other in REGISTERED

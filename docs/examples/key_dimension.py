@@ -46,6 +46,7 @@ from experiment import Claim, Decision, Verdict, decide, spread, table
 from matplotlib.figure import Figure
 from package_texts import IN_CHOICES, IN_TESTS, KINDS, batches, pool, split, texts
 from torch import Tensor, nn
+from transformer import descend, loss_of_next
 
 import isentropic as it
 
@@ -137,23 +138,14 @@ def train(job: Job) -> Model:
     size = job.settings
     torch.manual_seed(job.seed)
     model = Model(size.width, job.size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, weight_decay=0.0)
-    warm = max(1, size.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warm, max(0.05, 1 - i / size.steps))
-    )
     generator = torch.Generator().manual_seed(job.seed)
     source = batches(split(job.seed).training, size.bytes // job.n, job.n, generator)
-    for _ in range(size.steps):
+
+    def loss() -> Tensor:
         tokens = next(source)
-        logits = model(tokens[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        experiment.advance()
+        return loss_of_next(model(tokens[:, :-1]), tokens)
+
+    descend(model, loss, size.steps, size.rate, least=0.05, weight_decay=0.0)
     return model.eval()
 
 

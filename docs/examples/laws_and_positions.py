@@ -285,14 +285,10 @@ def run(size: Size, converted: Path, path: Path, processes: int = 1) -> dict[str
 def main(arguments: list[str] | None = None) -> None:
     import laws_and_positions_results
 
-    parser = pretrained.model_parser(NAME, __doc__)
+    parser = pretrained.model_parser(NAME, __doc__, memory=4)
     parser.add_argument(
         "--documents", type=int, choices=range(2, len(FULL.test) + 1), default=len(FULL.test),
         metavar="COUNT", help="only the first of them (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--processes", type=experiment.positive, default=2, metavar="COUNT",
-        help="each of one thread, and with up to 4 GB (%(default)s)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     size = FULL._replace(test=FULL.test[: options.documents])

@@ -43,7 +43,7 @@ import experiment
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformer import Attend, Encoder, Laws, calibrate
+from transformer import Attend, Encoder, Laws, calibrate, descend
 
 import isentropic as it
 
@@ -176,24 +176,16 @@ def train(laws: Laws, size: Size, seed: int, device: str) -> Model:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = Model(size).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate)
-    warm = max(1, size.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warm, max(0.1, 1 - i / size.steps))
-    )
     text, _ = corpus()
-    for _ in range(size.steps):
+
+    def loss() -> Tensor:
         tokens = pieces(text, size.batch, TRAINED, generator)
         hidden = torch.rand(tokens.shape, generator=generator) < MASKED
         tokens, hidden = tokens.to(device), hidden.to(device)
         logits = model(tokens.masked_fill(hidden, MASK), rotary_attention(laws))
-        loss = nn.functional.cross_entropy(logits[hidden], tokens[hidden])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        experiment.advance()
+        return nn.functional.cross_entropy(logits[hidden], tokens[hidden])
+
+    descend(model, loss, size.steps, size.rate, least=0.1, weight_decay=0.01)
     return model.eval()
 
 

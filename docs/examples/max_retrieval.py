@@ -10,7 +10,8 @@ nothing of the items, so a function of it is a learned temperature with more num
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import experiment
 import torch
@@ -87,9 +88,14 @@ def perceptron(inputs: int) -> nn.Sequential:
 
 
 def train(arm: str, seed: int, steps: int) -> Retriever:
+    return trained(lambda: Retriever(arm), draw, seed, steps)
+
+
+def trained(new: Callable[[], Any], draw: Callable[..., Any], seed: int, steps: int) -> Any:
+    """A new model, trained on sets that `draw` draws."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = Retriever(arm)
+    model = new()
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):

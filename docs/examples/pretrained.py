@@ -319,9 +319,16 @@ def cache_folder() -> Path:
 
 
 def model_parser(
-    name: str, description: str, quick: str = "", cached: str = "the converted model"
+    name: str,
+    description: str,
+    quick: str = "",
+    cached: str = "the converted model",
+    memory: int | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with the options of the experiments with this model; --quick if it is described."""
+    """A parser with the options of the experiments with this model.
+
+    --quick if it is described, and --processes if the memory of one, in GB, is given.
+    """
     result = experiment.parser(name, description)
     if quick:
         result.add_argument("--quick", action="store_true", help=quick)
@@ -329,4 +336,9 @@ def model_parser(
         "--cache", type=Path, default=cache_folder(), metavar="FOLDER",
         help=f"for {cached} (%(default)s)",
     )  # fmt: skip
+    if memory is not None:
+        result.add_argument(
+            "--processes", type=experiment.positive, default=2, metavar="COUNT",
+            help=f"each of one thread, and with up to {memory} GB (%(default)s)",
+        )  # fmt: skip
     return result

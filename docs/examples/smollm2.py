@@ -317,14 +317,10 @@ def measured(
 def main(arguments: list[str] | None = None) -> None:
     import smollm2_results
 
-    parser = pretrained.model_parser(NAME, __doc__, quick="ten minutes, and no verdict")
+    parser = pretrained.model_parser(NAME, __doc__, memory=8, quick="ten minutes, and no verdict")
     parser.add_argument(
         "--arms", type=arms, metavar="NAME,NAME", help="only these, and those without a law"
     )
-    parser.add_argument(
-        "--processes", type=experiment.positive, default=2, metavar="COUNT",
-        help="each of one thread, and with up to 8 GB (%(default)s)",
-    )  # fmt: skip
     options = parser.parse_args(arguments)
     size, name = (QUICK, f"{NAME}-quick") if options.quick else (FULL, NAME)
     size = size._replace(arms=options.arms or size.arms)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import experiment
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,39 @@ class Encoder(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, lambda *heads, i=i: attend(i, *heads))
         return self.norm(x)
+
+
+def descend(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    steps: int,
+    rate: float,
+    *,
+    least: float,
+    weight_decay: float,
+) -> None:
+    """Steps of AdamW with clipped gradients. `loss` is called for each.
+
+    The rate rises in the first twentieth of the steps, and falls to the part `least` of it.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay)
+    warm = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warm, max(least, 1 - i / steps))
+    )
+    for _ in range(steps):
+        value = loss()
+        optimizer.zero_grad()
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        experiment.advance()
+
+
+def loss_of_next(logits: Tensor, tokens: Tensor) -> Tensor:
+    """−log p of each token but the first, in the mean, from logits (count, n − 1, ·)."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def attention_with(laws: Laws) -> Attend:

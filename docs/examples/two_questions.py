@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import experiment
 import torch
-from max_retrieval import BATCH, CLASSES, LONGEST, RATE, SHORTEST, WIDTH, Heads, perceptron
+from max_retrieval import CLASSES, LONGEST, WIDTH, Heads, perceptron, trained
 from torch import Tensor, nn
 from trained_laws import modules
 
@@ -103,17 +102,4 @@ class Reader(nn.Module):
 
 
 def train(arm: str, heads: int, seed: int, steps: int) -> Reader:
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    model = Reader(arm, heads)
-    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
-        n = torch.randint(SHORTEST, LONGEST + 1, (), generator=generator)
-        sample = draw(BATCH, int(n), generator)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(sample), sample.answer).backward()
-        optimizer.step()
-        schedule.step()
-        experiment.advance()
-    return model
+    return trained(lambda: Reader(arm, heads), draw, seed, steps)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 
@@ -19,6 +20,38 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Jobs of experiments run in this process. The fixture is the list of those that were run."""
+    import experiment
+
+    found: list = []
+
+    def run(work: Callable, jobs: list, *_: int) -> list:
+        found.extend(jobs)
+        return [work(job) for job in jobs]
+
+    monkeypatch.setattr(experiment, "run", run)
+    return found
+
+
+@pytest.fixture
+def random_packages(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """The pool of packages, whose texts are random bytes."""
+    import from_scratch
+    import key_dimension
+    import package_texts
+
+    rng = np.random.default_rng(0)
+    found = {
+        f"p{i:02}": {x: rng.integers(0, 256, 2000).astype(np.uint8) for x in package_texts.KINDS}
+        for i in range(16)
+    }
+    for module in (package_texts, from_scratch, key_dimension):
+        monkeypatch.setattr(module, "pool", lambda: found)
+    return found
 
 
 @pytest.fixture

@@ -265,23 +265,15 @@ class TestArms:
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(monkeypatch, started):
     """Small sizes, and runs in this process. Returns the jobs that were run."""
     for module, names in {
         col: {"QUICK": SETTINGS, "CONSTANTS": (1.0, 3.0)},
         max_retrieval: {"BATCH": 4},
-        two_questions: {"BATCH": 4},
         recall_causal: {"TOKENS": 128},
     }.items():
         for name, size in names.items():
             monkeypatch.setattr(module, name, size)
-    started = []
-
-    def run(work, jobs, steps):
-        started.extend(jobs)
-        return [work(job) for job in jobs]
-
-    monkeypatch.setattr(experiment, "run", run)
     return started
 
 

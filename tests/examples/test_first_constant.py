@@ -48,17 +48,10 @@ def test_best_constant(model, monkeypatch, tmp_path):
 
 
 @pytest.mark.nightly
-def test_command(monkeypatch, forget, tmp_path):
+def test_command(started, monkeypatch, forget, tmp_path):
     """Finished runs are not repeated. A lost one is, and gives the same."""
     monkeypatch.setattr(fc, "QUICK", SETTINGS)
     monkeypatch.setattr(first, "STEPS", 2)
-    started = []
-
-    def run(work, jobs, steps):
-        started.extend(jobs)
-        return [work(job) for job in jobs]
-
-    monkeypatch.setattr(experiment, "run", run)
 
     def command():
         fc.main(["--quick", "--output", str(tmp_path)])

@@ -19,16 +19,9 @@ SETTINGS = fs.Settings(16, 2, 4, 1e-3, (128, 256), 4)
 
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch):
-    """Packages of random bytes."""
-    rng = np.random.default_rng(0)
-    found = {
-        f"p{i:02}": {kind: rng.integers(0, 256, 2000).astype(np.uint8) for kind in fs.KINDS}
-        for i in range(16)
-    }
-    for module in (fs, package_texts):
-        monkeypatch.setattr(module, "pool", lambda: found)
-    return found
+def pool(random_packages):
+    """The texts are of packages of random bytes."""
+    return random_packages
 
 
 def new(arm, seed=3):
@@ -146,20 +139,12 @@ class TestModel:
 
 class TestRun:
     @pytest.fixture
-    def started(self, monkeypatch):
+    def tiny(self, monkeypatch):
         monkeypatch.setattr(fs, "QUICK", SETTINGS)
         monkeypatch.setattr(fs, "CONSTANTS", (1.0, 2.0))
-        found = []
-
-        def run(work, jobs, steps):
-            found.extend(jobs)
-            return [work(job) for job in jobs]
-
-        monkeypatch.setattr(experiment, "run", run)
-        return found
 
     @pytest.mark.nightly
-    def test_command(self, started, forget, tmp_path, capsys):
+    def test_command(self, tiny, started, forget, tmp_path, capsys):
         """Finished runs are not repeated. A lost one is, and gives the same."""
 
         def command():

@@ -10,21 +10,13 @@ pytest.importorskip("matplotlib")
 
 import experiment  # noqa: E402
 import key_dimension as kd  # noqa: E402
-import package_texts  # noqa: E402
 
 SETTINGS = kd.Settings(16, 2, 512, 1e-3, (128, 256), 4)
 
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch):
-    """Packages of random bytes."""
-    rng = np.random.default_rng(0)
-    found = {
-        f"p{i:02}": {kind: rng.integers(0, 256, 2000).astype(np.uint8) for kind in kd.KINDS}
-        for i in range(16)
-    }
-    for module in (kd, package_texts):
-        monkeypatch.setattr(module, "pool", lambda: found)
+def _texts(random_packages):
+    """The texts are of packages of random bytes."""
 
 
 def test_model():
@@ -43,16 +35,9 @@ def test_model():
 
 
 @pytest.mark.nightly
-def test_command(monkeypatch, forget, tmp_path):
+def test_command(started, monkeypatch, forget, tmp_path):
     """Finished runs are not repeated. A lost one is, and gives the same."""
     monkeypatch.setattr(kd, "QUICK", SETTINGS)
-    started = []
-
-    def run(work, jobs, steps):
-        started.extend(jobs)
-        return [work(job) for job in jobs]
-
-    monkeypatch.setattr(experiment, "run", run)
 
     def command():
         kd.main(["--quick", "--output", str(tmp_path)])

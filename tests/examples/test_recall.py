@@ -17,12 +17,11 @@ LAST = -1
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(monkeypatch, started):
     """Small sizes, and runs in this process."""
     sizes = {"LENGTHS": (64, 128), "CALIBRATED": (64, 128), "TESTS": 2, "BATCH": 4}
     for name, size in (sizes | {"STEPS": 10, "EARLY": 2}).items():
         monkeypatch.setattr(recall, name, size)
-    monkeypatch.setattr(experiment, "run", lambda work, jobs, steps: [work(job) for job in jobs])
 
 
 @pytest.fixture(scope="module")
