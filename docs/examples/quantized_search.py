@@ -216,14 +216,16 @@ def million(count: int) -> dict[str, float]:
     for start in range(0, count, part):
         x = rng.standard_normal((min(part, count - start), 384), np.float32)
         begun = time.perf_counter()
-        codes[start : start + part], scales[start : start + part] = f.encode(x)[:2]
+        encoded = f.encode(x)
+        codes[start : start + part], scales[start : start + part] = encoded.codes, encoded.scales
         seconds += time.perf_counter() - begun
     q = rng.standard_normal((100, 384), np.float32)
     begun = time.perf_counter()
     best = np.full((len(q), NEIGHBORS), -np.inf, np.float32)
+    vectors = jl.QuantizedVectors(codes, scales, f)
     for start in range(0, count, part):
-        rows = jl.QuantizedVectors(codes[start : start + part], scales[start : start + part], f)
-        best = np.sort(np.concatenate((best, f.inner(q, rows)), axis=1))[:, -NEIGHBORS:]
+        scores = f.inner(q, vectors[start : start + part])
+        best = np.sort(np.concatenate((best, scores), axis=1))[:, -NEIGHBORS:]
     return {
         "vectors": count, "bytes": codes.nbytes + scales.nbytes, "floats": 4 * 384 * count,
         "peak": peak() - before, "encode": seconds, "search": time.perf_counter() - begun,

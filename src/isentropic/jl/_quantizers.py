@@ -10,7 +10,8 @@ each round, numbers are scaled by a power of two and rounded again. What this ad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from isentropic._namespace import (
 )
 from isentropic._numerics import quietly
 from isentropic._products import product
+from isentropic._pytrees import Node
 from isentropic._rows import Coded, Rows
 from isentropic.jl._codebooks import codebook
 from isentropic.jl._draws import (
@@ -333,15 +335,12 @@ class SignQuantizer(Quantizer):
         return encode
 
 
-class _VectorArrays(NamedTuple):
-    codes: Array
-    scales: Array
-    quantizer: Any
-
-
-@equal_by_value
-class QuantizedVectors(_VectorArrays, Coded):
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedVectors(Node, Coded):
     """Vectors (..., d) as packed codes, as `Quantizer.encode` makes them.
+
+    They are indexed as an array (...) of vectors: ``vectors[:10]`` are the first ten, and
+    ``len(vectors)`` is the length of the first axis. They are a pytree in JAX and PyTorch.
 
     Attributes
     ----------
@@ -358,13 +357,31 @@ class QuantizedVectors(_VectorArrays, Coded):
 
     >>> import numpy as np
     >>> from isentropic import jl
-    >>> codes, scales, f = jl.quantizer(8, 4, rng=0).encode(np.ones((3, 8)))
-    >>> again = jl.QuantizedVectors(codes, scales, jl.quantizer(8, 4, rng=0))
-    >>> bool((f.decode(again) == f.decode(jl.QuantizedVectors(codes, scales, f))).all())
+    >>> vectors = jl.quantizer(8, 4, rng=0).encode(np.ones((3, 8)))
+    >>> jl.QuantizedVectors(vectors.codes, vectors.scales, jl.quantizer(8, 4, rng=0)) == vectors
     True
+    >>> vectors[1:]
+    QuantizedVectors(<(2,) of 8 features, 4 bits>)
     """
 
-    __slots__ = ()
+    codes: Array
+    scales: Array
+    quantizer: Quantizer
+    _argument = "vectors"
+
+    def __getitem__(self, index: Any) -> QuantizedVectors:
+        parts = index if isinstance(index, tuple) else (index,)
+        parts = parts if any(x is ... for x in parts) else (*parts, ...)
+        # The last axis of the codes is that of their bytes.
+        return replace(self, codes=self.codes[(*parts, slice(None))], scales=self.scales[parts])
+
+    def __len__(self) -> int:
+        if self.scales.ndim < 1:
+            raise TypeError("len() of a single vector, which has no axis but that of its features")
+        return self.scales.shape[0]
+
+    def __iter__(self) -> Iterator[QuantizedVectors]:
+        return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
         shape, f = tuple(self.scales.shape), self.quantizer
@@ -392,26 +409,26 @@ class _CodedRows(Rows):
         self.vectors = vectors
         self.shape = (*vectors.scales.shape, vectors.quantizer.map.n_components)
         self.dtype = vectors.scales.dtype
-        self.arrays = tuple(leaves_of(vectors))
+        self.arrays = vectors.arrays
 
     def __getitem__(self, index: Any) -> _CodedRows:
-        codes, scales, quantizer = self.vectors
-        return _CodedRows(QuantizedVectors(codes[index], scales[index], quantizer))
+        return _CodedRows(self.vectors[index])
 
     def block(self, block: Block) -> Array:
-        codes, scales, quantizer = self.vectors
+        codes, scales = self.vectors.codes, self.vectors.scales
         xp = namespace(codes=codes)
-        return quantizer._coordinates(xp, take(codes, block, -2), take(scales, block, -1))
+        rows = take(codes, block, -2), take(scales, block, -1)
+        return self.vectors.quantizer._coordinates(xp, *rows)
 
     def without_gradient(self) -> _CodedRows:
         xp = namespace(scales=self.vectors.scales)
-        return _CodedRows(self.vectors._replace(scales=without_gradient(xp, self.vectors.scales)))
+        return _CodedRows(replace(self.vectors, scales=without_gradient(xp, self.vectors.scales)))
 
     def finite(self) -> tuple[_CodedRows, Array]:
         xp = namespace(scales=self.vectors.scales)
         is_finite = xp.isfinite(self.vectors.scales)
         scales = xp.where(is_finite, self.vectors.scales, 0.0)
-        return _CodedRows(self.vectors._replace(scales=scales)), is_finite
+        return _CodedRows(replace(self.vectors, scales=scales)), is_finite
 
 
 @takes_rng

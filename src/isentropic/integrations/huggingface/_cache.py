@@ -98,7 +98,7 @@ class _QuantizedLayer(DynamicLayer):
         exact = super().update(key_states, value_states, *args, **kwargs)
         whole = exact
         if self.older:
-            decoded = (x.quantizer.decode(x) for x in self.older)
+            decoded: Any = (x.quantizer.decode(x) for x in self.older)
             whole = tuple(
                 torch.cat((a.to(b.dtype), b), -2) for a, b in zip(decoded, exact, strict=True)
             )
@@ -147,5 +147,5 @@ class _QuantizedLayer(DynamicLayer):
 
 
 def _joined(a: QuantizedVectors, b: QuantizedVectors) -> QuantizedVectors:
-    codes, scales = (torch.cat(parts, 2) for parts in zip(a[:2], b[:2], strict=True))
+    codes, scales = (torch.cat(x, 2) for x in ((a.codes, b.codes), (a.scales, b.scales)))
     return QuantizedVectors(codes, scales, a.quantizer)
