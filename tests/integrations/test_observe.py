@@ -124,8 +124,8 @@ class TestMultiheadAttention:
 class Attention(nn.Module):
     """Attention of a user: rows of the input are queries, keys and values of every head."""
 
-    def forward(self, x, **options):
-        announce_attention(self, x, x, **options)
+    def forward(self, x, law=None, **options):
+        announce_attention(self, x, x, law=law, **options)
         return x
 
 

@@ -647,7 +647,7 @@ def announce_attention(
     query: Tensor,
     key: Tensor,
     *,
-    law: Law | None = None,
+    law: Law | None,
     counted: Tensor | None = None,
     **options: Any,
 ) -> None:
@@ -661,7 +661,8 @@ def announce_attention(
     key : tensor (B, G, S, E)
         G divides H.
     law : Law or None
-        The law that the module applies.
+        The law that the module applies, None for the standard scale. It has no default, because
+        `isentropic.attention` has another one than PyTorch's attention.
     counted : boolean tensor broadcastable to (B, H, L), optional
         False for queries that are padding.
     **options
@@ -680,7 +681,7 @@ def announce_attention(
     >>> from isentropic.integrations.torch import announce_attention, observe
     >>> class Attention(torch.nn.Module):
     ...     def forward(self, x):
-    ...         announce_attention(self, x, x, is_causal=True)
+    ...         announce_attention(self, x, x, law=None, is_causal=True)
     ...         return scaled_dot_product_attention(x, x, x, is_causal=True)
     >>> model = Attention()
     >>> with observe(model) as observer:
