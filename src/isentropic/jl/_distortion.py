@@ -170,12 +170,13 @@ class DistortionReport:
             rate, low, high = self.failure_rate(eps)
             interval = "" if low == high else f"  [{100 * low:.3g}, {100 * high:.3g}] % at 95 %"
             lines.append(f"{eps:>8}: {100 * rate:.3g} %{interval}")
-        eps = _dimensions.eps(max(self.n_points, 2), self.n_components, delta=0.01)
-        guarantee = f"within {eps:.3g}" if eps < 1 else "within no eps below 1"
-        lines.append(
-            f"A Gaussian map to {self.n_components} dimensions keeps them all {guarantee} "
-            "with probability 99 %."
-        )
+        if self.n_components < self.n_features:  # for others, such as quantizers, it says nothing
+            eps = _dimensions.eps(max(self.n_points, 2), self.n_components, delta=0.01)
+            guarantee = f"within {eps:.3g}" if eps < 1 else "within no eps below 1"
+            lines.append(
+                f"A Gaussian map to {self.n_components} dimensions keeps them all {guarantee} "
+                "with probability 99 %."
+            )
         return "\n".join(lines)
 
 
