@@ -23,6 +23,7 @@ PLACE = re.compile(r"(<!-- ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 PAGES = {
     "README.md": "numbers_in_text.readme",
     "docs/index.md": "numbers_in_text.overview",
+    "docs/train-with-a-law.md": "numbers_in_text.train_with_a_law",
     "docs/performance.md": "numbers_in_text.performance",
     "docs/how-to/reduce-dimension.md": "numbers_in_text.reduce_dimension",
     "docs/how-to/rotate.md": "numbers_in_text.rotate",
