@@ -310,8 +310,8 @@ def picture(results: dict[str, Any]) -> Figure:
             ax.errorbar(found.mean, at, xerr=found.high - found.mean, fmt="o", color=color)
         ax.axvline(0, color="gray", lw=0.8)
         ax.set_title(f"{task}, n = {results['lengths'][task][-1]}", fontsize=10)
-    axes[0].set_yticks(range(len(arms)), reversed(arms))
-    figure.supxlabel("points of accuracy above O × c (bar: 95 % interval)")
+    axes[0].set_yticks(range(len(arms)), map(experiment.spelled, reversed(arms)))
+    figure.supxlabel("points of accuracy above standard × c (bar: 95 % interval)")
     return figure
 
 

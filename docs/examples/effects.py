@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-from experiment import Decision, table
+from experiment import Decision, spelled, table
 from matplotlib.figure import Figure
 
 DILUTION, POSITIONS, NOTHING = "dilution", "positions", "nothing"
@@ -66,7 +66,8 @@ def forest(effects: Sequence[Effect]) -> Figure:
     ax.set_xscale("symlog", linthresh=1, linscale=1)
     ticks = (-30, -10, -3, -1, 0, 1, 3, 10, 30)
     ax.set_xticks(ticks, [f"{x:+d}" if x else "0" for x in ticks])
-    labels = [x if isinstance(x, str) else f"{x.arm}, against {x.other}" for x in reversed(rows)]
+    names = [x if isinstance(x, str) else f"{x.arm}, against {x.other}" for x in reversed(rows)]
+    labels = list(map(spelled, names))
     ax.set_yticks(range(len(labels)), labels, fontsize=8)
     for label, row in zip(ax.get_yticklabels(), reversed(rows), strict=True):
         label.set_fontweight("bold" if isinstance(row, str) else "normal")

@@ -244,21 +244,29 @@ def picture(results: dict[str, Any]) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained", sharey=True)
     lengths = results["lengths"]
     for i, name in enumerate(LAWS):
+        scale = name.replace("O", "standard").replace("E", "log n")
         values = results["start"]["normal"][name]
-        left.plot(lengths, values, "o", color=f"C{i}", label=f"{name}, measured")
-        left.plot(lengths, results["gaussian"][name], color=f"C{i}", label=f"{name}, theory")
-    left.plot(*zip(*CLAIMED_AT_START.items(), strict=True), "x:", color="C0", label="O, claimed")
-    left.plot([64, 1024], [2.24, 2.24], "x:", color="C2", label="E, claimed")
+        left.plot(lengths, values, "o", color=f"C{i}", label=f"{scale}, measured")
+        left.plot(lengths, results["gaussian"][name], color=f"C{i}", label=f"{scale}, theory")
+    left.plot(*zip(*CLAIMED_AT_START.items(), strict=True), "x:", color="C0", label="standard, claimed")
+    left.plot([64, 1024], [2.24, 2.24], "x:", color="C2", label="log n, claimed")
     left.set_title("at initialization", fontsize=10)
     models = {**results["trained"], "claimed": CLAIMED_TRAINED}
     for i, (title, model) in enumerate(models.items()):
         style = ":" if model is CLAIMED_TRAINED else "-"
-        right.plot(model["lengths"], model["O"], "o" + style, color=f"C{i}", label=f"{title}: O")
-        right.plot(model["lengths"], model["E"], "s" + style, color=f"C{i}", mfc="white", label="E")
+        right.plot(model["lengths"], model["O"], "o" + style, color=f"C{i}", label=f"{title}: standard")
+        right.plot(
+            model["lengths"],
+            model["E"],
+            "s" + style,
+            color=f"C{i}",
+            mfc="white",
+            label="trained with log n",
+        )
     right.set_title("trained", fontsize=10)
     for ax in (left, right):
         shown = np.geomspace(32, 8192, 50)
-        ax.plot(shown, np.log(shown), color="gray", linewidth=0.8, label="log n")
+        ax.plot(shown, np.log(shown), color="gray", linewidth=0.8, label="uniform attention")
         ax.set_xscale("log", base=2)
         ax.set_xlabel("keys n")
         ax.legend(fontsize=8, loc="upper left")

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -317,6 +318,11 @@ def plot_intervals(axes: Any, x: Sequence[float], found: Sequence[Decision], **s
     """Plot the mean of each decision as a dot, with its interval."""
     halves = [one.high - one.mean for one in found]
     axes.errorbar(x, [one.mean for one in found], halves, **{"fmt": "o"} | style)
+
+
+def spelled(arm: str) -> str:
+    """The name of an arm for a picture: O is the standard scale, and E has log n in training too."""
+    return re.sub(r"\bE\b", "trained with log n", re.sub(r"\bO\b", "standard", arm))
 
 
 def length_axis(axes: Any, lengths: Sequence[int], label: str) -> None:

@@ -357,7 +357,7 @@ def picture(results: dict[str, Any]) -> Figure:
             ax.plot(results["lengths"], seed, "o-", color=f"C{i}", alpha=0.5, markersize=4)
         ax.axhline(50, color="gray", linewidth=0.8, linestyle=":")
         experiment.length_axis(ax, results["lengths"][::2], "tokens")
-        ax.set_title(arm, fontsize=10)
+        ax.set_title(experiment.spelled(arm), fontsize=8)
     axes[0].set_ylabel("accuracy in % (a line per seed)")
     return figure
 

@@ -205,16 +205,16 @@ def report(results: dict[str, Any]) -> str:
 
 def picture(results: dict[str, Any]) -> Figure:
     """Plot the accuracy of each seed, and the mean with its interval, for each arm."""
-    figure, ax = plt.subplots(figsize=(6, 2.6), layout="constrained")
+    figure, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
     for at, arm in enumerate(reversed(ARMS)):
         found = accuracies(results, arm)
         places = [at + 0.3 * (i / len(found) - 0.5) for i in range(len(found))]
         ax.plot(found, places, ".", color="gray", alpha=0.4, markersize=3)
         mean = decide(found, 0)
         ax.errorbar(mean.mean, at, xerr=mean.high - mean.mean, fmt="o", color="C0")
-    ax.set_yticks(range(len(ARMS)), reversed(ARMS))
-    label = "bar: 95 % interval of the mean; a dot for each model"
-    ax.set_xlabel(f"accuracy in % at n = {results['length']} ({label})")
+    ax.set_yticks(range(len(ARMS)), map(experiment.spelled, reversed(ARMS)))
+    label = "gray: each model; blue: the mean and its 95 % interval"
+    ax.set_xlabel(f"accuracy in % at n = {results['length']}\n({label})")
     return figure
 
 

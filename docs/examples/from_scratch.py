@@ -329,7 +329,7 @@ def picture(results: dict[str, Any]) -> Figure:
             ax.errorbar(found.mean, at, xerr=found.high - found.mean, fmt="o", color=color)
         ax.axvline(0, color="gray", lw=0.8)
         ax.set_title(f"{positions}, n = {results['lengths'][-1]}", fontsize=10)
-    axes[0].set_yticks(range(len(arms)), reversed(arms))
+    axes[0].set_yticks(range(len(arms)), map(experiment.spelled, reversed(arms)))
     figure.supxlabel(f"gain over {other}, in nats per byte (bar: 95 % interval)")
     return figure
 

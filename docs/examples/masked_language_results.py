@@ -247,21 +247,30 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 def picture(results: dict[str, Any]) -> Figure:
     """Plot accuracy and mean entropy against length."""
     lengths = results["lengths"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5.4), layout="constrained")
     for i, arm in enumerate(results["arms"]):
         values = np.asarray(seeds_of(results, arm, "accuracy"))
         style = "--" if "ReRoPE" in arm else "-"
-        left.plot(lengths, values.mean(axis=1), "o" + style, color=f"C{i}", label=arm)
+        left.plot(
+            lengths, values.mean(axis=1), "o" + style, color=f"C{i}", label=experiment.spelled(arm)
+        )
         left.fill_between(lengths, values.min(axis=1), values.max(axis=1), color=f"C{i}", alpha=0.15)
         entropy = layers_of(results, arm).mean(axis=1)
         right.plot(lengths, entropy, "o" + style, color=f"C{i}")
     for (arm, values), style in zip(PUBLISHED.items(), ("s:", "D:"), strict=True):
-        left.plot(LENGTHS, values, style, color="gray", label=f"Su 2021: {arm}", markersize=4)
+        left.plot(
+            LENGTHS,
+            values,
+            style,
+            color="gray",
+            label=f"Su 2021: {experiment.spelled(arm)}",
+            markersize=4,
+        )
     left.axhline(results["constant"]["accuracy"], color="k", linewidth=0.8, label="most frequent byte")
-    right.plot(lengths, np.log(lengths), color="gray", linewidth=0.8, label="log n")
+    right.plot(lengths, np.log(lengths), color="gray", linewidth=0.8, label="uniform attention")
     for ax in (left, right):
         experiment.length_axis(ax, lengths, "bytes of context")
     left.set_ylabel("accuracy in % (band: all seeds)")
     right.set_ylabel("mean attention entropy in nats")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=6)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     return figure

@@ -230,7 +230,7 @@ def picture(results: dict[str, Any]) -> Figure:
     figure, axes = plt.subplots(2, len(tasks), figsize=(10, 6.4), sharex=True, layout="constrained")
     for (above, below), task in zip(axes.T, tasks, strict=True):
         for i, arm in enumerate(ARMS):
-            style: dict[str, Any] = {"color": f"C{i}", "label": arm}
+            style: dict[str, Any] = {"color": f"C{i}", "label": experiment.spelled(arm)}
             if arm == "ideal":
                 style |= {"color": "k", "linestyle": "--", "marker": ""}
             for ax, what in ((above, "loss"), (below, "factor")):
