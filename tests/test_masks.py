@@ -73,9 +73,17 @@ def _examples(backend):
             & (oracles.packed(STARTS, KEY_STARTS, 1, 0) | ~oracles.packed(STARTS, KEY_STARTS, right=0))
             & (keys <= rows + 6),
         ),
+        "packed-offset": (
+            masks.packed(STARTS, KEY_STARTS) & masks.causal(1),
+            oracles.packed(STARTS, KEY_STARTS) & (keys <= rows + 1),
+        ),
         "packed-window": (
             masks.packed(f(np.asarray(STARTS)), f(np.asarray(KEY_STARTS))) & masks.window(2, 1),
             oracles.packed(STARTS, KEY_STARTS, 2, 1),
+        ),
+        "packed-windows": (
+            masks.packed(STARTS, KEY_STARTS) & masks.window(1, 2) & masks.window(2, 0),
+            oracles.packed(STARTS, KEY_STARTS, 1, 0),
         ),
         "others": (~masks.window(0), ~oracles.band(6, 9, 0, 0)),
         "before": (masks.causal() & ~masks.window(0), keys < rows + 3),
@@ -105,7 +113,7 @@ STARTS, KEY_STARTS = (0, 2, 2, 6), (0, 4, 5, 9)
 NAMES = [
     "array", "array-or", "before", "both", "causal", "causal-0", "causal-offsets", "either", "nested",
     "not-array", "not-both", "others", "own", "packed", "packed-causal", "packed-nested",
-    "packed-window", "padding", "padding-left", "padding-lengths", "segments", "segments-query", "window", "window-far", "window-left", "window-right",
+    "packed-offset", "packed-window", "packed-windows", "padding", "padding-left", "padding-lengths", "segments", "segments-query", "window", "window-far", "window-left", "window-right",
 ]  # fmt: skip
 
 
