@@ -79,6 +79,18 @@ class TestReferences:
             np.testing.assert_allclose(a, b, atol=1e-4)
         np.testing.assert_array_equal(got.output()[7:], 0)
 
+    def test_rows_that_see_their_last_key_early(self, tiles, tried, rng):
+        """A tile in which a row sees no key leaves alone what its sums are relative to."""
+        q, k = rng.normal(size=(2, 13, 4)).astype("float32")
+        q[:, 0], k[:, 0] = 1.0, 60.0
+        mask = (np.arange(13) < 5) == (np.arange(13)[:, None] % 2 == 0)  # odd rows see the others
+        got, wanted = (
+            it.attention_state(q, k, mask=mask, law=None, scale=1.0, implementation=name)
+            for name in ("numpy_tiles", "generic")
+        )
+        assert set(tried) == {"given", "first"}
+        np.testing.assert_allclose(got.log_normalizer(), wanted.log_normalizer(), rtol=1e-5)
+
     def test_hidden_logits_that_overflow(self, small_blocks):
         q, k = np.asarray([[0.0, 0.0], [1e20, 1e20]], "float32"), np.full((2, 2), 1e20, "float32")
         mask = np.asarray([[True, False], [False, False]])
@@ -352,6 +364,7 @@ def test_causal_blocks_of_several_parts(
         ((2, 8), {"q": float("nan")}, {"is_causal": True}, True),
         ((2, 8), {"key_heads": 4}, {"enable_gqa": True, "softcap": 3.0}, True),
         ((2, 9), {"key_heads": 3}, {"enable_gqa": True, "is_causal": True}, False),
+        ((2, 6), {"key_heads": 2}, {"enable_gqa": True}, False),
         ((2, 8), {"key_heads": 1}, {"mask": it.masks.window(3), "law": it.laws.LogLength(4)}, True),
         ((2, 8), {}, {"mask": np.tri(6, dtype=bool)[None, None]}, False),
         ((40, 2), {}, {"bias": np.arange(6.0)[None, :, None] + np.ones((2, 1, 6))}, True),
