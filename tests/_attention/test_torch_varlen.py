@@ -81,6 +81,13 @@ def test_output(calls, rng, mask, batch, is_square):
     torch.testing.assert_close(got, exact.half(), rtol=4e-3, atol=4e-3)
 
 
+def test_a_window_of_more_keys_than_there_are_queries(calls, rng):
+    q, k = arrays(rng, (3, 8), (37, 8))
+    sequences = masks.packed(torch.tensor([0, 1, 3]), torch.tensor([0, 20, 37]))
+    got, exact = compared(q, k, k, mask=sequences & masks.window(9), law=None)
+    torch.testing.assert_close(got, exact.half(), rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_grouped_heads(calls, rng, dtype):
     q, k, v = arrays(rng, (2, 6, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16), dtype=dtype)
