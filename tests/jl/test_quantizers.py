@@ -82,6 +82,21 @@ class TestErrors:
         assert (np.abs(estimates.mean(0) - slope * np.asarray([0.0, 0.5, 0.9])) < 3.5 * error).all()
         assert estimates[:, 0].std() == pytest.approx(expected.inner, rel=0.08)
 
+    def test_inner_products_in_few_dimensions(self, rng):
+        d, found, f = 8, [], None
+        for seed in range(400):
+            f = it.jl.quantizer(d, 1, rng=seed)
+            x = np.linalg.qr(rng.normal(size=(d, d)))[0].astype(np.float32)
+            found.append(f.inner(x, f.encode(x))[~np.eye(d, dtype=bool)])
+        assert np.std(found) == pytest.approx(f.expected_error().inner, rel=0.03)
+
+    @pytest.mark.parametrize("d", [1, 2])
+    def test_signs_in_few_dimensions(self, d, rng):
+        x = rng.normal(size=(20, d)).astype(np.float32)
+        maps = [it.jl.quantizer(d, 1, kind="sign", n_components=3, rng=seed) for seed in range(2000)]
+        found = np.mean([relative_error(f, x).mean() for f in maps])
+        assert found == pytest.approx(maps[0].expected_error().squared, rel=0.06)
+
     def test_more_signs_miss_less(self, rng):
         x, d = rng.normal(size=(200, 32)).astype(np.float32), 32
         for k in (32, 320):
