@@ -214,6 +214,11 @@ class TestValues:
         np.testing.assert_allclose(i.mean(), n * 2 / 3, rtol=0.01)
 
     @pytest.mark.host
+    def test_sampled_pairs_are_different_ones(self):
+        i, j = _distortion._sample_pairs(10 * 9 // 2, 44, 0)
+        assert len(set(zip(i.tolist(), j.tolist(), strict=True))) == 44
+
+    @pytest.mark.host
     def test_memory(self, rng):
         import tracemalloc
 
