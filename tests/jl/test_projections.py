@@ -367,6 +367,11 @@ class TestHadamard:
         np.testing.assert_allclose(f(x, axis=1), f.matrix() @ x, atol=1e-11)
         np.testing.assert_allclose(f(x[..., 0]), x[..., 0] @ f.matrix().T, atol=1e-11)
 
+    def test_adjoint_of_infinite_numbers(self):
+        f = it.jl.hadamard_projection(24, 8, rng=5)
+        y = np.where(np.eye(8) > 0, np.inf, 0.0)
+        np.testing.assert_array_equal(f.adjoint(y), np.sign(f.matrix()) * np.inf)
+
     def test_one_hot_keeps_its_length(self):
         for d in (64, 768, 100):
             y = it.jl.hadamard_projection(d, 10, rng=0)(np.eye(d))
