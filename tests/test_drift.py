@@ -293,6 +293,13 @@ class TestFit:
         group = np.concatenate([seen[np.rint(2 * np.log2(seen)) == 7] for seen in n])
         assert np.isclose(lengths, np.exp(np.log(group).mean())).any()
 
+    def test_queries_are_counted_in_the_layer_that_has_most(self):
+        recorder = drift.Recorder("samples")
+        for layer, counts in enumerate(((3, 4), (5, 2))):
+            for n, count in zip((10, 20), counts, strict=True):
+                recorder.add(layer, n, [np.ones((1, count))])
+        np.testing.assert_array_equal(recorder.report().counts, [5, 4])
+
 
 @pytest.mark.host
 class TestCalibrationReport:
