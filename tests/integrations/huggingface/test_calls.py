@@ -163,7 +163,8 @@ class TestValues:
     def test_encoders(self, reference, base):
         torch.manual_seed(7)
         sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-        bert = transformers.BertConfig(**sizes, num_hidden_layers=2, initializer_range=0.3)
+        sizes |= {"initializer_range": 0.3}
+        bert = transformers.BertConfig(**sizes, num_hidden_layers=2)
         windows = {"local_attention": 6, "global_attn_every_n_layers": 2}
         modern = transformers.ModernBertConfig(**sizes, num_hidden_layers=2, pad_token_id=0, **windows)
         for config in (bert, modern):
