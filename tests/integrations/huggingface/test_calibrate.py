@@ -28,9 +28,17 @@ class Collector:
         self.rows.append((*row, weight))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "T5"])
-def test_some_queries_are_those_of_all(name, monkeypatch):
-    """With causal masks, windows, padding and the biases of T5."""
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Llama", {}),
+        ("Gemma3", {}),
+        ("T5", {}),
+        ("Mistral", {"laws": laws.LogLength(4), "count": "positions"}),
+    ],
+)
+def test_some_queries_are_those_of_all(name, options, monkeypatch):
+    """With causal masks, windows, padding, the biases of T5, and laws of positions."""
     inputs = batch("left", length=24)
     model = decoder(name) if name != "T5" else encoder_decoder("T5")
     if name == "T5":
@@ -38,7 +46,8 @@ def test_some_queries_are_those_of_all(name, monkeypatch):
 
     def measured(most):
         monkeypatch.setattr(drift, "_MOST_QUERIES", most)
-        return _measure._measure(model, [inputs], Collector(), {}, False).rows
+        given = {"laws": {}, "label": False} | options
+        return _measure._measure(model, [inputs], Collector(), **given).rows
 
     for (_, n, entropies, counted, _), some in zip(measured(24), measured(3), strict=True):
         rows, weight = drift.some_queries((n * counted.any(0)).numpy())
