@@ -4,6 +4,7 @@ import sys
 import tomllib
 import zlib
 from pathlib import Path
+from typing import get_origin
 
 from isentropic import __version__
 
@@ -125,7 +126,13 @@ def skip_fields(app, what, name, obj, skip, options):
     return skip or type(obj).__name__ == "_tuplegetter"
 
 
+def show_bases(app, name, kind, options, bases):
+    """The base classes without the types of their arrays."""
+    bases[:] = [get_origin(x) or x for x in bases if type(x).__name__ != "Generic"] or [object]
+
+
 def setup(app):
+    app.connect("autodoc-process-bases", show_bases)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("config-inited", write_inventories)
     app.connect("builder-inited", write_figures)

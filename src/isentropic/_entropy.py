@@ -32,6 +32,8 @@ from isentropic._checks import (
 )
 from isentropic._namespace import (
     Array,
+    ArrayT,
+    Sliced,
     accumulator,
     common_device,
     isdtype,
@@ -190,13 +192,13 @@ def normalized_entropy(xp: ModuleType, renyi: Array, log_n: Array, order: float,
 
 @quiet_node
 def entropy_from_logits(
-    logits: Array,
+    logits: Sliced[ArrayT],
     *,
     order: float = 1.0,
     family: str = "renyi",
     axis: int = -1,
     mask: Array | None = None,
-) -> Any:
+) -> ArrayT:
     """Entropy of ``softmax(logits)`` along an axis.
 
     Parameters
@@ -268,7 +270,7 @@ def rows_of_logits(xp: ModuleType, logits: Array, axis: int, mask: Array | None)
 
 
 @quiet_node
-def entropy(p: Array, *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> Any:
+def entropy(p: Sliced[ArrayT], *, order: float = 1.0, family: str = "renyi", axis: int = -1) -> ArrayT:
     """Entropy of the distribution `p` along an axis.
 
     `p` is normalized to sum 1. At order 1 it is equivalent to `scipy.stats.entropy`.
@@ -330,7 +332,7 @@ def entropy_of_rows(xp: ModuleType, s: Array, order: float, family: str) -> Arra
 
 
 @quiet_node
-def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
+def cross_entropy(p: Sliced[ArrayT], q: Array, *, axis: int = -1) -> ArrayT:
     """Cross-entropy ``−Σ p log q`` of two distributions along an axis.
 
     Parameters
@@ -364,7 +366,7 @@ def cross_entropy(p: Array, q: Array, *, axis: int = -1) -> Any:
 
 
 @quiet_node
-def kl_divergence(p: Array, q: Array, *, axis: int = -1) -> Any:
+def kl_divergence(p: Sliced[ArrayT], q: Array, *, axis: int = -1) -> ArrayT:
     """Kullback–Leibler divergence ``Σ p log(p/q)`` along an axis.
 
     Equivalent to ``scipy.stats.entropy(p, q)``.
@@ -476,7 +478,7 @@ def _expectation(xp: ModuleType, P: _Distribution, Q: _Distribution, terms: Arra
 
 
 @quiet_node
-def entropy_penalty(entropy: Array, target: float | Array, *, weight: float = 1.0) -> Any:
+def entropy_penalty(entropy: Sliced[ArrayT], target: float | Array, *, weight: float = 1.0) -> ArrayT:
     """Soft constraint ``weight · mean|H − target|²`` for a training loss.
 
     Parameters

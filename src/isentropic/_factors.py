@@ -20,7 +20,15 @@ from isentropic._attention.plan import Arguments, prepare, without_numpy_if_trac
 from isentropic._checks import check_broadcastable, check_floating, check_real, is_array
 from isentropic._entropy import entropy_of_moments, entropy_of_rows, rows_of_logits
 from isentropic._loops import compiled, is_differentiable, is_differentiated, iterate, without_gradient
-from isentropic._namespace import Array, common_device, largest_number, namespace, present
+from isentropic._namespace import (
+    Array,
+    ArrayT,
+    Sliced,
+    common_device,
+    largest_number,
+    namespace,
+    present,
+)
 from isentropic._numerics import (
     clip,
     divide_or_zero,
@@ -43,8 +51,8 @@ _MAX_DISTANCE_RATIO = 1e25
 
 @quiet_node
 def factor_for_entropy(
-    logits: Array, target: float | Array, *, axis: int = -1, mask: Array | None = None
-) -> Any:
+    logits: Sliced[ArrayT], target: float | Array, *, axis: int = -1, mask: Array | None = None
+) -> ArrayT:
     """The factor λ ≥ 0 for which ``softmax(λ · logits)`` has the entropy `target`.
 
     Parameters

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from types import EllipsisType, GenericAlias, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import array_api_compat
 import numpy as np
@@ -38,9 +38,50 @@ class Array(Protocol):
     def __lt__(self, other: Any, /) -> Any: ...
 
 
+if TYPE_CHECKING:
+    from typing import Generic as Generic
+
+    from typing_extensions import TypeVar
+
+    # The type of the arrays in an object. `AttentionState` alone means arrays of any type.
+    A_co = TypeVar("A_co", bound=Array, covariant=True, default=Any)
+    # The type of `like`; without it NumPy's.
+    LikeT = TypeVar("LikeT", bound=Array, default=np.ndarray)
+else:
+    from typing import TypeVar
+
+    A_co, LikeT = TypeVar("A_co", covariant=True), TypeVar("LikeT")
+
+    class Subscripted:
+        """Lets a user write the type of the arrays behind the name of a class."""
+
+        __slots__ = ()
+        __class_getitem__ = classmethod(GenericAlias)
+
+    class Generic:
+        """No base of a NamedTuple. Some trees have a NamedTuple with a second base as a leaf."""
+
+        def __class_getitem__(cls, parameter):
+            return cls()
+
+        def __mro_entries__(self, bases):
+            return () if NamedTuple in bases else (Subscripted,)
+
+
 # A function that takes arrays of this type returns arrays of the same type.
 ArrayT = TypeVar("ArrayT", bound=Array)
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Sliced(Array, Protocol[T_co]):
+    """An array whose slices are of the type T.
+
+    NumPy's types count dimensions. That of a slice does not, and so may have fewer, as results have.
+    """
+
+    def __getitem__(self, key: EllipsisType, /) -> T_co: ...
+
 
 _torch = sys.modules.get("torch")  # if it was imported before this package
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from isentropic._namespace import Array
+from isentropic._namespace import A_co, Array, Generic
 
 
 class Rows:
@@ -35,7 +35,7 @@ class Rows:
         raise NotImplementedError
 
 
-class Coded:
+class Coded(Generic[A_co]):
     """Vectors x that attention takes as keys or values, in place of which it has f(x), a linear map."""
 
     @property

@@ -20,7 +20,7 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
     assert_type(it.attention(x, x, x, mask=x > 0, law=None, scale=0.1, n_keys=ids), np.ndarray)
     packed = masks.causal() & masks.window(8) | masks.segments(ids)
     assert_type(it.attention(x, x, x, mask=packed), np.ndarray)
-    assert_type(it.attention_entropy(x, x, order=2.0, family="tsallis"), Any)
+    assert_type(it.attention_entropy(x, x, order=2.0, family="tsallis"), np.ndarray)
     assert_type(
         it.layers.linear_attention(x, x, x, it.layers.positive_features(8, 64, like=x)), np.ndarray
     )
@@ -29,7 +29,7 @@ def calls(x: np.ndarray, ids: np.ndarray) -> None:
     masks.padding(ids).visible_count(4, 4, like=x).max()
 
     state = it.merge_states(it.attention_state(x, x, x), it.attention_state(x, x))
-    assert_type(state, it.AttentionState)
+    assert_type(state, it.AttentionState[np.ndarray])
     state.output().sum()
 
     assert_type(laws.preset("su"), laws.Law)

@@ -28,7 +28,7 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._entropy import FAMILIES, convert_family, entropy, normalized_entropy, partition
-from isentropic._namespace import Array, imported_torch
+from isentropic._namespace import A_co, Array, ArrayT, Generic, Sliced, imported_torch
 from isentropic._numerics import align, clip, divide_or_zero, quietly
 from isentropic._ops import Ops
 from isentropic._pytrees import Node
@@ -78,7 +78,7 @@ def _constructor(init: Callable[_P, None]) -> Callable[_P, None]:
     return made
 
 
-class AttentionDistribution(Node, Record):
+class AttentionDistribution(Node, Record, Generic[A_co]):
     """The distribution of each query over the keys, ``softmax(law(n) · scale · QKᵀ)``.
 
     Its methods compute what attention computes from this distribution. Their memory is O(L), not
@@ -164,24 +164,24 @@ class AttentionDistribution(Node, Record):
 
     _argument = "distribution"
 
-    query: Any
-    key: Any
-    mask: Any
-    bias: Any
+    query: A_co
+    key: Array | Coded
+    mask: Array | Mask | None
+    bias: Array | None
     is_causal: bool
     scale: float | None
     law: Law | None
-    n_keys: Any
+    n_keys: int | Array | None
     softcap: float | None
-    sinks: Any
+    sinks: Array | None
     enable_gqa: bool
     implementation: str | None
 
     @_constructor
     def __init__(
         self,
-        query: Array,
-        key: Array,
+        query: Sliced[A_co],
+        key: Array | Coded,
         *,
         mask: Array | Mask | None = None,
         bias: Array | None = None,
@@ -211,14 +211,14 @@ class AttentionDistribution(Node, Record):
         )  # fmt: skip
         return f"AttentionDistribution({', '.join(given)})"
 
-    def _arguments(self, value: Array | None = None) -> Arguments:
+    def _arguments(self, value: Array | Coded | None = None) -> Arguments:
         return Arguments(
             self.query, self.key, value, self.mask, self.bias, self.law, self.n_keys, self.sinks,
             self.is_causal, self.scale, self.softcap, self.enable_gqa, self.implementation,
         )  # fmt: skip
 
     @in_one_node(Array)
-    def output(self, value: Array) -> Any:
+    def output(self, value: Sliced[ArrayT] | Coded[ArrayT]) -> ArrayT:
         """The attention output ``Σ p v``, as `attention` computes it.
 
         Parameters
@@ -233,7 +233,7 @@ class AttentionDistribution(Node, Record):
         return output_for(self._arguments(value))
 
     @in_one_node(AttentionState)
-    def state(self, value: Array | None = None) -> AttentionState:
+    def state(self, value: Array | Coded | None = None) -> AttentionState[A_co]:
         """Output, log-normalizer and entropy in one pass, as `attention_state` computes them.
 
         Parameters
@@ -249,7 +249,7 @@ class AttentionDistribution(Node, Record):
         return state_for(self._arguments(value))
 
     @in_one_node(Array)
-    def entropy(self, *, order: float = 1.0, family: str = "renyi", normalized: bool = False) -> Any:
+    def entropy(self, *, order: float = 1.0, family: str = "renyi", normalized: bool = False) -> A_co:
         """The entropy of the weights of each query, as `attention_entropy` computes it.
 
         Parameters
@@ -267,7 +267,7 @@ class AttentionDistribution(Node, Record):
         return entropy_for(self._arguments(), order, family, normalized)
 
     @in_one_node(AttentionStatistics)
-    def statistics(self) -> AttentionStatistics:
+    def statistics(self) -> AttentionStatistics[A_co]:
         """Entropy, and mean, variance and maximum of the logits, of each query in one pass.
 
         Returns
@@ -309,7 +309,7 @@ class AttentionDistribution(Node, Record):
         return statistics_of_spread(plan.xp, spread_of(plan, operands))
 
     @in_one_node(Array)
-    def weights(self) -> Any:
+    def weights(self) -> A_co:
         """The weights as an L×S array, for inspection.
 
         Returns
@@ -342,7 +342,7 @@ class AttentionDistribution(Node, Record):
         return xp.astype(weight, plan.dtype)
 
     @in_one_node(Array)
-    def received(self) -> Any:
+    def received(self) -> A_co:
         """The weight that each key gets, summed over the queries.
 
         Returns
@@ -376,7 +376,7 @@ class AttentionDistribution(Node, Record):
         return Tiles.of(plan, operands).column_sums(columns)
 
     @in_one_node(Array)
-    def information(self) -> Any:
+    def information(self) -> A_co:
         """The mutual information I(Q;K) of the query and the key that it attends to.
 
         Returns
@@ -423,7 +423,7 @@ class AttentionDistribution(Node, Record):
         return clip(xp, entropy_of_mean - mean_entropy, min=0.0)[..., 0]
 
     @in_one_node(Array)
-    def factor_for_entropy(self, target: float | Array) -> Any:
+    def factor_for_entropy(self, target: float | Array) -> A_co:
         """The factor on the logits for which the weights of each query have the entropy `target`.
 
         A law approximates this factor as a function of n. Here it is exact, for each query. It is
@@ -474,7 +474,7 @@ class AttentionDistribution(Node, Record):
         return factor_of_attention(self._arguments(), target)
 
     @in_one_node(Array)
-    def kl_divergence(self, other: AttentionDistribution, *, over_heads: bool = False) -> Any:
+    def kl_divergence(self, other: AttentionDistribution, *, over_heads: bool = False) -> A_co:
         """The Kullback–Leibler divergence ``Σ p log(p/q)`` of each query from another distribution.
 
         Parameters
@@ -528,7 +528,7 @@ class AttentionDistribution(Node, Record):
         return _divergence("kl_divergence", self, other, over_heads)
 
     @in_one_node(Array)
-    def js_divergence(self, other: AttentionDistribution, *, over_heads: bool = False) -> Any:
+    def js_divergence(self, other: AttentionDistribution, *, over_heads: bool = False) -> A_co:
         """The Jensen–Shannon divergence of each query from another distribution.
 
         Parameters
@@ -560,7 +560,7 @@ class AttentionDistribution(Node, Record):
         return _divergence("js_divergence", self, other, over_heads)
 
     @in_one_node(Array)
-    def cross_entropy(self, other: AttentionDistribution, *, over_heads: bool = False) -> Any:
+    def cross_entropy(self, other: AttentionDistribution, *, over_heads: bool = False) -> A_co:
         """The cross entropy ``−Σ p log q`` of each query with another distribution.
 
         Parameters
@@ -591,7 +591,9 @@ class AttentionDistribution(Node, Record):
         return _divergence("cross_entropy", self, other, over_heads)
 
     @quietly_named
-    def backends(self, value: Array | None = None, *, order: float | None = None) -> dict[str, str]:
+    def backends(
+        self, value: Array | Coded | None = None, *, order: float | None = None
+    ) -> dict[str, str]:
         """The backend that computes a call, and why the others do not. Nothing is computed.
 
         Parameters

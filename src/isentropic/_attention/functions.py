@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from isentropic._attention.distribution import (
     AttentionDistribution,
@@ -16,8 +16,17 @@ from isentropic._attention.distribution import (
 from isentropic._attention.plan import Arguments, array_or_none, factor, given_lengths
 from isentropic._attention.state import AttentionState
 from isentropic._checks import check_axis, check_floating, check_ndim, value_error
-from isentropic._namespace import Array, ArrayT, accumulator, common_device, namespace, present
+from isentropic._namespace import (
+    Array,
+    ArrayT,
+    Sliced,
+    accumulator,
+    common_device,
+    namespace,
+    present,
+)
 from isentropic._numerics import lift
+from isentropic._rows import Coded
 from isentropic.laws._law import DEFAULT_LAW, Law, check_law
 from isentropic.masks import Mask
 
@@ -41,8 +50,8 @@ def _with_options(function: _F) -> _F:
 @in_one_node(Array)
 def attention(
     query: ArrayT,
-    key: ArrayT,
-    value: ArrayT,
+    key: ArrayT | Coded,
+    value: ArrayT | Coded,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
@@ -110,9 +119,9 @@ def attention(
 @_with_options
 @in_one_node(AttentionState)
 def attention_state(
-    query: Array,
-    key: Array,
-    value: Array | None = None,
+    query: Sliced[ArrayT],
+    key: Array | Coded,
+    value: Array | Coded | None = None,
     *,
     mask: Array | Mask | None = None,
     bias: Array | None = None,
@@ -124,7 +133,7 @@ def attention_state(
     sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> AttentionState:
+) -> AttentionState[ArrayT]:
     """Output, log-normalizer and entropy of attention in one pass, as a state that can be merged.
 
     Parameters
@@ -165,8 +174,8 @@ def attention_state(
 @_with_options
 @in_one_node(Array)
 def attention_entropy(
-    query: Array,
-    key: Array,
+    query: Sliced[ArrayT],
+    key: Array | Coded,
     *,
     order: float = 1.0,
     family: str = "renyi",
@@ -181,7 +190,7 @@ def attention_entropy(
     sinks: Array | None = None,
     enable_gqa: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> ArrayT:
     """Entropy of the attention weights of each query, without forming them.
 
     Parameters

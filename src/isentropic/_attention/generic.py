@@ -161,7 +161,7 @@ class Tiles(Record):
             return None
         return plan.xp.astype(take(value, columns, -2), plan.compute, copy=False)
 
-    def column_sums(self, state: Sums) -> Array:
+    def column_sums(self, state: Sums) -> Any:
         """The sum of the attention weights over the queries, (..., S), for the state in columns."""
         xp, plan = self.plan.xp, self.plan
         row_size, column_size = tile_shape(plan)

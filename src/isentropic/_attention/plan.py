@@ -74,8 +74,8 @@ class Arguments(NamedTuple):
     """The arguments of one call, unchecked."""
 
     query: Array
-    key: Array
-    value: Array | None = None
+    key: Any  # an array, or Coded
+    value: Any = None
     mask: Array | Mask | None = None
     bias: Array | None = None
     law: Law | None = None

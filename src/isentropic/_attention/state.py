@@ -22,7 +22,11 @@ from isentropic._checks import (
 from isentropic._entropy import entropy_of_moments
 from isentropic._loops import is_known_true
 from isentropic._namespace import (
+    A_co,
     Array,
+    ArrayT,
+    Generic,
+    Sliced,
     accumulator,
     common_device,
     equal_by_value,
@@ -35,7 +39,7 @@ from isentropic._ops import Ops
 
 
 @equal_by_value
-class AttentionState(NamedTuple):
+class AttentionState(NamedTuple, Generic[A_co]):
     """Sums of attention over a set of keys, from which output and entropy follow.
 
     For each query, with logits s, m = max s and x = s − m:
@@ -75,8 +79,8 @@ class AttentionState(NamedTuple):
     True
     """
 
-    maximum: Any
-    normalizer: Any
+    maximum: A_co
+    normalizer: A_co
     weighted_value: Any
     weighted_score: Any
     n_seen: Any = None
@@ -86,12 +90,12 @@ class AttentionState(NamedTuple):
     @quietly
     def from_output(
         cls,
-        output: Array,
+        output: Sliced[ArrayT],
         log_normalizer: Array,
         *,
         entropy: Array | None = None,
         base: float = math.e,
-    ) -> AttentionState:
+    ) -> AttentionState[ArrayT]:
         """The state of a call that a kernel of another library has computed.
 
         Parameters
@@ -163,12 +167,12 @@ class AttentionState(NamedTuple):
         score = None if entropy is None else -xp.astype(entropy, dtype)
         return _with_empty_zeroed(cls(maximum, xp.ones_like(maximum), value, score))
 
-    def __add__(self, other: AttentionState) -> AttentionState:  # type: ignore[override]
+    def __add__(self, other: AttentionState) -> AttentionState[A_co]:  # type: ignore[override]
         """The merged state, not a longer tuple."""
         return merge_states(self, other)
 
     @quietly
-    def output(self) -> Any:
+    def output(self) -> A_co:
         """The attention output Σ p v, (..., L, Ev); 0 for a query that sees no key.
 
         Returns
@@ -190,7 +194,7 @@ class AttentionState(NamedTuple):
         return divide_or_zero(xp, state.weighted_value, state.normalizer[..., None])
 
     @quietly
-    def log_normalizer(self, *, base: float = math.e) -> Any:
+    def log_normalizer(self, *, base: float = math.e) -> A_co:
         """Log Σ eˢ, (..., L), also called log-sum-exp; −∞ for a query that sees no key.
 
         Parameters
@@ -211,7 +215,7 @@ class AttentionState(NamedTuple):
         return log_normalizer(namespace(state=self.normalizer), self) / unit
 
     @quietly
-    def entropy(self) -> Any:
+    def entropy(self) -> A_co:
         """The Shannon entropy of the attention weights in nats, (..., L); 0 if a query sees no key.
 
         Returns
@@ -234,8 +238,8 @@ class AttentionState(NamedTuple):
 
 
 def merge_states(
-    *states: AttentionState | Sequence[AttentionState], axis: int | None = None
-) -> AttentionState:
+    *states: AttentionState[ArrayT] | Sequence[AttentionState[ArrayT]], axis: int | None = None
+) -> AttentionState[ArrayT]:
     """The state of the union of disjoint sets of keys.
 
     The merge is associative and commutative. Its identity is the state of no keys, (−∞, 0, 0, 0). So

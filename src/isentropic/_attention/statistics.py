@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from isentropic._attention.state import as_rows
 from isentropic._attention.tile import Sums, merge_columns, output_of_columns, shift_of
 from isentropic._entropy import partition
-from isentropic._namespace import Array, equal_by_value
+from isentropic._namespace import A_co, Array, Generic, equal_by_value
 from isentropic._numerics import clip, divide_or_zero, replace_infinite_minimum
 from isentropic._ops import Ops
 
@@ -56,14 +56,14 @@ def spread_with_sinks(xp: ModuleType, state: Sums, sinks: Any) -> Sums:
 
 
 @equal_by_value
-class AttentionStatistics(NamedTuple):
+class AttentionStatistics(NamedTuple, Generic[A_co]):
     """Statistics of the attention of each query, (..., L). See `AttentionDistribution.statistics`."""
 
-    entropy: Any
-    maximum: Any
-    log_normalizer: Any
-    mean: Any
-    variance: Any
+    entropy: A_co
+    maximum: A_co
+    log_normalizer: A_co
+    mean: A_co
+    variance: A_co
 
 
 def statistics_of_spread(xp: ModuleType, state: Sums) -> AttentionStatistics:

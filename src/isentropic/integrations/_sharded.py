@@ -31,14 +31,23 @@ from isentropic._checks import (
 )
 from isentropic._entropy import shift_moment
 from isentropic._loops import Block
-from isentropic._namespace import Array, accumulator, is_jax, is_torch, namespace, present
+from isentropic._namespace import (
+    Array,
+    ArrayT,
+    Sliced,
+    accumulator,
+    is_jax,
+    is_torch,
+    namespace,
+    present,
+)
 from isentropic._numerics import replace_infinite_minimum
 from isentropic.laws._law import DEFAULT_LAW, Constant, Law
 from isentropic.masks import Frame, Mask, as_mask, causal
 
 
 def ring_attention_state(
-    query: Array,
+    query: Sliced[ArrayT],
     key: Array,
     value: Array | None = None,
     *,
@@ -51,7 +60,7 @@ def ring_attention_state(
     softcap: float | None = None,
     sinks: Array | None = None,
     enable_gqa: bool = False,
-) -> AttentionState:
+) -> AttentionState[ArrayT]:
     """Attention inside `jax.shard_map`, where each device holds a shard of the sequence.
 
     It is equivalent to `isentropic.attention_state` on the whole sequence. Keys and values travel
@@ -130,7 +139,7 @@ def ring_attention_state(
 
 
 def distributed_attention_state(
-    query: Array,
+    query: Sliced[ArrayT],
     key: Array,
     value: Array | None = None,
     *,
@@ -143,7 +152,7 @@ def distributed_attention_state(
     softcap: float | None = None,
     sinks: Array | None = None,
     enable_gqa: bool = False,
-) -> AttentionState:
+) -> AttentionState[ArrayT]:
     """Attention over `torch.distributed`, where each process holds a shard of the sequence.
 
     It is equivalent to `isentropic.attention_state` on the whole sequence. Keys and values stay on

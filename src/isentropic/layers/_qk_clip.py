@@ -11,21 +11,24 @@ from isentropic._attention.distribution import AttentionDistribution, quietly_na
 from isentropic._attention.plan import prepare
 from isentropic._checks import check_count, check_floating, check_ndim, check_real, value_error
 from isentropic._loops import without_gradient
-from isentropic._namespace import Array, accumulator, namespace
+from isentropic._namespace import A_co, ArrayT, Generic, Sliced, accumulator, namespace
 from isentropic._numerics import divide_or_zero
 
 
-class QKClip(NamedTuple):
+class QKClip(NamedTuple, Generic[A_co]):
     """Factors at most 1 for the heads of queries (..., H) and of keys (..., G)."""
 
-    query: Any
-    key: Any
+    query: A_co
+    key: A_co
 
 
 @quietly_named
 def qk_clip(
-    logits: AttentionDistribution | Array, threshold: float, *, n_key_heads: int | None = None
-) -> QKClip:
+    logits: AttentionDistribution[ArrayT] | Sliced[ArrayT],
+    threshold: float,
+    *,
+    n_key_heads: int | None = None,
+) -> QKClip[ArrayT]:
     """The factors of QK-Clip, after which no logit exceeds a threshold.
 
     An optimizer that lets logits grow, such as Muon, multiplies the projections of queries and keys by
