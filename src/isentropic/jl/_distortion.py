@@ -12,7 +12,11 @@ import numpy as np
 from isentropic._checks import check_floating, check_real, counts, value_error
 from isentropic._loops import BLOCKS, Block, fold, is_differentiable, is_readable, map_blocks, take
 from isentropic._namespace import (
+    A_co,
     Array,
+    ArrayT,
+    Generic,
+    Sliced,
     accumulator,
     common_device,
     from_numpy,
@@ -58,7 +62,7 @@ class FailureRate(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DistortionReport:
+class DistortionReport(Generic[A_co]):
     """The errors of an embedding. `distortion` returns it, and its `repr` is a table.
 
     Attributes
@@ -92,10 +96,10 @@ class DistortionReport:
     (array([ 0.,  0., -1.]), 0.5)
     """
 
-    distance: Array
-    norm: Array
-    inner_product: Array
-    angle: Array
+    distance: A_co
+    norm: A_co
+    inner_product: A_co
+    angle: A_co
     n_points: int
     n_features: int
     n_components: int
@@ -183,8 +187,8 @@ class DistortionReport:
 @takes_rng
 @quietly
 def distortion(
-    x: Array, y: Array | Quantizer, *, pairs: int | None = None, rng: Any = None
-) -> DistortionReport:
+    x: Sliced[ArrayT], y: Array | Quantizer, *, pairs: int | None = None, rng: Any = None
+) -> DistortionReport[ArrayT]:
     """Compare points with their images: distances, norms, inner products and angles of pairs.
 
     Parameters
@@ -239,7 +243,8 @@ def distortion(
     A Gaussian map to 500 dimensions keeps them all within 0.319 with probability 99 %.
     """
     if isinstance(y, Quantizer):
-        y = y.decode(y.encode(x))
+        decoded: Array = y.decode(y.encode(x))
+        y = decoded
     xp, device = _check_points(x, y)
     n, d = x.shape
     (pairs,) = counts(pairs=_DEFAULT_PAIRS if pairs is None else pairs)

@@ -23,8 +23,10 @@ from isentropic._checks import (
     value_error,
 )
 from isentropic._namespace import (
+    A_co,
     Array,
     ArrayT,
+    Generic,
     accumulator,
     common_device,
     equal_by_value,
@@ -51,7 +53,7 @@ from isentropic.jl._rounds import INPUT, OUTPUT, Program, Round, slots_of
 KernelProgram = tuple[Program, tuple[Array, ...]]  # with its arrays
 
 
-class Projection:
+class Projection(Generic[A_co]):
     """What the maps of `isentropic.jl` have in common.
 
     A map is an immutable tuple of arrays, and so a pytree in JAX and PyTorch. Two maps are equal if
@@ -103,7 +105,7 @@ class Projection:
         """
         return self._along("y", y, axis, is_adjoint=True)
 
-    def matrix(self) -> Array:
+    def matrix(self) -> A_co:
         """The matrix (n_components, n_features) of the map.
 
         Raises
@@ -170,13 +172,13 @@ class Projection:
         return linear.adjoint() if is_adjoint else linear
 
 
-class _DenseArrays(NamedTuple):
-    weights: Array
-    scale: Array
+class _DenseArrays(NamedTuple, Generic[A_co]):
+    weights: A_co
+    scale: A_co
 
 
 @equal_by_value
-class DenseProjection(Projection, _DenseArrays):
+class DenseProjection(Projection[A_co], _DenseArrays[A_co]):
     """A linear map as a matrix: ``f(x) = scale · weights x``.
 
     Made by `gaussian_projection`, `sparse_projection` and `orthogonal_projection`. It also has all
@@ -191,7 +193,7 @@ class DenseProjection(Projection, _DenseArrays):
 
     __slots__ = ()
 
-    def matrix(self) -> Array:
+    def matrix(self) -> A_co:
         xp = self._checked_namespace()
         weights = xp.astype(self.weights, accumulator(xp, self.weights.dtype), copy=False)
         scale = xp.astype(self.scale, weights.dtype, copy=False)
@@ -226,13 +228,13 @@ class DenseProjection(Projection, _DenseArrays):
         return multiply
 
 
-class _HadamardArrays(NamedTuple):
-    signs: tuple[Array, ...]
-    rows: Array
+class _HadamardArrays(NamedTuple, Generic[A_co]):
+    signs: tuple[A_co, ...]
+    rows: Any  # integers
 
 
 @equal_by_value
-class HadamardProjection(Projection, _HadamardArrays):
+class HadamardProjection(Projection[A_co], _HadamardArrays[A_co]):
     """Fast Johnson–Lindenstrauss: random signs, a Hadamard transform, a sample of its coordinates.
 
     Made by `hadamard_projection`, whose notes have the formula and what is known about it. It also has
@@ -335,14 +337,14 @@ class HadamardProjection(Projection, _HadamardArrays):
         return program, (*matrices, *all_signs, slots_of(xp, self.rows, size))
 
 
-class _SketchArrays(NamedTuple):
-    signs: Array
-    components: Array
-    features: Array
+class _SketchArrays(NamedTuple, Generic[A_co]):
+    signs: A_co
+    components: Any  # integers
+    features: Any
 
 
 @equal_by_value
-class CountSketch(Projection, _SketchArrays):
+class CountSketch(Projection[A_co], _SketchArrays[A_co]):
     """A sparse map: each feature is added, with random signs, to a few of the components.
 
     Made by `count_sketch`. It also has all that `Projection` has.
@@ -396,13 +398,13 @@ class CountSketch(Projection, _SketchArrays):
         return spread if is_adjoint else sketch
 
 
-class _RotationArrays(NamedTuple):
-    signs: tuple[Array, ...]
-    factors: tuple[Array, ...]
+class _RotationArrays(NamedTuple, Generic[A_co]):
+    signs: tuple[A_co, ...]
+    factors: tuple[A_co, ...]
 
 
 @equal_by_value
-class Rotation(Projection, _RotationArrays):
+class Rotation(Projection[A_co], _RotationArrays[A_co]):
     """An orthogonal map ``f(x) = R x``: ``f.adjoint(f(x))`` is x up to rounding.
 
     Made by `rotation`, whose notes have the formula. It also has all that `Projection` has.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isentropic._checks import check_choice, check_flag, check_real, counts, value_error
-from isentropic._namespace import Array, accumulator, common_device, namespace
+from isentropic._namespace import LikeT, Sliced, accumulator, common_device, namespace
 from isentropic.jl._draws import (
     convert_draw,
     draw_matrix,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 @takes_rng
 def gaussian_projection(
-    n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
-) -> DenseProjection:
+    n_features: int, n_components: int, *, rng: Any = None, like: Sliced[LikeT] | None = None
+) -> DenseProjection[LikeT]:
     """The Gaussian random map ``f(x) = R x/√k``, where R has independent standard normal entries.
 
     For every x, ``‖f(x)‖²/‖x‖²`` has the distribution of :math:`χ^2_k/k`, with the mean 1. The
@@ -96,8 +96,8 @@ def sparse_projection(
     *,
     density: float = 1 / 3,
     rng: Any = None,
-    like: Array | None = None,
-) -> DenseProjection:
+    like: Sliced[LikeT] | None = None,
+) -> DenseProjection[LikeT]:
     """The random map ``f(x) = √(s/k) R x``, where entries of R are ±1 with probability 1/s, else 0.
 
     With ``density=1`` the entries are random signs: this is the Rademacher map. The guarantee for
@@ -156,8 +156,8 @@ def sparse_projection(
 
 @takes_rng
 def orthogonal_projection(
-    n_features: int, n_components: int, *, rng: Any = None, like: Array | None = None
-) -> DenseProjection:
+    n_features: int, n_components: int, *, rng: Any = None, like: Sliced[LikeT] | None = None
+) -> DenseProjection[LikeT]:
     """The projection onto a uniformly random subspace, scaled by ``√(d/k)``.
 
     For k ≤ d the rows of `weights` are orthonormal. For k ≥ d the columns are orthonormal, the scale
@@ -212,8 +212,8 @@ def hadamard_projection(
     *,
     rounds: int = 1,
     rng: Any = None,
-    like: Array | None = None,
-) -> HadamardProjection:
+    like: Sliced[LikeT] | None = None,
+) -> HadamardProjection[LikeT]:
     """Fast Johnson–Lindenstrauss: ``f(x) = √(D/k) P H S x``, in O(d log d) time and O(d) memory.
 
     S flips signs at random, H is an orthogonal Hadamard matrix of order D, and P keeps k random
@@ -288,8 +288,8 @@ def count_sketch(
     *,
     nonzeros: int = 1,
     rng: Any = None,
-    like: Array | None = None,
-) -> CountSketch:
+    like: Sliced[LikeT] | None = None,
+) -> CountSketch[LikeT]:
     """The count sketch: each feature is added, with random signs, to `nonzeros` of the components.
 
     Applying it takes O(d) operations for any k. It preserves squared norms on average. With
@@ -364,8 +364,8 @@ def rotation(
     blocks: int = 1,
     independent: bool = False,
     rng: Any = None,
-    like: Array | None = None,
-) -> Rotation:
+    like: Sliced[LikeT] | None = None,
+) -> Rotation[LikeT]:
     """A random orthogonal map of any size, whose inverse is its adjoint.
 
     It keeps norms and inner products, and spreads a large entry of a vector over all entries, so that
@@ -493,7 +493,7 @@ def sparse_scale(n_components: int, density: float) -> float:
     return (n_components * float(density)) ** -0.5
 
 
-def dense_map(weights: Array, scale: float) -> DenseProjection:
+def dense_map(weights: Any, scale: float) -> DenseProjection:
     """The map ``scale · weights x``; the scale becomes an array like `weights`."""
     xp = namespace(weights=weights)
     dtype, device = accumulator(xp, weights.dtype), common_device(weights=weights)

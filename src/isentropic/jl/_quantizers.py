@@ -20,7 +20,12 @@ import numpy as np
 from isentropic._checks import check_choice, check_floating, counts, is_integer, type_error, value_error
 from isentropic._loops import Block, map_blocks, take, without_gradient
 from isentropic._namespace import (
+    A_co,
     Array,
+    ArrayT,
+    Generic,
+    LikeT,
+    Sliced,
     accumulator,
     equal_by_value,
     imported_torch,
@@ -73,13 +78,13 @@ class ExpectedError(NamedTuple):
     inner: float
 
 
-class _QuantizerArrays(NamedTuple):
+class _QuantizerArrays(NamedTuple, Generic[A_co]):
     map: Any
-    values: Array
+    values: A_co
 
 
 @equal_by_value
-class Quantizer(_QuantizerArrays):
+class Quantizer(_QuantizerArrays[A_co]):
     """Quantizes vectors: a random map f, then one codebook for all coordinates of ``f(x)``.
 
     Made by `quantizer`, whose notes have the formulas. It is an immutable tuple of arrays, and so a
@@ -109,7 +114,7 @@ class Quantizer(_QuantizerArrays):
         return self.values.shape[0].bit_length() - 1
 
     @quietly
-    def encode(self, x: Array) -> QuantizedVectors:
+    def encode(self, x: Array) -> QuantizedVectors[A_co]:
         """Quantize vectors.
 
         Parameters
@@ -150,7 +155,7 @@ class Quantizer(_QuantizerArrays):
         )
 
     @quietly
-    def decode(self, vectors: QuantizedVectors) -> Array:
+    def decode(self, vectors: QuantizedVectors) -> A_co:
         """The reconstructions x̂ (..., d), in float32 as the scales. Gradients pass to the scales.
 
         Raises
@@ -162,7 +167,7 @@ class Quantizer(_QuantizerArrays):
         return self.map.adjoint(self._coordinates(xp, vectors.codes, vectors.scales))
 
     @quietly
-    def inner(self, query: Array, vectors: QuantizedVectors) -> Array:
+    def inner(self, query: Sliced[ArrayT], vectors: QuantizedVectors) -> ArrayT:
         """The inner products ⟨q, x̂⟩ of queries (..., L, d) and quantized vectors (..., S), (..., L, S).
 
         The queries are mapped once. Vectors are looked up in blocks, and never all at once.
@@ -271,7 +276,7 @@ class Quantizer(_QuantizerArrays):
 
 
 @equal_by_value
-class UnbiasedQuantizer(Quantizer):
+class UnbiasedQuantizer(Quantizer[A_co]):
     """A `Quantizer` whose scale makes ⟨q, x̂⟩ unbiased over random maps."""
 
     __slots__ = ()
@@ -304,7 +309,7 @@ class UnbiasedQuantizer(Quantizer):
 
 
 @equal_by_value
-class SignQuantizer(Quantizer):
+class SignQuantizer(Quantizer[A_co]):
     """A `Quantizer` that keeps the signs of Gaussian projections (QJL). ⟨q, x̂⟩ is unbiased."""
 
     __slots__ = ()
@@ -336,7 +341,7 @@ class SignQuantizer(Quantizer):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedVectors(Node, Coded):
+class QuantizedVectors(Node, Coded[A_co]):
     """Vectors (..., d) as packed codes, as `Quantizer.encode` makes them.
 
     They are indexed as an array (...) of vectors: ``vectors[:10]`` are the first ten, and
@@ -364,12 +369,12 @@ class QuantizedVectors(Node, Coded):
     QuantizedVectors(<(2,) of 8 features, 4 bits>)
     """
 
-    codes: Array
-    scales: Array
-    quantizer: Quantizer
+    codes: A_co
+    scales: A_co
+    quantizer: Quantizer[A_co]
     _argument = "vectors"
 
-    def __getitem__(self, index: Any) -> QuantizedVectors:
+    def __getitem__(self, index: Any) -> QuantizedVectors[A_co]:
         parts = index if isinstance(index, tuple) else (index,)
         parts = parts if any(x is ... for x in parts) else (*parts, ...)
         # The last axis of the codes is that of their bytes.
@@ -380,7 +385,7 @@ class QuantizedVectors(Node, Coded):
             raise TypeError("len() of a single vector, which has no axis but that of its features")
         return self.scales.shape[0]
 
-    def __iter__(self) -> Iterator[QuantizedVectors]:
+    def __iter__(self) -> Iterator[QuantizedVectors[A_co]]:
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
@@ -439,8 +444,8 @@ def quantizer(
     kind: str = "mse",
     n_components: int | None = None,
     rng: Any = None,
-    like: Array | None = None,
-) -> Quantizer:
+    like: Sliced[LikeT] | None = None,
+) -> Quantizer[LikeT]:
     r"""A quantizer of vectors: a random rotation, then the best scalar codebook for every coordinate.
 
     After a random rotation, the coordinates of any vector have nearly the same distribution. So one

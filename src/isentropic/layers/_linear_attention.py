@@ -38,8 +38,12 @@ from isentropic._checks import (
 )
 from isentropic._loops import BLOCKS, Block, is_compiling, map_blocks, scan_blocks, take
 from isentropic._namespace import (
+    A_co,
     Array,
     ArrayT,
+    Generic,
+    LikeT,
+    Sliced,
     accumulator,
     common_device,
     equal_by_value,
@@ -63,11 +67,11 @@ from isentropic.masks import causal
 
 
 @equal_by_value
-class PositiveFeatures(NamedTuple):
+class PositiveFeatures(NamedTuple, Generic[A_co]):
     """The result of `positive_features`, whose documentation describes it."""
 
-    weights: Array
-    variance: Array | None = None
+    weights: A_co
+    variance: A_co | None = None
 
     @property
     def n_features(self) -> int:
@@ -110,11 +114,11 @@ class PositiveFeatures(NamedTuple):
 
 
 @equal_by_value
-class LinearAttentionError(NamedTuple):
+class LinearAttentionError(NamedTuple, Generic[A_co]):
     """The result of `linear_attention_error`, whose documentation describes it."""
 
-    measured: Array
-    predicted: Array
+    measured: A_co
+    predicted: A_co
 
 
 @takes_rng
@@ -125,8 +129,8 @@ def positive_features(
     squared_norm: float = 0.0,
     orthogonal: bool = True,
     rng: Any = None,
-    like: Array | None = None,
-) -> PositiveFeatures:
+    like: Sliced[LikeT] | None = None,
+) -> PositiveFeatures[LikeT]:
     r"""Positive random features φ with E[φ(x)·φ(y)] = exp(x·y): FAVOR+, or FAVOR++ with `squared_norm`.
 
     Parameters
@@ -213,7 +217,7 @@ def positive_features(
     check_real("squared_norm", squared_norm, least=0)
     variance = _best_variance(float(squared_norm) / n_features)
     draw = _orthogonal_directions if orthogonal else _independent_directions
-    weights = draw(rng, n_features, n_components, math.sqrt(variance), like)
+    weights: Any = draw(rng, n_features, n_components, math.sqrt(variance), like)
     if squared_norm == 0:
         return PositiveFeatures(weights)
     xp = namespace(weights=weights)
@@ -370,7 +374,7 @@ def linear_attention(
 
 @quietly
 def linear_attention_error(
-    query: Array,
+    query: Sliced[ArrayT],
     key: Array,
     features: PositiveFeatures,
     *,
@@ -378,7 +382,7 @@ def linear_attention_error(
     scale: float | None = None,
     law: Law | None = DEFAULT_LAW,
     n_keys: int | Array | None = None,
-) -> LinearAttentionError:
+) -> LinearAttentionError[ArrayT]:
     r"""The error of the kernel that `linear_attention` estimates, measured and predicted.
 
     Parameters
