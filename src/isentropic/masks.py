@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -54,6 +54,8 @@ from isentropic._loops import (
 )
 from isentropic._namespace import (
     Array,
+    ArrayT,
+    Sliced,
     common_device,
     default_dtype,
     is_symbolic,
@@ -197,6 +199,12 @@ class Mask(Node, Record, ABC):
         }
         return self.replaced(**changes)
 
+    @overload
+    def visible_count(self, n_queries: int, n_keys: int, *, like: np.ndarray) -> np.ndarray: ...
+    @overload
+    def visible_count(self, n_queries: int, n_keys: int, *, like: Sliced[ArrayT]) -> ArrayT: ...
+    @overload
+    def visible_count(self, n_queries: int, n_keys: int, *, like: None = None) -> Any: ...
     @quietly
     def visible_count(self, n_queries: int, n_keys: int, *, like: Array | None = None) -> Any:
         """The number of keys that each query sees.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
@@ -24,6 +24,9 @@ from isentropic.masks import (
     as_mask,
 )
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 # Whether a query sees a key: a function of the indices of sequence, head, query and key.
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -33,7 +36,7 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 )
 def to_block_mask(
     mask: Mask | Array, n_queries: int, n_keys: int, *, device: Any = None, block_size: int = 128
-) -> Any:
+) -> BlockMask:
     """The block mask of a mask, for `torch.nn.attention.flex_attention`.
 
     Parameters

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isentropic._attention.distribution import AttentionDistribution
 from isentropic._attention.functions import attention, attention_entropy
@@ -27,7 +27,8 @@ with requires_extra(__name__):
     from torch.nn.functional import linear, pad
 
     from isentropic.integrations._flex import to_block_mask
-    from isentropic.integrations._observe import Call, Observation, Observer, announce, listeners
+    from isentropic.integrations._observe import Call, Observer, announce, listeners
+    from isentropic.integrations._observe import Observation as Observation
 
 __all__ = [
     "LawModule",
@@ -131,6 +132,9 @@ class LawModule(torch.nn.Module):
             if not self._is_trained and not torch.compiler.is_compiling():
                 self._law = law
         return law
+
+    if TYPE_CHECKING:  # to PyTorch a call may return anything
+        __call__ = forward
 
     def _tensor(self, name: str) -> Tensor:
         # Fully sharded data parallelism makes plain attributes of parameters.
@@ -371,6 +375,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         elif not self.batch_first:
             out = out.transpose(0, 1)
         return out, weights if need_weights else None
+
+    if TYPE_CHECKING:  # to PyTorch a call may return anything
+        __call__ = forward
 
     def entropy(
         self,

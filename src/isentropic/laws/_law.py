@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import ModuleType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, overload
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from isentropic._checks import (
 from isentropic._loops import is_readable
 from isentropic._namespace import (
     Array,
+    ArrayT,
+    Sliced,
     accumulator,
     common_device,
     default_dtype,
@@ -106,6 +108,12 @@ class Law(Node, ABC):
             if x is not None or name != "minimum":
                 check_parameter(name, x, above=above)
 
+    @overload
+    def __call__(self, n: np.ndarray) -> np.ndarray: ...  # integers give floats
+    @overload
+    def __call__(self, n: Sliced[ArrayT]) -> ArrayT: ...
+    @overload
+    def __call__(self, n: Any) -> Any: ...
     @quietly
     def __call__(self, n: Any) -> Any:
         """The factor for n visible keys.
