@@ -145,7 +145,7 @@ def shift_moment(xp: ModuleType, moment: Array, normalizer: Array, shift: Array,
 
 
 def entropy_of_moments(
-    xp: ModuleType, normalizer: Array, moment: Array, order: float, family: str
+    xp: ModuleType, normalizer: Array, moment: Any, order: float, family: str
 ) -> Any:
     """The entropy in nats; 0 where the normalizer is 0."""
     t = order - 1

@@ -104,7 +104,7 @@ def log_or(xp: ModuleType, z: Array, default: float) -> Array:
     return xp.where(empty, default, xp.log(xp.where(empty, 1.0, z)))
 
 
-def divide_or_zero(xp: ModuleType, a: Array, z: Array) -> Any:
+def divide_or_zero(xp: ModuleType, a: Any, z: Array) -> Any:
     """``a / z``, and 0 where z = 0."""
     empty = z == 0
     return xp.where(empty, 0.0, a / xp.where(empty, 1.0, z))

@@ -81,10 +81,10 @@ class AttentionState(NamedTuple, Generic[A_co]):
 
     maximum: A_co
     normalizer: A_co
-    weighted_value: Any
-    weighted_score: Any
-    n_seen: Any = None
-    n_keys: Any = None
+    weighted_value: A_co | None
+    weighted_score: A_co | None
+    n_seen: A_co | None = None
+    n_keys: A_co | None = None
 
     @classmethod
     @quietly
@@ -394,7 +394,7 @@ def _merged_counts(xp: ModuleType, states: tuple[AttentionState, ...]) -> tuple[
     # One unknown count makes the sum unknown.
     if any(state.n_seen is None or state.n_keys is None for state in states):
         return None, None
-    n_seen = reduce(lambda a, b: sum(align(a, b)), (state.n_seen for state in states))
+    n_seen: Any = reduce(lambda a, b: sum(align(a, b)), (state.n_seen for state in states))
     n_keys = reduce(lambda a, b: xp.maximum(*align(a, b)), (state.n_keys for state in states))
     for state in states:
         # The law has no effect on a state of no keys.
