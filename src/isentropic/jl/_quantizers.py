@@ -71,7 +71,8 @@ class ExpectedError(NamedTuple):
     squared : float
         The mean of ``‖x − x̂‖²/‖x‖²`` over random maps.
     inner : float
-        The standard deviation of ``⟨q, x̂⟩`` for orthogonal unit vectors q and x.
+        The standard deviation of ``⟨q, x̂⟩`` for orthogonal unit vectors q and x. The formula is that of
+        large d. It is too large by about 1/d: for 16 features by up to 8 %.
     """
 
     squared: float
@@ -125,7 +126,7 @@ class Quantizer(_QuantizerArrays[A_co]):
         Returns
         -------
         QuantizedVectors
-            Of the shape (...). A vector of zeros, or with no entry above 2⁻¹⁰⁰ ≈ 8e-31, is decoded to
+            Of the shape (...). A vector of zeros, or whose entries are all below 2⁻¹⁰⁰ ≈ 8e-31, is decoded to
             zeros. A vector with a NaN or an infinity (in float32) is decoded to NaN.
 
         Raises
