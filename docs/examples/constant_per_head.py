@@ -90,7 +90,7 @@ FULL = Size(
     ("code sympy", "code dask", "docstrings numpy", "readme 3"),
     8,
 )  # fmt: skip
-QUICK = Size(TRAINED + CHUNK, ("code pandas", "readme 0"), 1, ("code sympy",), 1)
+QUICK = Size(TRAINED + 2 * CHUNK, ("code pandas", "readme 0"), 1, ("code sympy",), 1)
 
 
 # ------------------------------------------------------------------------------------ documents
