@@ -230,6 +230,7 @@ class Observer:
         self._layers = set(layers.values())
         self._passes, self._step, self._is_requested = 0, 0, False
         self._requested_step: int | None = None
+        self._is_closed = False
         self._sums: dict[torch.nn.Module, Tensor] = {}
         self._failures: dict[torch.nn.Module, str] = {}  # of this pass
         self._warned: set[str] = set()  # the layers of which a warning was given
@@ -263,7 +264,20 @@ class Observer:
         self._is_requested, self._requested_step = True, step
 
     def close(self) -> None:
-        """Stop observing. The model is as before; `latest` remains."""
+        """Stop observing. The model is as before; `latest` remains.
+
+        Warns
+        -----
+        UserWarning
+            If passes in training mode should be observed, and there were none.
+        """
+        if self._every is not None and not self._passes and not self._is_closed:
+            warnings.warn(
+                "Nothing was observed: the model had no forward pass in training mode. Was it in "
+                "evaluation mode, or was another module called, such as a compiled one?",
+                stacklevel=2,
+            )
+        self._is_closed = True
         self._handles.close()
 
     def __deepcopy__(self, memo: Any) -> Observer:
@@ -277,7 +291,8 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        self._is_closed |= error is not None  # what could not be observed then says nothing
         self.close()
 
     @_outside_graphs

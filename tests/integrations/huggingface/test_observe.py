@@ -441,13 +441,16 @@ class TestWhen:
 
     def test_models_are_independent(self):
         one, other = decoder("Llama").train(), decoder("Llama").train()
-        with huggingface.observe(one, 1) as observer:
+        observer = huggingface.observe(one, 1)
+        other(**batch())
+        assert observer.latest is None
+        with huggingface.observe(other, 1) as second:
             other(**batch())
             assert observer.latest is None
-            with huggingface.observe(other, 1) as second:
-                other(**batch())
-                assert observer.latest is None
-                assert second.latest.step == 0
+            assert second.latest.step == 0
+        with pytest.warns(UserWarning, match="the model had no forward pass in training mode"):
+            observer.close()
+        observer.close()  # once; warnings are errors
 
     def test_observations_do_not_change(self):
         model = decoder("Llama").train()
