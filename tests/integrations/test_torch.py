@@ -874,6 +874,8 @@ def test_borrowed_tensors():
     assert law.law.slope is slope
     with pytest.raises(TypeError, match="`borrow` must be True or False, got str"):
         LawModule(law, borrow="no")
+    with pytest.raises(ValueError, match=r"`law` must have a torch\.nn\.Parameter as `factor`, or"):
+        LawModule(law)
 
 
 class TestErrors:

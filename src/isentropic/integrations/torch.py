@@ -65,7 +65,8 @@ class LawModule(torch.nn.Module):
     TypeError
         For a `law` that is not a law, or that has arrays that are not tensors.
     ValueError
-        By `to_empty`, if a buffer was made on the meta device: nothing could give it values.
+        For a tensor that requires gradients and is neither a parameter nor borrowed: it would not be
+        trained. By `to_empty`, if a buffer was made on the meta device: nothing could give it values.
 
     Examples
     --------
@@ -98,6 +99,9 @@ class LawModule(torch.nn.Module):
                 self._numbers[name] = x
             elif not isinstance(x, Tensor):
                 raise type_error("law", "hold numbers and tensors", type(x).__name__)
+            elif x.requires_grad and not isinstance(x, torch.nn.Parameter):
+                must = f"have a torch.nn.Parameter as `{name}`, or borrow=True"
+                raise value_error("law", must, "a tensor that requires gradients")
             else:
                 self._names.append(name)
                 self._hold(name, x)
@@ -673,11 +677,12 @@ def announce_attention(
     counted : boolean tensor broadcastable to (B, H, L), optional
         False for queries that are padding.
     **options
-        ``mask``, ``bias``, ``is_causal``, ``scale``, ``n_keys`` and ``softcap`` of the attention, as in
-        `isentropic.attention`.
+        ``mask``, ``bias``, ``is_causal``, ``scale``, ``n_keys``, ``softcap`` and ``sinks`` of the
+        attention, as in `isentropic.attention`.
 
     Notes
     -----
+    The options are not compared with what the module computes. So keep them in one dict for both calls.
     Without an observer, this does nothing and costs nothing. Queries and keys that do not have 4
     dimensions are not observed, with a warning. They do not stop the forward pass.
 
