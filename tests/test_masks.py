@@ -303,15 +303,15 @@ class TestErrors:
             ),
             (
                 lambda f: masks.packed([0, 2, 7], [0, 4, 9]),
-                r"`cu_seqlens` must end at the number of queries, 6, got 7",
+                r"`cu_seqlens` must end at the number of queries, 6 \(`masks.segments` takes ids of tokens\), got 7",
             ),
             (
                 lambda f: masks.packed([0, 2, 6]) & masks.causal(),
-                r"`cu_seqlens` must end at the number of keys, 9, got 6",
+                r"`cu_seqlens` must end at the number of keys, 9 \(`masks.segments` takes ids of tokens\), got 6",
             ),
             (
                 lambda f: masks.padding(3) & masks.packed([0, 2, 6], [0, 4, 8]),
-                r"`cu_seqlens_k` must end at the number of keys, 9, got 8",
+                r"`cu_seqlens_k` must end at the number of keys, 9 \(`masks.segments` takes ids of tokens\), got 8",
             ),
             (
                 lambda f: masks.causal(f([[[1]]])),

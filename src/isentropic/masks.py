@@ -826,7 +826,8 @@ class _Packed(_Contiguous):
         pairs = (("cu_seqlens", "queries", self.n_queries, n_queries), (name, "keys", of_keys, n_keys))
         for argument, what, last, n in pairs:
             if last is not None and not is_symbolic(n) and last != n:
-                raise value_error(argument, f"end at the number of {what}, {n}", last)
+                must = f"end at the number of {what}, {n} (`masks.segments` takes ids of tokens)"
+                raise value_error(argument, must, last)
 
     def within(self, band: _Band) -> _Packed:
         """With the bounds of a band, too."""

@@ -126,8 +126,8 @@ class Quantizer(_QuantizerArrays[A_co]):
         Returns
         -------
         QuantizedVectors
-            Of the shape (...). A vector of zeros, or whose entries are all below 2⁻¹⁰⁰ ≈ 8e-31, is decoded to
-            zeros. A vector with a NaN or an infinity (in float32) is decoded to NaN.
+            Of the shape (...). A vector whose entries are all below 2⁻¹⁰⁰ ≈ 8e-31 is decoded to zeros.
+            A vector with a NaN or an infinity (in float32) is decoded to NaN.
 
         Raises
         ------
