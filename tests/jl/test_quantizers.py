@@ -119,6 +119,9 @@ def test_distortion_of_a_quantizer(rng):
     np.testing.assert_array_equal(got.distance, expected.distance)
     assert str(got) == str(expected)
     assert "Gaussian map" not in str(got)  # it keeps the number of features
+    image = it.jl.hadamard_projection(96, 32, rng=0)
+    got, expected = it.jl.distortion(x, image), it.jl.distortion(x, image(x))
+    np.testing.assert_array_equal(got.distance, expected.distance)
 
 
 class TestBytes:
@@ -271,6 +274,19 @@ class TestVectors:
             f.encode(np.ones((3, 16), int))
         with pytest.raises(TypeError, match="`vectors` must be what `encode` returns, got ndarray"):
             f.decode(x)
+        vectors = f.encode(x)
+        assert vectors.shape == (3, 16)
+        for dtype in (np.int64, np.int8, bool):
+            with pytest.raises(TypeError, match="`query` must have a real floating-point dtype"):
+                f.inner(np.ones((2, 16), dtype), vectors)
+        with pytest.raises(ValueError, match="`query` must have at least 2 dimensions, got 1"):
+            f.inner(x[0], vectors)
+        with pytest.raises(ValueError, match="`vectors` must have at least 1 dimensions, got 0"):
+            f.inner(x, vectors[0])
+        with pytest.raises(TypeError, match="`vectors` must be decoded first"):
+            np.asarray(vectors)
+        with pytest.raises(TypeError, match="`quantizer` must be a quantizer, got NoneType"):
+            QuantizedVectors(vectors.codes, vectors.scales, None)
         other = it.jl.quantizer(16, 2, rng=0).encode(x)
         with pytest.raises(ValueError, match="`vectors` must have codes of 8 bytes"):
             f.decode(other)

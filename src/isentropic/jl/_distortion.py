@@ -31,6 +31,7 @@ from isentropic._products import row_products
 from isentropic._row_maps import in_host_memory
 from isentropic.jl import _dimensions
 from isentropic.jl._draws import generator_of, takes_rng
+from isentropic.jl._maps import Projection
 from isentropic.jl._quantizers import Quantizer
 from isentropic.jl._tails import binomial_interval
 
@@ -187,7 +188,7 @@ class DistortionReport(Generic[A_co]):
 @takes_rng
 @quietly
 def distortion(
-    x: Sliced[ArrayT], y: Array | Quantizer, *, pairs: int | None = None, rng: Any = None
+    x: Sliced[ArrayT], y: Array | Quantizer | Projection, *, pairs: int | None = None, rng: Any = None
 ) -> DistortionReport[ArrayT]:
     """Compare points with their images: distances, norms, inner products and angles of pairs.
 
@@ -195,8 +196,8 @@ def distortion(
     ----------
     x : array (n, d)
         The points, n ≥ 2.
-    y : array (n, k) or Quantizer
-        Their images, in the order of `x`. For a quantizer, what it makes of them.
+    y : array (n, k), map or Quantizer
+        Their images, in the order of `x`, or what makes them.
     pairs : int ≥ 1, optional
         How many pairs to compare; 262 144 by default. If there are more, a random sample of this size
         is compared, without repetition; otherwise all pairs are.
@@ -242,36 +243,41 @@ def distortion(
          0.5: 0 %
     A Gaussian map to 500 dimensions keeps them all within 0.319 with probability 99 %.
     """
-    if isinstance(y, Quantizer):
-        decoded: Array = y.decode(y.encode(x))
-        y = decoded
-    xp, device = _check_points(x, y)
+    images = _images(x, y)
+    xp, device = _check_points(x, images)
     n, d = x.shape
     (pairs,) = counts(pairs=_DEFAULT_PAIRS if pairs is None else pairs)
     n_pairs = n * (n - 1) // 2
     pair: Any = _sample_pairs(n_pairs, min(pairs, n_pairs), rng)
-    dtype = accumulator(xp, promoted(xp, x, y))
-    if all(is_readable(xp, points) for points in (x, y)) and not is_differentiable(xp, x, y):
-        errors = [from_numpy(e, x, dtype) for e in _errors_on_host(xp, x, y, pair, dtype)]
+    dtype = accumulator(xp, promoted(xp, x, images))
+    if all(is_readable(xp, points) for points in (x, images)) and not is_differentiable(xp, x, images):
+        errors = [from_numpy(e, x, dtype) for e in _errors_on_host(xp, x, images, pair, dtype)]
     else:
         # JAX has no int64 by default.
         pair = tuple(xp.asarray(index.astype("int32"), device=device) for index in pair)
-        errors = _errors(xp, x, y, pair, dtype, 1.0)
+        errors = _errors(xp, x, images, pair, dtype, 1.0)
     distance, norm, inner_product, angle = errors
+    k = images.shape[1]
     return DistortionReport(
-        distance, norm, inner_product, angle, n, n_features=d, n_components=y.shape[1], n_pairs=n_pairs
+        distance, norm, inner_product, angle, n, n_features=d, n_components=k, n_pairs=n_pairs
     )
 
 
 @quietly
-def _errors_on_host(xp: Any, x: Array, y: Array, pair: Any, dtype: Any) -> list[Array]:
+def _errors_on_host(xp: Any, x: Array, images: Array, pair: Any, dtype: Any) -> list[Array]:
     """`_errors`, computed by NumPy in float64."""
     import array_api_compat.numpy as np
 
     # The products are as accurate as the dtype of the result requires.
     precision = float(np.finfo(np.float64).eps) / float(xp.finfo(dtype).eps)
-    x, y = (in_host_memory(xp, points) for points in (x, y))
-    return _errors(np, x, y, pair, np.float64, precision)
+    x, images = (in_host_memory(xp, points) for points in (x, images))
+    return _errors(np, x, images, pair, np.float64, precision)
+
+
+def _images(x: Any, y: Any) -> Any:
+    if isinstance(y, Quantizer):
+        return y.decode(y.encode(x))
+    return y(x) if isinstance(y, Projection) else y
 
 
 def _errors(xp: ModuleType, x: Array, y: Array, pair: Any, dtype: Any, precision: float) -> list[Array]:

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isentropic._checks import check_choice, check_floating, counts, is_integer, type_error, value_error
+from isentropic._checks import (
+    check_choice,
+    check_floating,
+    check_ndim,
+    counts,
+    is_integer,
+    type_error,
+    value_error,
+)
 from isentropic._loops import Block, map_blocks, take, without_gradient
 from isentropic._namespace import (
     A_co,
@@ -171,15 +179,20 @@ class Quantizer(_QuantizerArrays[A_co]):
     def inner(self, query: Sliced[ArrayT], vectors: QuantizedVectors) -> ArrayT:
         """The inner products ⟨q, x̂⟩ of queries (..., L, d) and quantized vectors (..., S), (..., L, S).
 
-        The queries are mapped once. Vectors are looked up in blocks, and never all at once.
+        The queries are mapped once. Vectors are looked up in blocks, and never all at once. That takes
+        most of the time for few queries. So many queries at a time are faster than one after the other.
 
         Raises
         ------
         TypeError, ValueError
-            As for `encode` and `decode`; also for axes ``...`` that do not broadcast.
+            As for `encode` and `decode`; also for axes ``...`` that do not broadcast, a single query
+            (d,), and a single vector ().
         """
         xp = self._check_vectors(vectors)
         self._namespace(query=query)
+        check_floating(xp, query=query)
+        check_ndim(2, query=query)
+        check_ndim(1, vectors=vectors.scales)
         mapped = self.map(xp.astype(query, accumulator(xp, query.dtype), copy=False))
         n_keys = vectors.scales.shape[-1]
         size = max(
@@ -380,6 +393,19 @@ class QuantizedVectors(Node, Coded[A_co]):
         parts = parts if any(x is ... for x in parts) else (*parts, ...)
         # The last axis of the codes is that of their bytes.
         return replace(self, codes=self.codes[(*parts, slice(None))], scales=self.scales[parts])
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.quantizer, Quantizer):
+            raise type_error("quantizer", "be a quantizer", type(self.quantizer).__name__)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape (..., d) of the vectors."""
+        return (*self.scales.shape, self.n_features)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        must = "be decoded first, `quantizer.decode(vectors)`, or kept as `codes` and `scales`"
+        raise type_error("vectors", must, "a conversion to an array")
 
     def __len__(self) -> int:
         if self.scales.ndim < 1:
