@@ -238,7 +238,7 @@ class JLTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self._check_library(X, "transform")
         if not (sparse.issparse(X) or sparse.issparse(self._map)):
             return self._map(X)
-        if not self._is_sparse:  # the rows are made dense a block at a time
+        if isinstance(self._map, HadamardProjection):  # the rows are made dense a block at a time
             X, y = X.tocsr(), np.empty((X.shape[0], self.n_components_), X.dtype)
             rows = max(1, BLOCKS.sparse_numbers // X.shape[1])
             for start in range(0, X.shape[0], rows):
