@@ -27,7 +27,7 @@ from isentropic._namespace import (
 )
 from isentropic._numerics import lift
 from isentropic._rows import Coded
-from isentropic.laws._law import DEFAULT_LAW, Law, check_law
+from isentropic.laws._law import DEFAULT_LAW, Constant, Law, check_law
 from isentropic.masks import Mask
 
 _F = TypeVar("_F")
@@ -246,7 +246,7 @@ def attention_entropy(
 
 @quietly_named
 def scale_queries(
-    query: ArrayT, n_keys: int | Array, *, law: Law = DEFAULT_LAW, head_axis: int | None = None
+    query: ArrayT, n_keys: int | Array, *, law: Law | None = DEFAULT_LAW, head_axis: int | None = None
 ) -> ArrayT:
     """Queries multiplied by ``law(n)``, to use a law with any attention kernel.
 
@@ -257,8 +257,9 @@ def scale_queries(
     n_keys : int or array broadcastable to (..., L)
         The number of keys that each query sees. It broadcasts to `query` without its last axis. For
         queries (..., L, H, E), one number for each token has the shape (L, 1).
-    law : Law
-        Its array parameters fit the query with the heads at axis −3, as in `attention`.
+    law : Law or None
+        Its array parameters fit the query with the heads at axis −3, as in `attention`. None returns
+        the queries as they are.
     head_axis : int, optional
         The axis of the heads in `query`: −3 for (..., H, L, E), which is the default, −2 for
         (..., L, H, E). Laws without arrays do not need it.
@@ -295,7 +296,8 @@ def scale_queries(
     >>> scale_queries(tokens_first, 1, law=law, head_axis=-2).shape
     (5, 2, 1)
     """
-    check_law(law)
+    check_law(law, optional=True)
+    law = Constant(1) if law is None else law
     arrays = {"query": query} | present(n_keys=array_or_none(n_keys))
     xp = namespace(("law", law.arrays), **arrays)
     device = common_device(("law", law.arrays), **arrays)

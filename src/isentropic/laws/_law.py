@@ -500,6 +500,8 @@ def check_law(law: Any, *, optional: bool = False) -> None:
         got = type(law).__name__
         if isinstance(law, str):
             must += " (`laws.preset` has those with a name)"
+        elif is_real(law):
+            must += " (a factor is `laws.Constant(...)`)"
         elif isinstance(law, type) and issubclass(law, Law):
             got = f"the class {law.__name__}; call it: `{law.__name__}(...)`"
         # By name, because its class is in a module that needs PyTorch.
