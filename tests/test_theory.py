@@ -330,6 +330,17 @@ class TestNeedle:
         assert scaled.max() == pytest.approx(2.37, abs=6e-3)
 
     @pytest.mark.host
+    def test_when_a_law_holds_the_entropy_of_needles(self):
+        """Growth ends at n0 for a gap above log n0 by about 1, where few weights leak."""
+        law = laws.LogLength(512)
+
+        def rise(above, n0=512):
+            gap = math.log(n0) + above
+            low, high = (theory.needle_entropy(n, 8, gap * law(n)) for n in (n0 / 1.01, n0 * 1.01))
+            return high - low
+
+        assert rise(0.9) > 0 > rise(1.1)
+
     @pytest.mark.parametrize("gap", [-1e3, -1e9, -1e16, -1e308])
     def test_needles_below_the_rest(self, gap):
         """Then the others are what is attended to."""
