@@ -98,10 +98,10 @@ def what_holds() -> dict[str, str]:
     law = laws.LogLength(512)
     held = [theory.needle_entropy(n, 8, 7.5 * law(n)) for n in POWERS]
     growth = (f"{theory.needle_entropy(n, 8, 7.5):.1f}" for n in (64, 8192))
-    gaps = {"near": 6.3, "below": 5.0}
-    rises = {
-        x: (theory.needle_entropy(n, 8, gap * law(n)) for n in (64, 8192)) for x, gap in gaps.items()
-    }
+    rises = {}
+    for name, gap in {"near": 6.3, "below": 5.0}.items():
+        ends = (theory.needle_entropy(n, 8, gap * law(n)) for n in (64, 8192))
+        rises[name] = " to ".join(f"{h:.1f}" for h in ends)
     numbers = random_initialization()
     rows = {name: " | ".join(f"{h:.2f}" for h in numbers[name]) for name in ("standard", "law")}
     errors = load("calibration")["minilm"]["errors"]
@@ -113,7 +113,7 @@ def what_holds() -> dict[str, str]:
     return {
         "growth": " to ".join(growth),
         "held": f"{min(held):.2f} and {max(held):.2f}",
-        **{name: " to ".join(f"{h:.1f}" for h in rise) for name, rise in rises.items()},
+        **rises,
         **rows,
         **missed,
     }
