@@ -47,7 +47,8 @@ def test_command(started, monkeypatch, forget, tmp_path):
     assert {len(x) for of_n in written["losses"].values() for x in of_n.values()} == {2}
     assert (tmp_path / "key_dimension_quick.png").read_bytes().startswith(b"\x89PNG")
     count = len(started)
-    assert count == 2 * 2 * len(kd.DIMENSIONS)
+    assert count == 2 * 2 * len(kd.DIMENSIONS) + 2 * len(kd.LONGER_SIZES)
+    assert [len(x) for x in written["longer"].values()] == [2, 2]
     forget(tmp_path / "key_dimension_quick_runs.jsonl", "256, 16, 201")
     assert command() == written
     assert [job.name() for job in started[count:]] == ["256, 16, 201"]
@@ -64,7 +65,8 @@ def results(gain):
 
     lengths = [128, 256, 512, 1024]
     of_n = {str(n): {str(size): losses(n, size) for size in kd.DIMENSIONS} for n in lengths}
-    return {"lengths": lengths, "seeds": 5, "losses": of_n}
+    more = {"32": [dict.fromkeys(kd.KINDS, 1.75)] * 2, "64": [dict.fromkeys(kd.KINDS, 1.5)] * 2}
+    return {"lengths": lengths, "seeds": 5, "losses": of_n, "longer": more}
 
 
 def test_decisions():
@@ -76,6 +78,7 @@ def test_decisions():
     assert kd.claims(results(0.0))[1].verdict == "not reproduced"
     text = kd.report(found)
     assert "98.33 % interval" in text
+    assert "and +0.250; " in text
     assert "nan" not in text
     figure = kd.picture(found)
     assert len(figure.axes[0].containers) == len(kd.DIMENSIONS) - 1
