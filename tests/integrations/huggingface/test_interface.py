@@ -911,7 +911,7 @@ class TestArguments:
             (LawModule(laws.LogLength()), TypeError, r"`laws` must be a law, .* \(a LawModule gives its law when it is called\), got LawModule"),
             (3.0, TypeError, r"`laws` must be a law, or a sequence or mapping of laws, got float"),
             (["su", None], TypeError, r"`law` must be a law of isentropic.laws \(`laws.preset` has those with a name\), got str"),
-            ([2.0, None], TypeError, r"`law` must be a law of isentropic.laws, got float"),
+            ([2.0, None], TypeError, r"`law` must be a law .*a factor is `laws.Constant.*got float"),
             (
                 laws.AffineLog(np.ones(3)), ValueError,
                 r"`laws\[0\]` must have numbers as parameters, or one per head, \(4,\), got \(3,\)",
