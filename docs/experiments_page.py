@@ -12,7 +12,7 @@ EFFECTS = (
     "constant_or_length", "first_constant", "first", "masked_language", "smollm2",
     "laws_and_positions", "retrieval", "recall",
 )  # fmt: skip
-EXPERIMENTS = (*EFFECTS, "entropies", "dimension", "head_dimension")
+EXPERIMENTS = (*EFFECTS, "entropies", "dimension", "head_dimension", "key_dimension")
 MEASUREMENTS = (  # no verdict
     "calibration", "law_or_position", "four_times", "held_positions", "quantized_model",
     "quantized_search",

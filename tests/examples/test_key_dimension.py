@@ -76,6 +76,12 @@ def test_decisions():
     assert [claim.verdict for claim in kd.claims(found)] == ["not reproduced", "in part"]
     assert kd.grows(results(-0.1), 16)[0] == "it falls"
     assert kd.claims(results(0.0))[1].verdict == "not reproduced"
+    for more, verdict in ((1.75, "reproduced"), (1.51, "in part")):
+        few = results(0.0)
+        for x in few["losses"]["1024"]["32"]:
+            x |= {kind: x[kind] + 0.1 for kind in kd.KINDS}
+        few["longer"]["32"] = [dict.fromkeys(kd.KINDS, more)] * 2
+        assert kd.claims(few)[0].verdict == verdict
     text = kd.report(found)
     assert "98.33 % interval" in text
     assert "and +0.250; " in text
@@ -83,3 +89,18 @@ def test_decisions():
     figure = kd.picture(found)
     assert len(figure.axes[0].containers) == len(kd.DIMENSIONS) - 1
     experiment.plt.close(figure)
+
+
+def test_committed_results():
+    """What experiments-dimension.md says."""
+    results = experiment.load(kd.NAME)
+    assert results["seeds"] == kd.SEEDS
+    assert kd.is_too_little(results)[0] == "too little"
+    assert [claim.verdict for claim in kd.claims(results)] == ["in part", "reproduced"]
+    assert all(0 < b < a / 4 for a, b in zip(*kd.longer(results), strict=True))
+    means = {
+        n: [np.mean(kd.excess(results, n, size)) for size in kd.DIMENSIONS] for n in results["lengths"]
+    }
+    assert all(sorted(x, reverse=True) == x for x in means.values())
+    assert means[128][2] < kd.SMALLEST
+    assert "nan" not in kd.report(results)
