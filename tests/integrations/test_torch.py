@@ -955,7 +955,9 @@ class TestErrors:
                     torch.jit.script(scripted)
 
     def test_laws(self):
-        with pytest.raises(TypeError, match=r"`law` must be a law .*a factor is `laws.Constant.*got float"):
+        with pytest.raises(
+            TypeError, match=r"`law` must be a law .*a factor is `laws.Constant.*got float"
+        ):
             MultiheadAttention(E, H, law=1.0)
         module = LawModule(laws.LogLength())
         message = r"`law` must be a law of .*, got LawModule; call it: `law\(\)`\.$"
