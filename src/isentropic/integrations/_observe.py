@@ -230,11 +230,11 @@ class Observer:
         self._layers = set(layers.values())
         self._passes, self._step, self._is_requested = 0, 0, False
         self._requested_step: int | None = None
-        self._is_closed = False
         self._sums: dict[torch.nn.Module, Tensor] = {}
         self._failures: dict[torch.nn.Module, str] = {}  # of this pass
         self._warned: set[str] = set()  # the layers of which a warning was given
         self._handles, self._pass = contextlib.ExitStack(), contextlib.ExitStack()
+        self._handles.push(self._warn_of_no_pass)
         self._handles.callback(self._pass.close)
         for handle in (
             model.register_forward_pre_hook(self._begin),
@@ -271,14 +271,7 @@ class Observer:
         UserWarning
             If passes in training mode should be observed, and there were none.
         """
-        if self._every is not None and not self._passes and not self._is_closed:
-            warnings.warn(
-                "Nothing was observed: the model had no forward pass in training mode. Was it in "
-                "evaluation mode, or was another module called, such as a compiled one?",
-                stacklevel=2,
-            )
-        self._is_closed = True
-        self._handles.close()
+        self._handles.__exit__(None, None, None)
 
     def __deepcopy__(self, memo: Any) -> Observer:
         """Itself: the hooks of a copied model refer to this observer, which ignores the copy."""
@@ -291,9 +284,17 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
-        self._is_closed |= error is not None  # what could not be observed then says nothing
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._handles.__exit__(*error)
+
+    def _warn_of_no_pass(self, error: object, *_: object) -> None:
+        # After an error in the block, a pass that did not come says nothing.
+        if error is None and self._every is not None and not self._passes:
+            warnings.warn(
+                "Nothing was observed: the model had no forward pass in training mode. Was it in "
+                "evaluation mode, or was another module called, such as a compiled one?",
+                stacklevel=4,  # the line that closes it, or its `with`
+            )
 
     @_outside_graphs
     def _begin(self, model: torch.nn.Module, inputs: Any) -> None:

@@ -451,6 +451,9 @@ class TestWhen:
         with pytest.warns(UserWarning, match="the model had no forward pass in training mode"):
             observer.close()
         observer.close()  # once; warnings are errors
+        with pytest.raises(UserWarning), huggingface.observe(one, 1):
+            pass
+        assert not one._forward_hooks and not one._forward_pre_hooks  # also where it is an error
 
     def test_observations_do_not_change(self):
         model = decoder("Llama").train()
