@@ -203,9 +203,14 @@ def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- results
 
 
+def means(of_seeds: list[dict[str, float]]) -> list[float]:
+    """The loss of each seed, as the mean over the kinds of texts."""
+    return [fmean(x[kind] for kind in KINDS) for x in of_seeds]
+
+
 def values(results: dict[str, Any], n: int, size: int) -> list[float]:
     """The losses of all seeds."""
-    return [fmean(x[kind] for kind in KINDS) for x in results["losses"][str(n)][str(size)]]
+    return means(results["losses"][str(n)][str(size)])
 
 
 def excess(results: dict[str, Any], n: int, size: int) -> list[float]:
@@ -216,9 +221,9 @@ def excess(results: dict[str, Any], n: int, size: int) -> list[float]:
 
 def longer(results: dict[str, Any]) -> tuple[list[float], list[float]]:
     """The excess of 32 dimensions at the greatest length, after the steps and after more of them."""
-    of_size = ([fmean(x[kind] for kind in KINDS) for x in results["longer"][str(s)]] for s in (32, 64))
+    of_size = (means(results["longer"][str(size)]) for size in LONGER_SIZES)
     more = [a - b for a, b in zip(*of_size, strict=True)]
-    return excess(results, results["lengths"][-1], 32)[: len(more)], more
+    return excess(results, results["lengths"][-1], LONGER_SIZES[0])[: len(more)], more
 
 
 def is_too_little(results: dict[str, Any]) -> tuple[str, Decision]:
