@@ -264,14 +264,14 @@ def distortion(
 
 
 @quietly
-def _errors_on_host(xp: Any, x: Array, images: Array, pair: Any, dtype: Any) -> list[Array]:
+def _errors_on_host(xp: Any, x: Array, y: Array, pair: Any, dtype: Any) -> list[Array]:
     """`_errors`, computed by NumPy in float64."""
     import array_api_compat.numpy as np
 
     # The products are as accurate as the dtype of the result requires.
     precision = float(np.finfo(np.float64).eps) / float(xp.finfo(dtype).eps)
-    x, images = (in_host_memory(xp, points) for points in (x, images))
-    return _errors(np, x, images, pair, np.float64, precision)
+    x, y = (in_host_memory(xp, points) for points in (x, y))
+    return _errors(np, x, y, pair, np.float64, precision)
 
 
 def _images(x: Any, y: Any) -> Any:
