@@ -453,7 +453,8 @@ class TestWhen:
         observer.close()  # once; warnings are errors
         with pytest.raises(UserWarning), huggingface.observe(one, 1):
             pass
-        assert not one._forward_hooks and not one._forward_pre_hooks  # also where it is an error
+        assert not one._forward_hooks  # also where the warning is an error
+        assert not one._forward_pre_hooks
 
     def test_observations_do_not_change(self):
         model = decoder("Llama").train()
