@@ -131,9 +131,16 @@ def show_bases(app, name, kind, options, bases):
     bases[:] = [get_origin(x) or x for x in bases if type(x).__name__ != "Generic"] or [object]
 
 
+def add_contents(app, name, source):
+    """The contents of the site, which are no part of the page that a repository shows."""
+    if name == app.config.root_doc:
+        source[0] += "\n" + Path(app.srcdir, "_templates", "contents.md").read_text()
+
+
 def setup(app):
     app.connect("autodoc-process-bases", show_bases)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("config-inited", write_inventories)
+    app.connect("source-read", add_contents)
     app.connect("builder-inited", write_figures)
     app.connect("builder-inited", write_experiments)

@@ -54,7 +54,7 @@ def link(name: str, *, qualified: bool = False) -> str:
     # The maps, which functions return, have their pages under the module that defines them.
     module = "jl._quantizers." if name == "jl.Quantizer" else "jl._maps."
     name = re.sub(r"^jl\.(?=[A-Z])", module, name)
-    return f"{{py:obj}}`{shown} <isentropic.{name}>`"
+    return f"[`{shown}`](#isentropic.{name})"
 
 
 def symbols(row: Row, notes: dict[str, int]) -> list[str]:

@@ -73,7 +73,7 @@ def block(row: Claim) -> list[str]:
     if row.function:
         resolve(row.function)
         name = row.function.removeprefix("isentropic.")
-        link = f"`{name}`" if name.startswith("_") else f"{{py:obj}}`{name} <{row.function}>`"
+        link = f"`{name}`" if name.startswith("_") else f"[`{name}`](#{row.function})"
         test = f"{link} · {test}"
     parts.append(test)
     first, *others = parts
