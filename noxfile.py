@@ -146,9 +146,9 @@ def run_tests(session: nox.Session, backend: str, *options: str, **environment: 
 
 # Values, contract and rules: what most changes would break.
 QUICK_TESTS = (
-    "tests/test_house.py", "tests/test_pages.py", "tests/test_package.py", "tests/test_contract.py",
-    "tests/test_masks.py", "tests/test_entropy.py", "tests/laws", "tests/jl/test_projections.py",
-    "tests/_attention",
+    "tests/test_architecture.py", "tests/test_pages.py", "tests/test_package.py",
+    "tests/test_contract.py", "tests/test_masks.py", "tests/test_entropy.py", "tests/laws",
+    "tests/jl/test_projections.py", "tests/_attention",
 )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """The tables of the page "What runs where", from the declaration `capabilities`; `pages` writes them."""
 
 import re
+import tomllib
+from pathlib import Path
 
 from capabilities import COLUMNS, INTEGRATIONS, ROWS, Cell, Row, bare
 
@@ -33,7 +35,24 @@ def texts() -> dict[str, str]:
     ]
     lines += ["", "## Notes", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
-    return {"tables": "\n\n" + "\n".join(lines) + "\n\n"}
+    return {"lowest": lowest(), "tables": "\n\n" + "\n".join(lines) + "\n\n"}
+
+
+def lowest() -> str:
+    """The libraries that the table of versions has no row for, with their lowest versions."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = {"NumPy": project["dependencies"]} | {
+        name: extras[extra]
+        for name, extra in {
+            "CuPy": "cupy", "scikit-learn": "sklearn", "Flax": "flax", "Dask": "dask", "Matplotlib": "plots"
+        }.items()
+    }  # fmt: skip
+    found = {
+        name: [x.partition(">=") for x in requirements if x.startswith(name.lower())]
+        for name, requirements in needed.items()
+    }
+    return ", ".join(f"{name} {version}" for name, [(_, _, version)] in found.items())
 
 
 def table(module: str, notes: dict[str, int]) -> list[str]:

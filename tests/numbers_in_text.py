@@ -14,7 +14,7 @@ def readme() -> dict[str, str]:
 
     masked, tasks = load("masked_language"), load("constant_or_length")["tasks"]
     model = load("smollm2")
-    recall = load("recall")["tasks"]["recall"]
+    alike = load("recall")["tasks"]
 
     def points(arm: str, other: str) -> str:
         """The gain in accuracy of masked models, in the mean of all lengths but the first."""
@@ -35,7 +35,11 @@ def readme() -> dict[str, str]:
             units.setdefault(name.partition(" ")[0] if by_kind else name, []).append(b - a)
         return _interval([fmean(gains) for gains in units.values()], "+.3f")
 
-    law, standard = ([math.log(x["loss"][-1]) for x in recall[arm]] for arm in ("O + law", "O"))
+    def times(task: str) -> str:
+        """The loss with the law at the greatest length, as a multiple of that of O."""
+        a, b = ([math.log(x["loss"][-1]) for x in alike[task][arm]] for arm in ("O + law", "O"))
+        return _interval([x - y for x, y in zip(a, b, strict=True)], ".2f", math.exp)
+
     arms = load("first_constant")["arms"]
     bits = ([x["accuracy"] for x in arms[arm]] for arm in ("O + log × c", "O × c"))
     of_first_bit = decide([x - y for x, y in zip(*bits, strict=True)], 0, 0.975).interval()
@@ -50,7 +54,9 @@ def readme() -> dict[str, str]:
         "slopes-on-constants": nats("two numbers per head", "constant per head"),
         "constant": nats("slope per head", "YaRN's constant"),
         "constant-kinds": nats("slope per head", "YaRN's constant", by_kind=True),
-        "recall": _interval([x - y for x, y in zip(law, standard, strict=True)], ".2f", math.exp),
+        "recall": times("recall"),
+        "blurred": times("average, blurred"),
+        "clear": times("average, clear"),
     }
 
 

@@ -34,7 +34,7 @@ PAGES = {
     "docs/reference/what-runs-where.md": "capabilities_page.texts",
 }
 FILES = {
-    "docs/images/house.svg": "house.picture",
+    "docs/images/architecture.svg": "architecture.picture",
     "docs/reference/law-vectors.json": "law_vectors.text",
 }
 

@@ -53,6 +53,19 @@ class TestMinDim:
             for p in (exact, haar):
                 assert (np.diff(p) <= 1e-12).all()
 
+    def test_inner_products(self):
+        """What johnson-lindenstrauss.md says of them: 1.42 n points have enough pairs for x ± y."""
+        n = np.arange(2, 10_000)
+        points = np.ceil(1.42 * n)
+        assert (points * (points - 1) / 2 >= n * (n - 1)).all()
+        eps, delta = 0.4, 1e-3
+        x = np.random.default_rng(0).normal(size=(40, 3000))
+        x /= np.linalg.norm(x, axis=-1, keepdims=True)
+        k = it.jl.min_dim(math.ceil(1.42 * len(x)), eps=eps, delta=delta)
+        for seed in range(5):
+            y = it.jl.gaussian_projection(3000, k, rng=seed)(x)
+            assert abs(y @ y.T - x @ x.T).max() < eps
+
     def test_order_of_the_methods(self):
         for n in (1000, 10**6):
             for eps in (0.1, 0.3, 0.5):

@@ -1,6 +1,6 @@
-"""The house in figures, and its picture, both read from the source.
+"""The architecture in figures and as a picture, both read from the source.
 
-``python docs/house.py`` prints the figures. ``python tests/pages.py`` writes docs/images/house.svg.
+``python docs/architecture.py`` prints the figures. ``python tests/pages.py`` writes the picture.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isentropic"
 
-# The rooms of the picture, by the beginnings of the names of their modules. The longest one decides.
-ROOMS = {
+# The components by the beginnings of the names of their modules. The longest one decides.
+COMPONENTS = {
     "cli": "integrations",
     "integrations": "integrations",
     "plots": "plots",
@@ -52,7 +52,7 @@ ROOMS = {
     "_ops": "operations",
     "": "foundations",
 }
-# Where a room stands in the picture, from left to right; 4 where it is not named.
+# Where a component stands in the picture, from left to right; 4 where it is not named.
 COLUMNS = {
     "integrations": 3.9, "plots": 5.0, "layers": 7.2, "drift": 5.0, "JAX": 1.3, "Triton": 2.6,
     "plan": 2.6, "entropy": 4.5, "theory": 6.1, "laws": 2.2, "masks": 3.6, "operations": 5.5, "jl": 7.0,
@@ -126,7 +126,7 @@ def is_of_library(module: str) -> bool:
 
 
 def figures() -> dict[str, int | str]:
-    """What the house is measured by."""
+    """What the source is measured by."""
     trees, total = modules(), Counter[str]()
     for path in SOURCE.rglob("*.py"):
         total += lines(path.read_text())
@@ -160,9 +160,9 @@ def figures() -> dict[str, int | str]:
     }
 
 
-def room_of(module: str) -> str:
-    found = [x for x in ROOMS if module == x or module.startswith((f"{x}.", f"{x}_")) or not x]
-    return ROOMS[max(found, key=len)]
+def component_of(module: str) -> str:
+    found = [x for x in COMPONENTS if module == x or module.startswith((f"{x}.", f"{x}_")) or not x]
+    return COMPONENTS[max(found, key=len)]
 
 
 def imports(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
@@ -177,64 +177,65 @@ def imports(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
 
 
 def levels(edges: dict[str, set[str]]) -> dict[str, int]:
-    """The height of each room: one more than that of the highest room that it imports."""
+    """The height of each component: one more than that of the highest component that it imports."""
     heights: dict[str, int] = {}
 
-    def height(room: str) -> int:
-        if room not in heights:
-            heights[room] = 0
-            heights[room] = max((height(x) + 1 for x in edges[room]), default=0)
-        return heights[room]
+    def height(component: str) -> int:
+        if component not in heights:
+            heights[component] = 0
+            heights[component] = max((height(x) + 1 for x in edges[component]), default=0)
+        return heights[component]
 
     top = max(map(height, edges))
     imported = set().union(*edges.values())
-    return {room: heights[room] if room in imported else top for room in edges}
+    return {component: heights[component] if component in imported else top for component in edges}
 
 
-def rooms() -> dict[str, set[str]]:
-    """The rooms that each room imports directly, without those that it also reaches through others."""
+def components() -> dict[str, set[str]]:
+    """What each component imports directly, without what it also reaches through others."""
     trees = {name: tree for name, tree in modules().items() if name not in ("", "__main__")}
-    edges: dict[str, set[str]] = {room_of(name): set() for name in trees}
+    edges: dict[str, set[str]] = {component_of(name): set() for name in trees}
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     exceptions = rules[0].get("ignore_imports", ())
     for a, b in imports(trees):
         is_exception = f"isentropic.{a} -> isentropic.{b}" in exceptions
-        if b and room_of(a) != room_of(b) and not is_exception:
-            edges[room_of(a)].add(room_of(b))
+        if b and component_of(a) != component_of(b) and not is_exception:
+            edges[component_of(a)].add(component_of(b))
 
-    def reached(room: str) -> set[str]:
-        return edges[room].union(*(reached(x) for x in edges[room]))
+    def reached(component: str) -> set[str]:
+        return edges[component].union(*(reached(x) for x in edges[component]))
 
-    return {room: to - set().union(*(reached(x) for x in to)) for room, to in edges.items()}
+    return {component: to - set().union(*(reached(x) for x in to)) for component, to in edges.items()}
 
 
 def picture() -> str:
-    """The rooms as SVG: what a room imports is below it."""
-    edges = rooms()
+    """The components as SVG: what a component imports is below it."""
+    edges = components()
     heights = levels(edges)
     width, across, down, top = 900, 112, 62, max(heights.values())
     places = {
-        room: (width / 8 * COLUMNS.get(room, 4), 34 + down * (top - heights[room])) for room in edges
+        component: (width / 8 * COLUMNS.get(component, 4), 34 + down * (top - heights[component]))
+        for component in edges
     }
     shapes = []
-    for room, others in edges.items():
-        x, y = places[room]
+    for component, others in edges.items():
+        x, y = places[component]
         for other in sorted(others):
             u, v = places[other]
             shapes.append(
                 f'<path d="M{x:.0f} {y + 15} C{x:.0f} {y + 45} {u:.0f} {v - 45} {u:.0f} {v - 15}"/>'
             )
-    for room, (x, y) in places.items():
+    for component, (x, y) in places.items():
         shapes.append(
             f'<rect x="{x - across / 2:.0f}" y="{y - 15}" width="{across}" height="30" rx="6"/>'
-            f'<text x="{x:.0f}" y="{y + 5}">{room}</text>'
+            f'<text x="{x:.0f}" y="{y + 5}">{component}</text>'
         )
     style = (
         "path{fill:none;stroke:#8a94a6;stroke-width:1.3}rect{fill:#eaf0fb;stroke:#4a6fb5}"
         "text{font:14px sans-serif;text-anchor:middle;fill:#1b2a4a}"
     )
     height = 34 + down * top + 34
-    title = "The rooms of the package: each imports those below that it is connected with"
+    title = "The components of the package: each imports those below that it is connected with"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
         f"<title>{title}</title><style>{style}</style>\n" + "\n".join(shapes) + "\n</svg>\n"
