@@ -284,6 +284,7 @@ def effects(results: dict[str, Any]) -> list[Effect]:
             BOTH, f"language model, {names[positions]}, trained with {TRAINED}, n = {last}", arm, other,
             decision(results, positions, arm, other, CONFIDENCE), SMALLEST,
             "nats per byte", "", "+.3f",
+            leads=arm.endswith(TIMES) or (positions, arm, other) == REGISTERED[0],
         )
         for positions, arm, other in REGISTERED
     ]  # fmt: skip

@@ -159,10 +159,11 @@ def effects(results: dict[str, Any]) -> list[Effect]:
             NOTHING, f"{task}, trained with {TRAINED}, n = {last}",
             arm.removeprefix("O + ").replace("law", "log n at test"), "none",
             decision(results, task, arm), math.log(SMALLEST), "in the log of the loss",
-            "the criterion was fixed after the run", "+.2f", leads=task == "recall",
+            "the criterion was fixed after the run", "+.2f", leads=arm == "O + law",
         )
         for task, arm in (
-            ("recall", "O + law"), ("average, clear", "O + law"), ("average, clear", "O + held"),
+            ("recall", "O + law"), ("average, blurred", "O + law"), ("average, clear", "O + law"),
+            ("average, clear", "O + held"),
         )
     ]  # fmt: skip
 
