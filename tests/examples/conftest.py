@@ -24,16 +24,24 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Jobs of experiments run in this process. The fixture is the list of those that were run."""
+    """Jobs of experiments run in this process, and make all steps of the progress bar.
+
+    The fixture is the list of those that were run.
+    """
     import experiment
 
     found: list = []
+    made: list[int] = []
 
-    def run(work: Callable, jobs: list, *_: int) -> list:
+    def run(work: Callable, jobs: list, steps: int, *_: int) -> list:
         found.extend(jobs)
-        return [work(job) for job in jobs]
+        made.clear()
+        results = [work(job) for job in jobs]
+        assert sum(made) == steps
+        return results
 
     monkeypatch.setattr(experiment, "run", run)
+    monkeypatch.setattr(experiment, "advance", lambda steps=1: made.append(steps))
     return found
 
 

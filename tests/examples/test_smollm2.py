@@ -370,26 +370,16 @@ class TestFit:
         torch.testing.assert_close(found, seen)
 
 
-def in_this_process(work, jobs, steps, workers):
-    """`experiment.run`, which makes sure that all steps of the progress bar are made."""
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "advance", lambda steps=1: made.append(steps))
-        found = [work(job) for job in jobs]
-    assert sum(made) == steps
-    return found
-
-
 @pytest.mark.nightly
 class TestRun:
     @pytest.fixture
-    def started(self, monkeypatch, model):
+    def computed(self, monkeypatch, model, started):
         """The documents and laws that a run computes."""
-        computed = []
+        found = []
 
         def counted(function):
             def count(*args, **options):
-                computed.append(function.__name__)
+                found.append(function.__name__)
                 return function(*args, **options)
 
             return count
@@ -397,39 +387,38 @@ class TestRun:
         # The docstrings of packages are those of this test, which is quicker.
         monkeypatch.setattr(pretrained, "docstrings", lambda package: __doc__ * 20 + package)
         monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
-        monkeypatch.setattr(experiment, "run", in_this_process)
         for module in (smollm2, smollm2_results):
             monkeypatch.setattr(module, "FULL", SIZE)
         monkeypatch.setattr(smollm2, "SANE", (0, math.inf))
         for name in ("measure", "fit", "calibrated", "prefix"):
             module = smollm2 if hasattr(smollm2, name) else pretrained
             monkeypatch.setattr(module, name, counted(getattr(module, name)))
-        return computed
+        return found
 
-    def test_goes_on_where_it_was(self, started, monkeypatch, tmp_path, capsys):
+    def test_goes_on_where_it_was(self, computed, monkeypatch, tmp_path, capsys):
         arguments = ["--output", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
         measure = pretrained.measure
 
         def stop(*args):
-            if started.count("measure") == 3:
+            if computed.count("measure") == 3:
                 raise KeyboardInterrupt
             return measure(*args)
 
         monkeypatch.setattr(pretrained, "measure", stop)
         with pytest.raises(KeyboardInterrupt):
             smollm2.main(arguments)
-        assert started.count("fit") == len(smollm2.FITS)
+        assert computed.count("fit") == len(smollm2.FITS)
         monkeypatch.setattr(pretrained, "measure", measure)
         smollm2.main(arguments)
         others = 5  # other positions and held entropies, on the first document only
-        assert started.count("measure") == 2 * len(smollm2.ARMS) - others
-        assert started.count("fit") == len(smollm2.FITS)
-        assert started.count("calibrated") == 1
+        assert computed.count("measure") == 2 * len(smollm2.ARMS) - others
+        assert computed.count("fit") == len(smollm2.FITS)
+        assert computed.count("calibrated") == 1
 
         text = (tmp_path / "out" / "smollm2.json").read_text()
-        started.clear()
+        computed.clear()
         smollm2.main(arguments)
-        assert started == []
+        assert computed == []
         assert (tmp_path / "out" / "smollm2.json").read_text() == text
 
         results = json.loads(text)
@@ -440,11 +429,11 @@ class TestRun:
         assert len(smollm2_results.claims(results)) == 2
         assert "nan" not in smollm2_results.report(results)
 
-    def test_refuses_a_model_that_reads_nothing(self, started, monkeypatch, tmp_path):
+    def test_refuses_a_model_that_reads_nothing(self, computed, monkeypatch, tmp_path):
         monkeypatch.setattr(smollm2, "SANE", (0, 0.1))
         with pytest.raises(ValueError, match="must have a loss"):
             smollm2.run(SIZE, tmp_path / "model", tmp_path)
-        assert started == []
+        assert computed == []
 
 
 class TestAnswers:
@@ -862,10 +851,9 @@ class TestConstantPerHead:
             constant_per_head.documents("code a", 40, tokenizer, 30)
 
     @pytest.mark.nightly
-    def test_run(self, model, monkeypatch, tmp_path):
+    def test_run(self, model, started, monkeypatch, tmp_path):
         """Losses are those of full passes, and finished parts are not computed again."""
         monkeypatch.setattr(pretrained, "load", lambda folder: (model, tokenizer))
-        monkeypatch.setattr(experiment, "run", in_this_process)
         results = constant_per_head.run(self.SIZE, tmp_path, tmp_path / "runs", 1)
         assert len(results["losses"]) == 4
         one = results["constants"][constant_per_head.ONE]
