@@ -212,6 +212,30 @@ class TestModel:
             [names[0], "1.0000", "1.0000"], [names[1], "1.0000", "2.0000"],
         ]  # fmt: skip
 
+    def test_laws_of_positions(self, run, model, texts, tmp_path):
+        """The laws of a folder count what they count there."""
+        import transformers
+        from tiny_models import decoder
+
+        from isentropic.integrations import huggingface
+
+        network = decoder("Mistral", sliding_window=8)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        network.resize_token_embeddings(len(tokenizer))
+        for folder, law in {"plain": None, "with laws": laws.LogLength(4)}.items():
+            huggingface.use(network, law, count="positions")
+            network.save_pretrained(tmp_path / folder)
+            tokenizer.save_pretrained(tmp_path / folder)
+
+        def profiled(folder, *options):
+            return json.loads(
+                run("profile", tmp_path / folder, *texts, "--lengths", "32", "--json", *options).stdout
+            )["entropy"]
+
+        own, plain = profiled("with laws"), profiled("plain")
+        np.testing.assert_allclose(profiled("plain", "--laws", tmp_path / "with laws"), own, rtol=1e-5)
+        assert np.abs(np.subtract(own, plain)).max() > 0.01
+
     def test_observe(self, run, model, texts):
         def observed(*options):
             return json.loads(run("observe", model, *texts, "--length", 48, "--json", *options).stdout)

@@ -222,6 +222,16 @@ class TestFit:
         lowest, expected, highest = report.at(1024)
         np.testing.assert_allclose([lowest, expected, highest], 1.0, atol=0.01)
 
+    def test_the_expected_factor_is_that_of_the_law(self, rng):
+        sizes = rng.uniform(0.5, 3, size=(4, 1, 1))
+        samples = [sizes * rng.normal(size=(2, 4, n, 8)) for n in (16, 64, 128, 256)]
+        report = drift.calibrate(samples, reference_length=64)
+        for n in (20, 100, 256, 300, 512, 700, 65_536):
+            lowest, expected, highest = report.at(n)[:, 0]
+            np.testing.assert_allclose(expected, report.law(np.asarray([float(n)]))[:, 0])
+            assert (lowest <= expected).all()
+            assert (expected <= highest).all()
+
     def test_targets_out_of_reach(self):
         """The least entropy in reach misses the targets by 0.04 and 0.06 nats; the tolerance is 0.05."""
         entropy = 2 - np.log(self.FACTORS)[:, None, None] * np.ones((1, 1, 2))
@@ -279,10 +289,17 @@ class TestFit:
     def test_lengths_are_weighted_by_their_logits(self):
         n, counts, rise = np.asarray([100.0, 200.0, 400.0]), np.asarray([7, 5, 1]), [0, 0.55, 1.12]
         factors = 1 + np.asarray(rise)[:, None, None]
-        report = drift.CalibrationReport((), n, counts, factors, 100.0, np.asarray([[2.0]]))
+        law = laws.AffineLog(np.asarray([1 / math.log(100)]))
+        report = drift.CalibrationReport((law,), n, counts, factors, 100.0, np.asarray([[2.0]]))
         x, weight = np.log(n / 100), counts * n
-        slope = (weight * x * rise).sum() / (weight * x**2).sum()
-        assert report.at(1e4)[1, 0, 0] == pytest.approx(1 + slope * math.log(100), rel=1e-9)
+        # The curves of a power, a line and a root. The last one is the lowest, below the law.
+        slope_of_root = (weight * x * (factors[:, 0, 0] ** 2 - 1)).sum() / (weight * x**2).sum()
+        root = math.sqrt(1 + slope_of_root * math.log(100))
+        power = math.exp(
+            (weight * x * np.log(factors[:, 0, 0])).sum() / (weight * x**2).sum() * math.log(100)
+        )
+        assert report.at(1e4)[0, 0, 0] == pytest.approx(min(law(1e4)[0], root), rel=1e-9)
+        assert report.at(1e4)[2, 0, 0] == pytest.approx(power, rel=1e-9)
 
     def test_the_length_of_a_group_is_the_mean_over_all_layers(self):
         recorder = drift.Recorder("samples")
@@ -312,7 +329,10 @@ class TestCalibrationReport:
         factors = np.stack((curves, np.where([True, True, True, False], curves, np.nan)), axis=1)
         factors[0, 0, 1] = np.nan  # no factor reached the target there
         entropies = np.asarray([[2.0] * 4, [2.0, 2.0, 2.0, np.nan]])
-        return drift.CalibrationReport((), n, np.ones(4, int), factors, 100, entropies, ("a", "b"))
+        laws = tuple(
+            drift._Held(n, factors[:, i, :heads], n, 100).law() for i, heads in ((0, 4), (1, 3))
+        )
+        return drift.CalibrationReport(laws, n, np.ones(4, int), factors, 100, entropies, ("a", "b"))
 
     def test_at(self, report):
         lowest, expected, highest = report.at(1600)

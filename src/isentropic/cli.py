@@ -154,7 +154,7 @@ def _named_laws(names: Sequence[str]) -> Iterator[tuple[str, laws_module.Law | N
         if name not in paths:
             yield name, _law_or_no_folder(name)
             continue
-        for layer, law in _laws_of_folder(name).items():
+        for layer, (law, _) in _laws_of_folder(name).items():
             # The layers of several models may have the same names.
             yield (f"{name}: {layer}" if len(paths) > 1 else layer), law
 
@@ -288,15 +288,15 @@ def _law_or_no_folder(text: str, option: str = "") -> laws_module.Law:
         raise click.UsageError(message) from None
 
 
-def _laws_of_folder(path: str) -> dict[str, laws_module.Law | None]:
-    """The laws in the configuration of a model, by the names of its layers. No weights are loaded."""
+def _laws_of_folder(path: str) -> dict[str, tuple[laws_module.Law | None, str]]:
+    """What `laws_of` says of the configuration of a model. No weights are loaded."""
     huggingface = _import_huggingface()
     (config,) = _load(path, "AutoConfig")
     with _without_traceback():
         with importlib.import_module("torch").device("meta"):
             model = importlib.import_module("transformers").AutoModel.from_config(config)
         model.to_empty(device="cpu")  # gives trained laws the numbers of the configuration
-        return {name: law for name, (law, _) in huggingface.laws_of(model).items()}
+        return dict(huggingface.laws_of(model))
 
 
 @main.command()

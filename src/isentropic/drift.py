@@ -180,12 +180,20 @@ class CalibrationReport:
         """
         check_real("length", length, least=1)
         # Here the heads of all layers count as those of one.
-        groups, *heads = self.factors.shape
+        groups, layers, heads = self.factors.shape
         factors, weight = self.factors.reshape(groups, -1), self.counts * self.lengths
-        held = _Held(self.lengths, factors, weight, self.reference_length)
-        curves = np.stack([held.at([float(length)], shape)[0] for shape in (0, 1, 2, None)])
-        curves = np.where(np.isnan(factors).all(axis=0), np.nan, curves).reshape(-1, *heads)
-        return np.stack((curves.min(axis=0), curves[-1], curves.max(axis=0)))
+        held, n = (
+            _Held(self.lengths, factors, weight, self.reference_length),
+            np.asarray([float(length)]),
+        )
+        curves = np.stack([held.at(n, shape)[0] for shape in (0, 1, 2)]).reshape(3, layers, heads)
+        expected = np.full((layers, heads), np.nan)
+        for layer, law in enumerate(self.laws):
+            own: Any = law._with_arrays(to_numpy).evaluate_unchecked(np, n)
+            expected[layer, : len(own)] = own[:, 0]
+        expected[np.isnan(self.factors).all(axis=0)] = np.nan
+        low, high = np.minimum(expected, curves.min(axis=0)), np.maximum(expected, curves.max(axis=0))
+        return np.stack((low, expected, high))
 
     def __repr__(self) -> str:
         _, layers, heads = self.factors.shape

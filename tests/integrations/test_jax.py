@@ -117,6 +117,7 @@ class TestAgainstFlax:
             (None, "precision=(Precision.HIGHEST, Precision.HIGHEST)"),
             ("highest", "precision=(Precision.HIGHEST, Precision.HIGHEST)"),
             (jax.lax.Precision.HIGH, "precision=(Precision.HIGH, Precision.HIGH)"),
+            (("high", "high"), "precision=(Precision.HIGH, Precision.HIGH)"),
             (jax.lax.DotAlgorithmPreset.F32_F32_F32, "precision=F32_F32_F32"),
         ],
     )
@@ -124,6 +125,15 @@ class TestAgainstFlax:
         program = str(jax.make_jaxpr(partial(standard, precision=precision))(*arrays(rng)))
         assert program.count("dot_general[") == 2
         assert program.count("precision=") == program.count(expected) == 2
+
+    def test_two_precisions(self, rng):
+        with pytest.raises(ValueError, match="`precision` must be the same for both factors"):
+            standard(*arrays(rng), precision=("high", "default"))
+
+    def test_a_traced_rate_of_dropout(self, rng):
+        q, k, v = arrays(rng)
+        got = jax.jit(lambda rate: standard(q, k, v, dropout_rate=rate, deterministic=True))(0.1)
+        assert_close(got, standard(q, k, v))
 
     def test_precision_of_jax(self, rng):
         with jax.default_matmul_precision("high"):

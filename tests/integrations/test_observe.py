@@ -5,7 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from isentropic import laws
+import isentropic as it
+from isentropic import laws, masks
 
 torch = pytest.importorskip("torch")
 
@@ -189,6 +190,93 @@ class TestAnnounce:
         assert observer.latest.layers == ("a", "b")
         assert np.isnan(observer.latest.entropy[0]).all()
         assert np.isfinite(observer.latest.entropy[1, :2]).all()
+
+    @pytest.mark.parametrize("kind", ["padding", "per query", "per sequence"])
+    def test_the_first_sequences(self, kind):
+        """Masks and laws are cut too."""
+        x, n = torch.randn(N, H, L, E), torch.arange(1, N + 1)[:, None]
+        options = {"law": None}
+        if kind == "padding":
+            options["mask"] = masks.padding(n) & masks.segments(
+                torch.arange(L)[None, None] // n[..., None]
+            )
+        else:
+            slope = laws.per_query(x[..., 0].abs()) if kind == "per query" else x[..., 0, 0].abs()
+            options["law"] = laws.scaled(laws.AffineLog(0.2, slope), 0.7)
+
+        class Own(nn.Module):
+            def forward(self, x, options):
+                announce_attention(self, x, x, **options)
+                return x
+
+        model = Own()
+        with observe(model, 1, sequences=1) as observer:
+            model(x, options)
+        entropy = it.attention_entropy(x, x, **options)[0].mean(-1)
+        np.testing.assert_allclose(observer.latest.entropy[0], entropy, rtol=1e-5, atol=1e-6)
+
+    def test_passes_without_numbers(self):
+        """In torch.func and on the meta device the pass runs, and a warning says why nothing is seen."""
+        model, x = Attention(), torch.randn(N, H, L, 8)
+
+        def run():
+            return torch.func.grad(lambda x: model(x).square().sum())(x)
+
+        expected = run()
+        with observe(model, 1) as observer, pytest.warns(UserWarning, match=r"in torch\.func"):
+            assert torch.equal(run(), expected)
+        assert observer.latest is None
+        with observe(model.to("meta"), 1), pytest.warns(UserWarning, match="on the meta device"):
+            assert model(x.to("meta")).is_meta
+
+    def test_an_interrupted_pass_is_over(self):
+        class Interrupted(Attention):
+            stops = True
+
+            def forward(self, x):
+                out = super().forward(x)
+                if self.stops:
+                    raise KeyboardInterrupt
+                return out
+
+        model, x = Interrupted(), torch.randn(N, H, L, 8)
+        with observe(model, 2) as observer:
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            model.stops = False
+            model(x)
+            assert observer.latest is None
+            model(x)
+            assert observer.latest.step == 2
+
+    def test_a_model_that_returns_nothing(self):
+        class Silent(Attention):
+            def forward(self, x):
+                super().forward(x)
+
+        model = Silent()
+        with observe(model, 1) as observer:
+            model(torch.randn(N, H, L, 8))
+            assert observer.latest.step == 0
+
+    def test_two_observers_of_a_compiled_model(self):
+        """When both have seen their pass, compiled code runs again."""
+        counts = []
+
+        def backend(graph, inputs):
+            return lambda *args: counts.append(1) or graph.forward(*args)
+
+        torch.compiler.reset()
+        model = torch.compile(nn.Sequential(nn.Linear(8, 8), Attention()), backend=backend)
+        x, seen = torch.randn(N, H, L, 8), []
+        with observe(model, 2) as a, observe(model, 3) as b:
+            for _ in range(5):
+                counts.clear()
+                model(x)
+                seen.append(len(counts))
+            assert (a.latest.step, b.latest.step) == (4, 3)
+        assert seen == [0, 1, 0, 0, 0]
+        torch.compiler.reset()
 
     def test_nothing_counted(self):
         model, x = Attention(), torch.randn(N, H, L, 8)

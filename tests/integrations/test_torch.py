@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import pickle
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import isentropic as it
 from isentropic import laws
 
 torch = pytest.importorskip("torch")
+
+from torch.nn.utils import parametrize  # noqa: E402
 
 from isentropic.integrations.torch import LawModule, MultiheadAttention  # noqa: E402
 from isentropic.laws._formulas import InfoScale, StepLog  # noqa: E402
@@ -454,6 +457,34 @@ class TestLearnableLaw:
         module = LawModule(with_tensors(law))
         assert list(module.parameters())
         torch.testing.assert_close(module()(n), law(n).expand(H, -1))
+
+    def test_parametrized(self):
+        """A parametrization keeps a parameter in its range."""
+
+        class Softplus(torch.nn.Module):
+            def forward(self, x):
+                return torch.nn.functional.softplus(x)
+
+        module = LawModule(laws.scaled(laws.AffineLog(torch.nn.Parameter(torch.zeros(H))), 2.0))
+        parametrize.register_parametrization(module.law, "slope", Softplus())
+        assert module()(torch.tensor([1.0, math.e]))[0].tolist() == pytest.approx([0, 2 * math.log(2)])
+        module()(torch.tensor([9.0])).sum().backward()
+        assert module.law.parametrizations.slope.original.grad.abs().min() > 0
+        assert "slope=(3,)" in repr(module)
+
+    def test_no_tensor_of_torch_func_stays(self):
+        modules = [LawModule(laws.AffineLog(torch.ones(H) * (i + 1))) for i in range(3)]
+        parameters, buffers = torch.func.stack_module_state(modules)
+        n = torch.tensor([5.0])
+
+        def factor(parameters, buffers):
+            return torch.func.functional_call(modules[0], (parameters, buffers))(n)
+
+        found = torch.vmap(factor)(parameters, buffers)
+        assert torch.equal(found, torch.stack([x()(n) for x in modules]))
+        torch.vmap(factor)(parameters, buffers)
+        for again in (copy.deepcopy(modules[0]), pickle.loads(pickle.dumps(modules[0]))):
+            assert torch.equal(again()(n), modules[0]()(n))
 
     def test_a_step(self):
         module = learnable()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from isentropic._attention.functions import attention_state
 from isentropic._attention.state import AttentionState, merge_states
-from isentropic._checks import check_count, check_real, type_error
+from isentropic._checks import check_count, check_real, is_array, type_error
 from isentropic.laws._law import Law
 from isentropic.masks import Mask, as_mask
 
@@ -32,6 +34,28 @@ _MOST_NAMED = 5
 _outside_graphs = torch._disable_dynamo
 # The width of a column of the table.
 _WIDTH = 16
+
+
+class _Eager:
+    """A context in which compiled code runs as it is written. Such contexts may end in any order."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGER = _Eager()
 
 
 class Call(NamedTuple):
@@ -303,13 +327,14 @@ class Observer:
         # In the backward pass, a checkpointed model computes the same forward pass again.
         if torch._C._current_graph_task_id() != -1:
             return
+        self._pass.close()  # of a pass that was interrupted
         is_due = model.training and self._every is not None and self._passes % self._every == 0
         if is_due or self._is_requested:
             self._step = self._passes if self._requested_step is None else self._requested_step
             self._is_requested, self._requested_step = False, None
             self._sums, self._failures = {}, {}
             if hasattr(model, "_orig_mod"):  # of torch.compile: its code does not announce attention
-                self._pass.enter_context(torch.compiler.set_stance("force_eager"))
+                self._pass.enter_context(_EAGER)
             self._pass.enter_context(listening(self._on_call))
         self._passes += model.training
 
@@ -318,7 +343,7 @@ class Observer:
         if model is not self._model or self._on_call not in listeners:
             return
         self._pass.close()
-        if output is None:  # the pass has failed
+        if output is None and sys.exc_info()[0] is not None:  # the pass has failed
             return
         self._warn_of_failures()
         if not self._sums:
@@ -337,6 +362,8 @@ class Observer:
             return
         try:
             sums = _statistics(_first_sequences(call(), self._sequences))
+            if sums.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(sums):
+                raise ValueError("it runs on the meta device or in torch.func, where it has no numbers")
             if module in self._sums:  # the layers of some models share a module
                 sums = _added(self._sums[module], sums)
             self._sums[module] = sums
@@ -396,27 +423,38 @@ class _Alarm:
 
 
 def _first_sequences(call: Call, count: int | None) -> Call:
-    """The call for the first sequences of the batch alone; all of them if the mask cannot be cut."""
-    query, key, _, options, _, counted, is_first = call
-    mask = options.get("mask")
-    is_cuttable = not isinstance(mask, Mask) or all(
-        x.ndim == 4 or x.shape == (query.shape[2], key.shape[2]) for x in mask.arrays
-    )
-    if count is None or count >= len(query) or not is_cuttable:
+    """The call for the first sequences of the batch alone."""
+    if count is None or count >= len(call.query):
         return call
 
     def cut(x: Any, ndim: int) -> Any:
-        if isinstance(x, Mask):
-            return x.with_arrays(cut(array, ndim) for array in x.arrays)
-        return x[:count] if isinstance(x, Tensor) and x.ndim == ndim and x.shape[0] > 1 else x
+        """Cut an array that has an axis of sequences, the first one of so many."""
+        return x[:count] if is_array(x) and x.ndim == ndim and x.shape[0] > 1 else x
 
-    ndims = {"mask": 4, "bias": 4, "n_keys": 3}
+    def cut_mask(mask: Mask) -> Mask:
+        return mask._changed(cut_mask, lambda x: cut(x, 2 + mask._own_axes))
+
+    def cut_law(law: Law) -> Law:
+        # The shapes of the arrays are in their order, and have sequences and heads before the queries.
+        shapes = iter(law._named_shapes())
+
+        def cut_parameter(x: Any) -> Any:
+            _, shape, has_query_axis = next(shapes)
+            return x[:count] if len(shape) - has_query_axis == 2 and x.shape[0] > 1 else x
+
+        return law._with_arrays(cut_parameter)
+
+    options = dict(call.options)
+    for name, ndim in {"mask": 4, "bias": 4, "n_keys": 3}.items():
+        x = options.get(name)
+        options[name] = cut_mask(x) if isinstance(x, Mask) else cut(x, ndim)
     return call._replace(
-        query=query[:count],
-        key=key[:count],
-        options=options | {name: cut(options.get(name), ndim) for name, ndim in ndims.items()},
-        counted=cut(counted, 3),
-        is_first=cut(is_first, 2),
+        query=call.query[:count],
+        key=call.key[:count],
+        law=None if call.law is None else cut_law(call.law),
+        options=options,
+        counted=cut(call.counted, 3),
+        is_first=cut(call.is_first, 2),
     )
 
 

@@ -154,7 +154,7 @@ def attention_fn(
     (2, 4, 10)
     """
     check_choice("sow", sow, ("weights", "entropy"))
-    if dropout_rate > 0 and not deterministic:
+    if not deterministic and dropout_rate > 0:
         must = (
             "be 0, or `deterministic` true: weights are never materialized, so they cannot be dropped"
         )
@@ -194,6 +194,10 @@ def attention_fn(
 
 
 def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
+    if isinstance(precision, (tuple, list)):  # of the two factors of a product
+        if len(set(precision)) > 1:
+            raise value_error("precision", "be the same for both factors", precision)
+        precision = precision[0]
     if precision is None:
         return contextlib.nullcontext()
     # The names of `jax.lax.Precision` are in capitals, and those of the setting are not.

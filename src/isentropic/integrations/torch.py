@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from isentropic._attention.distribution import AttentionDistribution
 from isentropic._attention.functions import attention, attention_entropy
@@ -25,6 +25,7 @@ with requires_extra(__name__):
     from torch import Tensor
     from torch.nn.functional import dropout as drop
     from torch.nn.functional import linear, pad
+    from torch.nn.utils import parametrize
 
     from isentropic.integrations._flex import to_block_mask
     from isentropic.integrations._observe import Call, Observer, announce, listeners
@@ -86,7 +87,7 @@ class LawModule(torch.nn.Module):
         super().__init__()
         check_law(law)
         check_flag(borrow=borrow)
-        self._kind, self._numbers, self._names = type(law), {}, []
+        self._kind, self._numbers, self._names, self._laws = type(law), {}, [], []
         self._is_trained = not borrow and any(isinstance(x, torch.nn.Parameter) for x in law.arrays)
         self._law: Law | None = None  # the last one, which is kept unless it is trained
         self._values: dict[str, Tensor] = {}  # of tensors that were moved to the meta device
@@ -94,6 +95,7 @@ class LawModule(torch.nn.Module):
         for name, x in law._named_values().items():
             # Not setattr: a field may have the name of a method of modules, such as `half`.
             if isinstance(x, Law):
+                self._laws.append(name)
                 self._modules[name] = LawModule(x, borrow=borrow)
             elif not is_array(x) or (borrow and isinstance(x, Tensor) and x.requires_grad):
                 self._numbers[name] = x
@@ -126,25 +128,32 @@ class LawModule(torch.nn.Module):
             If training has moved a parameter out of its valid range. This is only checked for numbers
             on the CPU, outside of transformations.
         """
-        parts = {name: module() for name, module in self._modules.items()}
+        parts: dict[str, Any] = {name: self._inner(name)() for name in self._laws}
         parts |= {name: self._tensor(name) for name in self._names}
         law = self._law
         # Moves and casts of the module replace its tensors, and the kept law has the old ones.
         if law is None or any(getattr(law, name) is not x for name, x in parts.items()):
             law = self._kind(**self._numbers, **parts)
             # A law that is trained is made anew each time, because this checks its numbers.
-            if not self._is_trained and not torch.compiler.is_compiling():
+            # The tensors of `torch.func` and of a compiler are not to be kept.
+            is_plain = torch._C._functorch.maybe_current_level() is None
+            if is_plain and not self._is_trained and not torch.compiler.is_compiling():
                 self._law = law
         return law
 
     if TYPE_CHECKING:  # to PyTorch a call may return anything
         __call__ = forward
 
+    def _inner(self, name: str) -> LawModule:
+        return cast(LawModule, self._modules[name])
+
     def _tensor(self, name: str) -> Tensor:
         # Fully sharded data parallelism makes plain attributes of parameters.
         for held in (self._parameters, self._buffers, vars(self)):
             if name in held:
                 return held[name]
+        if parametrize.is_parametrized(self, name):
+            return cast(Tensor, getattr(self, name))
         raise AttributeError(f"{type(self).__name__} has lost the tensor {name!r}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -178,8 +187,8 @@ class LawModule(torch.nn.Module):
     def _known_values(self, prefix: str) -> dict[str, Tensor]:
         """The values of the parameters, except for uninitialized ones, by their names in a state."""
         known: dict[str, Tensor] = {}
-        for name, module in self._modules.items():
-            known |= module._known_values(f"{prefix}{name}.")
+        for name in self._laws:
+            known |= self._inner(name)._known_values(f"{prefix}{name}.")
         for name, x in self.state_dict(keep_vars=True).items():
             value = self._values.get(name, x) if x.is_meta else x
             if name in self._names and name not in self._unknown and not value.is_meta:

@@ -1,5 +1,7 @@
 """Caches of quantized keys and values, in `generate` and by hand."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from packaging.version import Version
-from tiny_models import decoder
+from tiny_models import decoder, encoder_decoder
 
 from isentropic.integrations import huggingface
 
@@ -36,6 +38,37 @@ def test_generation(beams):
     assert layer.keys.shape[-2] < 8 + 32
     assert layer.older[0].codes.dtype == torch.uint8
     assert layer.older[0].scales.shape[-1] + layer.keys.shape[-2] == 85
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_encoder_and_decoder(name):
+    """Cross-attention has a cache of its own."""
+    model = encoder_decoder(name)
+    exact = generated(model, None, length=20)
+    cache = huggingface.quantized_cache(model, 8, recent=64)
+    assert torch.equal(generated(model, cache, length=20), exact)
+    assert cache.get_seq_length() == 20
+
+
+def test_gradients():
+    """The keys and values of a pass have gradients, as with the cache of transformers."""
+    model, ids, grads = decoder("Llama"), torch.arange(20)[None], []
+    for cache in (transformers.DynamicCache(config=model.config), huggingface.quantized_cache(model)):
+        model.zero_grad()
+        model(ids, **{CACHE: cache}).logits.square().sum().backward()
+        grads.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_pickle():
+    model = decoder("Llama")
+    cache = huggingface.quantized_cache(model, 8, recent=8)
+    with torch.no_grad():
+        model(torch.arange(60)[None], **{CACHE: cache})
+        again = pickle.loads(pickle.dumps(cache))
+        next_one = [model(torch.tensor([[3]]), **{CACHE: x}).logits for x in (cache, again)]
+    assert again.layers[0].older
+    assert torch.equal(*next_one)
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -416,6 +417,33 @@ class TestHooks:
             handle.remove()
         assert torch.equal(outputs(model, batch()), expected)
         assert not any("pending" in name for child in model.modules() for name in vars(child))
+
+    def test_an_interrupt_leaves_no_law(self):
+        """PyTorch calls no hook after an error that is no Exception."""
+        model = tiny("DebertaV2")
+        expected = outputs(model, batch())
+        module = model.get_submodule(next(iter(huggingface.laws_of(model))))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with huggingface.use(model, laws.Constant(3.0)), torch.no_grad():
+            handle = module.pos_dropout.register_forward_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(**batch())
+            handle.remove()
+        with huggingface.use(model, {1: laws.Constant(1.0)}):
+            close(outputs(model, batch()), expected)
+        assert not any("pending" in name for child in model.modules() for name in vars(child))
+
+    def test_threads(self):
+        """Each call has the law and the n of its own thread."""
+        model = tiny("GPTNeo")
+        inputs = [batch(length=n) for n in (5, 9, 14, 20)]
+        with huggingface.use(model, laws.LogLength(4)), ThreadPoolExecutor(4) as pool:
+            expected = [outputs(model, x) for x in inputs]
+            found = pool.map(lambda i: outputs(model, inputs[i % 4]), range(100))
+            assert all(torch.equal(x, expected[i % 4]) for i, x in enumerate(found))
 
     @pytest.mark.parametrize("name", ["Bloom", "DebertaV2"])
     def test_gradients_of_parameters(self, name):

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -103,6 +105,27 @@ class TestRegister:
         expected = outputs(model, batch())
         model.set_attn_implementation("sdpa")
         close(outputs(model, batch()), expected)
+
+    def test_the_lookup(self):
+        """Its arguments keep their names, and who has wrapped it before loses no laws."""
+        found = transformers.AttentionInterface().get_interface(
+            attn_implementation="sdpa", default=None
+        )
+        assert found.takes_laws
+        code = (
+            "import functools, torch, transformers\n"
+            "from transformers import AttentionInterface as A\n"
+            "A.get_interface = functools.wraps(A.get_interface)(lambda *a, f=A.get_interface: f(*a))\n"
+            "from isentropic import laws\n"
+            "from isentropic.integrations import huggingface\n"
+            "size = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2)\n"
+            "model = transformers.LlamaModel(transformers.LlamaConfig(**size, num_hidden_layers=1))\n"
+            "x = torch.arange(8)[None]\n"
+            "standard = model(x)[0]\n"
+            "huggingface.use(model, laws.Constant(9.0), base='sdpa')\n"
+            "assert (model(x)[0] - standard).abs().max() > 1e-5\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @NO_LAWS
@@ -916,6 +939,11 @@ class TestArguments:
                 laws.AffineLog(np.ones(3)), ValueError,
                 r"`laws\[0\]` must have numbers as parameters, or one per head, \(4,\), got \(3,\)",
             ),
+            (
+                laws.AffineLog(laws.per_query(np.ones(4))), ValueError,
+                r"`laws\[0\]` must have no parameter with one number for each query, got \(4,\)",
+            ),
+            ([None, (laws.LogLength(), "tokens")], ValueError, r"`count` must be 'keys' or 'positions', got 'tokens'"),
         ],
     )  # fmt: skip
     def test_laws(self, own, error, message):

@@ -1,6 +1,7 @@
 """Laws are saved, loaded and trained with their model by transformers, Accelerate and PEFT."""
 
 import copy
+import functools
 import json
 import math
 import subprocess
@@ -562,6 +563,51 @@ class TestTrainable:
                 gradients.append(module.isentropic_law.slope.grad)
             assert gradients[0].abs().min() > 0
             torch.testing.assert_close(gradients[1], gradients[0])
+
+    def test_a_model_that_passes_positional_arguments(self, tmp_path, monkeypatch):
+        """To the check of its implementation, as HRM-Text does."""
+        checks = transformers.LlamaForCausalLM._check_and_adjust_attn_implementation
+
+        def positional(self, name, is_init_check=False, allow_all_kernels=False):
+            return checks(self, name, is_init_check, allow_all_kernels)
+
+        monkeypatch.setattr(
+            transformers.LlamaForCausalLM, "_check_and_adjust_attn_implementation", positional
+        )
+        model = decoder("Llama")
+        huggingface.use(model, laws.LogLength(4), base="sdpa")
+        model.save_pretrained(tmp_path)
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        assert again.config._attn_implementation == "sdpa"
+
+    def test_laws_of_another_model(self):
+        """With what their n counts."""
+        model, other = decoder("Llama"), decoder("Llama")
+        huggingface.use(model, {1: laws.LogLength(4)}, count="positions")
+        huggingface.use(other, huggingface.laws_of(model))
+        assert huggingface.laws_of(other) == huggingface.laws_of(model)
+        assert torch.equal(outputs(other, batch("left")), outputs(model, batch("left")))
+
+    def test_fields_that_are_not_trained(self):
+        """Booleans, and values that a law has computed once."""
+
+        @dataclass(frozen=True, eq=False, repr=False)
+        class Rooted(laws.Law):
+            slope: float = 1.0
+            is_rooted: bool = True
+
+            @functools.cached_property
+            def twice(self):
+                return 2 * self.slope
+
+            def evaluate(self, xp, n):
+                return self.slope * (n**0.5 if self.is_rooted else n)
+
+        law, model = Rooted(), decoder("Llama")
+        assert law.twice == 2
+        huggingface.use(model, law, trainable=True)
+        assert {name.rpartition(".")[2] for name in law_names(model)} == {"slope"}
+        assert torch.isfinite(outputs(model, batch())).all()
 
     def test_initializing_again_resets_nothing(self):
         model = decoder("Llama")

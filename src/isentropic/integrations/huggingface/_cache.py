@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from isentropic import jl
 from isentropic._checks import check_choice, counts, type_error
@@ -25,6 +26,7 @@ def quantized_cache(
     Parameters
     ----------
     model : transformers.PreTrainedModel
+        Of an encoder–decoder, the cache of cross-attention stays exact.
     bits : {1, 2, 3, 4, 8}
         The bits of a number. A key of 64 numbers takes 8 · bits bytes, and 4 for its scale.
     kind : {"mse", "unbiased"}
@@ -40,7 +42,7 @@ def quantized_cache(
     transformers.Cache
         Keys are quantized after their rotary positions. Each forward pass decodes the keys and values
         of a layer while it computes that layer. So the memory is that of the codes, of the recent
-        tokens, and of one decoded layer.
+        tokens, and of one decoded layer. Codes have no gradients.
 
     Raises
     ------
@@ -66,20 +68,32 @@ def quantized_cache(
     (recent,) = counts(recent=recent)
     jl.quantizer(8, bits, kind=kind, rng=0)  # which checks them
     seeds = np.random.default_rng(rng).integers(2**63, size=2)
-    drawn: dict[Any, Quantizer] = {}
-
-    def quantizer(x: torch.Tensor, which: int) -> Quantizer:
-        facts = (which, x.shape[-1], x.device)
-        if facts not in drawn:
-            like = x.new_empty(0, dtype=torch.float32)
-            drawn[facts] = jl.quantizer(x.shape[-1], bits, kind=kind, rng=int(seeds[which]), like=like)
-        return drawn[facts]
-
+    quantizers = _Quantizers(bits, kind, tuple(map(int, seeds)))
     layers = [
-        _QuantizedLayer(quantizer, recent) if type(layer) is DynamicLayer else layer
+        _QuantizedLayer(quantizers, recent) if type(layer) is DynamicLayer else layer
         for layer in DynamicCache(config=model.config).layers
     ]
-    return Cache(layers=layers)
+    cache = Cache(layers=layers)
+    if not model.config.is_encoder_decoder:
+        return cache
+    return EncoderDecoderCache(cache, DynamicCache(config=model.config))
+
+
+@dataclass
+class _Quantizers:
+    """The quantizers of keys and of values, which are drawn when their size and device are known."""
+
+    bits: int
+    kind: str
+    seeds: tuple[int, ...]
+    drawn: dict[Any, Quantizer] = field(default_factory=dict)
+
+    def __call__(self, x: torch.Tensor, which: int) -> Quantizer:
+        d, like = x.shape[-1], x.new_empty(0, dtype=torch.float32)
+        if (facts := (which, d, x.device)) not in self.drawn:
+            rng = self.seeds[which]
+            self.drawn[facts] = jl.quantizer(d, self.bits, kind=self.kind, rng=rng, like=like)
+        return self.drawn[facts]
 
 
 class _QuantizedLayer(DynamicLayer):
@@ -87,13 +101,12 @@ class _QuantizedLayer(DynamicLayer):
 
     is_croppable = True
 
-    def __init__(self, quantizer: Callable[[torch.Tensor, int], Quantizer], recent: int) -> None:
+    def __init__(self, quantizer: _Quantizers, recent: int) -> None:
         super().__init__()
         self.quantizer, self.recent = quantizer, recent
         self.keys: Any
         self.older: list[QuantizedVectors] = []  # keys and values, or nothing
 
-    @torch.no_grad()
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         exact = super().update(key_states, value_states, *args, **kwargs)
         whole = exact
@@ -104,7 +117,8 @@ class _QuantizedLayer(DynamicLayer):
             )
         count = self.keys.shape[-2] - self.recent
         if count >= _STEP:
-            leaving = [self.quantizer(x, i).encode(x[..., :count, :]) for i, x in enumerate(exact)]
+            parts = (x[..., :count, :].detach() for x in exact)
+            leaving = [self.quantizer(x, i).encode(x) for i, x in enumerate(parts)]
             pairs = zip(self.older or leaving, leaving, strict=True)
             self.older = [_joined(*x) for x in pairs] if self.older else leaving
             self.keys, self.values = (x[..., count:, :].clone() for x in exact)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,7 +29,8 @@ from isentropic.laws._law import Law
 _Arguments: TypeAlias = Mapping[str, Any]  # of the forward method of an attention module
 
 _HOOKED = "_isentropic_hooked"  # an attribute of attention modules that have hooks
-_PENDING = "_isentropic_pending"  # an attribute of the child until it is called: the law, and n
+# An attribute of the child: the law and n for its next call, in each thread that runs the model.
+_PENDING = "_isentropic_pending"
 # Arguments with the hidden states from which keys are computed.
 _KEY_SOURCES = (
     "key_value_states", "encoder_hidden_states", "cross_attention_states", "hidden_kv", "context",
@@ -46,6 +48,9 @@ def hooks(modules: Iterable[Any]) -> contextlib.ExitStack:
                 continue
             setattr(module, _HOOKED, True)
             stack.callback(delattr, module, _HOOKED)
+            child = module.get_submodule(family.child)
+            child.__dict__.setdefault(_PENDING, {})
+            stack.callback(child.__dict__.pop, _PENDING, None)
             for handle in _hook(family, module):
                 stack.callback(handle.remove)
         return stack.pop_all()
@@ -67,20 +72,33 @@ def argument_names(module: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
+def _thread() -> int:
+    # The compiler cannot trace `get_ident`. What it compiles has no pending laws.
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def _pending(child: Any) -> tuple[Law, Any] | None:
+    """The law and n for the call of a child, which are pending no longer."""
+    laws: dict[int, tuple[Law, Any]] = getattr(child, _PENDING, {})
+    return laws.pop(_thread(), None)
+
+
 def _before(family: Family, names: tuple[str, ...], module: Any, args: Any, kwargs: Any) -> None:
+    _pending(module.get_submodule(family.child))  # of a pass that was interrupted
     law, count = law_of(module)
     if law is not None:
         _store_law(family, module, dict(zip(names, args, strict=False)) | kwargs, law, count)
 
 
 def _check_law_was_applied(family: Family, module: Any, args: Any, output: Any) -> None:
-    child = module.get_submodule(family.child)
-    if not hasattr(child, _PENDING):
-        return
-    delattr(child, _PENDING)
-    if output is not None:  # after an error it is None
-        must = "have the modules that it had when `use` was called (call it again)"
-        raise value_error("model", must, f"another `{family.child}`")
+    # After an error the output is None.
+    if _pending(module.get_submodule(family.child)) is not None and output is not None:
+        raise _replaced_error(family)
+
+
+def _replaced_error(family: Family) -> ValueError:
+    must = "have the modules that it had when `use` was called (call it again)"
+    return value_error("model", must, f"another `{family.child}`")
 
 
 def check_law_can_act(family: Family | None, module: Any, arguments: _Arguments) -> None:
@@ -103,7 +121,10 @@ def _store_law(family: Family, module: Any, arguments: _Arguments, law: Law, cou
         n = None if visible is None else visible.sum(-1)
         if n is None and family.query is not None:
             n = _n_keys(module, arguments)
-    setattr(module.get_submodule(family.child), _PENDING, (law, n))
+    child = module.get_submodule(family.child)
+    if not hasattr(child, _PENDING):
+        raise _replaced_error(family)
+    getattr(child, _PENDING)[_thread()] = law, n
 
 
 def _n_keys(module: Any, arguments: _Arguments) -> int:
@@ -157,10 +178,9 @@ def _as_visible(mask: Any, marks_hidden: bool) -> Any:
 
 def _scale_query(features: tuple[int, ...], index: Any, child: Any, args: Any, output: Any) -> Any:
     """Multiply the query among the features of a projection by the law."""
-    if not hasattr(child, _PENDING):
+    if (pending := _pending(child)) is None:
         return output
-    law, n = getattr(child, _PENDING)
-    delattr(child, _PENDING)
+    law, n = pending
     result = output.unflatten(-1, features).clone()
     query = result[index].flatten(2, -2).transpose(1, 2)
     query = scale_queries(query, n, law=law).transpose(1, 2)
@@ -170,10 +190,9 @@ def _scale_query(features: tuple[int, ...], index: Any, child: Any, args: Any, o
 
 def _scale_logits(child: Any, args: Any) -> Any:
     """Multiply the logits by the law: from weights p to p^law / Σ p^law."""
-    if not hasattr(child, _PENDING):
+    if (pending := _pending(child)) is None:
         return args
-    law, n = getattr(child, _PENDING)
-    delattr(child, _PENDING)
+    law, n = pending
     weights, *others = args
     p = weights.float() if weights.dtype.itemsize < 4 else weights
     # The logarithm of 0 has no gradient.

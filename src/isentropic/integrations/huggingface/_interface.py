@@ -40,7 +40,7 @@ def extend_interface() -> None:
     # Models do not make masks for an implementation without a mask function.
     AttentionMaskInterface.register(NAME, sdpa_mask)
     get_item, get_interface = AttentionInterface.__getitem__, AttentionInterface.get_interface
-    if hasattr(get_interface, "__wrapped__"):
+    if hasattr(get_interface, "takes_laws"):
         return
 
     @functools.wraps(get_item)
@@ -48,12 +48,13 @@ def extend_interface() -> None:
         return with_law(get_item(self, name), name)
 
     @functools.wraps(get_interface)
-    def get_interface_with_law(self: Any, name: str, default: Any) -> Any:
+    def get_interface_with_law(self: Any, attn_implementation: str, default: Any) -> Any:
         # The functions that the lookup finds apply laws already. The default, "eager", does not.
-        function = with_law(get_interface(self, name, default), "eager")
+        function = with_law(get_interface(self, attn_implementation, default), "eager")
         # A call is announced with the query as it is before the law multiplies it.
-        return functools.partial(_announced, function, name) if listeners else function
+        return functools.partial(_announced, function, attn_implementation) if listeners else function
 
+    get_interface_with_law.takes_laws = True  # type: ignore[attr-defined]
     AttentionInterface.__getitem__ = get_item_with_law
     AttentionInterface.get_interface = get_interface_with_law
 

@@ -30,7 +30,8 @@ from isentropic.laws import from_config
 from isentropic.laws._configurations import ModelRule
 from isentropic.laws._law import Law
 
-Laws: TypeAlias = Law | Sequence[Law | None] | Mapping[int | str, Law | None] | None
+_OfLayer: TypeAlias = Law | LawAndCount | None
+Laws: TypeAlias = Law | Sequence[_OfLayer] | Mapping[int | str, _OfLayer] | None
 
 # By model and configuration, the last implementation that was not "isentropic".
 _BEFORE: WeakKeyDictionary[Any, dict[int, str | None]] = WeakKeyDictionary()
@@ -54,7 +55,8 @@ def use(
         One law for all attention layers, one law per layer, or a mapping from numbers of layers, their
         names (the keys of `laws_of`), or patterns of names, such as ``"*.language_model.*"``, to laws.
         If several keys match a layer, the last of them counts. Layers that no key matches, and layers
-        with None, use standard attention.
+        with None, use standard attention. In a sequence or mapping, a pair of a law and what it counts
+        may stand for a law. So the laws of another model, `laws_of`, are such a mapping.
 
         Array parameters of a law have the shape (H,), one number per head. They become buffers of the
         layer, on its device, in float32, or in float64 for a float64 model. Tensors that require
@@ -198,10 +200,10 @@ def per_layer(laws: Laws, count: str, modules: Mapping[str, Any]) -> dict[Any, L
     if len(chosen) != len(names):
         must = f"be as many as the model has attention layers, {len(names)}"
         raise value_error("laws", must, len(chosen))
-    if any(isinstance(law, tuple) for law in chosen):
-        must = "be laws, not the pairs of a law and what it counts that `laws_of` returns"
-        raise type_error("laws", must, "tuples")
-    return {module: (law, count) for module, law in zip(modules.values(), chosen, strict=True)}
+    pairs = [x if isinstance(x, tuple) and len(x) == 2 else (x, count) for x in chosen]
+    for _, counted in pairs:
+        check_choice("count", counted, COUNTS)
+    return dict(zip(modules.values(), pairs, strict=True))
 
 
 def _matching(key: int | str, names: Sequence[str]) -> list[str]:

@@ -105,7 +105,9 @@ def layer_law(
             must = "be True for attention layers that do not say how many heads they have"
             raise value_error("trainable", must, f"'head' with {type(module).__name__}")
         law = _with_arrays_to_train(name, law, heads if trainable == "head" else None)
-    for _, shape, _ in law._named_shapes():
+    for _, shape, has_query_axis in law._named_shapes():
+        if has_query_axis:
+            raise value_error(name, "have no parameter with one number for each query", shape)
         if heads is not None and shape not in ((), (1,), (heads,)):
             must = f"have numbers as parameters, or one per head, ({heads},)"
             raise value_error(name, must, shape)
@@ -129,7 +131,8 @@ def _with_arrays_to_train(argument: str, law: Law, heads: int | None) -> Law:
     to_train = []
 
     def array(name: str, x: Any) -> Any:
-        if _is_fixed(name) or not (is_array(x) or isinstance(x, (Real, tuple))):
+        is_numbers = is_array(x) or (isinstance(x, (Real, tuple)) and not isinstance(x, bool))
+        if _is_fixed(name) or not is_numbers:
             return x
         to_train.append(name)
         value = to_numpy(x) if is_array(x) else np.asarray(x, dtype=np.float64)
@@ -156,6 +159,6 @@ def _changed(law: Law, change: Callable[[str, Any], Any], prefix: str = "") -> L
         name: change(prefix + name, x)
         if not isinstance(x, Law)
         else _changed(x, change, f"{prefix}{name}.")
-        for name, x in vars(law).items()
+        for name, x in law._named_values().items()
     }
     return replace(law, **changes)

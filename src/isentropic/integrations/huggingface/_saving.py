@@ -52,7 +52,8 @@ def _extended(original: Callable[..., Any], extension: Callable[..., Any]) -> Ca
 
 def _check_implementation(original: Any, model: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
     entry = vars(model.config).get(ENTRY)
-    if name == NAME and kwargs.get("is_init_check") and isinstance(entry, dict):
+    given = inspect.signature(original).bind(model, name, *args, **kwargs).arguments
+    if name == NAME and given.get("is_init_check") and isinstance(entry, dict):
         name = _base(entry)  # before the model makes its layers for it
     return original(model, name, *args, **kwargs)
 
