@@ -1,6 +1,7 @@
 """Masks against dense arrays, block by block and counted."""
 
 import copy
+import math
 import pickle
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -127,6 +128,25 @@ class Strided(masks.Mask):
         query = frame.positions(rows)[:, None] + self.shift
         distance = query - frame.positions(columns)[None, :]
         return distance[(None,) * self.step.ndim + (...,)] % self.step[..., None, None] == 0
+
+
+class Early(masks.Mask):
+    """A mask of a user: the first keys of each sequence."""
+
+    length: Any
+
+    def block(self, frame, rows, columns):
+        return frame.positions(columns) < self.length[..., None, None]
+
+
+class Window(masks.Mask):
+    """A mask of a user, with a default."""
+
+    size: Any = 3
+
+    def block(self, frame, rows, columns):
+        distance = frame.positions(rows)[:, None] - frame.positions(columns)[None, :]
+        return (distance >= 0) & (distance < self.size)
 
 
 class TestMasks:
@@ -457,6 +477,45 @@ class TestOwn:
             torch.compiler.reset()
         else:
             pytest.skip("does not compile")
+
+    def test_large_calls(self, backend, rng):
+        """They go over sequences and heads one by one, and the arrays of the mask remain arrays."""
+        q, k, v = (backend.array(rng.normal(size=(2, 1, 2000, 4))) for _ in range(3))
+        lengths = backend.array(np.asarray([[3], [1500]]))
+        got, expected = (
+            it.attention(q, k, v, mask=mask, law=None)
+            for mask in (Early(lengths), masks.padding(lengths))
+        )
+        backend.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.host
+    def test_arguments(self):
+        assert Early(3) == Early(length=3)
+        assert Window() == Window(3)
+        assert Window().visible_count(5, 5).tolist() == [1, 2, 3, 3, 3]
+        assert repr(Window()) == "Window(size=3)"
+        for call, message in {
+            lambda: Window(siez=1): "unexpected keyword argument 'siez'",
+            lambda: Window(1, 2): "takes from 1 to 2 positional arguments",
+            lambda: Early(): "missing 1 required positional argument: 'length'",
+        }.items():
+            with pytest.raises(TypeError, match=message):
+                call()
+
+    @pytest.mark.host
+    def test_names_of_fields(self):
+        with pytest.raises(TypeError, match=r"Counted\.count` must have another name"):
+
+            class Counted(masks.Mask):
+                count: int
+
+    @pytest.mark.host
+    @pytest.mark.parametrize(
+        "size", ["a b", "", "None", "number", "a\nb", 0.1, math.inf, True, None, (1, 2), ("x", 1.5, ())]
+    )
+    def test_kinds_of_fields(self, size):
+        mask = masks.causal() & Window(size)
+        assert masks.from_description(masks.describe(mask)) == mask
 
     @pytest.mark.host
     def test_text_and_shapes(self):

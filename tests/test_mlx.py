@@ -68,6 +68,15 @@ def test_half_precision(rng, dtype):
     assert np.isfinite(report.slope).all()
 
 
+@pytest.mark.parametrize("kind", ["mse", "unbiased", "sign"])
+def test_codes_are_those_of_numpy(rng, kind):
+    x, bits = draw(rng, 20, 48), 1 if kind == "sign" else 4
+    quantizers = [it.jl.quantizer(48, bits, kind=kind, rng=0, like=like) for like in (x, None)]
+    got, expected = (f.encode(y) for f, y in zip(quantizers, (x, np.array(x)), strict=True))
+    np.testing.assert_array_equal(np.array(got.codes), expected.codes)
+    np.testing.assert_array_equal(np.array(got.scales), expected.scales)
+
+
 def test_errors(rng):
     x = draw(rng, 3, 4)
     with pytest.raises(

@@ -154,7 +154,7 @@ def check_real(name: str, x: Any, *, above: float = -math.inf, least: float = -m
     except OverflowError:
         raise value_error(name, "be within the range of a float", x) from None
     if not (above < x < math.inf and x >= least):
-        raise value_error(name, bounds_message(above, least), x)
+        raise value_error(name, "be finite" if x == math.inf else bounds_message(above, least), x)
 
 
 def bounds_message(above: float, least: float = -math.inf) -> str:

@@ -38,7 +38,6 @@ from isentropic._numerics import (
     replace_infinite_minimum,
 )
 from isentropic._products import row_products
-from isentropic._rows import Rows
 
 # Enough for float64 and every case of the tests; most rows converge in 6 to 9 steps.
 _MAX_STEPS = 28
@@ -140,8 +139,7 @@ def factor_of_attention(arguments: Arguments, target: float | Array) -> Any:
     constant = operands._replace(query=query, key=key)
     factor, slope = map_logits(plan, constant, _solve, without_gradient(xp, targets))
     mask_arrays = () if operands.mask is None else operands.mask.arrays
-    of_key = operands.key.arrays if isinstance(operands.key, Rows) else (operands.key,)
-    if is_differentiable(xp, operands.query, *of_key, *mask_arrays, targets):
+    if is_differentiable(xp, operands.query, operands.key, *mask_arrays, targets):
         # The factor depends on the targets too.
         plan = plan.replaced(is_differentiated=plan.is_differentiated or is_differentiated(xp, targets))
 

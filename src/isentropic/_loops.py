@@ -563,7 +563,8 @@ def is_differentiated(xp: ModuleType, x: Any) -> bool:
 
 
 def is_differentiable(xp: ModuleType, *arrays: Any) -> bool:
-    """Whether a derivative with respect to the arrays may be taken."""
+    """Whether a derivative with respect to the arrays, or to those in pytrees, may be taken."""
+    arrays = tuple(part for x in arrays for part in getattr(x, "arrays", (x,)))
     if is_torch(xp):
         import torch
 

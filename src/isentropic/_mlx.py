@@ -52,6 +52,9 @@ class _Namespace(ModuleType):
     def clip(self, x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002 (names of the standard)
         return mx.clip(x, min, max)
 
+    def sum(self, x: Any, *, axis: Any = None, dtype: Any = None, keepdims: Any = False) -> Any:
+        return mx.sum(x if dtype is None else x.astype(dtype), axis=axis, keepdims=keepdims)
+
 
 # Arrays of MLX are in memory that its devices share, so its functions take no device.
 def _without_device(name: str) -> Any:

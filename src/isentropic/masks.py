@@ -20,12 +20,14 @@ query of shape (B, H, L, E), an array with one length per sequence has the shape
 
 from __future__ import annotations
 
+import ast
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, cast, overload
 
 import numpy as np
 
@@ -117,10 +119,18 @@ class Mask(Node, Record, ABC):
     _argument = "mask"
     _word = ""  # of the class, in descriptions
     _own_axes = 0  # of its arrays, after the batch and head axes
+    _reads_numbers = False  # whether the arrays of an element are ints, where they have no axes
     __array_ufunc__ = None  # `array & mask` of a NumPy array then calls `Mask.__rand__`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if not cls.__module__.startswith("isentropic."):
+            # It checks the arguments. Our own classes are made by functions that check them.
+            dataclass(frozen=True, eq=False, repr=False)(cls)
+            cls._fields = tuple(field.name for field in fields(cast(Any, cls)))
+            if taken := next((name for name in cls._fields if hasattr(Mask, name)), None):
+                must = "have another name, as masks have an attribute of this name"
+                raise type_error(f"{cls.__qualname__}.{taken}", must, "a field")
         # With the module, as a mask of a user may have the name of one of ours.
         cls._word = f"{cls.__module__}.{cls.__qualname__}"
         _KINDS[cls._word] = cls
@@ -188,7 +198,7 @@ class Mask(Node, Record, ABC):
         """
         return self._changed(
             lambda mask: mask.element(batch, index),
-            lambda x: _element(x, batch, index, self._own_axes),
+            lambda x: _element(x, batch, index, self._own_axes, self._reads_numbers),
         )
 
     def _changed(self, of_mask: Callable[[Mask], Mask], of_array: Callable[[Any], Any]) -> Mask:
@@ -669,6 +679,7 @@ class _Band(_Contiguous):
     left: int | None
     right: int | None
     offset: int | Array | None
+    _reads_numbers = True
 
     def __repr__(self) -> str:
         is_causal = self.left is None and self.right == 0
@@ -735,6 +746,7 @@ class _Padding(_Contiguous):
 
     lengths: int | Array
     side: str
+    _reads_numbers = True
 
     def __repr__(self) -> str:
         return _call("padding", self.lengths, side=self.side)
@@ -1025,7 +1037,7 @@ def _in_sequences(mask: Mask, sequences: _Packed) -> Mask:
 
 
 class Description(NamedTuple):
-    """A mask in prefix notation, with placeholders for its numbers and arrays."""
+    """A mask in prefix notation, a word on each line, with placeholders for integers and arrays."""
 
     words: str
     numbers: list[int]
@@ -1038,36 +1050,38 @@ def describe(mask: Mask | None) -> Description:
     arrays: list[Array] = []
 
     def words(x: Any) -> list[str]:
-        if isinstance(x, Mask):
-            parts = [words(getattr(x, name)) for name in x._fields]
-            return [x._word, *(word for part in parts for word in part)]
-        if x is None or isinstance(x, str):
-            return [str(x)]
-        if isinstance(x, tuple):
-            numbers.extend((len(x), *x))
-            return ["tuple"]
+        if isinstance(x, (Mask, tuple)):
+            parts = [getattr(x, name) for name in x._fields] if isinstance(x, Mask) else x
+            head = [x._word] if isinstance(x, Mask) else ["tuple", str(len(x))]
+            return [*head, *(word for part in parts for word in words(part))]
+        if x is None or isinstance(x, (str, float, bool)):
+            return [f"float {x!r}" if isinstance(x, float) else f"constant {x!r}"]
         is_number = not is_array(x)
         # Apart, because an operator of PyTorch has parameters for lists of one type each.
         (numbers if is_number else arrays).append(x)
         return ["number" if is_number else "array"]
 
-    return Description(" ".join(words(mask)), numbers, arrays)
+    return Description("\n".join(words(mask)), numbers, arrays)
 
 
 def from_description(description: Description) -> Mask | None:
     """The mask of a description."""
-    words, numbers = iter(description.words.split()), iter(description.numbers)
+    words, numbers = iter(description.words.split("\n")), iter(description.numbers)
     arrays = iter(description.arrays)
 
     def part() -> Any:
         word = next(words)
-        if kind := _KINDS.get(word):
-            return kind(*[part() for _ in kind._fields])
+        kind, _, rest = word.partition(" ")
+        if kind == "float":  # which may be infinite, so no literal
+            return float(rest)
+        if kind == "constant":
+            return ast.literal_eval(rest)
         if word == "tuple":
-            return tuple(next(numbers) for _ in range(next(numbers)))
+            return tuple(part() for _ in range(int(next(words))))
         if word in ("number", "array"):
             return next(numbers) if word == "number" else next(arrays)
-        return None if word == "None" else word
+        mask = _KINDS[word]
+        return mask(**{name: part() for name in mask._fields})
 
     return part()
 
@@ -1082,7 +1096,9 @@ def _shown(x: Any) -> str:
     return f"<array {tuple(x.shape)}>" if is_array(x) else repr(x)
 
 
-def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int) -> Any:
+def _element(
+    x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int, is_number: bool
+) -> Any:
     """One batch element of an array that has `n_last` further axes, as a NumPy array or an int.
 
     If the index consists of arrays, it is an array of their library.
@@ -1091,7 +1107,7 @@ def _element(x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int
     x = lift(np.asarray(x) if on_host else x, len(batch) + n_last)
     # Axes of length 1 broadcast. The index has no entries for the last axes, where `zip` ends.
     part = x[tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))]
-    return part if n_last or not on_host else int(part)
+    return int(part) if is_number and on_host else part
 
 
 def _check_fits(name: str, shape: tuple[int, ...], batch: tuple[int, ...] | None, *last: int) -> None:

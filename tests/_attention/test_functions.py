@@ -1,5 +1,6 @@
 """Attention and its entropies agree with their definitions, with every option and at the edges."""
 
+import math
 import tracemalloc
 import types
 
@@ -797,6 +798,12 @@ class TestErrors:
                 r"`scale` .* got ndarray: .* `scale=1\.0, law=laws\.Constant\(scale\)`",
             ),
             ({"softcap": 0.0}, ValueError, r"`softcap` must be above 0, got 0\.0\."),
+            ({"softcap": math.inf}, ValueError, r"`softcap` must be finite, got inf\."),
+            (
+                {"softcap": 1e300},
+                ValueError,
+                r"`softcap` must be between .* \(None is no cap\), got 1e\+300\.",
+            ),
             (
                 {"law": 512},
                 TypeError,

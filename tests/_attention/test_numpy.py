@@ -228,6 +228,22 @@ class TestReferences:
             expected = it.attention_entropy(*[q.astype("float64")] * 2, law=None)
             np.testing.assert_allclose(h, expected, atol=1e-3)
 
+    def test_entropy_of_small_calls_is_not_negative(self, rng):
+        q, k = rng.uniform(0, 39, size=(2000, 1, 1)).astype("float32"), np.ones((2000, 1, 1), "float32")
+        h = it.attention_entropy(q, k, law=None, scale=1.0)
+        assert (h >= 0).all()
+        assert (h < 1e-5).all()
+
+    @pytest.mark.parametrize("logit", [39.0, 400.0])
+    @pytest.mark.parametrize("implementation", [None, "numpy_tiles"])
+    def test_huge_values(self, small_blocks, logit, implementation):
+        """Sums that are relative to less than the maximum would overflow."""
+        q, k = np.full((20, 1), logit, "float32"), np.linspace(0.9, 1, 30, dtype="float32")[:, None]
+        v = np.full((30, 2), 1e30, "float32")
+        v[:, 1] *= -1
+        out = it.attention(q, k, v, law=None, scale=1.0, implementation=implementation)
+        np.testing.assert_allclose(out, v[:20], rtol=1e-5)
+
     def test_all_hidden_but_one(self, small_blocks, rng):
         q, k, v = rng.normal(size=(3, 20, 4)).astype("float32")
         q *= 50  # the logit of the only visible key is far below others

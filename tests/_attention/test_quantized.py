@@ -63,6 +63,62 @@ class TestOverCodes:
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5, err_msg=name)
         assert p.backends(values)["generic"] == "runs"
 
+    def test_half_precision(self, backend, coded):
+        """Results are those of the same queries in float32, in float32."""
+        if backend.half is None:
+            pytest.skip("has no half precision")
+        q, keys, values, k, v = coded
+        dtype = getattr(backend.xp, backend.half)
+        half = backend.xp.astype(q, dtype)
+        wide = backend.xp.astype(half, q.dtype)
+        calls = {
+            "both": (
+                it.attention(half, keys, values, enable_gqa=True),
+                it.attention(wide, k, v, enable_gqa=True),
+            ),
+            "values": (
+                it.attention(half, backend.xp.astype(k, dtype), values, enable_gqa=True),
+                None,
+            ),
+            "entropy": (
+                it.attention_entropy(half, keys, enable_gqa=True),
+                it.attention_entropy(wide, k, enable_gqa=True),
+            ),
+        }
+        for got, expected in calls.values():
+            assert got.dtype == q.dtype
+            if expected is not None:
+                np.testing.assert_allclose(
+                    backend.numpy(got), backend.numpy(expected), rtol=2e-4, atol=2e-5
+                )
+
+    def test_divergences_in_blocks(self, backend, rng, set_blocks):
+        x = backend.array(rng.normal(size=(40, E)), "float32")
+        f = it.jl.quantizer(E, 4, rng=0, like=x)
+        codes = f.encode(x)
+        p, decoded, q = (it.AttentionDistribution(x, y, law=None) for y in (codes, f.decode(codes), x))
+        set_blocks(tile=400)
+        for name in ("kl_divergence", "js_divergence", "cross_entropy"):
+            for a, b, c, d in ((p, q, decoded, q), (q, p, q, decoded)):
+                got, expected = getattr(a, name)(b), getattr(c, name)(d)
+                np.testing.assert_allclose(
+                    backend.numpy(got), backend.numpy(expected), rtol=1e-3, atol=1e-6
+                )
+
+    def test_gradients_under_a_mask(self, backend, coded):
+        """Of queries, where the codes have none."""
+        if backend.library != "torch":
+            pytest.skip("TestTraces has those of JAX")
+        import torch
+
+        q, keys, values, k, v = coded
+        found = []
+        for a, b in ((keys, values), (k, v)):
+            leaf = q.detach().requires_grad_()
+            it.attention(leaf, a, b, is_causal=True, enable_gqa=True).square().sum().backward()
+            found.append(leaf.grad)
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
     def test_factor_for_an_entropy(self, backend, coded):
         q, keys, _, k, _ = coded
         got, expected = (

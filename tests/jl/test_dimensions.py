@@ -44,6 +44,10 @@ class TestMinDim:
         assert k == d or failure(k) <= delta
         assert k == 1 or failure(k - 1) > delta
 
+    def test_as_many_as_there_are(self):
+        """No map to all dimensions changes a distance, however small ε is."""
+        assert it.jl.min_dim(10, eps=1e-9, method="haar", n_features=1000) == 1000
+
     def test_no_k_below_is_enough(self):
         # Bisection is right because the failure falls with k.
         k = np.arange(1, 2000)

@@ -52,6 +52,16 @@ class TestErrors:
             found = np.mean([relative_error(f, x.astype(np.float32)).mean() for f in maps])
             assert found == pytest.approx(expected, rel=0.02), name
 
+    @pytest.mark.host
+    def test_many_features(self, rng):
+        """Rounding to integers adds about 1e-6 up to 8192 features, and 6e-4 for the most."""
+        for d, most in {5120: 5e-6, 8192: 5e-6, 2**17: 8e-4}.items():
+            f = it.jl.quantizer(d, 8, rng=0)
+            x = rng.normal(size=(max(2, 2**18 // d), d)).astype(np.float32)
+            assert relative_error(f, x).mean() - f.expected_error().squared < most
+        with pytest.raises(ValueError, match="`n_features` must be at most 131072"):
+            it.jl.quantizer(2**17 + 1, 8)
+
     @pytest.mark.parametrize("d", [50, 7, 3, 2, 1])
     def test_sizes_without_a_hadamard_matrix(self, d, rng):
         x = rng.normal(size=(500, d)).astype(np.float32)

@@ -167,7 +167,7 @@ def entropy(plan: Plan, operands: Operands, order: float) -> Array:
     fields = _numpy_state(plan, operands, order, False)
     z, moment = fields.normalizer[..., 0], fields.weighted_score[..., 0]
     if order == 1 and np.count_nonzero(z) == z.size:
-        return _to_library(plan, np.log(z) - moment / z)
+        return _to_library(plan, np.maximum(np.log(z) - moment / z, 0))
     return _to_library(plan, entropy_of_moments(cast(Any, np), z, moment, order, "renyi"))
 
 
@@ -288,7 +288,9 @@ def _sums_at_once(
     is_any_fine = not relative_to_maximum and order in (None, 1)
     if is_any_fine and np.maximum.reduce(s, axis=None, initial=-math.inf) <= _MAX_EXPONENT:
         sums = absorb(_WHOLE, None, s, value, order, "given")
-        if np.minimum.reduce(sums.normalizer, axis=None, initial=math.inf) >= _MIN_SUM:
+        least = np.minimum.reduce(sums.normalizer, axis=None, initial=math.inf)
+        out = sums.weighted_value
+        if least >= _MIN_SUM and (out is None or np.isfinite(out).all()):
             return sums
         s, value = _logits_at_once(plan, operands)  # rarely; the others were overwritten
     return absorb(_WHOLE, None, s, value, order)
@@ -624,7 +626,7 @@ def _are_accurate(sums: Sums, is_empty: Any) -> bool:
         are_within = (is_empty & (z == 0)) | ((z >= _MIN_SUM) & (z <= _MAX_SUM))
         if not np.all(are_within):
             return False
-    return moment is None or bool(np.all(np.isfinite(moment)))
+    return all(x is None or np.isfinite(x).all() for x in (moment, sums.weighted_value))
 
 
 def _in_rows(x: Any, dtype: Any) -> Any:

@@ -310,14 +310,16 @@ def _plan(a: Arguments) -> Plan:
     arrays += [x for part in rows for x in part.arrays]
     are_readable = [is_readable(xp, x) for x in arrays]
     can_be_read = not rows and all(are_readable[: len(inputs)])
-    dtype = promoted(xp, *inputs)
+    dtype = promoted(xp, *(x.dtype if isinstance(x, Rows) else x for x in inputs))
     compute = accumulator(xp, dtype)
     scale = 1 / math.sqrt(max(a.query.shape[-1], 1)) if a.scale is None else plain_float(a.scale)
+    if a.softcap is not None:
+        _check_range_of_cap(xp, plain_float(a.softcap), compute)
     multiplier = _multiplier(a, mask, frame, scale)
     if multiplier is None and can_be_read:
         multiplier = _factors(a, mask, frame, compute, scale)
     library = library_of(xp)
-    facts_of = None if rows else _FACTS.get(library)
+    facts_of = _FACTS.get(library)
     return Plan(
         frame=frame,
         library=library,
@@ -468,6 +470,14 @@ def _check_options(a: Arguments) -> None:
             raise type_error(name, "be a real number", kind)
         check_real(name, x, above=0 if name == "softcap" else -math.inf)
     check_choice("implementation", a.implementation, IMPLEMENTATIONS)
+
+
+def _check_range_of_cap(xp: ModuleType, softcap: float, compute: Any) -> None:
+    """Refuse a soft cap that would bring logits out of the range of normal numbers, to 0 or to NaN."""
+    most = math.sqrt(float(xp.finfo(compute).max))
+    if not 1 / most <= softcap <= most:
+        must = f"be between {1 / most:.2g} and {most:.2g} in {compute}"
+        raise value_error("softcap", f"{must} (None is no cap)", softcap)
 
 
 def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:

@@ -113,13 +113,15 @@ def min_dim(
     log_count, rate = _CLOSED_FORMS[closed_form]
     with np.errstate(divide="ignore", over="ignore"):  # the square of eps may underflow
         k = np.ceil((log_count(np.log(n), np.log(n - 1)) - log_delta) / rate(e))
+    if closed_form != method and d:
+        k = np.minimum(k, *d)
     if np.any(k > 2.0**53):
         raise value_error("eps", "be large enough for a dimension below 2**53", eps)
     if closed_form == method:
         return _result(np.maximum(k, 1).astype(np.int64), scalar)
 
     # Dasgupta and Gupta's bound is proven for both exact methods, so it bounds the result from above.
-    low, high = np.zeros_like(k), np.maximum(np.minimum(k, *d) if d else k, 1)
+    low, high = np.zeros_like(k), np.maximum(k, 1)
     while np.any(high - low > 1):
         middle = np.maximum(np.floor((low + high) / 2), 1)
         enough = _log_failure_bound(method, n, middle, e, *d) <= log_delta

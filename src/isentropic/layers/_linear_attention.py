@@ -461,6 +461,7 @@ def _plan_of_features(
     check_law(law, optional=True)
     if scale is not None:
         check_real("scale", scale, above=0)
+    namespace(query=query, key=key, **present(value=value))  # which refuses quantized vectors
     # Scale and law follow below, because the norms of queries and keys count here, too.
     plan, operands = prepare(Arguments(query, key, value, scale=1.0))
     namespace_with_drawn(("features", tuple(present(**features._asdict()).values())), query=query)

@@ -11,10 +11,19 @@ from isentropic._attention.distribution import AttentionDistribution, quietly_na
 from isentropic._attention.plan import prepare
 from isentropic._checks import check_count, check_floating, check_ndim, check_real, value_error
 from isentropic._loops import without_gradient
-from isentropic._namespace import A_co, ArrayT, Generic, Sliced, accumulator, namespace
+from isentropic._namespace import (
+    A_co,
+    ArrayT,
+    Generic,
+    Sliced,
+    accumulator,
+    equal_by_value,
+    namespace,
+)
 from isentropic._numerics import divide_or_zero
 
 
+@equal_by_value
 class QKClip(NamedTuple, Generic[A_co]):
     """Factors at most 1 for the heads of queries (..., H) and of keys (..., G)."""
 
