@@ -85,11 +85,11 @@ Span = tuple[Any, Any]
 class Mask(Node, Record, ABC):
     """The keys, of S, that each of L queries sees. The functions of this module make masks.
 
-    A mask of your own is a subclass with annotated fields and one method,
-    ``block(self, frame, rows, columns)``. It returns the boolean array of a tile, broadcastable to
-    (..., rows, columns), with functions of ``frame.xp``. ``frame.positions(rows)`` are the indices of
-    the queries of the tile, ``frame.positions(columns)`` those of its keys, and ``frame.n_queries`` and
-    ``frame.n_keys`` are L and S. Arrays in fields have the batch and head axes.
+    A mask of your own is a subclass with annotated fields, which becomes a frozen dataclass, and with
+    one method, ``block(self, frame, rows, columns)``. It returns the boolean array of a tile,
+    broadcastable to (..., rows, columns), with functions of ``frame.xp``. ``frame.positions(rows)`` are
+    the indices of the queries of the tile, ``frame.positions(columns)`` those of its keys, and
+    ``frame.n_queries`` and ``frame.n_keys`` are L and S. Arrays in fields have the batch and head axes.
 
     In JAX and PyTorch a mask is a *pytree*. It is equal and hashable as `isentropic.laws.Law` says.
     Its leaves are its arrays. Masks without arrays can be static arguments. A mask has no truth value:
