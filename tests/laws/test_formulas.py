@@ -403,7 +403,7 @@ class TestKnots:
             (np.ones((2, 2)), [1, 2], TypeError, r"`lengths` must be a real number, got list"),
             ([8], [1.0], ValueError, r"`lengths` must have at least 2 numbers \(one factor .*\), got 1"),
             ([0.5, 8], [1, 2], ValueError, r"`lengths` must be at least 1, got 0.5"),
-            ([1, math.inf], [1, 2], ValueError, r"`lengths` must be at least 1, got inf"),
+            ([1, math.inf], [1, 2], ValueError, r"`lengths` must be finite, got inf"),
             ([8, 8], [1, 2], ValueError, r"`lengths` must increase, got \(8, 8\)"),
             ([2**53, 2**53 + 1], [1, 2], ValueError, r"`lengths` must increase, got"),
             ([8, 9], 1.0, TypeError, r"`factors` must be a sequence of numbers or an array, got float"),
