@@ -3,7 +3,7 @@
 import copy
 import math
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import numpy as np
@@ -502,6 +502,37 @@ class TestOwn:
         }.items():
             with pytest.raises(TypeError, match=message):
                 call()
+
+    @pytest.mark.host
+    @pytest.mark.parametrize(
+        "decorator", [dataclass, dataclass(frozen=True), dataclass(frozen=True, eq=False)]
+    )
+    def test_dataclasses(self, decorator):
+        @decorator
+        class Own(masks.Mask):
+            size: Any
+
+            def block(self, frame, rows, columns):
+                return frame.positions(columns)[None, :] < self.size
+
+        assert Own(4) == Own(4) != Own(5)
+        assert hash(Own(4)) == hash(Own(4))
+        assert Own(np.arange(2)) == Own(np.arange(2))
+        with pytest.raises(FrozenInstanceError):
+            Own(4).size = 5
+
+    @pytest.mark.host
+    def test_classes_of_one_name(self):
+        def made(least):
+            class Far(masks.Mask):
+                def block(self, frame, rows, columns):
+                    distance = frame.positions(rows)[:, None] - frame.positions(columns)[None, :]
+                    return distance >= least
+
+            return Far()
+
+        for mask in [made(0), made(1)]:
+            assert masks.from_description(masks.describe(mask)) == mask
 
     @pytest.mark.host
     def test_names_of_fields(self):

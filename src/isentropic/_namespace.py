@@ -200,7 +200,7 @@ def _described_type(x: Any) -> str:
         return "a proxy of `torch.fx`, which records a function only if `torch.fx.wrap` names it"
     is_numpy = kind.__module__.partition(".")[0] == "numpy"  # of a masked array it would drop the mask
     mend = "" if is_numpy or not hasattr(x, "__array__") else ": convert it with `np.asarray`"
-    mend = getattr(kind, "_to_array", mend)
+    mend = getattr(kind, "_how_to_convert", mend)  # of quantized vectors
     return f"{kind.__module__}.{kind.__qualname__}{mend}"
 
 

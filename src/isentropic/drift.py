@@ -182,10 +182,8 @@ class CalibrationReport:
         # Here the heads of all layers count as those of one.
         groups, layers, heads = self.factors.shape
         factors, weight = self.factors.reshape(groups, -1), self.counts * self.lengths
-        held, n = (
-            _Held(self.lengths, factors, weight, self.reference_length),
-            np.asarray([float(length)]),
-        )
+        held = _Held(self.lengths, factors, weight, self.reference_length)
+        n = np.asarray([float(length)])
         curves = np.stack([held.at(n, shape)[0] for shape in (0, 1, 2)]).reshape(3, layers, heads)
         expected = np.full((layers, heads), np.nan)
         for layer, law in enumerate(self.laws):

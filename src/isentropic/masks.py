@@ -127,12 +127,19 @@ class Mask(Node, Record, ABC):
         if not cls.__module__.startswith("isentropic."):
             # It checks the arguments. Our own classes are made by functions that check them.
             dataclass(frozen=True, eq=False, repr=False)(cls)
+            # Those of `Record` remain, and the class may be made a dataclass again.
+            del cls.__setattr__, cls.__delattr__
+            for method in (Mask.__eq__, Mask.__hash__):
+                if method.__name__ not in vars(cls):
+                    setattr(cls, method.__name__, method)
             cls._fields = tuple(field.name for field in fields(cast(Any, cls)))
             if taken := next((name for name in cls._fields if hasattr(Mask, name)), None):
                 must = "have another name, as masks have an attribute of this name"
                 raise type_error(f"{cls.__qualname__}.{taken}", must, "a field")
         # With the module, as a mask of a user may have the name of one of ours.
         cls._word = f"{cls.__module__}.{cls.__qualname__}"
+        if cls._word in _KINDS:  # a function may make several classes of one name
+            cls._word += f"#{len(_KINDS)}"
         _KINDS[cls._word] = cls
 
     def __repr__(self) -> str:
@@ -1055,7 +1062,7 @@ def describe(mask: Mask | None) -> Description:
             head = [x._word] if isinstance(x, Mask) else ["tuple", str(len(x))]
             return [*head, *(word for part in parts for word in words(part))]
         if x is None or isinstance(x, (str, float, bool)):
-            return [f"float {x!r}" if isinstance(x, float) else f"constant {x!r}"]
+            return [f"float {float(x)!r}" if isinstance(x, float) else f"constant {x!r}"]
         is_number = not is_array(x)
         # Apart, because an operator of PyTorch has parameters for lists of one type each.
         (numbers if is_number else arrays).append(x)
@@ -1086,7 +1093,7 @@ def from_description(description: Description) -> Mask | None:
     return part()
 
 
-def _call(name: str, *arguments: Any, **options: Any) -> str:
+def _call(name: str, /, *arguments: Any, **options: Any) -> str:
     """The call that makes a mask, as text for its `repr`."""
     given = [f"{key}={_shown(x)}" for key, x in options.items() if x is not None]
     return f"{name}({', '.join([*map(_shown, arguments), *given])})"
@@ -1099,7 +1106,7 @@ def _shown(x: Any) -> str:
 def _element(
     x: Any, batch: tuple[int, ...], index: tuple[Any, ...], n_last: int, is_number: bool
 ) -> Any:
-    """One batch element of an array that has `n_last` further axes, as a NumPy array or an int.
+    """One batch element of an array that has `n_last` further axes, of NumPy or an int.
 
     If the index consists of arrays, it is an array of their library.
     """

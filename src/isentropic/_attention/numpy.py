@@ -290,7 +290,7 @@ def _sums_at_once(
         sums = absorb(_WHOLE, None, s, value, order, "given")
         least = np.minimum.reduce(sums.normalizer, axis=None, initial=math.inf)
         out = sums.weighted_value
-        if least >= _MIN_SUM and (out is None or np.isfinite(out).all()):
+        if least >= _MIN_SUM and (out is None or math.isfinite(np.add.reduce(out, axis=None))):
             return sums
         s, value = _logits_at_once(plan, operands)  # rarely; the others were overwritten
     return absorb(_WHOLE, None, s, value, order)
@@ -626,7 +626,11 @@ def _are_accurate(sums: Sums, is_empty: Any) -> bool:
         are_within = (is_empty & (z == 0)) | ((z >= _MIN_SUM) & (z <= _MAX_SUM))
         if not np.all(are_within):
             return False
-    return all(x is None or np.isfinite(x).all() for x in (moment, sums.weighted_value))
+    # A sum is finite if all numbers are. If it overflows, they are computed with care.
+    values = sums.weighted_value
+    return (moment is None or bool(np.all(np.isfinite(moment)))) and (
+        values is None or math.isfinite(np.add.reduce(values, axis=None))
+    )
 
 
 def _in_rows(x: Any, dtype: Any) -> Any:

@@ -473,11 +473,11 @@ def _check_options(a: Arguments) -> None:
 
 
 def _check_range_of_cap(xp: ModuleType, softcap: float, compute: Any) -> None:
-    """Refuse a soft cap that would bring logits out of the range of normal numbers, to 0 or to NaN."""
+    """Refuse a soft cap whose square, or quotient with a logit, may be out of the range of a dtype."""
     most = math.sqrt(float(xp.finfo(compute).max))
     if not 1 / most <= softcap <= most:
-        must = f"be between {1 / most:.2g} and {most:.2g} in {compute}"
-        raise value_error("softcap", f"{must} (None is no cap)", softcap)
+        must = f"be between {1 / most:.2g} and {most:.2g} (None is no cap)"
+        raise value_error("softcap", must, softcap)
 
 
 def _operands(plan: Plan, a: Arguments, *, is_cached: bool) -> Operands:

@@ -405,9 +405,7 @@ class QuantizedVectors(Node, Coded[A_co]):
         if not isinstance(self.quantizer, Quantizer):
             raise type_error("quantizer", "be a quantizer", type(self.quantizer).__name__)
 
-    _to_array = (
-        ": decode it, `vectors.quantizer.decode(vectors)`"  # in errors, where an array is needed
-    )
+    _how_to_convert = ": decode it, `vectors.quantizer.decode(vectors)`"  # in errors
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -488,6 +488,25 @@ class TestHooks:
         compiled = torch.compile(model, backend="eager")
         close(outputs(compiled, batch("right")), outputs(model, batch("right")))
 
+    def test_compiled_in_part(self):
+        """After a break of the graph, some hooks are compiled and others are not."""
+        model = one_layer("Bloom")
+        hidden = torch.compiler.disable(lambda *_: None)
+        for module in model.modules():
+            if type(module).__name__ == "BloomAttention":
+                module.dense.register_forward_pre_hook(hidden)
+        huggingface.use(model, laws.LogLength(4))
+        expected = outputs(model, batch("right"))
+        torch.compiler.reset()
+        for limit in (1, 2, 8):
+            with torch._dynamo.config.patch(recompile_limit=limit):
+                compiled = torch.compile(model, backend="eager")
+                for length in (12, 9, 12):
+                    inputs = batch("right", length=length)
+                    close(outputs(compiled, inputs), outputs(model, inputs))
+        close(outputs(model, batch("right")), expected)
+        torch.compiler.reset()
+
 
 class TestModules:
     """Attention modules alone, of models that need further inputs."""
