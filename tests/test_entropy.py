@@ -168,6 +168,8 @@ class TestEntropy:
             backend.assert_close(got, np.zeros(2))
             got = it.entropy_from_logits(backend.array(np.zeros((0, 3)), "float32"), order=order)
             backend.assert_close(got, np.zeros(0))
+            nothing = backend.array(np.zeros(0), "float32")
+            assert type(it.entropy(nothing, order=order)) is type(nothing)
 
     def test_not_normalized_input(self, backend):
         got = it.entropy(backend.array([[2.0, 2.0], [0.0, 0.0]], "float32"))

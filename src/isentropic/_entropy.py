@@ -324,7 +324,7 @@ def entropy_of_rows(xp: ModuleType, s: Array, order: float, family: str) -> Arra
     """The entropy of the softmax of logits along the last axis, in nats."""
     if s.shape[-1] == 0:
         # The sum over no keys is a 0 of the right shape.
-        return xp.sum(s, axis=-1)
+        return xp.sum(s, axis=-1, keepdims=True)[..., 0]
     ops = Ops(xp)
     _, _, normalizer, moment = partition(ops, s, order, ops.row_max(s))
     assert moment is not None
