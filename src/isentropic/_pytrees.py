@@ -33,6 +33,13 @@ class Node:
     __slots__ = ("_children", "_signature")
     _argument: ClassVar[str]  # the name that arguments of this kind have, for errors
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # A class that becomes a dataclass keeps them. Those that a dataclass generates fail for arrays.
+        for name in ("__eq__", "__hash__"):
+            if name not in vars(cls):
+                setattr(cls, name, getattr(cls, name))
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _register_nodes(cls)
         return super().__new__(cls)

@@ -296,7 +296,8 @@ def _laws_of_folder(path: str) -> dict[str, tuple[laws_module.Law | None, str]]:
         with importlib.import_module("torch").device("meta"):
             model = importlib.import_module("transformers").AutoModel.from_config(config)
         model.to_empty(device="cpu")  # gives trained laws the numbers of the configuration
-        return dict(huggingface.laws_of(model))
+        laws: dict[str, tuple[laws_module.Law | None, str]] = huggingface.laws_of(model)
+    return laws
 
 
 @main.command()

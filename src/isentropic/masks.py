@@ -129,9 +129,6 @@ class Mask(Node, Record, ABC):
             dataclass(frozen=True, eq=False, repr=False)(cls)
             # Those of `Record` remain, and the class may be made a dataclass again.
             del cls.__setattr__, cls.__delattr__
-            for method in (Mask.__eq__, Mask.__hash__):
-                if method.__name__ not in vars(cls):
-                    setattr(cls, method.__name__, method)
             cls._fields = tuple(field.name for field in fields(cast(Any, cls)))
             if taken := next((name for name in cls._fields if hasattr(Mask, name)), None):
                 must = "have another name, as masks have an attribute of this name"

@@ -277,7 +277,7 @@ class Quantizer(_QuantizerArrays[A_co]):
         factors = [xp.round(x * math.sqrt(x.shape[0])) for x in factors]
         order, d = self.map._order, self.n_features
         # A product multiplies the norm by √order. The powers of two bring it back: after each round it
-        # is above half of the first one, and not above it.
+        # is above half of the first one and, but for rounding, not above it.
         growth = math.log2(order) / 2
         rounds = range(len(signs))
         shifts = [math.ceil(growth * (i + 1)) - math.ceil(growth * i) for i in rounds]
@@ -394,6 +394,7 @@ class QuantizedVectors(Node, Coded[A_co]):
     scales: A_co
     quantizer: Quantizer[A_co]
     _argument = "vectors"
+    _how_to_convert = ": decode it, `vectors.quantizer.decode(vectors)`"  # in errors
 
     def __getitem__(self, index: Any) -> QuantizedVectors[A_co]:
         parts = index if isinstance(index, tuple) else (index,)
@@ -404,8 +405,6 @@ class QuantizedVectors(Node, Coded[A_co]):
     def __post_init__(self) -> None:
         if not isinstance(self.quantizer, Quantizer):
             raise type_error("quantizer", "be a quantizer", type(self.quantizer).__name__)
-
-    _how_to_convert = ": decode it, `vectors.quantizer.decode(vectors)`"  # in errors
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -180,10 +180,6 @@ class Law(Node, ABC):
             for name, x in vars(base).items()
             if isinstance(x, functools.cached_property)
         )
-        # The methods that a dataclass generates fail for arrays.
-        for method in (Law.__eq__, Law.__hash__):
-            if method.__name__ not in vars(cls):
-                setattr(cls, method.__name__, method)
 
     def __repr__(self) -> str:
         # As dataclasses have it. One function for all laws makes the import faster.

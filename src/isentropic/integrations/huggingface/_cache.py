@@ -89,10 +89,14 @@ class _Quantizers:
     drawn: dict[Any, Quantizer] = field(default_factory=dict)
 
     def __call__(self, x: torch.Tensor, which: int) -> Quantizer:
-        d, like = x.shape[-1], x.new_empty(0, dtype=torch.float32)
-        if (facts := (which, d, x.device)) not in self.drawn:
-            rng = self.seeds[which]
-            self.drawn[facts] = jl.quantizer(d, self.bits, kind=self.kind, rng=rng, like=like)
+        if (facts := (which, x.shape[-1], x.device)) not in self.drawn:
+            self.drawn[facts] = jl.quantizer(
+                x.shape[-1],
+                self.bits,
+                kind=self.kind,
+                rng=self.seeds[which],
+                like=x.new_empty(0, dtype=torch.float32),
+            )
         return self.drawn[facts]
 
 

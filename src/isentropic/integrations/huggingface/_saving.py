@@ -52,9 +52,10 @@ def _extended(original: Callable[..., Any], extension: Callable[..., Any]) -> Ca
 
 def _check_implementation(original: Any, model: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
     entry = vars(model.config).get(ENTRY)
-    given = inspect.signature(original).bind(model, name, *args, **kwargs).arguments
-    if name == NAME and given.get("is_init_check") and isinstance(entry, dict):
-        name = _base(entry)  # before the model makes its layers for it
+    if name == NAME and isinstance(entry, dict):
+        given = inspect.signature(original).bind(model, name, *args, **kwargs).arguments
+        if given.get("is_init_check"):
+            name = _base(entry)  # before the model makes its layers for it
     return original(model, name, *args, **kwargs)
 
 
