@@ -19,20 +19,28 @@ pytestmark = pytest.mark.skipif(not SITE.exists(), reason="the site is not built
 
 
 class Page(HTMLParser):
-    """The links of a page, the files that it loads, and what can be linked to in it."""
+    """The links of a page and of its side bar, the files that it loads, and what can be linked to."""
 
     def __init__(self, path):
         super().__init__()
-        self.links, self.files, self.anchors = set(), set(), {""}
+        self.links, self.side_bar, self.files, self.anchors = set(), set(), set(), {""}
+        self.is_in_side_bar = False
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.anchors.add(attributes.get("id"))
+        if tag == "nav":
+            self.is_in_side_bar = "bd-docs-nav" in attributes.get("class", "")
         if tag == "a":
             self.links.add(attributes.get("href", ""))
+            if self.is_in_side_bar:
+                self.side_bar.add(attributes["href"])
         else:
             self.files |= {attributes.get("src", ""), attributes.get("href", "")}
+
+    def handle_endtag(self, tag):
+        self.is_in_side_bar &= tag != "nav"
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,21 @@ def test_links_within_the_site_lead_somewhere(pages):
             ):
                 broken.append((str(path.relative_to(SITE)), address))
     assert broken == []
+
+
+def test_side_bar_has_the_contents(pages):
+    """All pages of the contents, on each page."""
+    contents = (SITE.parents[1] / "_templates" / "contents.md").read_text()
+    names = re.findall(r"^[\w/-]+$", contents, re.MULTILINE)
+    assert "tutorial" in names
+    for path, page in pages.items():
+        side_bar = {
+            (path.parent / address).resolve().relative_to(SITE).with_suffix("").as_posix()
+            for address in page.side_bar
+            if address != "#"
+        }
+        own = path.relative_to(SITE).with_suffix("").as_posix()
+        assert set(names) <= side_bar | {own}, path
 
 
 @pytest.fixture(scope="module")

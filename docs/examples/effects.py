@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 DILUTION, POSITIONS, NOTHING = "dilution", "positions", "nothing"
 BOTH = "positions and dilution"
 BOTH_ENDS = "dilution, in half of the questions"
-COLORS = {DILUTION: "C0", BOTH_ENDS: "C4", POSITIONS: "C1", BOTH: "C3", NOTHING: "C2"}
+# In the order of the answers on the first screen.
+COLORS = {POSITIONS: "C1", DILUTION: "C0", BOTH_ENDS: "C4", BOTH: "C3", NOTHING: "C2"}
 
 
 class Effect(NamedTuple):
@@ -41,8 +42,9 @@ class Effect(NamedTuple):
 def effects_table(effects: Iterable[Effect]) -> str:
     head = ["what fails", "task", "what was tried", "against", "gain [interval]", "how sure"]
     rows = [
-        [x.fails, x.task, x.arm, x.other, f"{x.found.interval(x.form)} {x.unit}", x.sure]
-        for x in effects
+        [x.fails, x.task, spelled(x.arm), spelled(x.other)]
+        + [f"{x.found.interval(x.form)} {x.unit}", x.sure]
+        for x in sorted(effects, key=lambda x: list(COLORS).index(x.fails))
     ]
     return table(head, rows)
 

@@ -321,7 +321,7 @@ def plot_intervals(axes: Any, x: Sequence[float], found: Sequence[Decision], **s
 
 
 def spelled(arm: str) -> str:
-    """The name of an arm for a picture: O is the standard scale, and E has log n in training too."""
+    """The name of an arm for readers who do not know it: O is the standard scale, and E has log n in training too."""
     return re.sub(r"\bE\b", "trained with log n", re.sub(r"\bO\b", "standard", arm))
 
 
@@ -350,9 +350,11 @@ def rounded(x: Any, digits: int = 5) -> Any:
 
 
 def table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """A table in Markdown, with the first column aligned left and the others aligned right."""
-    head = [str(cell) for cell in header]
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *([str(c) for c in row] for row in rows)]
+    """A table in Markdown. Columns of numbers are aligned right, and all others left."""
+    lines = [[str(cell) for cell in row] for row in (header, *rows)]
+    columns = zip(*lines, strict=True)
+    is_number = [all(re.match(r"\W*(\d|$)", cell) for cell in column) for _, *column in columns]
+    lines.insert(1, ["--:" if x else "---" for x in is_number])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -304,11 +304,13 @@ class TestEffects:
     def test_table_and_picture(self):
         found = [experiment.decide([mean - 1, mean, mean + 1, mean], 3) for mean in (9, 0.5)]
         given = [
-            effects.Effect(effects.DILUTION, "a task", "log n", "none", found[0], 3, "points"),
+            effects.Effect(effects.DILUTION, "a task", "log n", "O", found[0], 3, "points"),
             effects.Effect(effects.NOTHING, "another", "log n", "none", found[1], 3, "points", "late"),
         ]
         lines = effects.effects_table(given).splitlines()
+        assert lines == effects.effects_table(reversed(given)).splitlines()
         assert len(lines) == 4
+        assert "| log n | standard |" in lines[2]
         assert lines[2].endswith(f"| {found[0].interval()} points | registered: **helps** |")
         assert lines[3].endswith("| exploratory: late |")
         figure = effects.forest(given)
@@ -316,7 +318,7 @@ class TestEffects:
         assert [text.get_text() for text in ax.get_yticklabels()] == [
             "log n, against none",
             "another",
-            "log n, against none",
+            "log n, against standard",
             "a task",
         ]
         dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
@@ -356,6 +358,9 @@ class TestHarness:
 
     def test_tables(self):
         assert experiment.table(["a", 1], [["b", 2]]) == "| a | 1 |\n| --- | --: |\n| b | 2 |"
+        rows = [["+1.2 [0, 2] %", "8 bits", "O"], ["**\N{MINUS SIGN}3**", "", "\N{EM DASH}"]]
+        lines = experiment.table(["gain", "size", "arm"], rows).splitlines()
+        assert lines[1] == "| --: | --: | --- |"
         assert experiment.spread([1.0, 3.0]) == "2.0 ± 1.4"
         assert experiment.spread([1.0]) == "1.0"
         assert experiment.slope([2, 4, 8], [1.0, 2.0, 3.0]) == pytest.approx(1 / math.log(2))
