@@ -321,7 +321,7 @@ def plot_intervals(axes: Any, x: Sequence[float], found: Sequence[Decision], **s
 
 
 def spelled(arm: str) -> str:
-    """The name of an arm for readers who do not know it: O is the standard scale, and E has log n in training too."""
+    """The name of an arm in words: O is the standard scale, and E has log n in training too."""
     return re.sub(r"\bE\b", "trained with log n", re.sub(r"\bO\b", "standard", arm))
 
 
