@@ -3,8 +3,11 @@
 import sys
 import tomllib
 import zlib
+from inspect import signature
 from pathlib import Path
 from typing import get_origin
+
+from sphinx.util.inspect import stringify_signature
 
 from isentropic import __version__
 
@@ -131,6 +134,17 @@ def show_bases(app, name, kind, options, bases):
     bases[:] = [get_origin(x) or x for x in bases if type(x).__name__ != "Generic"] or [object]
 
 
+ANY = "(*args, **kwargs)"
+
+
+def show_parameters(app, kind, name, obj, options, arguments, returns):
+    """The parameters of laws and of other nodes, whose `__new__` takes any."""
+    if kind == "class" and arguments == ANY:
+        found = stringify_signature(signature(obj), show_annotation=False)
+        return "()" if found == ANY else found, None  # a base class has none
+    return None
+
+
 def add_contents(app, name, source):
     """The contents of the site, which are no part of the page that a repository shows."""
     if name == app.config.root_doc:
@@ -139,6 +153,7 @@ def add_contents(app, name, source):
 
 def setup(app):
     app.connect("autodoc-process-bases", show_bases)
+    app.connect("autodoc-process-signature", show_parameters)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("config-inited", write_inventories)
     app.connect("source-read", add_contents)

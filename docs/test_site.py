@@ -99,6 +99,13 @@ def test_side_bar_has_the_contents(pages):
         assert set(names) <= side_bar | {own}, path
 
 
+def test_reference_names_all_parameters(pages):
+    reference = (path for path in pages if "reference" in path.parts)
+    texts = {path: re.sub("<[^>]*>", "", path.read_text()) for path in reference}
+    assert any("LogLength(base=512" in text for text in texts.values())
+    assert [path for path, text in texts.items() if "(*args, **kwargs)" in text] == []
+
+
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: nox -s site")
