@@ -1,5 +1,6 @@
 """Sphinx configuration."""
 
+import re
 import sys
 import tomllib
 import zlib
@@ -41,12 +42,9 @@ napoleon_use_param = napoleon_use_rtype = False  # types are prose: their words 
 default_role = "py:obj"
 toc_object_entries_show_parents = "hide"
 nitpicky = True
-# Words of types, names of parameters, libraries without an inventory, and private base classes. What
-# else names isentropic, or a library with an inventory, has to exist.
-nitpick_ignore_regex = [
-    ("py:.*", rf"(?!({'|'.join(('isentropic', *INVENTORIES))})\b).*"),
-    ("py:class", r"isentropic\._.*|isentropic\..*\._\w+"),
-]
+# Words of types, names of parameters, and libraries without an inventory. What else names isentropic,
+# or a library with an inventory, has to exist.
+nitpick_ignore_regex = [("py:.*", rf"(?!({'|'.join(('isentropic', *INVENTORIES))})\b).*")]
 
 # The address of a library, and the file that write_inventories makes.
 intersphinx_mapping = {
@@ -130,8 +128,10 @@ def skip_fields(app, what, name, obj, skip, options):
 
 
 def show_bases(app, name, kind, options, bases):
-    """The base classes without the types of their arrays."""
-    bases[:] = [get_origin(x) or x for x in bases if type(x).__name__ != "Generic"] or [object]
+    """The public base classes, without the types of their arrays."""
+    private = re.compile(r"isentropic\._|.*\._[^.]*$")
+    found = (get_origin(x) or x for x in bases if type(x).__name__ != "Generic")
+    bases[:] = [x for x in found if not private.match(f"{x.__module__}.{x.__name__}")] or [object]
 
 
 ANY = "(*args, **kwargs)"
