@@ -48,7 +48,7 @@ import matplotlib.pyplot as plt
 import pretrained
 import torch
 from effects import BOTH, Effect
-from experiment import Decision, decide, table
+from experiment import Claim, Decision, decide, table
 from matplotlib.figure import Figure
 from package_texts import pool
 from pretrained import CHUNK, TRAINED, Arm, Document, Numbers
@@ -222,6 +222,11 @@ def effects(results: dict[str, Any]) -> list[Effect]:
         )
         for arm, other in REGISTERED
     ]  # fmt: skip
+
+
+def claims(results: dict[str, Any]) -> list[Claim]:
+    """None: the documents say nothing about constants for each head."""
+    return []
 
 
 def report(results: dict[str, Any]) -> str:

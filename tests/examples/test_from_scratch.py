@@ -198,5 +198,6 @@ def test_decisions():
     assert pytest.approx(0.9875) == fs.CONFIDENCE
     assert fs.REGISTERED[0] == ("NoPE", "log", "constant")
     assert [x.found.verdict for x in fs.effects(results) if not x.why] == verdicts
+    assert [x.verdict for x in fs.claims(results)] == ["reproduced"] * 2
     assert "**" not in fs.report(results)
     experiment.plt.close(fs.picture(results))
