@@ -133,16 +133,17 @@ def texts():
     return [textwrap.__file__, statistics.__file__]
 
 
-def save_decoder(folder, positions=2048):
-    """A random decoder of two tokens, with its tokenizer, which has no token for padding."""
+def save_model(folder, positions=2048, kind="Llama"):
+    """A random model of two tokens, with its tokenizer, which has no token for padding."""
     import tokenizers
     import transformers
 
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     sizes = {"vocab_size": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=positions)
-    transformers.LlamaModel(config).save_pretrained(folder)
+    of_kind = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}Model")
+    config = of_kind[0](**sizes, num_hidden_layers=1, max_position_embeddings=positions)
+    of_kind[1](config).save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
 
 
@@ -294,7 +295,7 @@ class TestModel:
         )
 
     def test_decoder_without_a_token_for_padding(self, run, texts, tmp_path):
-        save_decoder(tmp_path)
+        save_model(tmp_path)
         out = run("profile", tmp_path, *texts, "--lengths", "33", "--json").stdout
         data = json.loads(out)
         # Queries see 2 … 33 keys, in groups of half octaves; the last of them begins at 26.9.
@@ -302,18 +303,25 @@ class TestModel:
         assert data["lengths"][-1] == pytest.approx(np.exp(np.log(np.arange(27, 34)).mean()))
 
     def test_lengths_by_default(self, run, texts, tmp_path):
-        save_decoder(tmp_path, positions=128)
+        save_model(tmp_path, positions=128)
         data = json.loads(run("profile", tmp_path, *texts, "--json").stdout)
         # The model takes 128 tokens, so the lengths are 64 and 128. The first query of each text sees
         # one key, and does not count.
         assert sum(data["counts"]) == 2 * (63 + 127)
 
     def test_models_of_few_tokens_need_lengths(self, run, texts, tmp_path):
-        save_decoder(tmp_path, positions=32)
+        save_model(tmp_path, positions=32)
         result = run("profile", tmp_path, *texts)
         assert result.exit_code == 2
         assert "--lengths: give some, as the model takes 32 tokens at most" in result.stderr
         assert run("profile", tmp_path, *texts, "--lengths", "16").exit_code == 0
+
+    def test_positions_behind_the_padding(self, run, texts, tmp_path):
+        save_model(tmp_path, positions=34, kind="Roberta")
+        result = run("profile", tmp_path, *texts, "--lengths", "16,33")
+        assert result.exit_code == 2
+        assert "--lengths: the model takes 32 tokens at most" in result.stderr
+        assert run("profile", tmp_path, *texts, "--lengths", "16,32").exit_code == 0
 
     def test_the_texts_are_the_same_at_all_lengths(self, run, model, texts, tmp_path):
         short = tmp_path / "short.txt"

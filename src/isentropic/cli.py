@@ -419,8 +419,7 @@ def _load_model_and_batches(
 ) -> tuple[Any, list[Any]]:
     """The model, from a folder or from the Hub, and the texts as batches of tokens."""
     tokenizer, model = _load(name, "AutoTokenizer", "AutoModel")
-    # A model of several parts has the length in the configuration of its text decoder.
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    longest = _longest(model)
     if lengths is None:
         lengths = [n for n in _LENGTHS if n <= longest]
         if not lengths:
@@ -428,6 +427,16 @@ def _load_model_and_batches(
     elif max(lengths) > longest:
         raise click.UsageError(f"--lengths: the model takes {longest} tokens at most")
     return model.eval(), list(_batches(tokenizer, texts, lengths, most_tokens))
+
+
+def _longest(model: Any) -> float:
+    """The most tokens that a model takes."""
+    # A model of several parts has the length in the configuration of its text decoder.
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    # RoBERTa and its kin begin to count behind the position of the padding.
+    learned = (x for name, x in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (getattr(x, "padding_idx", None) for x in learned)
+    return longest - max((x + 1 for x in padding if x is not None), default=0)
 
 
 def _load(name: str, *kinds: str) -> list[Any]:
