@@ -9,7 +9,7 @@ from effects import Effect, effects_table, forest
 
 # Does a law help?
 EFFECTS = (
-    "constant_or_length", "first_constant", "first", "masked_language", "smollm2",
+    "constant_or_length", "first_constant", "first", "masked_language", "from_scratch", "smollm2",
     "laws_and_positions", "retrieval", "recall",
 )  # fmt: skip
 EXPERIMENTS = (*EFFECTS, "entropies", "dimension", "head_dimension", "key_dimension")

@@ -43,9 +43,13 @@ def readme() -> dict[str, str]:
     arms = load("first_constant")["arms"]
     bits = ([x["accuracy"] for x in arms[arm]] for arm in ("O + log × c", "O × c"))
     of_first_bit = decide([x - y for x, y in zip(*bits, strict=True)], 0, 0.975).interval()
+    arms = load("from_scratch")["positions"]["NoPE"]
+    bytes_of = ([(x["code"][-1] + x["prose"][-1]) / 2 for x in arms[arm]] for arm in ("constant", "log"))
+    of_bytes = decide([x - y for x, y in zip(*bytes_of, strict=True)], 0, 0.9875).interval("+.2f")
     return {
         "masked": points("O + law", "O"),
         "clamped": points("O, ReRoPE", "O"),
+        "from-scratch": of_bytes,
         "retrieval": at_most("max", "log × c", "O × c"),
         "first-bit": of_first_bit,
         "recall-length": at_most("recall", "log × c", "O × c"),

@@ -28,6 +28,10 @@ On the weights of O: O + log, which is max(1, log n/log n0). Beside each arm "ar
 multiplied by one constant at all lengths: that of `CONSTANTS` with the least loss at n0 and 2 n0 on
 the packages for choices.
 
+Added last, when all results were known: "log up to n0" is the arm log, whose factor stays 1 beyond n0
+at test time, without positions, in four seeds. And the loss of a model that only knows how frequent
+each byte is in the training texts.
+
 What decides
 ------------
 This section was written before the experiment was run. Only O had been trained, with one seed that is
@@ -54,6 +58,7 @@ from typing import Any, NamedTuple
 
 import experiment
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from effects import BOTH, Effect
 from experiment import Claim, Decision, answered, decide, table
@@ -74,6 +79,7 @@ TAU = 10.0
 POSITIONS = ("NoPE", "PI")
 ARMS = ("O", "constant", "log", "slope", "scale-invariant")
 AT_TEST = "O + log"
+ADDED = "log up to n0"
 TIMES = " × c"
 ALL = tuple(x for arm in ("O", AT_TEST, *ARMS[1:]) for x in (arm, arm + TIMES))
 CONSTANTS = tuple(2 ** (i / 4) for i in range(-4, 9))  # 1/2 to 4
@@ -81,7 +87,7 @@ FIRST_SEED = 100
 
 # What decides
 SMALLEST = 0.02  # nats per byte
-SEEDS = 8
+SEEDS, ADDED_SEEDS = 8, 4
 REGISTERED = [
     (positions, arm + times, "constant" + times)
     for positions in POSITIONS
@@ -204,13 +210,16 @@ class Job(experiment.Job):
 def work(job: Job) -> None:
     """Train and test, and write the results."""
     size, parts = job.settings, split(job.seed)
-    model = train(job.positions, job.arm, job.seed, size)
+    model = train(job.positions, "log" if job.arm == ADDED else job.arm, job.seed, size)
     tests = texts(parts.tests, size.texts, size.lengths[-1], job.seed)
     choices = texts(parts.choices, size.texts // 2, size.lengths[-1], job.seed)
     arms: dict[str, dict] = {}
-    for arm, law in {job.arm: None, AT_TEST: laws.LogLength(TRAINED, minimum=1)}.items():
-        if arm == AT_TEST and job.arm != "O":
-            continue
+    tested: dict[str, laws.Law | None] = {job.arm: None}
+    if job.arm == "O":
+        tested[AT_TEST] = laws.LogLength(TRAINED, minimum=1)
+    if job.arm == ADDED:
+        tested[ADDED] = laws.Knots((1, TRAINED, 2**20), (0.0, 1.0, 1.0))
+    for arm, law in tested.items():
 
         def mean(tokens: Tensor, n: int, c: float, law: laws.Law | None = law) -> dict[str, float]:
             return losses(model, job.positions, tokens, n, law, c)
@@ -233,8 +242,10 @@ def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
         for seed in range(seeds)
         for arm in ARMS
     ]
+    jobs += [Job("NoPE", ADDED, FIRST_SEED + i, settings, path) for i in range(min(seeds, ADDED_SEEDS))]
     experiment.finish_jobs(work, jobs, settings.steps + settings.steps // 4)
     found: dict[str, dict[str, list]] = {x: {arm: [] for arm in ALL} for x in POSITIONS}
+    found["NoPE"] |= {ADDED: [], ADDED + TIMES: []}
     for job in jobs:
         for arm, of_seed in (job.result() or {}).items():
             found[job.positions][arm].append(of_seed)
@@ -244,8 +255,19 @@ def run(seeds: int, settings: Settings, path: Path) -> dict[str, Any]:
         "seeds": seeds,
         "tests": [x.tests for x in splits],
         "packages": len(pool()),
+        "frequencies": [of_frequencies(FIRST_SEED + seed, settings) for seed in range(seeds)],
         "positions": found,
     }
+
+
+def of_frequencies(seed: int, size: Settings) -> float:
+    """The loss on the tests of the frequencies of the bytes in the training texts."""
+    parts = split(seed)
+    every = [pool()[x][kind] for x in parts.training for kind in KINDS]
+    shares = np.mean([np.bincount(x, minlength=256) / len(x) for x in every], 0) + 1e-6
+    loss = np.log(shares.sum() / shares)
+    tests = texts(parts.tests, size.texts, size.lengths[-1], seed)
+    return float(loss[tests[:, -PREDICTED:].numpy()].mean())
 
 
 # -------------------------------------------------------------------------------------- results
@@ -269,16 +291,22 @@ def decision(
     return decide([b - a for a, b in pairs], SMALLEST, confidence)
 
 
+def added(results: dict[str, Any]) -> Decision:
+    """How much less the loss of "log up to n0" is than that of "log", with the same weights."""
+    pairs = zip(*(values(results, "NoPE", x) for x in (ADDED, "log")), strict=False)  # fewer seeds
+    return decide([b - a for a, b in pairs], SMALLEST)
+
+
 def regained(results: dict[str, Any], positions: str, arm: str) -> float:
     """The share in percent of what O loses from n0 to the longest text that an arm regains."""
-    first, last = (fmean(values(results, positions, "O", at)) for at in (0, -1))
-    return 100 * (last - fmean(values(results, positions, arm))) / (last - first)
+    found = values(results, positions, arm)
+    first, last = (fmean(values(results, positions, "O", at)[: len(found)]) for at in (0, -1))
+    return 100 * (last - fmean(found)) / (last - first)
 
 
 def described(results: dict[str, Any], positions: str) -> str:
-    names = {"NoPE": "no positions", "PI": "interpolated positions"}
-    last = results["lengths"][-1]
-    return f"language model, {names[positions]}, trained with {TRAINED}, n = {last}"
+    name = {"NoPE": "no positions", "PI": "interpolated positions"}[positions]
+    return f"language model, {name}, trained with {TRAINED}, n = {results['lengths'][-1]}"
 
 
 def effects(results: dict[str, Any]) -> list[Effect]:
@@ -333,14 +361,18 @@ def report(results: dict[str, Any]) -> str:
                         for at in range(len(results["lengths"]))
                     ),
                     f"{regained(results, positions, arm):.0f} %",
-                    f"{median(x['constant'] for x in results['positions'][positions][arm]):.3g}",
+                    f"{median(x['constant'] for x in found):.3g}",
                 ]
-                for arm in ALL
+                for arm, found in results["positions"][positions].items()
             ],
         )
         for positions in results["positions"]
     ]
-    return "\n\n".join([table(head, registered), *tables]) + "\n"
+    rest = f"""\
+The frequencies of bytes alone have a loss of {fmean(results["frequencies"]):.2f} nats per byte. The
+gain of "{ADDED}" over "log" in the same seeds is {added(results).interval("+.3f")} nats per byte.
+"""
+    return "\n\n".join([table(head, registered), *tables, rest])
 
 
 def picture(results: dict[str, Any]) -> Figure:

@@ -152,14 +152,20 @@ class TestRun:
             return json.loads((tmp_path / "from_scratch_quick.json").read_text())
 
         written = command()
-        for positions in fs.POSITIONS:
-            assert list(written["positions"][positions]) == list(fs.ALL)
+        added = fs.ADDED, fs.ADDED + fs.TIMES
+        for positions, more in zip(fs.POSITIONS, (added, ()), strict=True):
+            assert list(written["positions"][positions]) == [*fs.ALL, *more]
             for found in written["positions"][positions].values():
                 assert np.asarray([x["code"] for x in found]).shape == (2, 2)
         assert (tmp_path / "from_scratch_quick.png").read_bytes().startswith(b"\x89PNG")
         assert "98.75 % interval" in capsys.readouterr().out
+        # The same weights, and the same factors up to n0.
+        of = written["positions"]["NoPE"]
+        for found, log in zip(of[fs.ADDED], of["log"], strict=True):
+            for kind in fs.KINDS:
+                assert found[kind][0] == pytest.approx(log[kind][0], abs=1e-6)
         count = len(started)
-        assert count == 2 * 2 * len(fs.ARMS)
+        assert count == 2 * 2 * len(fs.ARMS) + 2
         forget(tmp_path / "from_scratch_quick_runs.jsonl", "PI, slope, 101")
         assert command() == written
         assert [job.name() for job in started[count:]] == ["PI, slope, 101"]
@@ -175,6 +181,18 @@ class TestRun:
         assert max(got.values()) < 0.5 < np.log(80)
 
 
+def test_loss_of_frequencies(pool):
+    """Bytes that are equally frequent have log 256, and a byte that is always there has 0."""
+    for part in pool.values():
+        for kind in fs.KINDS:
+            part[kind][:] = np.resize(np.arange(256, dtype=np.uint8), len(part[kind]))
+    assert fs.of_frequencies(3, SETTINGS) == pytest.approx(np.log(256), rel=0.01)
+    for part in pool.values():
+        for kind in fs.KINDS:
+            part[kind][:] = 7
+    assert abs(fs.of_frequencies(3, SETTINGS)) < 1e-3
+
+
 def test_decisions():
     """Gains are positive where a loss is less, and pairs are of a seed."""
     rng = np.random.default_rng(0)
@@ -188,8 +206,11 @@ def test_decisions():
     results = {
         "lengths": [128, 1024],
         "seeds": 8,
+        "frequencies": [3.0] * 8,
         "positions": {x: {arm: of(arm) for arm in fs.ALL} for x in fs.POSITIONS},
     }
+    added = {arm: of("log")[:4] for arm in (fs.ADDED, fs.ADDED + fs.TIMES)}
+    results["positions"]["NoPE"] |= added
     verdicts = [
         fs.decision(results, positions, arm, other, fs.CONFIDENCE).verdict
         for positions, arm, other in fs.REGISTERED
@@ -201,3 +222,37 @@ def test_decisions():
     assert [x.verdict for x in fs.claims(results)] == ["reproduced"] * 2
     assert "**" not in fs.report(results)
     experiment.plt.close(fs.picture(results))
+
+
+def test_committed_results():
+    """What experiments-small-models.md says."""
+    results = experiment.load(fs.NAME)
+    assert results["seeds"] == fs.SEEDS
+    verdicts = [
+        fs.decision(results, positions, arm, other, fs.CONFIDENCE).verdict
+        for positions, arm, other in fs.REGISTERED
+    ]
+    assert verdicts == ["harms"] * 2 + ["not decided"] * 2
+    gain = fs.decision(results, "NoPE", "log", "constant", at=0)
+    assert f"{gain.mean:.2f}" == "0.16"
+    assert gain.low > 0.15
+    frequencies = np.mean(results["frequencies"])
+    means = {x: {arm: np.mean(fs.values(results, x, arm)) for arm in fs.ALL} for x in fs.POSITIONS}
+    assert abs(means["NoPE"]["log"] - frequencies) < 0.01
+    assert min(means["PI"].values()) > frequencies + 0.1
+    # "Log up to n0" has the weights of "log", and fails as well.
+    nope = results["positions"]["NoPE"]
+    assert len(nope[fs.ADDED]) == fs.ADDED_SEEDS
+    for found, log in zip(nope[fs.ADDED], nope["log"], strict=False):
+        assert all(found[kind][0] == log[kind][0] and found[kind][1] != log[kind][1] for kind in fs.KINDS)
+    assert fs.added(results).low < 0 < fs.added(results).high
+    assert np.mean(fs.values(results, "NoPE", fs.ADDED)) > frequencies - 0.05
+    assert [round(fs.regained(results, "NoPE", x)) for x in ("O × c", fs.AT_TEST)] == [6, 5]
+    law = fs.decision(results, "NoPE", fs.AT_TEST, "O")
+    assert law.low < 0 < law.high
+    assert fs.decision(results, "NoPE", "O × c", "O").low > 0
+    flat = [np.mean(fs.values(results, "NoPE", "scale-invariant", at)) for at in range(4)]
+    assert np.ptp(flat) < 0.02
+    assert max(flat) < np.mean(fs.values(results, "NoPE", "O", 0)) - 0.4
+    assert means["PI"]["scale-invariant"] > frequencies
+    assert "nan" not in fs.report(results)
