@@ -44,7 +44,9 @@ def readme() -> dict[str, str]:
     bits = ([x["accuracy"] for x in arms[arm]] for arm in ("O + log × c", "O × c"))
     of_first_bit = decide([x - y for x, y in zip(*bits, strict=True)], 0, 0.975).interval()
     arms = load("from_scratch")["positions"]["NoPE"]
-    bytes_of = ([(x["code"][-1] + x["prose"][-1]) / 2 for x in arms[arm]] for arm in ("constant", "log"))
+    bytes_of = (
+        [(x["code"][-1] + x["prose"][-1]) / 2 for x in arms[arm]] for arm in ("constant", "log")
+    )
     of_bytes = decide([x - y for x, y in zip(*bytes_of, strict=True)], 0, 0.9875).interval("+.2f")
     return {
         "masked": points("O + law", "O"),

@@ -244,7 +244,9 @@ def test_committed_results():
     nope = results["positions"]["NoPE"]
     assert len(nope[fs.ADDED]) == fs.ADDED_SEEDS
     for found, log in zip(nope[fs.ADDED], nope["log"], strict=False):
-        assert all(found[kind][0] == log[kind][0] and found[kind][1] != log[kind][1] for kind in fs.KINDS)
+        assert all(
+            found[kind][0] == log[kind][0] and found[kind][1] != log[kind][1] for kind in fs.KINDS
+        )
     assert fs.added(results).low < 0 < fs.added(results).high
     assert np.mean(fs.values(results, "NoPE", fs.ADDED)) > frequencies - 0.05
     assert [round(fs.regained(results, "NoPE", x)) for x in ("O × c", fs.AT_TEST)] == [6, 5]
