@@ -18,6 +18,7 @@ BOTH = "positions and dilution"
 BOTH_ENDS = "dilution, in half of the questions"
 # In the order of the answers on the first screen.
 COLORS = {POSITIONS: "C1", DILUTION: "C0", BOTH_ENDS: "C4", BOTH: "C3", NOTHING: "C2"}
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 class Effect(NamedTuple):
@@ -43,7 +44,7 @@ def effects_table(effects: Iterable[Effect]) -> str:
     head = ["what fails", "task", "what was tried", "against", "gain [interval]", "how sure"]
     rows = [
         [x.fails, x.task, spelled(x.arm), spelled(x.other)]
-        + [f"{x.found.interval(x.form)} {x.unit}", x.sure]
+        + [f"{x.found.interval(x.form).replace(' ', NO_BREAK)} {x.unit}", x.sure]
         for x in sorted(effects, key=lambda x: list(COLORS).index(x.fails))
     ]
     return table(head, rows)

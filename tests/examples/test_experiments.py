@@ -311,7 +311,8 @@ class TestEffects:
         assert lines == effects.effects_table(reversed(given)).splitlines()
         assert len(lines) == 4
         assert "| log n | standard |" in lines[2]
-        assert lines[2].endswith(f"| {found[0].interval()} points | registered: **helps** |")
+        gain = found[0].interval().replace(" ", effects.NO_BREAK)
+        assert lines[2].endswith(f"| {gain} points | registered: **helps** |")
         assert lines[3].endswith("| exploratory: late |")
         figure = effects.forest(given)
         (ax,) = figure.axes
