@@ -236,6 +236,15 @@ class TestAgainstTorch:
 
 
 class TestGraphs:
+    def test_no_keys(self):
+        """As for PyTorch's own attention, a loss can be differentiated. The gradient is 0."""
+        q, k = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 0, 4)
+        for options in ({}, {"is_causal": True}, {"softcap": 2.0}):
+            p = it.AttentionDistribution(q, k, **options)
+            for result in (p.output(k), p.entropy(), p.entropy(order=2.0), p.state(k).log_normalizer()):
+                (gradient,) = torch.autograd.grad(result.sum(), q)
+                assert not gradient.any()
+
     @pytest.mark.parametrize(
         "options",
         [

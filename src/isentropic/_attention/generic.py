@@ -143,7 +143,10 @@ class Tiles(Record):
         """The state of no keys."""
         plan = self.plan
         kind = {"dtype": plan.compute, "device": plan.device}
-        return empty_state(plan.xp, (*plan.batch, plan.n_queries), n_values, order, **kind)
+        state = empty_state(plan.xp, (*plan.batch, plan.n_queries), n_values, order, **kind)
+        # PyTorch differentiates only what depends on the queries: here by a sum over no features.
+        nothing = plan.xp.sum(self.query[..., :0], axis=-1, keepdims=True)
+        return state.map(lambda x: x + nothing)
 
     def logits(self, rows: Block, columns: Block) -> Array:
         """The logits of one tile, −∞ where a key is hidden."""
