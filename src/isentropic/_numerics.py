@@ -56,7 +56,12 @@ def quietly(
                 (args and isinstance(args[0], torch.Tensor))
                 or torch.compiler.is_compiling()  # it cannot trace context variables
             ):
-                if node_of is not None and not torch.compiler.is_compiling() and _dynamo_is_old():
+                if (
+                    node_of is not None
+                    and "torch._dynamo" in sys.modules  # it takes seconds to load
+                    and not torch.compiler.is_compiling()
+                    and _dynamo_is_old()
+                ):
                     from isentropic import _torch_nodes
 
                     return _torch_nodes.outside(function, args, kwargs)
