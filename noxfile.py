@@ -368,7 +368,7 @@ SMOLLM2 = {
 def experiments(session: nox.Session, experiment: str) -> None:
     """Repeat an experiment of the documentation. Arguments: options (--help).
 
-    All take minutes, but `smollm2` and those that read its results take hours.
+    They take minutes to hours: the page "Experiments" says how long.
     """
     if experiment in SMOLLM2:
         install(session, "demo", "torch", "transformers")

@@ -96,12 +96,11 @@ def write_figures(app):
 
 def write_experiments(app):
     """Tables, verdicts and pictures of the experiments, from their committed results."""
-    from experiments_page import pictures, texts
+    from experiments_page import save_pictures, texts
 
     for name, text in texts().items():
         write(app, name, text)
-    for name, figure in pictures().items():
-        figure.savefig(Path(app.srcdir, "generated", name))
+    save_pictures(Path(app.srcdir, "generated"))
 
 
 def write_inventories(app, config):

@@ -2,15 +2,18 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import experiment
+import matplotlib.pyplot as plt
 from effects import Effect, effects_table, forest
+from matplotlib.figure import Figure
 
 # Does a law help?
 EFFECTS = (
     "constant_or_length", "first_constant", "first", "masked_language", "from_scratch", "smollm2",
-    "laws_and_positions", "retrieval", "recall",
+    "constant_per_head", "laws_and_positions", "retrieval", "recall",
 )  # fmt: skip
 EXPERIMENTS = (*EFFECTS, "entropies", "dimension", "head_dimension", "key_dimension")
 MEASUREMENTS = (  # no verdict
@@ -57,8 +60,12 @@ def verdicts() -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def pictures() -> dict:
-    """Figures by file name."""
-    names = (*EXPERIMENTS, *MEASUREMENTS)
-    found = {f"{name}.svg": module_of(name).picture(experiment.load(name)) for name in names}
-    return {**found, "effects.svg": forest(effects())}
+def save_pictures(folder: Path) -> None:
+    for name in (*EXPERIMENTS, *MEASUREMENTS):
+        save(module_of(name).picture(experiment.load(name)), folder / f"{name}.svg")
+    save(forest(effects()), folder / "effects.svg")
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path)
+    plt.close(figure)

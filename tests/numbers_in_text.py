@@ -48,6 +48,15 @@ def readme() -> dict[str, str]:
         [(x["code"][-1] + x["prose"][-1]) / 2 for x in arms[arm]] for arm in ("constant", "log")
     )
     of_bytes = decide([x - y for x, y in zip(*bytes_of, strict=True)], 0, 0.9875).interval("+.2f")
+    found = load("constant_per_head")["losses"]
+
+    def nats_on_new(arm: str, other: str) -> str:
+        """The gain over sources, each of three texts. There were three registered comparisons."""
+        units = {}
+        for name, x in found.items():
+            units.setdefault(name.partition(",")[0], []).append(x[other]["beyond"] - x[arm]["beyond"])
+        return decide([fmean(x) for x in units.values()], 0, 1 - 0.05 / 3).interval("+.3f")
+
     return {
         "masked": points("O + law", "O"),
         "clamped": points("O, ReRoPE", "O"),
@@ -58,6 +67,8 @@ def readme() -> dict[str, str]:
         "one-head": at_most("one head", "log × c", "O × c"),
         "constants": nats("constant per head", "YaRN's constant"),
         "slopes-on-constants": nats("two numbers per head", "constant per head"),
+        "one-constant": nats_on_new("one constant", "YaRN's constant"),
+        "head-constants": nats_on_new("constant per head", "one constant"),
         "constant": nats("slope per head", "YaRN's constant"),
         "constant-kinds": nats("slope per head", "YaRN's constant", by_kind=True),
         "recall": times("recall"),

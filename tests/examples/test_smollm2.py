@@ -1,6 +1,7 @@
 """The experiment with a language model, on a tiny model with random weights."""
 
 import copy
+import functools
 import json
 import math
 from itertools import pairwise
@@ -900,3 +901,27 @@ class TestConstantPerHead:
         assert len(gains) == 24
         assert len(constant_per_head.by_source(gains)) == 8
         assert "98.33 % interval, sources" in constant_per_head.report(results)
+
+    def test_what_the_page_says(self):
+        """Of the committed results."""
+        results = experiment.load(constant_per_head.NAME)
+        no, yarn, one, layer, head = constant_per_head.ARMS
+        effects = constant_per_head.effects(results)
+        assert {x.found.verdict for x in effects} == {"not decided"}
+        assert all(x.found.low > 0 for x in effects)
+        gains = functools.partial(constant_per_head.gains, results)
+
+        def mean(*arms, where="beyond"):
+            return np.mean(list(gains(*arms, where).values()))
+
+        assert 0.4 < mean(one, yarn) / mean(head, yarn) < 0.5  # nearly half
+        assert abs(mean(head, yarn) - 0.028) < 0.005  # that of `smollm2`
+        assert results["constants"][one][0][0] == pytest.approx(1.087, abs=5e-4)
+        sources = list(dict.fromkeys(name.partition(",")[0] for name in results["losses"]))
+        by_source = dict(zip(sources, constant_per_head.by_source(gains(head, one)), strict=True))
+        large = {name for name, x in by_source.items() if x > 0.019}
+        assert large == {"code pandas", "code sqlalchemy", "code sklearn", "docstrings scipy"}
+        assert all(x < 0.011 for name, x in by_source.items() if name not in large)
+        assert constant_per_head.decide(constant_per_head.by_source(gains(yarn, no)), 0).low < 0
+        assert mean(yarn, no, where="within") < 0
+        assert all(mean(x, no, where="as trained") < 0 for x in (yarn, one, layer, head))
