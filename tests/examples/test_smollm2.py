@@ -925,3 +925,12 @@ class TestConstantPerHead:
         assert constant_per_head.decide(constant_per_head.by_source(gains(yarn, no)), 0).low < 0
         assert mean(yarn, no, where="within") < 0
         assert all(mean(x, no, where="as trained") < 0 for x in (yarn, one, layer, head))
+        assert mean(head, one, where="as trained") < 0
+        # What YaRN's positions cost within the trained length, and what is left of it.
+        own = [x[no]["as trained"] for x in results["losses"].values() if "as trained" in x[no]]
+        cost, left = (
+            np.mean([x[arm]["within"] for x in results["losses"].values() if "as trained" in x[arm]])
+            - np.mean(own)
+            for arm in (no, head)
+        )
+        assert 0.6 < 1 - left / cost < 0.7  # two thirds

@@ -38,7 +38,13 @@ MOST_PARAMETERS = models_page.MOST_PARAMETERS
 
 
 @pytest.fixture(autouse=True)
-def _float64():
+def _float64(monkeypatch):
+    """In double precision, also where models ask for a softmax in float32. Some amplify its rounding."""
+
+    def softmax(x, dim=None, dtype=None, _stacklevel=3):
+        return x.softmax(dim)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -95,6 +101,17 @@ def with_prefix(model, inputs):
     return models_page.output_of(model, unmasked | {ids: unmasked[ids][:, :length]}), whole[:, :length]
 
 
+def is_causal_with_sdpa(model, inputs):
+    """Without a law. PaliGemma gets no mask there, and forgets that its text is causal."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # it has no such attention
+        return True
+    found = apart(*with_prefix(model, inputs)) < 1e-9
+    model.set_attn_implementation("eager")
+    return found
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 @torch.no_grad()
 def test_a_law_acts_once_and_keeps_causality(model_type):
@@ -113,7 +130,7 @@ def test_a_law_acts_once_and_keeps_causality(model_type):
         is_causal = apart(*with_prefix(model, inputs)) < 1e-9
     except Exception:  # it does not take such inputs
         return
-    if is_causal:
+    if is_causal and is_causal_with_sdpa(model, inputs):
         with huggingface.use(model, LAW):
             assert apart(*with_prefix(model, inputs)) < 1e-9
 
