@@ -21,6 +21,7 @@ from tiny_models import (  # noqa: E402
     CASES,
     DECODERS,
     SIDES,
+    SIZES,
     WINDOW,
     batch,
     close,
@@ -28,6 +29,7 @@ from tiny_models import (  # noqa: E402
     encoder_decoder,
     outputs,
     pretrained,
+    special,
     step_by_step,
     text_batch,
     with_law,
@@ -37,7 +39,7 @@ from torch import nn  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 from isentropic.integrations import huggingface  # noqa: E402
-from isentropic.integrations.huggingface import _measure  # noqa: E402
+from isentropic.integrations.huggingface import _measure, _modules  # noqa: E402
 from isentropic.integrations.torch import LawModule  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -250,6 +252,34 @@ class TestWithoutLaws:
         attend = transformers.AttentionInterface()["isentropic"]
         with pytest.raises(ValueError, match=f"`{refused}` must be None: .* got int"):
             attend(nn.Module(), *torch.ones(3, 1, 1, 2, 2), None, **{refused: 1})
+
+
+class TestNotOverTokens:
+    """Attention over layers or channels stays standard."""
+
+    def test_layers(self):
+        model = special("Inkling2Loop").double()
+        kinds = ("BlockAttentionResidual", "MessageAttentionResidual")
+        others = [x for x in model.modules() if type(x).__name__.endswith(kinds)]
+        assert len({type(x) for x in others}) == 2
+        inputs = [torch.randn(2, 5, 3, SIZES["hidden_size"]), torch.randn(2, 5, SIZES["hidden_size"])]
+        block = next(x for x in others if type(x).__name__.endswith(kinds[0]))
+        torch.nn.init.normal_(block.query)
+        expected = block(*inputs)
+        with huggingface.use(model, laws.Constant(3.0), base="eager"):
+            assert not any(hasattr(x, "isentropic_law") for x in others)
+            assert all(torch.equal(a, b) for a, b in zip(block(*inputs), expected, strict=True))
+
+    def test_channels(self):
+        florence = pytest.importorskip("transformers.models.florence2.modeling_florence2")
+        config = transformers.Florence2Config().vision_config
+        config._attn_implementation = "isentropic"
+        module = florence.Florence2VisionChannelAttention(config, 0)
+        assert not _modules.uses_interface(module)
+        x = torch.randn(2, 5, config.embed_dim[0])
+        got = module(x)  # warnings are errors
+        config._attn_implementation = "eager"
+        close(got, module(x))
 
 
 class TestPositions:

@@ -520,11 +520,7 @@ class TestFailures:
             assert len(record) == 1
             step(model, batch())  # warnings are errors
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        latest = observer.latest
-        is_unknown = [name.endswith("self_attn") for name in latest.layers]
-        assert np.isnan(latest.entropy).all(1).tolist() == is_unknown
-        assert 0 < sum(is_unknown) < len(is_unknown)
-        assert "self_attn  " in repr(latest)
+        assert observer.latest is None  # its attention over earlier layers is not observed
 
     @pytest.mark.parametrize("fails", [1, 2])
     def test_no_memory(self, monkeypatch, fails):
@@ -550,6 +546,7 @@ class TestFailures:
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert np.isfinite(seen[-1].entropy).all()
         assert np.isnan(seen[0].entropy).all(1).tolist() == [fails == 1, False]
+        assert repr(seen[0]).count("self_attn  ") == 2
 
     def test_other_models_in_the_pass(self):
         """Attention of a model that is not observed is not even looked at."""

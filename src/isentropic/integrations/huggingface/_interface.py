@@ -25,7 +25,12 @@ from isentropic._products import grouped_matmul
 from isentropic.integrations._observe import announce, listeners
 from isentropic.integrations.huggingface._calls import NAME, call_of, counted_keys, with_tokens
 from isentropic.integrations.huggingface._layer_law import LAW, law_of
-from isentropic.integrations.huggingface._modules import family_of, positions_from_1, uses_interface
+from isentropic.integrations.huggingface._modules import (
+    family_of,
+    is_over_tokens,
+    positions_from_1,
+    uses_interface,
+)
 from isentropic.laws._law import Law
 
 _WITH_LAW: dict[tuple[Any, str], Callable[..., Any]] = {}
@@ -92,7 +97,7 @@ def _announced(
     """Announce a call of an implementation, and compute it."""
     own = getattr(getattr(module, "config", None), "_attn_implementation", None)
     # An implementation that calls another one is announced once, with the queries of the model.
-    if own in (name, None):
+    if own in (name, None) and is_over_tokens(module):
         announce(module, lambda: with_tokens(call_of(name, module, query, key, *args, **kwargs)))
     return function(module, query, key, value, *args, **kwargs)
 
@@ -129,7 +134,8 @@ def attend(
 
     The query is (B, H, L, E). The key and the value have grouped heads.
     """
-    if not hasattr(module, LAW) and not torch.compiler.is_compiling():
+    # Modules on which no law can act never have one.
+    if not hasattr(module, LAW) and not torch.compiler.is_compiling() and uses_interface(module):
         _warn_of_no_laws(type(module).__name__)
     call = call_of(NAME, module, query, key, attention_mask, scaling=scaling, **kwargs)
     options = call.options | {"law": call.law, "sinks": call.sink}

@@ -120,6 +120,14 @@ FAMILIES = {name: Family(*x) for x, names in _ALIKE.items() for name in names.sp
     "xlm.MultiHeadAttention": _XLM,
 }
 
+# Attention whose keys are no tokens, so that a law of their number and an entropy would say nothing.
+_NOT_OVER_TOKENS = {
+    "it attends over the outputs of earlier layers, and not over tokens": (
+        "inkling2.Inkling2BlockAttentionResidual inkling2_loop.Inkling2LoopBlockAttentionResidual "
+        "inkling2_loop.Inkling2LoopMessageAttentionResidual"
+    ),
+    "it attends over channels, and not over tokens": "florence2.Florence2VisionChannelAttention",
+}
 # Why a law cannot act on other classes.
 _REASONS = {
     "each query sees a block of keys, and the masks do not say how many": (
@@ -146,7 +154,9 @@ _REASONS = {
     ),
     "it passes the weights of its projections to a function of PyTorch": "wavlm.WavLMAttention",
 }
-REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+REFUSED = {
+    name: reason for reason, names in (_NOT_OVER_TOKENS | _REASONS).items() for name in names.split()
+}
 
 
 def class_name(module: Any) -> str:
@@ -154,6 +164,10 @@ def class_name(module: Any) -> str:
     forward = inspect.unwrap(type(module).forward)
     file = forward.__module__.rpartition(".")[2].removeprefix("modeling_")
     return f"{file}.{forward.__qualname__.rpartition('.')[0]}"
+
+
+def is_over_tokens(module: Any) -> bool:
+    return REFUSED.get(class_name(module)) not in _NOT_OVER_TOKENS
 
 
 @functools.cache
