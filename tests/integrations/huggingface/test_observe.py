@@ -451,8 +451,10 @@ class TestWhen:
         with pytest.warns(UserWarning, match="the model had no forward pass in training mode"):
             observer.close()
         observer.close()  # once; warnings are errors
-        with pytest.raises(UserWarning), huggingface.observe(one, 1):
-            pass
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning), huggingface.observe(one, 1):
+                pass
         assert not one._forward_hooks  # also where the warning is an error
         assert not one._forward_pre_hooks
 
