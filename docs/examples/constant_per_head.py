@@ -210,8 +210,8 @@ def by_source(of_documents: dict[str, float]) -> list[float]:
     return [fmean(x) for x in found.values()]
 
 
-def decision(results: dict[str, Any], arm: str, other: str) -> Decision:
-    return decide(by_source(gains(results, arm, other)), SMALLEST, CONFIDENCE)
+def decision(results: dict[str, Any], arm: str, other: str, confidence: float = CONFIDENCE) -> Decision:
+    return decide(by_source(gains(results, arm, other)), SMALLEST, confidence)
 
 
 def effects(results: dict[str, Any]) -> list[Effect]:
@@ -232,36 +232,18 @@ def claims(results: dict[str, Any]) -> list[Claim]:
 
 def report(results: dict[str, Any]) -> str:
     where = ("within", "beyond", TRAINED_POSITIONS)
-    head = [f"gain in nats per token [{100 * CONFIDENCE:.2f} % interval, sources]", "verdict"]
-    head += ["[95 % interval, documents]", "within the trained length", TRAINED_POSITIONS]
-    registered, others = [], []
-    for arm, other in REGISTERED:
-        found = decision(results, arm, other)
-        row = [f"{arm} against {other}", found.interval("+.3f"), found.verdict]
-        registered.append(row + beside(results, arm, other))
-    for arm, other in EXPLORATORY:
-        found = decide(by_source(gains(results, arm, other)), SMALLEST)
-        row = [f"{arm} against {other}", found.interval("+.3f")]
-        others.append(row + beside(results, arm, other))
-    means = [
-        [
-            arm,
-            *(
-                f"{fmean(y[arm][x] for y in results['losses'].values() if x in y[arm]):.3f}"
-                for x in where
-            ),
-        ]
-        for arm in ARMS
-    ]
+    head = ["[95 % interval, documents]", "within the trained length", TRAINED_POSITIONS]
+    registered = f"gain in nats per token [{100 * CONFIDENCE:.2f} % interval, sources]"
+    means = [[arm, *(f"{mean_loss(results, arm, x):.3f}" for x in where)] for arm in ARMS]
     numbers = [
         [name, *(f"{x:.3f}" for x in (min(flat), fmean(flat), max(flat)))]
         for name, layers in results["constants"].items()
         for flat in [[x for layer in layers for x in layer]]
     ]
     return f"""\
-{table(["registered", *head], registered)}
+{table(["registered", registered, "verdict", *head], rows(results, REGISTERED, CONFIDENCE))}
 
-{table(["exploratory", "gain [95 % interval, sources]", *head[2:]], others)}
+{table(["exploratory", "gain [95 % interval, sources]", *head], rows(results, EXPLORATORY))}
 
 {table(["loss in nats per token", *where[:2], f"{where[2]}, half of the documents"], means)}
 
@@ -269,11 +251,25 @@ def report(results: dict[str, Any]) -> str:
 """
 
 
-def beside(results: dict[str, Any], arm: str, other: str) -> list[str]:
-    """The interval over documents, and the gains where the arms were not trained."""
-    documents = decide(list(gains(results, arm, other).values()), SMALLEST)
-    means = (fmean(gains(results, arm, other, x).values()) for x in ("within", TRAINED_POSITIONS))
-    return [documents.interval("+.3f"), *(f"{x:+.3f}" for x in means)]
+def rows(
+    results: dict[str, Any], pairs: tuple[tuple[str, str], ...], confidence: float = 0.95
+) -> list[list[str]]:
+    """A row for each pair. Only registered pairs have verdicts."""
+    found = []
+    for arm, other in pairs:
+        decided = decision(results, arm, other, confidence)
+        documents = decide(list(gains(results, arm, other).values()), SMALLEST)
+        means = (fmean(gains(results, arm, other, x).values()) for x in ("within", TRAINED_POSITIONS))
+        verdict = [decided.verdict] if pairs == REGISTERED else []
+        found.append(
+            [f"{arm} against {other}", decided.interval("+.3f"), *verdict, documents.interval("+.3f")]
+            + [f"{x:+.3f}" for x in means]
+        )
+    return found
+
+
+def mean_loss(results: dict[str, Any], arm: str, where: str) -> float:
+    return fmean(x[arm][where] for x in results["losses"].values() if where in x[arm])
 
 
 def picture(results: dict[str, Any]) -> Figure:

@@ -921,16 +921,15 @@ class TestConstantPerHead:
         by_source = dict(zip(sources, constant_per_head.by_source(gains(head, one)), strict=True))
         large = {name for name, x in by_source.items() if x > 0.019}
         assert large == {"code pandas", "code sqlalchemy", "code sklearn", "docstrings scipy"}
-        assert all(x < 0.011 for name, x in by_source.items() if name not in large)
-        assert constant_per_head.decide(constant_per_head.by_source(gains(yarn, no)), 0).low < 0
+        others = [round(x, 3) for name, x in by_source.items() if name not in large]
+        assert (min(others), max(others)) == (-0.002, 0.010)
+        assert constant_per_head.decision(results, yarn, no).low < 0
         assert mean(yarn, no, where="within") < 0
         assert all(mean(x, no, where="as trained") < 0 for x in (yarn, one, layer, head))
         assert mean(head, one, where="as trained") < 0
         # What YaRN's positions cost within the trained length, and what is left of it.
-        own = [x[no]["as trained"] for x in results["losses"].values() if "as trained" in x[no]]
+        own = [x for x in results["losses"].values() if "as trained" in x[no]]
         cost, left = (
-            np.mean([x[arm]["within"] for x in results["losses"].values() if "as trained" in x[arm]])
-            - np.mean(own)
-            for arm in (no, head)
+            np.mean([x[arm]["within"] - x[no]["as trained"] for x in own]) for arm in (no, head)
         )
         assert 0.6 < 1 - left / cost < 0.7  # two thirds

@@ -45,8 +45,8 @@ OTHERS = [
     ids=str,
 )
 def test_check_estimator(transformer, monkeypatch):
-    if "torch" in sys.modules:  # whose build for CUDA makes scikit-learn use it, also without a GPU
-        torch = sys.modules["torch"]
+    # With a build for CUDA, scikit-learn would use it also without a GPU.
+    if (torch := sys.modules.get("torch")) is not None:
         monkeypatch.setattr(torch.backends.cuda, "is_built", torch.cuda.is_available)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
